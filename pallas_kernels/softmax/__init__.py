@@ -1,0 +1,3 @@
+"""The softmax ladder: one file per algorithm, in the order in which each improves on the one before."""
+
+LADDER = {}
