@@ -1,0 +1,163 @@
+"""The truth: every operation in NumPy float64, with no JAX and no cleverness.
+
+Inputs of any real dtype are widened exactly. `axis` is an int, a tuple or None (all axes); `where` broadcasts.
+Semantics are those of `jax.nn` and `jax.scipy.special`: a row of only -inf gives NaN (logsumexp: -inf), a row with
++inf gives NaN (logsumexp: +inf), entries that `where` excludes give 0 (softmax) or -inf (log_softmax).
+
+The `*_terms` functions give the size of the terms an output is the difference of: the scale that rounding errors have
+where the terms cancel, for the `magnitude` argument of `tests.errors`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+Axis = int | tuple[int, ...] | None
+
+
+class Stats(NamedTuple):
+    """A row's maximum and its sum of `exp(logit - maximum)`; (-inf, 0) for a row without finite logits."""
+
+    max: Array
+    sum: Array
+
+
+def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
+    """`exp(scale * x) / sum(exp(scale * x))`."""
+    weights, _ = _lift(_logits(x, where, scale), axis)
+    with np.errstate(invalid="ignore"):
+        y = weights / weights.sum(axis, keepdims=True)
+    return y if where is None else np.where(where, y, 0.0)
+
+
+def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
+    """`scale * x - logsumexp(scale * x)`."""
+    z = _logits(x, where, scale)
+    weights, m = _lift(z, axis)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        y = (z - m) - np.log(weights.sum(axis, keepdims=True))
+    return y if where is None else np.where(where, y, -np.inf)
+
+
+def log_softmax_terms(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
+    """`|z - max| + log(sum)`: what `log_softmax` subtracts."""
+    z = _logits(x, where, scale)
+    weights, m = _lift(z, axis)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.abs(z - m) + np.log(weights.sum(axis, keepdims=True))
+
+
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    scale: float = 1.0,
+) -> Array:
+    """`log(sum(b * exp(scale * x)))`; NaN where the sum is negative."""
+    value, sign = signed_logsumexp(x, axis, b, where, keepdims=keepdims, scale=scale)
+    return np.where(sign < 0, np.nan, value)
+
+
+def signed_logsumexp(
+    x: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """`(log|s|, sign(s))` of `s = sum(b * exp(scale * x))`."""
+    factors = np.ones(()) if b is None else _widen(b)
+    z = _logits(x, where, scale)
+    z = np.where(np.broadcast_to(factors == 0, np.broadcast_shapes(z.shape, factors.shape)), -np.inf, z)
+    weights, m = _lift(z, axis)
+    with np.errstate(invalid="ignore"):
+        total = np.where(weights == 0, 0.0, weights * factors).sum(axis, keepdims=True)
+        total = np.where(m == np.inf, np.where(z == np.inf, np.sign(factors), 0.0).sum(axis, keepdims=True), total)
+    with np.errstate(divide="ignore"):
+        value = np.where(np.isposinf(m), m, m + np.log(np.abs(total)))
+    sign = np.sign(total)
+    return (value, sign) if keepdims else (np.squeeze(value, axis), np.squeeze(sign, axis))
+
+
+def stats(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Stats:
+    """The rows' (max, sum)."""
+    weights, m = _lift(_logits(x, where, scale), axis)
+    return Stats(np.squeeze(m, axis), weights.sum(axis))
+
+
+def softmax_tangent(y: ArrayLike, t: ArrayLike, axis: Axis = -1, scale: float = 1.0) -> Array:
+    """`J t` and `J^T t` of softmax at its output `y`."""
+    y, t = _widen(y), _widen(t)
+    return scale * y * (t - (y * t).sum(axis, keepdims=True))
+
+
+def softmax_tangent_terms(y: ArrayLike, t: ArrayLike, axis: Axis = -1, scale: float = 1.0) -> Array:
+    """`|scale| * y * (|t| + sum(y * |t|))`."""
+    y, t = _widen(y), np.abs(_widen(t))
+    return abs(scale) * y * (t + (y * t).sum(axis, keepdims=True))
+
+
+def log_softmax_tangent(
+    x: ArrayLike, t: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0
+) -> Array:
+    """`J t` of log_softmax at its input `x`; 0 where `where` is False."""
+    p, t = softmax(x, axis, where, scale), _kept(t, where)
+    return _kept(scale * (t - (p * t).sum(axis, keepdims=True)), where)
+
+
+def log_softmax_tangent_terms(
+    x: ArrayLike, t: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0
+) -> Array:
+    """`|scale| * (|t| + sum(p * |t|))`."""
+    p, t = softmax(x, axis, where, scale), np.abs(_kept(t, where))
+    return abs(scale) * (t + (p * t).sum(axis, keepdims=True))
+
+
+def log_softmax_cotangent(
+    x: ArrayLike, t: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0
+) -> Array:
+    """`J^T t` of log_softmax at its input `x`; 0 where `where` is False."""
+    p, t = softmax(x, axis, where, scale), _kept(t, where)
+    return scale * (t - p * t.sum(axis, keepdims=True))
+
+
+def log_softmax_cotangent_terms(
+    x: ArrayLike, t: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0
+) -> Array:
+    """`|scale| * (|t| + p * sum(|t|))`."""
+    p, t = softmax(x, axis, where, scale), np.abs(_kept(t, where))
+    return abs(scale) * (t + p * t.sum(axis, keepdims=True))
+
+
+def logsumexp_tangent(
+    x: ArrayLike, t: ArrayLike, axis: Axis = None, where: ArrayLike | None = None, scale: float = 1.0
+) -> Array:
+    """`J t` of logsumexp at its input `x`: the mean of `scale * t` under softmax."""
+    return scale * (softmax(x, axis, where, scale) * _kept(t, where)).sum(axis)
+
+
+def _widen(x: ArrayLike) -> Array:
+    return np.asarray(x).astype(np.float64)
+
+
+def _kept(t: ArrayLike, where: ArrayLike | None) -> Array:
+    return _widen(t) if where is None else np.where(where, _widen(t), 0.0)
+
+
+def _logits(x: ArrayLike, where: ArrayLike | None, scale: float) -> Array:
+    z = _widen(x) * scale
+    return z if where is None else np.where(where, z, -np.inf)
+
+
+def _lift(z: Array, axis: Axis) -> tuple[Array, Array]:
+    """`exp(z - max)` and the maximum, axes kept; weights are 0 where the maximum is -inf."""
+    m = z.max(axis, keepdims=True, initial=-np.inf)
+    with np.errstate(invalid="ignore", under="ignore"):
+        return np.exp(z - np.where(m == -np.inf, 0.0, m)), m
