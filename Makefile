@@ -1,0 +1,54 @@
+# Everything sets itself up: each virtual environment is built on first use and rebuilt when pyproject.toml changes.
+
+NEWEST_JAX := 0.12.0.1
+OLDEST_JAX := 0.11.2
+
+PYTEST := -m pytest -n 2 --durations=5
+comma := ,
+GPU_EXTRA := $(if $(shell command -v nvidia-smi),$(comma)gpu)
+
+.PHONY: demo test lint type test-new test-kernels test-old aot clean
+
+demo: .venv-new/ready
+	.venv-new/bin/python examples/char_model.py
+
+test: lint type test-new test-kernels test-old aot
+
+lint: .venv-new/ready
+	.venv-new/bin/ruff check .
+	.venv-new/bin/ruff format --check .
+
+type: .venv-new/ready
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv-new/bin/pyright --pythonpath .venv-new/bin/python
+
+test-new: .venv-new/ready
+	.venv-new/bin/python $(PYTEST) --ignore=tests/pallas_kernels
+
+# The GPU kernels themselves, in Mosaic's interpreter, with its race detector.
+test-kernels: .venv-new/ready
+	.venv-new/bin/python $(PYTEST) tests/pallas_kernels --ignore=tests/pallas_kernels/test_aot.py
+
+test-old: .venv-old/ready
+	.venv-old/bin/python $(PYTEST) -m "not gpu and not slow" --ignore=tests/pallas_kernels/test_aot.py
+
+# The GPU kernels compiled to machine code for an H200, on a machine without one.
+aot: .venv-aot/ready
+	JAX_PLATFORMS=cpu .venv-aot/bin/python $(PYTEST) tests/pallas_kernels/test_aot.py
+
+.venv-new/ready: pyproject.toml .ci/venv
+	.ci/venv .venv-new -e '.[test$(GPU_EXTRA)]' jax==$(NEWEST_JAX)
+	touch $@
+
+.venv-old/ready: pyproject.toml .ci/venv
+	.ci/venv .venv-old -e '.[test]' jax==$(OLDEST_JAX)
+	touch $@
+
+# No dependencies of the plugin: its compiler is linked in, and the CUDA libraries are only needed to run.
+.venv-aot/ready: pyproject.toml .ci/venv
+	.ci/venv .venv-aot -e '.[test]' jax==$(OLDEST_JAX)
+	.venv-aot/bin/python -m pip install --quiet --no-deps \
+	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
+	touch $@
+
+clean:
+	rm -rf .venv-new .venv-old .venv-aot .pytest_cache .ruff_cache .hypothesis build dist
