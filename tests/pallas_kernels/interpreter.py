@@ -1,0 +1,46 @@
+"""Runs a kernel in Mosaic's interpreter with race detection, and fails where a GPU would go wrong silently."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import interpreter_shim
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+interpreter_shim.install()
+
+_WARN_ON_RACE = {"on_race": "warn"} if "on_race" in plgpu.InterpretGPUParams.__dataclass_fields__ else {}
+
+
+class RaceDetected(AssertionError):
+    """The vector clocks of the interpreter saw two unordered accesses to one place."""
+
+
+class Deadlock(AssertionError):
+    """The kernel's threads waited for each other for too long."""
+
+
+def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 60.0) -> Any:
+    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`."""
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        interpreter_shim.abort(TimeoutError(f"no progress in {limit_s} s"))
+
+    watchdog = threading.Timer(limit_s, expire)
+    watchdog.start()
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)):
+            result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
+        if interpreter_shim.races_found():
+            raise RaceDetected(f"races in {f}")
+        return result
+    except Exception as error:
+        if expired.is_set():
+            raise Deadlock(str(error)) from error
+        raise
+    finally:
+        watchdog.cancel()
+        interpreter_shim.reset()

@@ -1,0 +1,317 @@
+"""Teaches Mosaic's GPU interpreter what our Hopper kernels use beyond it. Test-only; the one place that imports `jax._src`.
+
+An inline-assembly operation says what it means by an attribute of the function given to `plgpu.inline_mgpu`:
+
+* `f.interpret = lambda *values: (writes, results)`: a function of values. Every argument comes as an array (references
+  are read in full); `writes` maps an argument's position to that reference's new value; `results` lists the results.
+* `f.interpret = lambda machine, *arguments: results`: an operation that synchronises, or that touches memory selectively.
+  It gets the `Machine` below, references as `Ref` handles, arrays as arrays. Returning None means no results.
+
+Also added: reads of a cluster peer's shared memory, `async_store_smem`, and predicated TMA copies (which pipelines with
+outputs need). Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently.
+"""
+
+import dataclasses
+import functools
+import inspect
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import callback
+from jax._src import core as jax_core
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state import types as state_types
+
+TESTED_VERSIONS = ("0.11.2", "0.12.0.1")
+_BLOCK_FIELD = [f.name for f in dataclasses.fields(memory.HostAllocationKey)].index("block_id")
+_FALSE_PREDICATE_ARRIVES = jax.__version__ == "0.11.2"
+_PEER_TIMEOUT_S, _PEER_POLL_S = 30.0, 0.005
+
+Token = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """A reference given to an inline operation: `aval` is its type after the slices that the kernel took of it."""
+
+    key: jax.Array
+    transforms: tuple[Any, ...]
+    aval: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+
+class Machine:
+    """What a model may do to the simulated GPU; each call is one step of the current thread (one warpgroup)."""
+
+    def __init__(self, interpreter: "HopperInterpreter", token: Token, source_info: Any):
+        self.token = token
+        self._interpreter = interpreter
+        self._where = dict(mesh_location=interpreter.mesh_location, thread=interpreter.thread)
+        self._source_info = source_info
+
+    def load(self, ref: Ref) -> jax.Array:
+        """Reads all of `ref`."""
+        self.token, value = gpu_callbacks.call_get(
+            token=self.token,
+            result_shape_and_dtype=jax.ShapeDtypeStruct(ref.shape, ref.dtype),
+            allocation_key_as_array=ref.key,
+            transforms=ref.transforms,
+            source_info=self._source_info,
+            **self._where,
+        )
+        return value
+
+    def store(self, ref: Ref, value: jax.Array) -> None:
+        """Overwrites all of `ref`."""
+        self.token, _ = gpu_callbacks.call_swap(
+            token=self.token,
+            result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
+            allocation_key_as_array=ref.key,
+            transforms=ref.transforms,
+            val=value,
+            mask=None,
+            source_info=self._source_info,
+            **self._where,
+        )
+
+    def peer(self, ref: Ref, **coordinates: Any) -> Ref:
+        """`ref` (data or barrier) in the shared memory of the cluster's CTA at `coordinates` (axis name to index)."""
+        interpreter = self._interpreter
+        block = [jnp.int32(c) for c in interpreter.mesh_location.block_coords]
+        for axis, index in coordinates.items():
+            block[interpreter.mesh.cluster_names.index(axis)] = jnp.asarray(index, jnp.int32)
+        flat = jnp.int32(0)
+        for index, size in zip(block, interpreter.cluster_dims, strict=True):
+            flat = flat * size + index
+        key = ref.key.at[..., _BLOCK_FIELD].set(flat)
+        self._call(_await_allocation, key=key)
+        return dataclasses.replace(ref, key=key)
+
+    def arrive(self, barrier: Ref) -> None:
+        """Arrives at an mbarrier, the current CTA's or a peer's."""
+        key = jaxpr_interpret._get_barrier_allocation_key_from_inval(
+            barrier.key, jax.tree.structure(barrier.transforms), jax.tree.leaves(barrier.transforms)
+        )
+        arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self._source_info)
+        self._call(arrive, allocation_key_as_array=key)
+
+    def commit_smem(self) -> None:
+        """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
+        self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self._source_info))
+
+    def block_sync(self, barrier_id: int, warpgroups: int) -> None:
+        """`bar.sync barrier_id, 128 * warpgroups`."""
+        self.token = gpu_callbacks.call_named_barrier(
+            self.token, barrier_id=barrier_id, num_threads=128 * warpgroups, sync=True, **self._where
+        )
+
+    def cluster_arrive(self) -> None:
+        """`barrier.cluster.arrive.release`."""
+        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=False))
+
+    def cluster_wait(self) -> None:
+        """`barrier.cluster.wait.acquire`."""
+        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=True))
+
+    def cluster_sync(self) -> None:
+        self.cluster_arrive()
+        self.cluster_wait()
+
+    def _call(self, step: Any, **operands: jax.Array) -> None:
+        self.token = callback.io_callback(
+            step, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=self.token, **self._where, **operands
+        )
+
+
+@gpu_callbacks.fail_on_exception
+def _await_allocation(*, token: Any, mesh_location: Any, thread: Any, key: Any) -> Any:
+    """Stands for the cluster barrier with which every Mosaic cluster kernel starts: peers have their shared memory."""
+    del mesh_location
+    shared, keys = gpu_callbacks._get_shared_memory(), np.asarray(key).reshape(-1, key.shape[-1])
+    key = memory.HostAllocationKey.from_array(keys[0])
+    for _ in range(int(_PEER_TIMEOUT_S / _PEER_POLL_S)):
+        shared.check_failed()
+        with shared.lock:
+            if key in shared.mem:
+                return token
+        time.sleep(_PEER_POLL_S)
+    raise TimeoutError(f"{thread} waited for shared memory {key} of a peer that never allocated it")
+
+
+@gpu_callbacks.fail_on_exception
+def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: int, wait: bool) -> Any:
+    """The cluster's hardware barrier: every warpgroup of every CTA arrives; it carries the race detector's clocks."""
+    del mesh_location
+    shared = gpu_callbacks._get_shared_memory()
+    with shared.lock:
+        barrier = shared.named_barriers.get((thread.device_id, "cluster"))
+        if barrier is None:
+            barrier = memory.Barrier(
+                shared,
+                num_pallas_threads_per_block=shared.num_pallas_threads_per_block,
+                ref_count=0,
+                num_arrivals=arrivals,
+                orders_tensor_core=False,
+            )
+            shared.named_barriers[thread.device_id, "cluster"] = barrier
+    if wait:
+        barrier.wait(thread)
+    else:
+        barrier.arrive(thread, shared.incr_clock(thread) if shared.detect_races else None)
+    return token
+
+
+class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
+    """JAX's interpreter with the operations that the module's docstring names."""
+
+    def interpret(self, jaxpr: Any, token: Token, *arguments: Any) -> tuple[Token, list[Any]]:
+        if not any(eqn.primitive is gpu_primitives.async_store_smem_p for eqn in jaxpr.eqns):
+            return super().interpret(jaxpr, token, *arguments)
+        sentinel = jaxpr_interpret._SENTINEL if self.interpret_params.skip_floating_point_ops else None
+        env = interpret_utils.JaxprEnv(
+            vars=(*jaxpr.constvars, *jaxpr.invars), values=arguments, sentinel_for_floating_point_values=sentinel
+        )
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is gpu_primitives.async_store_smem_p:
+                token = self._async_store_smem(eqn, token, env.read_many(eqn.invars))
+                continue
+            used = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, jax_core.Var)))
+            kept = [v for v in eqn.outvars if not isinstance(v, jax_core.DropVar)]
+            alone = jax_core.Jaxpr((), used, kept, [eqn], eqn.effects, jaxpr.debug_info)
+            token, results = super().interpret(alone, token, *env.read_many(used))
+            env.write_many(kept, results)
+        return token, env.read_many(jaxpr.outvars)
+
+    def _async_store_smem(self, eqn: Any, token: Token, values: list[Any]) -> Token:
+        source, ref, barrier, peer_index, *leaves = values
+        ref_tree, barrier_tree = eqn.params["ref_transforms_treedef"], eqn.params["barrier_transforms_treedef"]
+        if eqn.params["atomic"] is not None:
+            raise NotImplementedError("async_store_smem with an atomic operation is not modelled")
+        machine, peer = Machine(self, token, eqn.source_info), {eqn.params["cluster_dim"]: peer_index}
+        ref_transforms = jax.tree.unflatten(ref_tree, leaves[: ref_tree.num_leaves])
+        barrier_transforms = jax.tree.unflatten(barrier_tree, leaves[ref_tree.num_leaves :])
+        machine.store(machine.peer(_ref(eqn.invars[1].aval, ref, ref_transforms), **peer), source)
+        machine.arrive(machine.peer(Ref(barrier, barrier_transforms, eqn.invars[2].aval), **peer))
+        return machine.token
+
+    def _interpret_get_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, Any]:
+        values = get_invals()
+        transforms = jax.tree.unflatten(eqn.params["tree"], values[1:])
+        remote = [t for t in transforms if isinstance(t, gpu_core.ClusterRefTransform)]
+        if not remote:
+            return super()._interpret_get_p(eqn, token, lambda: values)
+        local = tuple(t for t in transforms if not isinstance(t, gpu_core.ClusterRefTransform))
+        machine, ref = Machine(self, token, eqn.source_info), _ref(eqn.invars[0].aval, values[0], local)
+        for t in remote:
+            ref = machine.peer(ref, **dict(zip(t.dims, t.idxs, strict=True)))
+        value = machine.load(ref)
+        return machine.token, value
+
+    def _interpret_inline_mgpu_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, list[Any]]:
+        model = getattr(eqn.params["mgpu_fn"], "interpret", None)
+        if model is None:
+            raise NotImplementedError(f"{eqn.params['mgpu_fn']} carries no `.interpret` model")
+        count, values = len(eqn.params["flat_arg_types"]), get_invals()
+        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[count:])
+        arguments = [
+            _ref(variable.aval, value, transform) if isinstance(variable.aval, state_types.AbstractRef) else value
+            for variable, value, transform in zip(eqn.invars[:count], values[:count], transforms, strict=True)
+        ]
+        machine = Machine(self, token, eqn.source_info)
+        if next(iter(inspect.signature(model).parameters), None) == "machine":
+            results = model(machine, *arguments)
+        else:
+            writes, results = model(*(machine.load(a) if isinstance(a, Ref) else a for a in arguments))
+            for position, value in writes.items():
+                machine.store(arguments[position], value)
+        return machine.token, list(results or ())
+
+    def _interpret_copy_smem_to_gmem_p(
+        self, eqn: Any, token: Token, *operands: Any, has_user_predicate: bool, **params: Any
+    ) -> tuple[Token, list[Any]]:
+        copy = functools.partial(super()._interpret_copy_smem_to_gmem_p, eqn, has_user_predicate=False, **params)
+        if not has_user_predicate:
+            return copy(token, *operands)
+        *operands, predicate = operands
+        return lax.cond(predicate, lambda t: copy(t, *operands)[0], lambda t: t, token), []
+
+    def _interpret_copy_gmem_to_smem_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, list[Any]]:
+        copy, values = super()._interpret_copy_gmem_to_smem_p, get_invals()
+        if not eqn.params["has_user_predicate"]:
+            return copy(eqn, token, lambda: values)
+        *values, predicate = values
+
+        def skip(token: Token) -> Token:
+            if not _FALSE_PREDICATE_ARRIVES:
+                return token
+            trees = [eqn.params[f"{name}_transforms_treedef"] for name in ("src", "dst", "barrier")]
+            leaves = values[3 + trees[0].num_leaves + trees[1].num_leaves :]
+            machine = Machine(self, token, eqn.source_info)
+            machine.arrive(Ref(values[2], jax.tree.unflatten(trees[2], leaves), eqn.invars[2].aval))
+            return machine.token
+
+        return lax.cond(predicate, lambda t: copy(eqn, t, lambda: values)[0], skip, token), []
+
+
+def _ref(aval: Any, value: Any, transforms: Any) -> Ref:
+    key, transforms = jaxpr_interpret.resolve_ref(aval, value, tuple(transforms))
+    inner = aval.inner_aval
+    for transform in transforms:
+        inner = transform.transform_type(inner)
+    return Ref(key, transforms, inner)
+
+
+def install() -> None:
+    """Makes every interpreted kernel of this process use `HopperInterpreter`."""
+    if jax.__version__ not in TESTED_VERSIONS:
+        raise ImportError(f"the interpreter shim is tested on JAX {TESTED_VERSIONS}, not on {jax.__version__}")
+    assert interpret_pallas_call.jaxpr_interpret is jaxpr_interpret
+    jaxpr_interpret.JaxprInterpreter = HopperInterpreter
+    abort_allocated = memory.GPUSharedMemory._abort_waiters
+
+    def abort_waiters(self: Any) -> None:
+        abort_allocated(self)
+        for barrier in self.named_barriers.values():
+            barrier.abort()
+
+    memory.GPUSharedMemory._abort_waiters = abort_waiters
+    if _FALSE_PREDICATE_ARRIVES:
+        memory.Barrier.deallocate = _deallocate_like_newer
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel had a race."""
+    return gpu_callbacks._races is not None and gpu_callbacks._races.races_found
+
+
+def abort(error: Exception) -> None:
+    """Makes every thread of the running kernel raise."""
+    gpu_callbacks._get_shared_memory().set_failed(error, top_level=False)
+
+
+def reset() -> None:
+    """Forgets the last kernel, however it ended."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _deallocate_like_newer(self: Any) -> None:
+    """JAX 0.12 no longer demands that each waiter saw a barrier's last phase; the last phase of a loop often is not."""
+    with self.cv:
+        self.ref_count -= 1
+        if self.ref_count == 0 and self.arrivals_count:
+            raise ValueError(f"barrier deallocated with {self.arrivals_count} arrivals pending")

@@ -1,0 +1,211 @@
+"""The interpreter shim itself: what it adds works, and what is wrong in a kernel is seen."""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreter import Deadlock, RaceDetected, interpret
+from jax import lax
+
+F32 = jnp.float32
+pytestmark = pytest.mark.timeout(120)
+
+
+def asm(model, **types):
+    """An inline operation of which only the model matters here."""
+
+    def op(ctx, *arguments):
+        raise NotImplementedError
+
+    op.interpret = model
+    return plgpu.inline_mgpu(**types)(op)
+
+
+cluster_sync = asm(lambda machine: machine.cluster_sync())
+
+
+def arange(*shape):
+    return jnp.arange(np.prod(shape), dtype=F32).reshape(shape)
+
+
+def test_value_model_reads_and_writes():
+    layout = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
+    load = asm(
+        lambda r: ({}, [jnp.pad(r, (0, 56), constant_values=-jnp.inf)]),
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((256,), F32, layout=layout),
+    )
+    store = asm(lambda r, v: ({0: v[:200]}, []), arg_types=(plgpu.RefType(), layout))
+
+    def body(x_gmem, y_gmem):
+        i = lax.axis_index("row")
+        store(y_gmem.at[i], load(x_gmem.at[i]) + 1)
+
+    x = arange(3, 200)
+    kernel = plgpu.kernel(body, out_type=x, grid=(3,), grid_names=("row",))
+    np.testing.assert_array_equal(interpret(kernel, x), x + 1)
+
+
+def exchange_by_reads(x, *, first_sync=True):
+    """Every CTA of a cluster adds up what all of them put into shared memory; `k` warpgroups each."""
+    rows, ctas, warpgroups, n = x.shape
+
+    def body(x_gmem, y_gmem, part_smem):
+        i, c, w = (lax.axis_index(name) for name in ("row", "cta", "wg"))
+        part_smem[w] = x_gmem[i, c, w]
+        if first_sync:
+            cluster_sync()
+        total = jnp.zeros((n,), F32)
+        for peer in range(ctas):
+            both = plgpu.load(plgpu.cluster_ref(part_smem, {"cta": peer}))
+            for k in range(warpgroups):
+                total += both[k]
+        y_gmem[i, c, w] = total
+        cluster_sync()
+
+    return plgpu.kernel(
+        body,
+        out_type=x,
+        grid=(rows,),
+        grid_names=("row",),
+        cluster=(ctas,),
+        cluster_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((warpgroups, n), F32)],
+    )(x)
+
+
+def test_cluster_reads_of_peers():
+    x = arange(2, 2, 2, 128)
+    expected = np.broadcast_to(np.asarray(x).sum((1, 2), keepdims=True), x.shape)
+    np.testing.assert_array_equal(interpret(exchange_by_reads, x), expected)
+
+
+def test_cluster_read_without_barrier_is_a_race():
+    with pytest.raises(RaceDetected):
+        interpret(functools.partial(exchange_by_reads, first_sync=False), arange(1, 2, 2, 128))
+
+
+def exchange_by_stores(x, *, own_op):
+    """Each CTA of a pair sends its row to the other, and waits for the other's."""
+    pairs, ctas, n = x.shape
+    layout = plgpu.Layout.WG_STRIDED((n,), vec_size=1)
+
+    def send_model(machine, value, ref, barrier, peer):
+        machine.store(machine.peer(ref, cta=peer), value)
+        machine.arrive(machine.peer(barrier, cta=peer))
+
+    scalar = plgpu.Layout.WG_SPLAT
+    send = asm(send_model, arg_types=(layout, plgpu.RefType(), plgpu.RefType(), scalar))
+
+    def body(x_gmem, y_gmem, inbox_smem, arrived):
+        i, c = lax.axis_index("pair"), lax.axis_index("cta")
+        if own_op:
+            send(x_gmem[i, c], inbox_smem, arrived, 1 - c)
+        else:
+            plgpu.async_store_smem(x_gmem[i, c], inbox_smem, arrived, cluster_idx=1 - c, cluster_dim="cta")
+        plgpu.barrier_wait(arrived)
+        y_gmem[i, c] = inbox_smem[...]
+
+    return plgpu.kernel(
+        body,
+        out_type=x,
+        grid=(pairs,),
+        grid_names=("pair",),
+        cluster=(ctas,),
+        cluster_names=("cta",),
+        scratch_types=[plgpu.SMEM((n,), F32), plgpu.Barrier(num_arrivals=1)],
+    )(x)
+
+
+@pytest.mark.parametrize("own_op", [False, True], ids=["async_store_smem", "inline"])
+def test_stores_into_a_peers_shared_memory(own_op):
+    x = arange(2, 2, 128)
+    np.testing.assert_array_equal(interpret(functools.partial(exchange_by_stores, own_op=own_op), x), x[:, ::-1])
+
+
+def test_pipeline_with_outputs():
+    def body(x_gmem, y_gmem):
+        def step(indices, x_smem, y_smem):
+            y_smem[...] = x_smem[...] + 1
+            plgpu.commit_smem()
+
+        spec = plgpu.BlockSpec((1, 128), lambda i: (i, 0))
+        pipeline = plgpu.emit_pipeline(step, grid=(4,), in_specs=[spec], out_specs=[spec], max_concurrent_steps=2)
+        pipeline(x_gmem, y_gmem)
+
+    x = arange(4, 128)
+    np.testing.assert_array_equal(interpret(plgpu.kernel(body, out_type=x), x), x + 1)
+
+
+@pytest.mark.parametrize("take", [True, False])
+def test_predicated_copies(take):
+    def body(x_gmem, y_gmem, smem, arrived):
+        plgpu.copy_gmem_to_smem(x_gmem, smem, arrived)
+        plgpu.barrier_wait(arrived)
+        plgpu.copy_smem_to_gmem(smem, y_gmem.at[0])
+        plgpu.copy_smem_to_gmem(smem, y_gmem.at[1], predicate=lax.axis_index("c") == (0 if take else 1))
+        plgpu.wait_smem_to_gmem(0)
+
+    x = arange(128)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((2, 128), F32),
+        grid=(1,),
+        grid_names=("c",),
+        scratch_types=[plgpu.SMEM((128,), F32), plgpu.Barrier()],
+    )
+    y = interpret(kernel, x)
+    np.testing.assert_array_equal(y[0], x)
+    np.testing.assert_array_equal(y[1], x if take else jnp.full_like(x, jnp.nan))
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_block_barrier(synced):
+    sync = asm(lambda machine: machine.block_sync(1, warpgroups=2))
+
+    def body(x_gmem, y_gmem, smem):
+        w = lax.axis_index("wg")
+        smem[w] = x_gmem[w]
+        if synced:
+            sync()
+        y_gmem[w] = smem[1 - w]
+
+    x = arange(2, 128)
+    kernel = plgpu.kernel(body, out_type=x, num_threads=2, thread_name="wg", scratch_types=[plgpu.SMEM((2, 128), F32)])
+    if synced:
+        np.testing.assert_array_equal(interpret(kernel, x), x[::-1])
+    else:
+        with pytest.raises(RaceDetected):
+            interpret(kernel, x)
+
+
+def test_deadlock_is_reported():
+    def body(x_gmem, y_gmem):
+        @pl.when(lax.axis_index("cta") == 0)
+        def _():
+            cluster_sync()
+
+        y_gmem[lax.axis_index("cta")] = x_gmem[...]
+
+    x = arange(128)
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((2, 128), F32), cluster=(2,), cluster_names=("cta",))
+    with pytest.raises(Deadlock):
+        interpret(kernel, x, limit_s=3.0)
+    np.testing.assert_array_equal(interpret(exchange_by_reads, arange(1, 2, 2, 128)).shape, (1, 2, 2, 128))
+
+
+def test_unmodelled_inline_operation_is_an_error():
+    op = plgpu.inline_mgpu()(lambda ctx: None)
+
+    def body(x_gmem, y_gmem):
+        op()
+        y_gmem[...] = x_gmem[...]
+
+    with pytest.raises(NotImplementedError, match="carries no"):
+        interpret(plgpu.kernel(body, out_type=arange(128)), arange(128))
