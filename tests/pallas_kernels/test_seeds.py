@@ -24,7 +24,8 @@ def _row(n: int, scale: float) -> np.ndarray:
 @pytest.mark.parametrize("scale", [0.1, 30.0, 1e4])
 def test_softmax_matches_the_oracle(algorithm, n, scale):
     x = _row(n, scale)
-    assert errors.max_error(algorithm(x), oracle.softmax(x)) < 16 + n / 8
+    # Rounding x - max is worth up to half of |x - max| < 104 in ulp; adding n terms in order, a fraction of n.
+    assert errors.max_error(algorithm(x), oracle.softmax(x)) < 64 + n / 8
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param(f, id=name) for name, f in SAFE.items() if name != "safe"])
