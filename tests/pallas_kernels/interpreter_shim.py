@@ -1,27 +1,23 @@
-"""Teaches Mosaic's GPU interpreter what our Hopper kernels use beyond it. Test-only; the one place that imports `jax._src`.
+"""Teaches Mosaic's GPU interpreter what our Hopper kernels use beyond it.
 
-An inline-assembly operation says what it means by an attribute of the function given to `plgpu.inline_mgpu`:
+Only this module and `simulated_gpu` import `jax._src`. An inline-assembly operation says what it means by an attribute
+of the function given to `plgpu.inline_mgpu`:
 
 * `f.interpret = lambda *values: (writes, results)`: a function of values. Every argument comes as an array (references
   are read in full); `writes` maps an argument's position to that reference's new value; `results` lists the results.
-* `f.interpret = lambda machine, *arguments: results`: an operation that synchronises, or that touches memory selectively.
-  It gets the `Machine` below, references as `Ref` handles, arrays as arrays. Returning None means no results.
+* `f.interpret = lambda machine, *arguments: results`: an operation that synchronises, or that touches memory here and
+  there. It gets a `simulated_gpu.Machine`, references as handles, arrays as arrays. None means no results.
 
 Also added: reads of a cluster peer's shared memory, `async_store_smem`, and predicated TMA copies (which pipelines with
 outputs need). Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently.
 """
 
-import dataclasses
 import functools
 import inspect
-import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax._src import callback
 from jax._src import core as jax_core
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
@@ -29,151 +25,10 @@ from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state import types as state_types
+from simulated_gpu import Machine, Ref, Token
 
 TESTED_VERSIONS = ("0.11.2", "0.12.0.1")
-_BLOCK_FIELD = [f.name for f in dataclasses.fields(memory.HostAllocationKey)].index("block_id")
 _FALSE_PREDICATE_ARRIVES = jax.__version__ == "0.11.2"
-_PEER_TIMEOUT_S, _PEER_POLL_S = 30.0, 0.005
-
-Token = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """A reference given to an inline operation: `aval` is its type after the slices that the kernel took of it."""
-
-    key: jax.Array
-    transforms: tuple[Any, ...]
-    aval: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.aval.dtype
-
-
-class Machine:
-    """What a model may do to the simulated GPU; each call is one step of the current thread (one warpgroup)."""
-
-    def __init__(self, interpreter: "HopperInterpreter", token: Token, source_info: Any):
-        self.token = token
-        self._interpreter = interpreter
-        self._where = dict(mesh_location=interpreter.mesh_location, thread=interpreter.thread)
-        self._source_info = source_info
-
-    def load(self, ref: Ref) -> jax.Array:
-        """Reads all of `ref`."""
-        self.token, value = gpu_callbacks.call_get(
-            token=self.token,
-            result_shape_and_dtype=jax.ShapeDtypeStruct(ref.shape, ref.dtype),
-            allocation_key_as_array=ref.key,
-            transforms=ref.transforms,
-            source_info=self._source_info,
-            **self._where,
-        )
-        return value
-
-    def store(self, ref: Ref, value: jax.Array) -> None:
-        """Overwrites all of `ref`."""
-        self.token, _ = gpu_callbacks.call_swap(
-            token=self.token,
-            result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
-            allocation_key_as_array=ref.key,
-            transforms=ref.transforms,
-            val=value,
-            mask=None,
-            source_info=self._source_info,
-            **self._where,
-        )
-
-    def peer(self, ref: Ref, **coordinates: Any) -> Ref:
-        """`ref` (data or barrier) in the shared memory of the cluster's CTA at `coordinates` (axis name to index)."""
-        interpreter = self._interpreter
-        block = [jnp.int32(c) for c in interpreter.mesh_location.block_coords]
-        for axis, index in coordinates.items():
-            block[interpreter.mesh.cluster_names.index(axis)] = jnp.asarray(index, jnp.int32)
-        flat = jnp.int32(0)
-        for index, size in zip(block, interpreter.cluster_dims, strict=True):
-            flat = flat * size + index
-        key = ref.key.at[..., _BLOCK_FIELD].set(flat)
-        self._call(_await_allocation, key=key)
-        return dataclasses.replace(ref, key=key)
-
-    def arrive(self, barrier: Ref) -> None:
-        """Arrives at an mbarrier, the current CTA's or a peer's."""
-        key = jaxpr_interpret._get_barrier_allocation_key_from_inval(
-            barrier.key, jax.tree.structure(barrier.transforms), jax.tree.leaves(barrier.transforms)
-        )
-        arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self._source_info)
-        self._call(arrive, allocation_key_as_array=key)
-
-    def commit_smem(self) -> None:
-        """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
-        self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self._source_info))
-
-    def block_sync(self, barrier_id: int, warpgroups: int) -> None:
-        """`bar.sync barrier_id, 128 * warpgroups`."""
-        self.token = gpu_callbacks.call_named_barrier(
-            self.token, barrier_id=barrier_id, num_threads=128 * warpgroups, sync=True, **self._where
-        )
-
-    def cluster_arrive(self) -> None:
-        """`barrier.cluster.arrive.release`."""
-        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=False))
-
-    def cluster_wait(self) -> None:
-        """`barrier.cluster.wait.acquire`."""
-        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=True))
-
-    def cluster_sync(self) -> None:
-        self.cluster_arrive()
-        self.cluster_wait()
-
-    def _call(self, step: Any, **operands: jax.Array) -> None:
-        self.token = callback.io_callback(
-            step, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=self.token, **self._where, **operands
-        )
-
-
-@gpu_callbacks.fail_on_exception
-def _await_allocation(*, token: Any, mesh_location: Any, thread: Any, key: Any) -> Any:
-    """Stands for the cluster barrier with which every Mosaic cluster kernel starts: peers have their shared memory."""
-    del mesh_location
-    shared, keys = gpu_callbacks._get_shared_memory(), np.asarray(key).reshape(-1, key.shape[-1])
-    key = memory.HostAllocationKey.from_array(keys[0])
-    for _ in range(int(_PEER_TIMEOUT_S / _PEER_POLL_S)):
-        shared.check_failed()
-        with shared.lock:
-            if key in shared.mem:
-                return token
-        time.sleep(_PEER_POLL_S)
-    raise TimeoutError(f"{thread} waited for shared memory {key} of a peer that never allocated it")
-
-
-@gpu_callbacks.fail_on_exception
-def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: int, wait: bool) -> Any:
-    """The cluster's hardware barrier: every warpgroup of every CTA arrives; it carries the race detector's clocks."""
-    del mesh_location
-    shared = gpu_callbacks._get_shared_memory()
-    with shared.lock:
-        barrier = shared.named_barriers.get((thread.device_id, "cluster"))
-        if barrier is None:
-            barrier = memory.Barrier(
-                shared,
-                num_pallas_threads_per_block=shared.num_pallas_threads_per_block,
-                ref_count=0,
-                num_arrivals=arrivals,
-                orders_tensor_core=False,
-            )
-            shared.named_barriers[thread.device_id, "cluster"] = barrier
-    if wait:
-        barrier.wait(thread)
-    else:
-        barrier.arrive(thread, shared.incr_clock(thread) if shared.detect_races else None)
-    return token
 
 
 class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
