@@ -1,0 +1,138 @@
+"""What the layout promises, read from the sources: who imports whom, where the merge lives, how long a file may be."""
+
+import ast
+import functools
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxsoftmax", "pallas_kernels")
+SHIMS = ("tests/pallas_kernels/interpreter_shim.py", "tests/pallas_kernels/simulated_gpu.py")
+
+# benchmarks -> jaxsoftmax -> pallas_kernels -> jax
+MAY_IMPORT = {
+    "pallas_kernels": {"jax", "jaxlib", "numpy", "pallas_kernels"},
+    "jaxsoftmax": {"jax", "numpy", "pallas_kernels", "jaxsoftmax"},
+    "benchmarks": {"absl", "jax", "jaxlib", "matplotlib", "numpy", "pallas_kernels", "jaxsoftmax", "benchmarks"},
+    "examples": {"flax", "jax", "numpy", "optax", "pallas_kernels", "jaxsoftmax"},
+}
+
+# The exponential of a difference of maxima is `monoid.decay`; `mosaic` defines exponentials to hand to it, and `seeds`
+# is the literature in plain NumPy.
+MAY_EXPONENTIATE = {"pallas_kernels/monoid.py", "pallas_kernels/mosaic.py", "pallas_kernels/seeds.py"}
+
+MAX_MODULE_LINES = 300
+MAX_FUNCTION_LINES = 90
+
+
+def _sources(*folders: str) -> list[str]:
+    return [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse((ROOT / source).read_text())
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in ast.walk(_tree(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source}:{node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _functions(source: str) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("source", _sources(*MAY_IMPORT))
+def test_imports_go_one_way(source):
+    allowed = MAY_IMPORT[source.split("/")[0]] | set(sys.stdlib_module_names)
+    assert {name.split(".")[0] for name in _imports(source)} <= allowed
+
+
+def test_the_foundations_know_nothing_of_what_stands_on_them():
+    for source in ("pallas_kernels/monoid.py", "pallas_kernels/hardware.py", "pallas_kernels/seeds.py"):
+        assert not [name for name in _imports(source) if name.startswith("pallas_kernels")], source
+
+
+@pytest.mark.parametrize("source", _sources("pallas_kernels/softmax"))
+def test_kernels_do_not_choose(source):
+    assert not [name for name in _imports(source) if name.startswith("pallas_kernels.dispatch")]
+    assert "pallas_kernels.dispatch" not in (ROOT / source).read_text()
+
+
+@pytest.mark.parametrize("source", [s for s in _sources(*MAY_IMPORT, "tests") if s not in SHIMS])
+def test_no_private_jax(source):
+    private = [name for name in _imports(source) if name.startswith("jax._src")]
+    private += [
+        ast.unparse(node)
+        for node in ast.walk(_tree(source))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("jax._src")
+    ]
+    assert not private
+
+
+def test_the_merge_is_written_once():
+    exponentiating = {
+        source
+        for source in _sources(*PACKAGES)
+        for node in ast.walk(_tree(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("exp", "exp2")
+    }
+    assert exponentiating <= MAY_EXPONENTIATE
+
+
+@pytest.mark.parametrize("source", _sources(*MAY_IMPORT))
+def test_files_and_functions_stay_readable(source):
+    assert len((ROOT / source).read_text().splitlines()) <= MAX_MODULE_LINES
+    for function in _functions(source):
+        lines = function.end_lineno - function.lineno + 1
+        assert lines <= MAX_FUNCTION_LINES, f"{function.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("source", [s for s in _sources(*PACKAGES) if not s.endswith("__init__.py")])
+def test_every_module_says_what_it_is(source):
+    assert ast.get_docstring(_tree(source))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_public_surface_is_listed_and_documented(package):
+    module = importlib.import_module(package)
+    names = module.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    for name in names:
+        exported = getattr(module, name)
+        if callable(exported):
+            assert inspect.getdoc(exported), f"{package}.{name} has no docstring"
+    assert (ROOT / package / "py.typed").exists()
+
+
+def test_nothing_is_left_to_do():
+    unfinished = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+    texts = [ROOT / s for s in _sources(*MAY_IMPORT, "tests")] + [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert not [str(path.relative_to(ROOT)) for path in texts if unfinished.search(path.read_text())]
+
+
+def test_importing_touches_no_device_and_costs_little():
+    # A platform that does not exist: whatever asks for a device fails.
+    program = (
+        "import time, jax; start = time.perf_counter(); import jaxsoftmax, pallas_kernels; "
+        "print(time.perf_counter() - start)"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
+    seconds = [
+        float(subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=ROOT, text=True))
+        for _ in range(3)
+    ]
+    assert min(seconds) < 0.1
