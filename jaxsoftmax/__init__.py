@@ -1,0 +1,11 @@
+"""Softmax, log_softmax and logsumexp for JAX at memory speed on Hopper GPUs, with every JAX transformation."""
+
+from jaxsoftmax._api import log_softmax as log_softmax
+from jaxsoftmax._api import logsumexp as logsumexp
+from jaxsoftmax._api import merge as merge
+from jaxsoftmax._api import softmax as softmax
+from pallas_kernels.monoid import Stats as Stats
+
+__version__ = "0.1.0"
+
+__all__ = ["Stats", "log_softmax", "logsumexp", "merge", "softmax"]

@@ -22,3 +22,16 @@ def supports_kernels(device: Device) -> str | None:
     if device.compute_capability != "9.0":
         return f"{device.name} has compute capability {device.compute_capability}; the kernels are compiled for 9.0 (Hopper)"
     return None
+
+
+def current() -> Device:
+    """The first CUDA device of this process; the H200 where there is none, as when lowering on another machine."""
+    import jax
+
+    try:
+        gpu = jax.devices("cuda")[0]
+    except RuntimeError:
+        return H200
+    return dataclasses.replace(
+        H200, name=gpu.device_kind, compute_capability=gpu.compute_capability, sm_count=gpu.core_count
+    )

@@ -14,7 +14,7 @@ Axes = tuple[int, ...]
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype rows are accumulated in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
 def _logits(x: jax.Array, where: jax.Array | None, scale: float) -> jax.Array:
@@ -23,24 +23,34 @@ def _logits(x: jax.Array, where: jax.Array | None, scale: float) -> jax.Array:
     return z if where is None else jnp.where(where, z, -jnp.inf)
 
 
-def _lift(z: jax.Array, axes: Axes) -> tuple[jax.Array, Stats]:
+def _lift(z: jax.Array, axes: Axes, known: Stats | None = None) -> tuple[jax.Array, Stats]:
     """Weights relative to the row's maximum, and the row's state, with the reduced axes kept."""
+    if known is not None:
+        known = Stats(*(jnp.expand_dims(part, axes) for part in known))
+        return decay(z, known.max), known
     m = jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
     weights = decay(z, m)
     return weights, Stats(m, weights.sum(axes, keepdims=True))
 
 
-def softmax(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> jax.Array:
-    """`exp(scale * x) / sum(exp(scale * x))` along `axes`; 0 where `where` is False; NaN for a row of only -inf."""
-    weights, stats = _lift(_logits(x, where, scale), axes)
+def softmax(
+    x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
+) -> jax.Array:
+    """`exp(scale * x) / sum(exp(scale * x))` along `axes`; 0 where `where` is False; NaN for a row of only -inf.
+
+    `known` is the rows' state where it came from elsewhere, as when `x` is one device's part of the columns.
+    """
+    weights, stats = _lift(_logits(x, where, scale), axes, known)
     y = (weights / stats.sum).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.zeros_like(y))
 
 
-def log_softmax(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> jax.Array:
-    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False."""
+def log_softmax(
+    x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
+) -> jax.Array:
+    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`."""
     z = _logits(x, where, scale)
-    _, stats = _lift(z, axes)
+    _, stats = _lift(z, axes, known)
     y = ((z - stats.max) - jnp.log(stats.sum)).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.full_like(y, -jnp.inf))
 
@@ -51,26 +61,66 @@ def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: fl
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
 
 
-def softmax_tangent(y: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0) -> jax.Array:
-    """`J t` for softmax at output `y`: `scale * y * (t - sum(y * t))`. `J` is symmetric, so this is `J^T t` too."""
+def stats_tangent(
+    x: jax.Array, where: jax.Array | None, t: jax.Array, maximum: jax.Array, *, axes: Axes, scale: float = 1.0
+) -> jax.Array:
+    """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
+    z = _logits(x, where, scale)
+    t = _logits(t, None, scale)
+    t = t if where is None else jnp.where(where, t, jnp.zeros_like(t))
+    return (decay(z, jnp.expand_dims(maximum, axes)) * t).sum(axes)
+
+
+def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:
+    """`sum(y * t)` along `axes`, which are removed."""
     dtype = accumulator_dtype(y.dtype)
-    y32, t32 = y.astype(dtype), t.astype(dtype)
-    out = y32 * (t32 - (y32 * t32).sum(axes, keepdims=True))
+    return (y.astype(dtype) * t.astype(dtype)).sum(axes)
+
+
+def softmax_tangent(
+    y: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0, slope: jax.Array | None = None
+) -> jax.Array:
+    """`J t` for softmax at output `y`: `scale * y * (t - sum(y * t))`. `J` is symmetric, so this is `J^T t` too.
+
+    `slope` is the sum, without `axes`, where it is known.
+    """
+    dtype = accumulator_dtype(y.dtype)
+    slope = row_dot(y, t, axes=axes) if slope is None else slope
+    out = y.astype(dtype) * (t.astype(dtype) - jnp.expand_dims(slope, axes))
     return (out if scale == 1.0 else out * jnp.asarray(scale, dtype)).astype(t.dtype)
 
 
-def log_softmax_tangent(x: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0) -> jax.Array:
-    """`J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`."""
-    p, t32 = _probabilities(x, t, axes, scale)
-    return (jnp.asarray(scale, t32.dtype) * (t32 - (p * t32).sum(axes, keepdims=True))).astype(t.dtype)
+def log_softmax_tangent(
+    x: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0, slope: jax.Array | None = None
+) -> jax.Array:
+    """`J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`.
+
+    `slope` is the sum, without `axes`, where it is known.
+    """
+    dtype = accumulator_dtype(t.dtype)
+    slope = row_dot(_probabilities(x, axes, scale), t, axes=axes) if slope is None else slope
+    return (jnp.asarray(scale, dtype) * (t.astype(dtype) - jnp.expand_dims(slope, axes))).astype(t.dtype)
 
 
-def log_softmax_cotangent(x: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0) -> jax.Array:
-    """`J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`."""
-    p, t32 = _probabilities(x, t, axes, scale)
-    return (jnp.asarray(scale, t32.dtype) * (t32 - p * t32.sum(axes, keepdims=True))).astype(t.dtype)
+def log_softmax_cotangent(
+    x: jax.Array,
+    t: jax.Array,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    known: Stats | None = None,
+    total: jax.Array | None = None,
+) -> jax.Array:
+    """`J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`.
+
+    `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known.
+    """
+    dtype = accumulator_dtype(t.dtype)
+    p, t32 = _probabilities(x, axes, scale, known), t.astype(dtype)
+    total = t32.sum(axes) if total is None else total
+    return (jnp.asarray(scale, dtype) * (t32 - p * jnp.expand_dims(total, axes))).astype(t.dtype)
 
 
-def _probabilities(x: jax.Array, t: jax.Array, axes: Axes, scale: float) -> tuple[jax.Array, jax.Array]:
-    weights, kept = _lift(_logits(x, None, scale), axes)
-    return weights / kept.sum, t.astype(weights.dtype)
+def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
+    weights, kept = _lift(_logits(x, None, scale), axes, known)
+    return weights / kept.sum

@@ -1,0 +1,215 @@
+"""The public functions: canonicalise, validate, bind. What they compute is in `_primitives` and `pallas_kernels`."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax import _checks
+from jaxsoftmax._checks import Axis
+from jaxsoftmax._primitives import bind
+from pallas_kernels.monoid import Stats, combine, log_normalizer
+from pallas_kernels.problem import Op
+from pallas_kernels.reference import accumulator_dtype
+
+ArrayLike = jax.typing.ArrayLike
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`: `jax.nn.softmax`, by a Hopper kernel where it can.
+
+    16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves.
+
+    An entry of -inf gives 0. A row of only -inf gives NaN, as does a row with +inf or NaN. A row that `where` excludes
+    entirely gives zeros. Empty arrays and rows of one element are fine.
+
+    Derivatives of every order exist, in forward and reverse mode; the first costs one fused pass over `y` and the
+    (co)tangent. Under `jax.checkpoint` the output has the name `"softmax_out"` for policies that save by name.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867.
+
+    Args:
+        x: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
+        axis: The axis or axes that sum to one; None for all.
+        where: A boolean mask that broadcasts to `x`; entries where it is False count as absent.
+        scale: The logits' factor, an inverse temperature. A positive number is fused into the kernel. Any other
+            number, and an array that broadcasts to `x` (traced, or one factor per row), is multiplied in before it, in
+            the dtype of accumulation, and is differentiable.
+        implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back.
+
+    Returns:
+        An array of `x`'s shape and (floating) dtype.
+
+    Raises:
+        TypeError: `x` is complex, or `where` is not boolean.
+        ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> softmax(jnp.array([0.0, 0.0, -jnp.inf, 0.0]), where=jnp.array([True, True, True, False]))
+    Array([0.5, 0.5, 0. , 0. ], dtype=float32)
+    """
+    return _row_op(Op.SOFTMAX, x, axis, where, scale, implementation)
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The logarithm of softmax, `scale * x - logsumexp(scale * x)` along `axis`: `jax.nn.log_softmax`.
+
+    Accumulates as `softmax` does. An entry of -inf, or one that `where` excludes, gives -inf; rows of only -inf, and
+    rows with +inf or NaN, give NaN.
+
+    Derivatives of every order exist, in forward and reverse mode. The only residual of the first is `x` itself: the
+    kernel takes the row's statistics again, which costs no memory and, as the row is on chip by then, no traffic.
+
+    Source: as `softmax`.
+
+    Args:
+        x: Logits, as for `softmax`.
+        axis: The axis or axes to normalise over; None for all.
+        where: A boolean mask that broadcasts to `x`.
+        scale: The logits' factor, as for `softmax`.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+
+    Returns:
+        An array of `x`'s shape and (floating) dtype.
+
+    Raises:
+        TypeError: `x` is complex, or `where` is not boolean.
+        ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> log_softmax(jnp.zeros(65536, jnp.float16))[0] == -jnp.log(65536.0).astype(jnp.float16)
+    Array(True, dtype=bool)
+    """
+    return _row_op(Op.LOG_SOFTMAX, x, axis, where, scale, implementation)
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: str | None = None,
+) -> Any:
+    """`log(sum(exp(a)))` along `axis`: `jax.scipy.special.logsumexp`, for real numbers.
+
+    Accumulates as `softmax` does. No entries (an empty axis, or all excluded) give -inf, as do only entries of -inf;
+    +inf gives +inf; NaN gives NaN. Derivatives of every order exist, in forward and reverse mode.
+
+    Source: as `softmax`.
+
+    Args:
+        a: Exponents of any real dtype and any shape.
+        axis: The axis or axes to sum over; None for all.
+        b: Weights of the exponentials, which may be negative. They are computed by `jax.scipy.special.logsumexp` in
+            the dtype of accumulation, not by a kernel.
+        keepdims: Keeps the reduced axes, with extent 1.
+        return_sign: Returns `(log|sum|, sign of the sum)`.
+        where: A boolean mask that broadcasts to `a`.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+
+    Returns:
+        An array of `a`'s floating dtype, or a pair of them.
+
+    Raises:
+        TypeError: `a` is complex, or `where` is not boolean.
+        ValueError: `axis`, `where` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` with `b`, or where no kernel takes the call.
+
+    >>> import jax.numpy as jnp
+    >>> logsumexp(jnp.array([[0.0, 0.0], [1000.0, -1000.0]]), axis=1)
+    Array([6.931472e-01, 1.000000e+03], dtype=float32)
+    """
+    name = "logsumexp"
+    x = _checks.floating(name, "a", a)
+    axes = _checks.axes(name, axis, x.ndim)
+    implementation = _checks.implementation(name, implementation)
+    if b is not None:
+        if implementation == "mosaic_gpu":
+            raise _checks.no_kernel_with_weights()
+        return _weighted(x, _checks.floating(name, "b", b), axes, keepdims, return_sign, where)
+    operands = (x,) if where is None else (x, _checks.mask(name, where, x.shape))
+    stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation))
+    out = log_normalizer(stats).astype(x.dtype)
+    out = jnp.expand_dims(out, axes) if keepdims else out
+    if not return_sign:
+        return out
+    return out, jnp.where(jnp.isnan(out), out, (out > -jnp.inf).astype(out.dtype))
+
+
+def merge(*states: Stats) -> Stats:
+    """Merges the states of parts of a row into the state of the row, in any order and grouping.
+
+    The state `Stats(max, sum)` stands for `exp(max) * sum`, the sum of the exponentials seen, in a form that cannot
+    overflow; `max + log(sum)` is their logsumexp. `Stats(-inf, 0)` has seen nothing, and merging it changes nothing.
+    For those who split rows themselves: over a stream, over devices, over a cache of keys.
+
+    Source: as `softmax`.
+
+    Args:
+        *states: At least one state, of arrays that broadcast against each other.
+
+    Returns:
+        The merged state; differentiable.
+
+    Raises:
+        ValueError: no state was given.
+
+    >>> import jax.numpy as jnp
+    >>> row = jnp.array([1.0, 2.0, 3.0, 4.0])
+    >>> left, right = (Stats(part.max(), jnp.exp(part - part.max()).sum()) for part in jnp.split(row, 2))
+    >>> whole = merge(left, right)
+    >>> jnp.allclose(whole.max + jnp.log(whole.sum), logsumexp(row))
+    Array(True, dtype=bool)
+    """
+    if not states:
+        raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
+    return functools.reduce(combine, (Stats(jnp.asarray(s[0]), jnp.asarray(s[1])) for s in states))
+
+
+def _row_op(
+    op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
+) -> Any:
+    """Softmax or log_softmax: what they share is everything but the operation."""
+    operand = _checks.floating(op, "x", x)
+    axes = _checks.axes(op, axis, operand.ndim)
+    factor = _checks.scale_factor(op, scale, operand.shape)
+    implementation = _checks.implementation(op, implementation)
+    mask = () if where is None else (_checks.mask(op, where, operand.shape),)
+    dtype = operand.dtype
+    if not isinstance(factor, float) or not 0 < factor < math.inf:
+        wide = accumulator_dtype(dtype)
+        operand, factor = operand.astype(wide) * jnp.asarray(factor, wide), 1.0
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation)
+    return y if operand.dtype == dtype else y.astype(dtype)
+
+
+def _weighted(
+    x: jax.Array, b: jax.Array, axes: Sequence[int], keepdims: bool, return_sign: bool, where: ArrayLike | None
+) -> Any:
+    """logsumexp with weights."""
+    dtype = jnp.promote_types(x.dtype, b.dtype)
+    wide = accumulator_dtype(dtype)
+    out = jax.scipy.special.logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, return_sign, where)
+    return jax.tree.map(lambda part: part.astype(dtype), out)

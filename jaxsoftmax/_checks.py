@@ -1,0 +1,107 @@
+"""Every error the user can meet: which argument, what was got, what was wanted, what to do."""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Axis = int | Sequence[int] | None
+
+IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
+
+
+def floating(function: str, name: str, x: jax.typing.ArrayLike) -> jax.Array:
+    """`x` as a floating-point array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
+    array = jnp.asarray(x)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype}, expected a real dtype; a softmax of complex numbers has no "
+            f"order to take a maximum in. Pass {name}.real, or abs({name})."
+        )
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return array.astype(jnp.result_type(float))
+
+
+def axes(function: str, axis: Axis, rank: int) -> tuple[int, ...]:
+    """`axis` as sorted, non-negative, distinct axes."""
+    if axis is None:
+        return tuple(range(rank))
+    listed = tuple(operator.index(a) for a in axis) if isinstance(axis, Sequence) else (operator.index(axis),)
+    for a in listed:
+        if not -rank <= a < rank:
+            raise ValueError(
+                f"{function}: axis {a} is out of bounds for x of rank {rank}, expected {-rank} <= axis < {rank}."
+                + (" Pass axis=None for a scalar." if rank == 0 else "")
+            )
+    result = tuple(sorted(a % rank for a in listed))
+    if len(set(result)) != len(result):
+        raise ValueError(f"{function}: duplicate value in axis={listed}, expected each axis once.")
+    return result
+
+
+def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int]) -> jax.Array:
+    """`where` as a boolean array of the operand's rank, each of whose extents is 1 or the operand's."""
+    array = jnp.asarray(where)
+    if array.dtype != jnp.bool_:
+        raise TypeError(f"{function}: where has dtype {array.dtype}, expected bool. Pass where.astype(bool).")
+    _broadcastable(function, "where", array.shape, shape)
+    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+
+
+def scale_factor(function: str, scale: jax.typing.ArrayLike, shape: Sequence[int]) -> float | jax.Array:
+    """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
+    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
+        factor = float(scale)
+        if math.isnan(factor):
+            raise ValueError(f"{function}: scale is nan, expected a number.")
+        return factor
+    array = floating(function, "scale", scale)
+    _broadcastable(function, "scale", array.shape, shape)
+    return array
+
+
+def implementation(function: str, name: str | None) -> str | None:
+    """`name` if it is one we have."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{function}: implementation={name!r}, expected one of None (the fastest there is), 'xla', 'mosaic_gpu'."
+        )
+    return name
+
+
+def no_kernel_on_platform(op: str) -> NotImplementedError:
+    """A named kernel, lowered for something that is not CUDA."""
+    return NotImplementedError(
+        f"{op}: implementation='mosaic_gpu' was asked for, but this computation is lowered for a platform other than "
+        "cuda, where Mosaic GPU kernels do not exist. Pass implementation=None to use XLA there."
+    )
+
+
+def no_kernel_for_problem(op: str, reasons: Sequence[tuple[str, str]]) -> NotImplementedError:
+    """A named kernel that declined, with each rung's reason."""
+    listed = "".join(f"\n  {rung}: {why}" for rung, why in reasons) or "\n  there is no kernel for this operation"
+    return NotImplementedError(
+        f"{op}: implementation='mosaic_gpu' was asked for, but no kernel takes this call:{listed}\n"
+        "Pass implementation=None to use XLA where no kernel does."
+    )
+
+
+def no_kernel_with_weights() -> NotImplementedError:
+    """`logsumexp` with `b`, and a kernel named."""
+    return NotImplementedError(
+        "logsumexp: implementation='mosaic_gpu' was asked for, but the kernels take no weights b; "
+        "pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
+    )
+
+
+def _broadcastable(function: str, name: str, got: Sequence[int], want: Sequence[int]) -> None:
+    """Raises unless `got` broadcasts to `want` without enlarging it."""
+    tail = want[len(want) - len(got) :]
+    if len(got) > len(want) or any(g != 1 and g != w for g, w in zip(got, tail, strict=True)):
+        raise ValueError(
+            f"{function}: {name} has shape {tuple(got)}, expected a shape that broadcasts to x's, {tuple(want)}."
+        )

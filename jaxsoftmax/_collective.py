@@ -1,0 +1,77 @@
+"""Rows cut across devices: the monoid once more, with one all-reduce as the scope.
+
+Each function computes one device's part of an operation whose reduced axes are split over the mesh axes `names`.
+All that crosses the wire is a few numbers per row and device, in one exchange.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import reference
+from pallas_kernels.monoid import Stats, merge_over
+from pallas_kernels.problem import Op
+
+Names = tuple[str, ...]
+LocalStats = Callable[..., Stats]
+
+
+def softmax(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> jax.Array:
+    """This device's columns of a softmax."""
+    return reference.softmax(*operands, **row, known=stats(names, local_stats, *operands, **row))
+
+
+def log_softmax(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> jax.Array:
+    """This device's columns of a log_softmax."""
+    return reference.log_softmax(*operands, **row, known=stats(names, local_stats, *operands, **row))
+
+
+def stats(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
+    """The states of the whole rows."""
+    return merge_over(Stats(*_from_all(names, *local_stats(*operands, **row))), 0)
+
+
+def softmax_tangent(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+    """This device's columns of softmax's (co)tangent."""
+    slope = jax.lax.psum(reference.row_dot(y, t, axes=row["axes"]), names)
+    return reference.softmax_tangent(y, t, **row, slope=slope)
+
+
+def log_softmax_tangent(names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+    """This device's columns of log_softmax's tangent."""
+    local = local_stats(x, **row)
+    slope = reference.stats_tangent(x, None, t, local.max, **row)
+    maximum, total, slope = _from_all(names, *local, slope)
+    merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
+    return reference.log_softmax_tangent(x, t, **row, slope=merged.sum[..., 1] / merged.sum[..., 0])
+
+
+def log_softmax_cotangent(names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+    """This device's columns of log_softmax's cotangent."""
+    local = local_stats(x, **row)
+    maximum, total, incoming = _from_all(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
+    known = merge_over(Stats(maximum, total), 0)
+    return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
+
+
+def _from_all(names: Names, *parts: jax.Array) -> tuple[jax.Array, ...]:
+    """The parts of every device, stacked in front: an all-gather as one sum, so that the result is the same everywhere.
+
+    Every device adds its numbers in its own slot and zeros elsewhere, which all-reduces what XLA would otherwise
+    gather; -inf, +inf and NaN survive a sum with zeros.
+    """
+    mine = jnp.stack(jnp.broadcast_arrays(*parts))
+    slots = jnp.zeros((jax.lax.axis_size(names), *mine.shape), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
+    return tuple(jnp.moveaxis(jax.lax.psum(slots, names), 1, 0))
+
+
+BY_OP: dict[Op, Callable[..., jax.Array | Stats]] = {
+    Op.SOFTMAX: softmax,
+    Op.LOG_SOFTMAX: log_softmax,
+    Op.STATS: stats,
+    Op.SOFTMAX_TANGENT: softmax_tangent,
+    Op.LOG_SOFTMAX_TANGENT: log_softmax_tangent,
+    Op.LOG_SOFTMAX_COTANGENT: log_softmax_cotangent,
+}

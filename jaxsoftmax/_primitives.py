@@ -1,0 +1,143 @@
+"""The primitives: what JAX's transformations know of softmax, log_softmax and a row's statistics.
+
+A primitive reduces `axes` of operands that broadcast against each other, so that vmap at any position only renumbers
+axes, and leaves an operand that is not mapped with an extent of 1. The derivative of softmax and of log_softmax is a
+linear primitive: its JVP rule is the forward half of a custom_vjp and its transposition the backward half, and with
+both there is forward mode and every higher order too.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, xla
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax import _lowering
+from jaxsoftmax._sharding import common_spec, spec_of, unify_varying
+from pallas_kernels import reference
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import Op
+from pallas_kernels.vjp import RULES, TRANSPOSE
+
+SAVED_NAME = "softmax_out"
+
+BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op in Op}
+
+
+def bind(
+    op: Op, *operands: jax.Array, axes: tuple[int, ...], scale: float, implementation: str | None
+) -> jax.Array | list[jax.Array]:
+    """Applies an operation's primitive."""
+    return BY_OP[op].bind(*unify_varying(*operands), axes=axes, scale=scale, implementation=implementation)
+
+
+def _row_aval(*operands: Any, **_: Any) -> Any:
+    """The type of an output of the operands' common shape; mesh axes and weak types are the first operand's."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+    sharding = NamedSharding(operands[0].sharding.mesh, P(*common_spec([spec_of(x) for x in operands])))
+    return operands[0].update(shape=shape, sharding=sharding)
+
+
+def _stats_aval(*operands: Any, axes: tuple[int, ...], **_: Any) -> list[Any]:
+    """The types of the maximum and the sum: one number a row, in the dtype of accumulation."""
+    row = _row_aval(*operands)
+    kept = [d for d in range(len(row.shape)) if d not in axes]
+    spec = spec_of(row)
+    stat = row.update(
+        shape=tuple(row.shape[d] for d in kept),
+        dtype=reference.accumulator_dtype(row.dtype),
+        weak_type=False,
+        sharding=NamedSharding(row.sharding.mesh, P(*(spec[d] for d in kept))),
+    )
+    return [stat, stat]
+
+
+def _batch(
+    op: Op, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], *, axes: tuple[int, ...], **params: Any
+) -> tuple[Any, Any]:
+    """Maps where the first mapped operand is mapped; no data moves unless another is mapped elsewhere."""
+    at = next((d for d in dims if d is not None), None)
+    if at is None:
+        out = bind(op, *operands, axes=axes, **params)
+        return out, [None, None] if op is Op.STATS else None
+    aligned = [
+        jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims, strict=True)
+    ]
+    axes = tuple(a + (a >= at) for a in axes)
+    out = bind(op, *aligned, axes=axes, **params)
+    below = at - sum(a < at for a in axes)
+    return out, [below, below] if op is Op.STATS else at
+
+
+def _keep(where: Sequence[jax.Array], x: jax.Array, otherwise: float = 0.0) -> jax.Array:
+    """`x` where the mask, if there is one, is True."""
+    return jnp.where(where[0], x, jnp.asarray(otherwise, x.dtype)) if where else x
+
+
+def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """The forward half of the derivative: the output, and the linear primitive at the residual."""
+    x, *where = primals
+    rule = RULES[op]
+    y = bind(op, *primals, **params)
+    if rule.residual == "output":
+        y = checkpoint_name(y, SAVED_NAME)
+    if type(tangents[0]) is ad.Zero:
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+    residual = y if rule.residual == "output" else _keep(where, x, -jnp.inf)
+    # Both selections: a tangent may be anything where x is masked out, and so may a cotangent, which comes back.
+    return y, _keep(where, bind(rule.tangent, residual, _keep(where, tangents[0]), **params))
+
+
+def _stats_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: tuple[int, ...], scale: float, **params: Any
+) -> tuple[Any, Any]:
+    """The maximum counts as a constant: the state is the number `exp(max) * sum`, whichever maximum it is kept by."""
+    out = bind(Op.STATS, *primals, axes=axes, scale=scale, **params)
+    zeros = [ad.Zero(jax.typeof(part).to_tangent_aval()) for part in out]
+    if type(tangents[0]) is ad.Zero:
+        return out, zeros
+    x, where = primals if len(primals) == 2 else (primals[0], None)
+    return out, [zeros[0], reference.stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
+
+
+def _linear_jvp(
+    op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], *, implementation: str | None, **row: Any
+) -> tuple[Any, Any]:
+    """Higher orders: linear in `t`, and in the residual whatever the reference's derivative is."""
+    out = bind(op, *primals, implementation=implementation, **row)
+    if all(type(t) is ad.Zero for t in tangents):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if type(tangents[0]) is ad.Zero:
+        return out, bind(op, primals[0], tangents[1], implementation=implementation, **row)
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    return out, jax.jvp(functools.partial(_lowering.REFERENCE[op], **row), tuple(primals), tuple(tangents))[1]
+
+
+def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:
+    """The backward half of the derivative."""
+    if type(ct) is ad.Zero:
+        return None, ad.Zero(t.aval)
+    out = bind(TRANSPOSE[op], residual, ct, **params)
+    broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != out.shape[d])
+    return None, out.sum(broadcast, keepdims=True) if broadcast else out
+
+
+for _op, _primitive in BY_OP.items():
+    _primitive.multiple_results = _op is Op.STATS
+    _primitive.def_abstract_eval(_stats_aval if _op is Op.STATS else _row_aval)
+    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
+    _lowering.register(_primitive, _op)
+    if _op in RULES:
+        ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
+    elif _op in TRANSPOSE:
+        ad.primitive_jvps[_primitive] = functools.partial(_linear_jvp, _op)
+        ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
+    else:
+        ad.primitive_jvps[_primitive] = _stats_jvp

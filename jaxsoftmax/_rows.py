@@ -1,0 +1,136 @@
+"""Any axes and any mask, seen as a kernel sees them: `[rows, cols]`, or `[rows, cols, inner]`, and a mask's form."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hardware import Device
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import Op, Problem
+
+if TYPE_CHECKING:
+    from pallas_kernels.dispatch import Decision
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How operands of (broadcast) shape `shape` become rows; `order` is None where a reshape suffices."""
+
+    shape: Shape
+    axes: Shape
+    order: Shape | None
+    rows: int
+    cols: int
+    inner: int
+
+    def to_rows(self, x: jax.Array) -> jax.Array:
+        """An operand as the kernel takes it."""
+        x = jnp.broadcast_to(x, self.shape)
+        x = x if self.order is None else x.transpose(self.order)
+        return x.reshape((self.rows, self.cols) if self.inner == 1 else (self.rows, self.cols, self.inner))
+
+    def shared_mask(self, where: jax.Array) -> jax.Array:
+        """A mask that is the same for all rows, as `[cols]`."""
+        reduced = tuple(n if d in self.axes else 1 for d, n in enumerate(self.shape))
+        return jnp.broadcast_to(where, reduced).reshape(self.cols)
+
+    def from_rows(self, y: jax.Array) -> jax.Array:
+        """A kernel's output of the operands' size, in their shape."""
+        if self.order is None:
+            return y.reshape(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return y.reshape([self.shape[d] for d in self.order]).transpose(inverse)
+
+    def from_stats(self, stats: Stats) -> Stats:
+        """A kernel's row states, with the axes removed."""
+        kept = [n for d, n in enumerate(self.shape) if d not in self.axes]
+        return Stats(*(part.reshape(kept) for part in stats))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call will do on a device: the view of its operands, the kernel's decision, and what it costs besides."""
+
+    view: View
+    decision: "Decision"
+    notes: tuple[str, ...]
+
+    def operands(self, *operands: jax.Array) -> list[jax.Array]:
+        """The call's operands as the kernel takes them."""
+        if self.decision.problem.where == "shared":
+            x, where = operands
+            return [self.view.to_rows(x), self.view.shared_mask(where)]
+        return [self.view.to_rows(x) for x in operands]
+
+    def result(self, output: jax.Array | Stats) -> jax.Array | Stats:
+        """The kernel's output as the call's."""
+        return self.view.from_stats(output) if isinstance(output, Stats) else self.view.from_rows(output)
+
+
+def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
+    """The view of rows along `axes`. Only axes with others between them need a transposition, or if asked to."""
+    significant = [d for d, n in enumerate(shape) if n != 1]
+    reduced = [d for d in significant if d in axes]
+    kept = [d for d in significant if d not in axes]
+    cols = math.prod(shape[d] for d in reduced)
+    outer = [d for d in kept if not reduced or d < reduced[0]]
+    inner = [d for d in kept if reduced and d > reduced[-1]]
+    if len(outer) + len(inner) < len(kept) or (transpose and inner):
+        order = tuple(d for d in range(len(shape)) if d not in axes) + axes
+        return View(shape, axes, order, math.prod(shape[d] for d in kept), cols, 1)
+    return View(shape, axes, None, math.prod(shape[d] for d in outer), cols, math.prod(shape[d] for d in inner))
+
+
+def mask_forms(where: Shape | None, seen: View) -> list[str]:
+    """The forms in which a mask can be handed to a kernel, cheapest first."""
+    if where is None:
+        return ["none"]
+    one_for_all = all(n == 1 for d, n in enumerate(where) if d not in seen.axes)
+    return ["shared", "full"] if one_for_all and seen.inner == 1 and seen.rows > 1 else ["full"]
+
+
+def plan(
+    op: Op,
+    shapes: Sequence[Shape],
+    dtype: jnp.dtype,
+    device: Device,
+    *,
+    axes: Shape,
+    scale: float,
+    may_transpose: bool = False,
+) -> Plan:
+    """Asks `dispatch.decide` about each way to present the call, cheapest first; the first one accepted is taken.
+
+    Rows along inner axes are transposed only if `may_transpose`: two copies cost more than XLA's strided reads.
+    """
+    # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
+    from pallas_kernels import dispatch
+
+    shape = tuple(jnp.broadcast_shapes(*shapes))
+    where = shapes[1] if len(shapes) > 1 and not op.is_linear else None
+    plans: list[Plan] = []
+    for transpose in (False, True) if may_transpose else (False,):
+        seen = view(shape, axes, transpose=transpose)
+        for form in mask_forms(where, seen):
+            problem = Problem(op, seen.rows, seen.cols, jnp.dtype(dtype), seen.inner, form, scale)
+            plans.append(Plan(seen, dispatch.decide(problem, device), _notes(shapes, where, seen, form)))
+            if plans[-1].decision.kernel is not None:
+                return plans[-1]
+    return plans[0]
+
+
+def _notes(shapes: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:
+    """What happens to the operands before and after the kernel, beyond a reshape."""
+    notes: list[str] = []
+    if seen.order is not None:
+        notes.append(f"operands are transposed by {seen.order} into rows, and the result back: two extra copies")
+    if where is not None and form == "full" and where != seen.shape:
+        notes.append(f"where, of shape {where}, is broadcast to {seen.shape}")
+    notes += [f"an operand of shape {s} is broadcast to {seen.shape}" for s in shapes if s not in (seen.shape, where)]
+    return tuple(notes)

@@ -1,0 +1,169 @@
+"""Kernels under sharded operands: XLA cannot cut an opaque call, so its lowering rule cuts it.
+
+Auto mesh axes go through `custom_partitioning` with a Shardy rule, Explicit ones through `shard_map`; one device, or a
+region that is manual already, calls the kernel directly. Rows are cut without communication. Rows that are themselves
+cut exchange a few numbers each (`_collective`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Entry = str | tuple[str, ...] | None
+Spec = tuple[Entry, ...]
+Shape = tuple[int, ...]
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOp:
+    """A row operation to be cut: `local` computes whole rows, `across(names, ...)` this device's part of cut ones."""
+
+    axes: Shape
+    keeps_axes: bool
+    local: Callable[..., Any]
+    across: Callable[..., Any]
+
+    def specs(self, shapes: Sequence[Shape], specs: Sequence[Spec]) -> tuple[list[P], list[P], Names]:
+        """The operands' and outputs' cuts, and the mesh axes that cut rows."""
+        full = common_spec(specs)
+        ins = [P(*(None if n == 1 else entry for n, entry in zip(s, full, strict=True))) for s in shapes]
+        names = tuple(name for d in self.axes for name in mesh_axes(full[d]))
+        if self.keeps_axes:
+            return ins, [P(*full)], names
+        out = P(*(entry for d, entry in enumerate(full) if d not in self.axes))
+        return ins, [out, out], names
+
+    def run(self, names: Names, *operands: jax.Array) -> list[jax.Array]:
+        """One device's part."""
+        out = self.across(names, *operands) if names else self.local(*operands)
+        return [out] if self.keeps_axes else list(out)
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """One factor per axis, shared by all; an extent of 1 that broadcasts has a factor of its own."""
+        full = jnp.broadcast_shapes(*shapes)
+        operands = tuple(
+            ArrayMapping(*(f"d{d}" if n == full[d] else f"one{i}_{d}" for d, n in enumerate(s)))
+            for i, s in enumerate(shapes)
+        )
+        if self.keeps_axes:
+            return SdyShardingRule(operands, (ArrayMapping(*(f"d{d}" for d in range(len(full)))),))
+        kept = ArrayMapping(*(f"d{d}" for d in range(len(full)) if d not in self.axes))
+        return SdyShardingRule(operands, (kept, kept))
+
+
+def spec_of(aval: Any) -> Spec:
+    """An abstract value's (or a shard description's) partition, one entry per axis."""
+    spec = tuple(aval.sharding.spec)
+    return spec + (None,) * (len(aval.shape) - len(spec))
+
+
+def mesh_axes(entry: Entry) -> Names:
+    """The mesh axes of one entry of a partition."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def common_spec(specs: Sequence[Spec]) -> Spec:
+    """The partition that operands which broadcast against each other share: the first cut of each axis wins."""
+    chosen: list[Entry] = []
+    used: set[str] = set()
+    for entries in zip(*specs, strict=True):
+        entry = next((e for e in entries if mesh_axes(e) and used.isdisjoint(mesh_axes(e))), None)
+        used.update(mesh_axes(entry))
+        chosen.append(entry)
+    return tuple(chosen)
+
+
+def unify_varying(*operands: jax.Array) -> list[jax.Array]:
+    """Under `shard_map`'s checks the operands of a primitive must vary over the same mesh axes."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
+        for x, v in zip(operands, varying, strict=True)
+    ]
+
+
+def lower(ctx: mlir.LoweringRuleContext, op: RowOp, *operands: Any) -> Any:
+    """Lowers `op` in pieces, as the operands' shardings ask."""
+
+    def pieces(*xs: jax.Array) -> list[jax.Array]:
+        avals = [jax.typeof(x) for x in xs]
+        if _is_local(ctx):
+            return op.run((), *xs)
+        if any(mesh_axes(entry) for aval in avals for entry in spec_of(aval)):
+            ins, outs, names = op.specs([a.shape for a in avals], [spec_of(a) for a in avals])
+            local = lambda *shards: op.run(names, *shards)
+            return jax.shard_map(local, in_specs=tuple(ins), out_specs=outs, check_vma=False)(*xs)
+        return _partitioned(op)(*xs)
+
+    return mlir.lower_fun(pieces)(_with_mesh(ctx), *operands)
+
+
+def _is_local(ctx: mlir.LoweringRuleContext) -> bool:
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        return context.manual_axes == frozenset(context.mesh.axis_names)
+    return getattr(context, "num_devices", None) == 1
+
+
+def _partitioned(op: RowOp) -> Any:
+    @custom_partitioning
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        return op.run((), *operands)
+
+    def partition(mesh: Mesh | AbstractMesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        if mesh.empty:
+            return _partition_unnamed(op, mesh, args, results)
+        ins, outs, names = op.specs([a.shape for a in args], [spec_of(a) for a in args])
+
+        def shard(*operands: jax.Array) -> list[jax.Array]:
+            # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return op.run(names, *operands)
+
+        named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
+        return mesh, shard, list(named(outs)), named(ins)
+
+    call.def_partition(partition, sharding_rule=lambda mesh, args, _: op.shardy_rule([tuple(a.shape) for a in args]))
+    return call
+
+
+def _partition_unnamed(op: RowOp, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Inside a partly manual region the Auto axes have no names: cuts between rows stay, others are replicated."""
+    pieces = [tuple(n // m for n, m in zip(a.shape, a.sharding.shard_shape(a.shape), strict=True)) for a in args]
+    rows_only = len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in op.axes)
+    whole = NamedSharding(Mesh(jax.devices()[:1], ("all",)), P())
+    ins = tuple(a.sharding if rows_only else whole for a in args)
+    outs = [r.sharding if rows_only else whole for r in results]
+    return mesh, lambda *operands: op.run((), *operands), outs, ins
+
+
+def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
+    """Gives `custom_partitioning` the mesh it looks for at lowering, of which only shape and names matter.
+
+    Without one it knows only shardings without names. Any mesh of the right size serves: the operands' own, the
+    ambient one, or, for 2^n devices, one of n axes of 2, which can express every way to cut them.
+    """
+    module = ctx.module_context
+    context = module.axis_context
+    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1 or context.abstract_mesh is not None:
+        return ctx
+    count = context.num_devices
+    known = [aval.sharding.mesh for aval in ctx.avals_in] + [jax.sharding.get_abstract_mesh()]
+    mesh = next((m for m in known if not m.empty and m.size == count), None)
+    if mesh is None and count & (count - 1) == 0:
+        bits = count.bit_length() - 1
+        mesh = AbstractMesh((2,) * bits, tuple(f"bit{i}" for i in range(bits)))
+    devices = context.device_assignment or tuple((jax.devices() * count)[:count])
+    context = dataclasses.replace(context, device_assignment=devices, abstract_mesh=mesh)
+    return ctx.replace(module_context=module.replace(axis_context=context))

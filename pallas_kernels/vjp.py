@@ -1,0 +1,76 @@
+"""Derivatives of the row operations: which operation is whose, and plain `jax.custom_vjp` functions over the kernels.
+
+`RULES` is the one statement of the derivatives. `jaxsoftmax` registers it as its primitives' own rules, which gives
+forward mode and every higher order too; the functions below bind the same pair by `jax.custom_vjp`, for those who
+want a kernel without the primitive. They are reverse-only, as every `custom_vjp` function is, and take `[rows, cols]`.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from pallas_kernels import hardware
+from pallas_kernels.problem import Op, Problem
+
+
+class Rule(NamedTuple):
+    """`tangent(residual, t)` is `J t` and `cotangent(residual, t)` is `J^T t`; the residual is the row op's x or y."""
+
+    residual: Literal["input", "output"]
+    tangent: Op
+    cotangent: Op
+
+
+RULES = {
+    Op.SOFTMAX: Rule("output", Op.SOFTMAX_TANGENT, Op.SOFTMAX_TANGENT),
+    Op.LOG_SOFTMAX: Rule("input", Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT),
+}
+
+TRANSPOSE = {rule.tangent: rule.cotangent for rule in RULES.values()} | {
+    rule.cotangent: rule.tangent for rule in RULES.values()
+}
+
+
+def softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
+    """Softmax of each row of `x`, `[rows, cols]`, by the named rung of the ladder, or the best that accepts it.
+
+    Raises:
+        NotImplementedError: no kernel takes the problem; the message lists each one's reason.
+    """
+    return _apply(Op.SOFTMAX, scale, kernel, x)
+
+
+def log_softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
+    """log_softmax of each row of `x`, as `softmax`."""
+    return _apply(Op.LOG_SOFTMAX, scale, kernel, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _apply(op: Op, scale: float, kernel: str | None, x: jax.Array) -> jax.Array:
+    return _run(op, scale, kernel, x)
+
+
+def _forward(op: Op, scale: float, kernel: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = _run(op, scale, kernel, x)
+    return y, y if RULES[op].residual == "output" else x
+
+
+def _backward(op: Op, scale: float, kernel: str | None, residual: jax.Array, ct: jax.Array) -> tuple[jax.Array]:
+    return (_run(RULES[op].cotangent, scale, None, residual, ct),)
+
+
+_apply.defvjp(_forward, _backward)
+
+
+def _run(op: Op, scale: float, kernel: str | None, *operands: jax.Array) -> Any:
+    # Importing the ladder imports Pallas, which takes longer than importing JAX; RULES alone must stay cheap.
+    from pallas_kernels import dispatch
+
+    rows, cols = operands[0].shape
+    problem = Problem(op, rows, cols, operands[0].dtype, scale=scale)
+    decision = dispatch.decide(problem, hardware.current(), kernel=kernel)
+    if decision.kernel is None:
+        reasons = "; ".join(f"{rung}: {why}" for rung, why in decision.declined) or decision.reason
+        raise NotImplementedError(f"{op}: no kernel takes {rows} rows of {cols} {operands[0].dtype}: {reasons}")
+    return decision.run(*operands)
