@@ -1,0 +1,206 @@
+"""The one list of what is measured: named cases, where each comes from, and how to select among them.
+
+Tags: `core` (under two minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes),
+`smoke` (what a CPU runs by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the
+working set fits in L2 and buffers are not rotated: launch and latency show, not bandwidth), and one per source.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator
+
+import jax.numpy as jnp
+
+from pallas_kernels.problem import Op, Problem
+
+SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+PASSES = ("fwd", "bwd", "value_and_vjp", "call")
+
+# Rows that give every width at least 64 MB in 16 bits (128 MB moved).
+SWEEP = {
+    256: 262144,
+    512: 262144,
+    1024: 32768,
+    2048: 32768,
+    4096: 32768,
+    8192: 16384,
+    16384: 8192,
+    32768: 4096,
+    65536: 4096,
+    131072: 4096,
+    262144: 2048,
+}
+# The published table has 14 lines; 4096 x 65536 stands in it twice.
+HTILE = (
+    *((32768, n) for n in (1024, 2048, 4096, 6144)),
+    *((m, n) for n in (8192, 16384) for m in (4096, 8192, 16384)),
+    *((4096, n) for n in (32768, 65536, 131072)),
+)
+VOCABULARIES = {32000: ("Llama-2", 8192), 50257: ("GPT-2", 8192), 128256: ("Llama-3", 8192), 151936: ("Qwen", 4096)}
+LADDER_COLS = (1024, 4096, 16384, 32768, 131072, 262144)
+CORE = {
+    "float16": (1024, 4096, 16384, 32768, 131072, 262144),
+    "bfloat16": (256, 8192, 65536),
+    "float32": (1024, 8192, 32768, 131072),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One measurement: an operation on `[rows, cols]`, along the columns.
+
+    `pass_` is "fwd", "bwd" (residual and cotangent to gradient), "value_and_vjp" (both, in one jitted function) or
+    "call" (what one small call costs).
+    """
+
+    op: str
+    pass_: str
+    rows: int
+    cols: int
+    dtype: str
+    source: str
+    tags: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}"
+
+    @property
+    def hot(self) -> bool:
+        """Whether the case is meant to run out of L2, or too small for bandwidth to matter."""
+        return "hot" in self.tags
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What the kernels are asked for, in order."""
+        forward = Op.STATS if self.op == "logsumexp" else Op(self.op)
+        backward = {"softmax": Op.SOFTMAX_TANGENT, "log_softmax": Op.LOG_SOFTMAX_COTANGENT}.get(self.op)
+        ops = {"fwd": (forward,), "call": (forward,), "bwd": (backward,), "value_and_vjp": (forward, backward)}
+        return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in ops[self.pass_])
+
+    def shrunk(self, elements: int) -> "Case":
+        """The case with as many rows as fit in `elements` (one at least): for machines without the memory or speed."""
+        return dataclasses.replace(self, rows=max(1, min(self.rows, elements // self.cols)))
+
+
+def all_cases() -> tuple[Case, ...]:
+    """Every case once; a shape that several sources name carries all their names and tags."""
+    return _all_cases()
+
+
+@functools.cache
+def _all_cases() -> tuple[Case, ...]:
+    merged: dict[str, Case] = {}
+    for case in _declared():
+        known = merged.get(case.name)
+        if known is not None:
+            sources = dict.fromkeys((*known.source.split("; "), case.source))
+            case = dataclasses.replace(known, source="; ".join(sources), tags=known.tags | case.tags)
+        merged[case.name] = case
+    return tuple(
+        case if "extended" in case.tags else dataclasses.replace(case, tags=case.tags | {"standard"})
+        for case in merged.values()
+    )
+
+
+def select(
+    *,
+    ops: Iterable[str] = (),
+    passes: Iterable[str] = (),
+    dtypes: Iterable[str] = (),
+    patterns: Iterable[str] = (),
+    tags: Iterable[str] = (),
+) -> tuple[Case, ...]:
+    """Cases that match every filter given; a filter without entries passes all. `patterns` are searched in names."""
+    ops, passes, tags = frozenset(ops), frozenset(passes), frozenset(tags)
+    long_names = {short: long for long, short in SHORT_DTYPES.items()}
+    dtypes = frozenset(long_names.get(d, d) for d in dtypes)
+    patterns = tuple(patterns)
+    return tuple(
+        case
+        for case in all_cases()
+        if (not ops or case.op in ops)
+        and (not passes or case.pass_ in passes)
+        and (not dtypes or case.dtype in dtypes)
+        and (not tags or case.tags & tags)
+        and (not patterns or any(re.search(p, case.name) for p in patterns))
+    )
+
+
+def _case(op: str, pass_: str, rows: int, cols: int, dtype: str, source: str, *tags: str) -> Case:
+    return Case(op, pass_, rows, cols, dtype, source, frozenset(tags))
+
+
+def _declared() -> Iterator[Case]:
+    yield from _forward_sweep()
+    yield from _published()
+    yield from _vocabularies()
+    yield from _extremes()
+    yield from _backward()
+    yield from _other_ops()
+
+
+def _forward_sweep() -> Iterator[Case]:
+    for dtype in SHORT_DTYPES:
+        for cols, rows in SWEEP.items():
+            tags = ["sweep"]
+            tags += ["core"] if cols in CORE[dtype] else []
+            tags += ["ladder"] if cols in LADDER_COLS and dtype != "bfloat16" else []
+            tags += ["smoke"] if cols == 1024 else []
+            yield _case("softmax", "fwd", rows, cols, dtype, "powers of two", *tags)
+
+
+def _published() -> Iterator[Case]:
+    for rows, cols in HTILE:
+        yield _case("softmax", "fwd", rows, cols, "float16", "HTile", "htile")
+    yield _case("softmax", "fwd", 8765, 4096, "float32", "MSRA", "msra", "core")
+    for cols in (1024, 16384):
+        yield _case("softmax", "fwd", 128, cols, "float32", "FastSoftmax", "fastsoftmax", "hot")
+    yield _case("softmax", "fwd", 128, 131072, "float32", "FastSoftmax", "fastsoftmax")
+
+
+def _vocabularies() -> Iterator[Case]:
+    for cols, (model, rows) in VOCABULARIES.items():
+        core = ("core",) if cols in (50257, 128256) else ()
+        yield _case("softmax", "fwd", rows, cols, "bfloat16", f"{model} vocabulary", "vocab", "smoke", *core)
+        yield _case("softmax", "fwd", rows, cols, "float16", f"{model} vocabulary", "vocab", "extended")
+        yield _case("softmax", "fwd", rows, cols, "float32", f"{model} vocabulary", "vocab", "extended")
+    yield _case("softmax", "fwd", 8192, 50176, "bfloat16", "aligned neighbour of 50257", "vocab", "ragged", "core")
+    for dtype in ("float16", "float32"):
+        for cols in (1000, 1001):
+            yield _case("softmax", "fwd", 65536, cols, dtype, "odd widths", "ragged")
+
+
+def _extremes() -> Iterator[Case]:
+    yield _case("softmax", "fwd", 64, 1048576, "float16", "one-million rows", "long", "core")
+    yield _case("softmax", "fwd", 64, 1048576, "float32", "one-million rows", "long")
+    yield _case("softmax", "fwd", 4096, 1048576, "float16", "one-million rows", "long")
+    for rows in (1, 16, 64):
+        yield _case("softmax", "fwd", rows, 131072, "float32", "few rows", "few_rows", "hot", "core")
+    yield _case("softmax", "call", 8, 128, "float32", "call overhead", "latency", "hot", "core", "smoke")
+
+
+def _backward() -> Iterator[Case]:
+    for dtype in SHORT_DTYPES:
+        for cols, rows in SWEEP.items():
+            if cols < 1024:
+                continue
+            tags = ["sweep"] if dtype != "bfloat16" else ["sweep", "extended"]
+            tags += ["core"] if dtype == "float16" and cols in (4096, 32768, 262144) else []
+            tags += ["ladder"] if cols in LADDER_COLS and dtype == "float16" else []
+            tags += ["smoke"] if dtype == "float32" and cols == 4096 else []
+            yield _case("softmax", "bwd", rows, cols, dtype, "powers of two", *tags)
+    for cols, tags in ((4096, ("core", "smoke")), (32768, ()), (131072, ()), (128256, ("core",))):
+        rows = SWEEP.get(cols, 8192)
+        yield _case("softmax", "value_and_vjp", rows, cols, "bfloat16", "training step", "training", *tags)
+
+
+def _other_ops() -> Iterator[Case]:
+    for op in ("log_softmax", "logsumexp"):
+        for cols in (4096, 128256):
+            tags = ("smoke", "core") if cols == 4096 else ()
+            yield _case(op, "fwd", SWEEP.get(cols, 8192), cols, "bfloat16", "losses", "losses", *tags)
+        yield _case(op, "fwd", 4096, 131072, "float32", "losses", "losses")
+    yield _case("log_softmax", "bwd", 8192, 128256, "bfloat16", "losses", "losses")
+    yield _case("log_softmax", "value_and_vjp", 32768, 4096, "bfloat16", "losses", "losses")

@@ -1,0 +1,25 @@
+"""What a case costs at least: bytes through memory, and arithmetic. The axes of the roofline."""
+
+from benchmarks.cases import Case
+
+# Per element, exp counted as one: (scale, subtract, exp, add, multiply) forward; products and sums backward.
+_FLOPS = {"softmax": 5, "log_softmax": 5, "logsumexp": 4}
+_BACKWARD_FLOPS = {"softmax": 4, "log_softmax": 6}
+
+
+def least_bytes(case: Case) -> int:
+    """The traffic no implementation can go below: every operand read once, every result written once."""
+    return sum(problem.least_bytes for problem in case.problems)
+
+
+def operand_bytes(case: Case) -> int:
+    """The size of one operand."""
+    problem = case.problems[0]
+    return problem.elements * problem.dtype.itemsize
+
+
+def flops(case: Case) -> int:
+    """Arithmetic of the algorithm, not of any implementation of it."""
+    forward = _FLOPS[case.op] if case.pass_ != "bwd" else 0
+    backward = _BACKWARD_FLOPS[case.op] if case.pass_ in ("bwd", "value_and_vjp") else 0
+    return case.rows * case.cols * (forward + backward)

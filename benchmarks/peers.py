@@ -1,0 +1,218 @@
+"""Torch's side: quack, Liger, eager and compiled torch, in a process of their own, by CUDA events.
+
+`python -m benchmarks` starts `python -m benchmarks.peers`, which never imports JAX: cases come as JSON lines on
+standard input, each answered by one line on standard output. Protocol: the variants of a case interleave round-robin,
+ten launches to a pair of events, buffers rotated as on JAX's side, and this process measures its own copy, so that
+shares of a copy compare across processes. A peer that is not installed says so; none is silently missing.
+"""
+
+import gc
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+NAMES = ("torch", "torch_compile", "quack", "liger")
+_LAUNCHES = 10
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Peers:
+    """The process that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
+
+    def __init__(self, names: Sequence[str], rounds: int, path: str):
+        self._names = tuple(names)
+        self._command = [sys.executable, "-m", "benchmarks.peers", ",".join(names), str(rounds)]
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
+        self._child: subprocess.Popen | None = None
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer {"name", "copy", "impls"} to a case: name, op, pass, rows, cols, dtype, least_bytes, buffers."""
+        if self._child is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
+        try:
+            self._child.stdin.write(json.dumps(case) + "\n")
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        self.close()
+        failed = {"status": "failed", "reason": "the peers' process died; its last words are above"}
+        return {"name": case["name"], "copy": None, "impls": {name: failed for name in self._names}}
+
+    def close(self) -> None:
+        """Ends the process; the next case starts another."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.communicate()
+
+
+def _serve(names: Sequence[str], rounds: int) -> None:
+    """Answers cases from standard input; whatever libraries print goes to standard error."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    for text in sys.stdin:
+        case = json.loads(text)
+        if torch is None or not torch.cuda.is_available():
+            reason = "torch" if torch is None else "a GPU for torch"
+            answer = {"copy": None, "impls": {name: {"status": "not installed", "reason": reason} for name in names}}
+        else:
+            answer = _measure(torch, case, names, rounds)
+        print(json.dumps({"name": case["name"], **answer}), file=answers, flush=True)
+
+
+def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: int) -> dict[str, Any]:
+    impls, variants, prepared = {}, {}, {}
+    operands = _operands(torch, case)
+    for name in names:
+        try:
+            function, prepare = _peer(torch, name, case)
+            prepared[name] = [prepare(*o) for o in operands]
+            out = function(*prepared[name][0])
+            impls[name] = {"status": "ok", "process": "torch", "max_error_ulp": _error(torch, case, operands[0], out)}
+            variants[name] = lambda k, f=function, a=prepared[name]: f(*a[k])
+        except ImportError as error:
+            impls[name] = {"status": "not installed", "reason": str(error)}
+        except Exception as error:  # peers refuse shapes in their own ways; the reason is part of the result
+            impls[name] = {"status": "declined", "reason": f"{type(error).__name__}: {error}"[:300]}
+        out = None
+    variants["copy"] = _copy(torch, case)
+    times = _interleaved(torch, variants, case["buffers"], rounds)
+    copy = _summary(times.pop("copy"))
+    copy = {"method": "torch", "tb_per_s": case["least_bytes"] / copy["us"] / 1e6, **copy}
+    for name, samples in times.items():
+        impls[name] |= _summary(samples)
+        impls[name]["tb_per_s"] = round(case["least_bytes"] / impls[name]["us"] / 1e6, 4)
+        impls[name]["fraction_of_copy"] = round(impls[name]["tb_per_s"] / copy["tb_per_s"], 4)
+    variants.clear(), prepared.clear(), operands.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+    return {"copy": copy, "impls": impls}
+
+
+def _operands(torch: Any, case: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    torch.manual_seed(0)
+    arrays = 1 if case["pass"] in ("fwd", "call") else 2
+    shape, kind = (case["rows"], case["cols"]), {"device": "cuda", "dtype": getattr(torch, case["dtype"])}
+    return [tuple(torch.randn(shape, **kind) for _ in range(arrays)) for _ in range(case["buffers"])]
+
+
+def _copy(torch: Any, case: Mapping[str, Any]) -> Callable[[int], None]:
+    elements = max(1, case["least_bytes"] // 8)
+    sources = [torch.empty(elements, dtype=torch.int32, device="cuda").random_() for _ in range(case["buffers"])]
+    targets = [torch.empty_like(source) for source in sources]
+    return lambda k: targets[k].copy_(sources[k])
+
+
+def _peer(torch: Any, name: str, case: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]:
+    """What to time, and how its arguments come from a case's operands."""
+    forward = _forward(torch, name, case["op"])
+    if case["pass"] in ("fwd", "call"):
+        return forward, lambda x: (x,)
+    if case["pass"] == "value_and_vjp":
+
+        def value_and_vjp(x, t):
+            y = forward(x)
+            return y, torch.autograd.grad(y, x, t)[0]
+
+        return value_and_vjp, lambda x, t: (x.requires_grad_(), t)
+    saved = getattr(torch, case["op"])
+    return _backward(torch, name, case), lambda x, t: (saved(x, -1), t)
+
+
+def _forward(torch: Any, name: str, op: str) -> Callable[[Any], Any]:
+    eager = getattr(torch, op)
+    if name == "torch":
+        return lambda x: eager(x, -1)
+    if name == "torch_compile":
+        return torch.compile(lambda x: eager(x, -1), dynamic=False)
+    if op != "softmax":
+        raise NotImplementedError(f"{name} has no {op}")
+    if name == "quack":
+        from quack.softmax import softmax
+
+        return softmax
+    from liger_kernel.transformers.functional import liger_softmax
+
+    return liger_softmax
+
+
+def _backward(torch: Any, name: str, case: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
+    """(saved output, cotangent) to gradient."""
+    dtype = getattr(torch, case["dtype"])
+    eager = {"softmax": torch.ops.aten._softmax_backward_data, "log_softmax": torch.ops.aten._log_softmax_backward_data}
+    if name == "torch":
+        return lambda y, t: eager[case["op"]](t, y, -1, dtype)
+    if name == "torch_compile" and case["op"] == "softmax":
+
+        def backward(y, t):
+            y32, t32 = y.float(), t.float()
+            return (y32 * (t32 - (y32 * t32).sum(-1, keepdim=True))).to(t.dtype)
+
+        return torch.compile(backward, dynamic=False)
+    if name == "quack" and case["op"] == "softmax":
+        from quack.softmax import softmax_bwd
+
+        return lambda y, t: softmax_bwd(t, y)
+    raise NotImplementedError(f"{name} has no separate backward of {case['op']}")
+
+
+def _interleaved(torch: Any, variants: Mapping[str, Callable], buffers: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per launch, one number for each round."""
+    times = {name: [] for name in variants}
+    names = list(variants)
+    for r in range(-1, rounds):
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for k in range(_LAUNCHES):
+                variants[name](k % buffers)
+            end.record()
+            torch.cuda.synchronize()
+            if r >= 0:
+                times[name].append(1e3 * start.elapsed_time(end) / _LAUNCHES)
+    return times
+
+
+def _summary(samples: Sequence[float]) -> dict[str, Any]:
+    import numpy as np
+
+    p20, p50, p80 = np.percentile(samples, (20, 50, 80)).round(3).tolist()
+    low, high = round(min(samples), 3), round(max(samples), 3)
+    return {"us": p50, "min_us": low, "max_us": high, "p20_us": p20, "p80_us": p80, "rounds": len(samples)}
+
+
+def _error(torch: Any, case: Mapping[str, Any], operands: Sequence[Any], out: Any) -> float | None:
+    """The error of the first and last rows, measured as ours is; None for gradients."""
+    if case["pass"] not in ("fwd", "call"):
+        return None
+    from benchmarks.oracle import errors, oracle
+
+    ends = [0, -1]
+    x = _to_numpy(torch, operands[0][ends])
+    truth, size = getattr(oracle, case["op"])(x, -1), None
+    if case["op"] == "log_softmax":
+        size = oracle.log_softmax_terms(x, -1)
+    return round(errors.max_error(_to_numpy(torch, out.detach()[ends]), truth, magnitude=size), 4)
+
+
+def _to_numpy(torch: Any, tensor: Any) -> Any:
+    import ml_dtypes
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
+    return tensor.cpu().numpy()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1].split(","), int(sys.argv[2]))

@@ -1,0 +1,166 @@
+"""Runs one case: build, gate, time, and the record that goes into the result file."""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks import latency, models, probes, timing, truth, variants
+from benchmarks.cases import Case
+
+_CPU_ELEMENTS = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run is made: `copy` is "best", "mosaic" or "torch"; `kernel` and `config` replace the choice for "ours"."""
+
+    impls: Sequence[str] = ("ours", "xla")
+    rounds: int = 5
+    seed: int = 0
+    copy: str = "best"
+    kernel: str | None = None
+    config: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """A compiled program and its buffers."""
+
+    program: variants.Program
+    compiled: Callable[..., Any]
+    buffers: variants.Buffers
+
+    def launch(self, k: int) -> Any:
+        return self.compiled(*self.buffers[k])
+
+
+def run(case: Case, options: Options) -> dict[str, Any]:
+    """Measures `case`. Implementations that are wrong or decline are recorded with the reason and no time."""
+    started = time.perf_counter()
+    on_gpu = jax.default_backend() == "gpu"
+    record = {"case": describe(case)}
+    if not on_gpu:
+        case = case.shrunk(_CPU_ELEMENTS)
+        record["rows_measured"] = case.rows
+    if case.pass_ == "call":
+        return record | latency.run(case, options)
+    buffers = timing.buffers_needed(models.operand_bytes(case), hot=case.hot) if on_gpu else 1
+    operands = variants.make_operands(case, buffers, options.seed)
+    ready, impls = _prepare(case, operands, options)
+    impls |= _gate(case, operands, ready)
+    right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
+    clock, timings, copies = _time(case, {name: ready[name] for name in right}, buffers, options)
+    record |= {
+        "least_bytes": models.least_bytes(case),
+        "flops": models.flops(case),
+        "buffers": buffers,
+        "clock": clock,
+        "copy": probes.best_copy(copies) if copies else None,
+    }
+    for name in right:
+        impls[name] |= timings[name].as_json() | speeds(record, timings[name].median)
+    if "read" in timings:
+        read = timings["read"]
+        record["read"] = {"us": round(read.median, 3), "tb_per_s": round(record["least_bytes"] / read.median / 1e6, 4)}
+    record["impls"] = {name: entry for name, entry in impls.items() if name in options.impls}
+    record["seconds"] = round(time.perf_counter() - started, 2)
+    return record
+
+
+def describe(case: Case) -> dict[str, Any]:
+    """The case as JSON."""
+    fields = dataclasses.asdict(case) | {"name": case.name, "tags": sorted(case.tags), "pass": case.pass_}
+    del fields["pass_"]
+    return fields
+
+
+def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
+    """Bandwidth of the least traffic, and its share of the copy's."""
+    speed = record["least_bytes"] / us / 1e6
+    found = {"tb_per_s": round(speed, 4)}
+    if record["copy"]:
+        found["fraction_of_copy"] = round(speed / record["copy"]["tb_per_s"], 4)
+    return found
+
+
+def _prepare(
+    case: Case, operands: variants.Buffers, options: Options
+) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]]]:
+    """Compiles every implementation, side by side; XLA always, as the gate needs it."""
+    programs, impls = {}, {}
+    for name in dict.fromkeys(("xla", *options.impls)):
+        try:
+            programs[name] = variants.build(case, name, kernel=options.kernel, config=options.config)
+        except variants.Declined as reason:
+            impls[name] = {"status": "declined", "reason": str(reason)}
+    buffers = {name: program.buffers(operands) for name, program in programs.items()}
+    lowered = {name: program.function.lower(*buffers[name][0]) for name, program in programs.items()}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = dict(zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True))
+    ready = {name: _Ready(program, compiled[name], buffers[name]) for name, program in programs.items()}
+    return ready, impls
+
+
+def _gate(case: Case, operands: variants.Buffers, ready: Mapping[str, _Ready]) -> dict[str, dict[str, Any]]:
+    """Checks each implementation on the first buffer."""
+    xla = ready["xla"].launch(0)
+    impls = {}
+    for name, built in ready.items():
+        got = xla if name == "xla" else built.launch(0)
+        verdict = truth.judge(case, operands[0], got, xla)
+        right = verdict.right or name == "xla"
+        impls[name] = {
+            "status": "ok" if right else "WRONG",
+            **({} if right else {"reason": verdict.describe()}),
+            "process": "jax",
+            "max_error_ulp": round(verdict.error, 4),
+            "allowed_error_ulp": round(verdict.allowed, 4),
+            "temp_bytes": built.compiled.memory_analysis().temp_size_in_bytes,
+            "kernel": built.program.kernel,
+            "config": built.program.config,
+            "bytes_moved": built.program.bytes_moved,
+        }
+    return impls
+
+
+def _time(
+    case: Case, ready: Mapping[str, _Ready], buffers: int, options: Options
+) -> tuple[str, dict[str, timing.Timing], dict[str, tuple[float, int]]]:
+    """Times implementations and probes together; copies as {method: (microseconds, bytes moved)}."""
+    on_gpu = jax.default_backend() == "gpu"
+    size = models.least_bytes(case)
+    schedule = [timing.Variant(name, built.launch) for name, built in ready.items()]
+    if options.copy != "torch" or not on_gpu:
+        schedule.append(probes.copy_variant(size, buffers))
+    if case.op == "logsumexp":
+        schedule.append(probes.read_variant(size, buffers))
+    torch_times = _torch_copy(size, buffers, options)
+    clock, timings = timing.measure(
+        schedule,
+        buffers=buffers,
+        rounds=options.rounds,
+        launches=timing.launches_per_round(size) if on_gpu else 1,
+        device_clock=on_gpu,
+    )
+    torch_times += _torch_copy(size, buffers, options)
+    copies = {name: (t.median, probes.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
+    if torch_times:
+        copies["copy:torch"] = (min(torch_times), 8 * max(1, size // 8))
+    return clock, timings, copies
+
+
+def _torch_copy(size: int, buffers: int, options: Options) -> list[float]:
+    """Torch's copy, once before and once after the schedule; nothing where torch or the GPU is missing."""
+    if jax.default_backend() != "gpu" or options.copy == "mosaic":
+        return []
+    try:
+        return [probes.torch_copy_us(size, buffers, options.rounds)]
+    except (ImportError, RuntimeError) as error:
+        if options.copy == "torch":
+            raise
+        print(f"  no torch copy beside JAX: {type(error).__name__}: {error}", flush=True)
+        return []

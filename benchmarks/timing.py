@@ -1,0 +1,168 @@
+"""How time is taken.
+
+Protocol
+  1. Every variant is a compiled program; compilation and a first launch are never timed.
+  2. The variants of a case run interleaved, round-robin, in one schedule: each round launches every variant a few
+     times, and the order of the variants rotates from round to round: a drifting clock touches all of them alike.
+  3. Inputs rotate over enough buffers, and outputs are kept alive over as many launches, that at least `ROTATED_BYTES`
+     pass between two uses of one address: L2 (50 MB) holds nothing of use. Cases tagged "hot" use one buffer.
+  4. Time is the device's: CUPTI's duration of each kernel, summed over the kernels of a launch, the whole schedule in
+     one CUPTI session after an identical warm-up. Gaps between launches do not count, and neither do those between
+     the kernels of one launch.
+  5. Without CUPTI (a CPU, or a profiler that fails) time is wall clock around a blocked launch. The clock used is part
+     of every result.
+  6. Reported: median, minimum, maximum and the 20th and 80th percentiles over all launches, and each round's median.
+"""
+
+import collections
+import dataclasses
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+ROTATED_BYTES = 150 * 10**6
+_ROUND_SECONDS = 1e-3  # of device time per variant and round
+_ASSUMED_BYTES_PER_SECOND = 3e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A named program; `launch(k)` runs it on the k-th set of buffers and returns its outputs."""
+
+    name: str
+    launch: Callable[[int], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Times of one variant, in microseconds."""
+
+    rounds: tuple[tuple[float, ...], ...]
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def median(self) -> float:
+        return statistics.median(itertools.chain(*self.rounds))
+
+    def as_json(self) -> dict[str, Any]:
+        samples = np.asarray(list(itertools.chain(*self.rounds)))
+        p20, p80 = np.percentile(samples, (20, 80))
+        return {
+            "us": round(self.median, 3),
+            "min_us": round(float(samples.min()), 3),
+            "max_us": round(float(samples.max()), 3),
+            "p20_us": round(float(p20), 3),
+            "p80_us": round(float(p80), 3),
+            "rounds_us": [round(statistics.median(r), 3) for r in self.rounds],
+            "launches": len(samples),
+            "kernels": list(self.kernels),
+        }
+
+
+def buffers_needed(operand_bytes: int, *, hot: bool) -> int:
+    """How many sets of operands must rotate."""
+    return 1 if hot else max(1, -(-ROTATED_BYTES // max(operand_bytes, 1)))
+
+
+def launches_per_round(least_bytes: int) -> int:
+    """Enough launches for a steady round, few enough for a short one."""
+    return int(np.clip(_ROUND_SECONDS / (least_bytes / _ASSUMED_BYTES_PER_SECOND), 2, 10))
+
+
+def measure(
+    variants: Sequence[Variant], *, buffers: int, rounds: int, launches: int, device_clock: bool
+) -> tuple[str, dict[str, Timing]]:
+    """Times all variants, interleaved.
+
+    Args:
+      variants: what to time; names are unique.
+      buffers: how many sets of operands `launch` accepts.
+      rounds: interleaved rounds.
+      launches: launches of each variant in a round.
+      device_clock: whether to ask CUPTI first.
+
+    Returns:
+      The clock, "cupti" or "wall", and the timing of each variant by name.
+    """
+    if not variants:
+        return "none", {}
+    schedule = _Schedule(variants, buffers, rounds, launches)
+    if device_clock:
+        try:
+            return "cupti", _measure_cupti(schedule)
+        except Exception as error:  # the profiler's failures have no common type; the run goes on, saying so
+            warnings.warn(f"no device time ({type(error).__name__}: {error}); falling back to wall clock", stacklevel=2)
+    return "wall", _measure_wall(schedule)
+
+
+class _Schedule:
+    """All launches of a measurement, in order.
+
+    Implements `jax.stages.Wrapped`, which the profiler asks of what it runs, so that one CUPTI session covers launches
+    of many programs on many buffers.
+    """
+
+    def __init__(self, variants: Sequence[Variant], buffers: int, rounds: int, launches: int):
+        self.variants, self.buffers, self.rounds, self.launches = tuple(variants), buffers, rounds, launches
+
+    def slots(self) -> Iterator[tuple[int, Variant]]:
+        """(round, variant) of every launch."""
+        for r in range(self.rounds):
+            first = r % len(self.variants)
+            for variant in self.variants[first:] + self.variants[:first]:
+                for _ in range(self.launches):
+                    yield r, variant
+
+    def __call__(self) -> list[Any]:
+        alive = collections.deque(maxlen=self.buffers)
+        for k, (_, variant) in enumerate(self.slots()):
+            alive.append(variant.launch(k % self.buffers))
+        return list(alive)
+
+    def trace(self, *_, **__):
+        raise NotImplementedError("a schedule only runs")
+
+    def lower(self, *_, **__):
+        raise NotImplementedError("a schedule only runs")
+
+    def single(self, variant: Variant) -> "_Schedule":
+        return _Schedule([variant], self.buffers, 1, 1)
+
+
+def _device_kernels(schedule: _Schedule) -> list[tuple[str, float]]:
+    _, kernels = profiler.measure(schedule, aggregate=False)()
+    if not kernels:
+        raise RuntimeError("CUPTI saw no kernel")
+    return kernels
+
+
+def _measure_cupti(schedule: _Schedule) -> dict[str, Timing]:
+    names = {v.name: [name for name, _ in _device_kernels(schedule.single(v))] for v in schedule.variants}
+    kernels = iter(_device_kernels(schedule))
+    rounds = {v.name: [[] for _ in range(schedule.rounds)] for v in schedule.variants}
+    for r, variant in schedule.slots():
+        launched = list(itertools.islice(kernels, len(names[variant.name])))
+        if [name for name, _ in launched] != names[variant.name]:
+            raise RuntimeError(f"{variant.name}: expected kernels {names[variant.name]}, CUPTI saw {launched}")
+        rounds[variant.name][r].append(1e3 * sum(ms for _, ms in launched))
+    if next(kernels, None) is not None:
+        raise RuntimeError("CUPTI saw more kernels than were launched")
+    return {name: Timing(tuple(map(tuple, r)), tuple(names[name])) for name, r in rounds.items()}
+
+
+def _measure_wall(schedule: _Schedule) -> dict[str, Timing]:
+    for variant in schedule.variants:
+        jax.block_until_ready(variant.launch(0))
+    rounds = {v.name: [[] for _ in range(schedule.rounds)] for v in schedule.variants}
+    for k, (r, variant) in enumerate(schedule.slots()):
+        start = time.perf_counter()
+        jax.block_until_ready(variant.launch(k % schedule.buffers))
+        rounds[variant.name][r].append(1e6 * (time.perf_counter() - start))
+    return {name: Timing(tuple(map(tuple, r))) for name, r in rounds.items()}

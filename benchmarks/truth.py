@@ -1,0 +1,123 @@
+"""The gate before every time: is the result right?
+
+Sampled rows (the first and last always; all rows of small cases) are compared with NumPy float64 under the project's
+one rule, error <= 2 x the error of XLA in the same dtype + 1 unit in the last place, relative to the true value; and
+every row is compared on the device, more loosely, with the float32 reference, so that no row can be missing.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cases import Case
+from benchmarks.oracle import errors, oracle
+from pallas_kernels import reference
+from pallas_kernels.monoid import log_normalizer
+
+_SAMPLED_ELEMENTS = 1 << 20
+_LOOSE_ULPS = {"float32": 64.0, "float16": 8.0, "bfloat16": 8.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Errors in units of the last place, relative to the true value."""
+
+    error: float
+    xla_error: float
+    every_row: float
+
+    @property
+    def allowed(self) -> float:
+        """Where XLA itself overflows, as much as if it were off by one."""
+        return 2 * (self.xla_error if math.isfinite(self.xla_error) else 1.0) + 1
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed and self.every_row <= 1.0
+
+    def describe(self) -> str:
+        return f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; every row: {self.every_row:.3g} of the bound"
+
+
+def judge(case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> Verdict:
+    """Compares `got` with the truth, and with how far `xla` is from it. Both are the case's outputs on `operands`."""
+    rows = _sampled_rows(case)
+    sampled = jax.device_get([_take(leaf, rows) for leaf in operands])
+    truths = _truths(case, sampled)
+    outputs = [jax.device_get([_take(leaf, rows) for leaf in jax.tree.leaves(out)]) for out in (got, xla)]
+    ours, xlas = (
+        [errors.max_error(o, t, magnitude=m) for o, (t, m) in zip(out, truths, strict=True)] for out in outputs
+    )
+    every_row = float(_every_row(case)(operands, got))
+    verdicts = [Verdict(a, b, every_row) for a, b in zip(ours, xlas, strict=True)]
+    return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
+
+
+def _sampled_rows(case: Case) -> np.ndarray:
+    count = min(case.rows, max(2, _SAMPLED_ELEMENTS // case.cols))
+    inner = np.random.default_rng(0).choice(case.rows, count, replace=False)
+    return np.unique(np.concatenate([[0, case.rows - 1], inner[2:]]))
+
+
+@jax.jit
+def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+    return leaf[rows]
+
+
+def _truths(case: Case, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """(true value, size of the terms it is a difference of) of each output."""
+    x, *rest = operands
+    forward = {
+        "softmax": lambda: (oracle.softmax(x), None),
+        "log_softmax": lambda: (oracle.log_softmax(x), oracle.log_softmax_terms(x)),
+        "logsumexp": lambda: (oracle.logsumexp(x, -1), None),
+    }[case.op]
+    if case.pass_ in ("fwd", "call"):
+        return [forward()]
+    (t,) = rest
+    if case.op == "softmax":
+        y = oracle.softmax(x)
+        gradient = (oracle.softmax_tangent(y, t), oracle.softmax_tangent_terms(y, t))
+    else:
+        gradient = (oracle.log_softmax_cotangent(x, t), oracle.log_softmax_cotangent_terms(x, t))
+    return [gradient] if case.pass_ == "bwd" else [forward(), gradient]
+
+
+@functools.lru_cache(maxsize=4)
+def _every_row(case: Case):
+    """A jitted function: the largest deviation from the float32 reference, in units of what is tolerated."""
+    eps = _LOOSE_ULPS[case.dtype] * float(jnp.finfo(case.dtype).eps)
+    tiny = float(jnp.finfo(case.dtype).tiny)
+
+    def deviation(got: jax.Array, want: jax.Array, *, of_row: bool) -> jax.Array:
+        size = jnp.abs(want).max(-1, keepdims=True) if of_row else jnp.abs(want)
+        off = jnp.abs(got.astype(jnp.float32) - want) / (eps * jnp.maximum(size, tiny))
+        return jnp.where(jnp.isnan(off), jnp.inf, off).max()
+
+    def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
+        x, *rest = (leaf.astype(jnp.float32) for leaf in operands)
+        wants = [(want, case.op != "softmax") for want in _forward32(case, x)]
+        if case.pass_ in ("bwd", "value_and_vjp"):
+            wants = wants if case.pass_ == "value_and_vjp" else []
+            wants.append((_backward32(case, x, *rest), True))
+        pairs = zip(jax.tree.leaves(got), wants, strict=True)
+        return jnp.stack([deviation(out, want, of_row=of_row) for out, (want, of_row) in pairs]).max()
+
+    return jax.jit(check)
+
+
+def _forward32(case: Case, x: jax.Array) -> list[jax.Array]:
+    if case.op == "logsumexp":
+        return [log_normalizer(reference.stats(x, axes=(1,)))]
+    return [getattr(reference, case.op)(x, axes=(1,))]
+
+
+def _backward32(case: Case, x: jax.Array, t: jax.Array) -> jax.Array:
+    if case.op == "softmax":
+        return reference.softmax_tangent(reference.softmax(x, axes=(1,)), t, axes=(1,))
+    return reference.log_softmax_cotangent(x, t, axes=(1,))

@@ -1,0 +1,156 @@
+"""What is compared in JAX's own process: ours, single rungs of the ladder, and XLA. Builds programs; times nothing."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxsoftmax
+from benchmarks.cases import Case
+from pallas_kernels import dispatch, hardware, softmax
+from pallas_kernels.monoid import Stats, log_normalizer
+
+Buffers = list[tuple[Any, ...]]
+
+_OURS = {
+    "softmax": jaxsoftmax.softmax,
+    "log_softmax": jaxsoftmax.log_softmax,
+    "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
+}
+_XLA = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": functools.partial(jax.scipy.special.logsumexp, axis=-1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted function, and the operands it takes from a case's."""
+
+    function: Callable[..., Any]
+    operands: Callable[..., tuple[Any, ...]]
+    kernel: str | None = None
+    config: str | None = None
+    bytes_moved: int | None = None
+
+    def buffers(self, cases_buffers: Buffers) -> Buffers:
+        return [self.operands(*operands) for operands in cases_buffers]
+
+
+class Declined(Exception):
+    """An implementation that does not take a case; the message is the reason."""
+
+
+def make_operands(case: Case, count: int, seed: int) -> Buffers:
+    """`count` sets of standard-normal operands: the logits, and for a gradient its cotangent."""
+    arrays = 1 if case.pass_ in ("fwd", "call") else 2
+    keys = jax.random.split(jax.random.key(seed), count * arrays)
+    flat = [_normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)) for key in keys]
+    return [tuple(flat[i * arrays : (i + 1) * arrays]) for i in range(count)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
+
+
+def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
+    """The program of `impl`: "ours", "xla", or "rung:NAME" for one rung of the ladder.
+
+    Raises:
+      Declined: `impl` does not take the case.
+    """
+    if impl == "xla":
+        return _xla(case)
+    if impl.startswith("rung:"):
+        return _rung(case, impl.removeprefix("rung:"), config)
+    if kernel is not None:
+        return _rung(case, kernel, config)
+    return dataclasses.replace(_public(case, _OURS[case.op]), **_decision_facts(case))
+
+
+def expand(impls: list[str]) -> Iterator[str]:
+    """Replaces "ladder" by its rungs."""
+    for impl in impls:
+        yield from (f"rung:{name}" for name in softmax.LADDER) if impl == "ladder" else (impl,)
+
+
+def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
+    """The case through a public function and `jax.vjp`, as a user has it."""
+    if case.pass_ in ("fwd", "call"):
+        return Program(jax.jit(lambda x: op(x)), lambda x: (x,))
+    if case.pass_ == "value_and_vjp":
+
+        def value_and_vjp(x, t):
+            y, pull = jax.vjp(op, x)
+            return y, pull(t)[0]
+
+        return Program(jax.jit(value_and_vjp), lambda x, t: (x, t))
+    linearise = jax.jit(lambda x: jax.vjp(op, x)[1])
+    return Program(jax.jit(lambda pull, t: pull(t)[0]), lambda x, t: (linearise(x), t))
+
+
+def _xla(case: Case) -> Program:
+    """As `jax.nn` has it; the backward pass alone in its leanest form, from the saved output."""
+    op = _XLA[case.op]
+    if case.pass_ != "bwd":
+        return _public(case, op)
+    forward = jax.jit(op)
+    return Program(jax.jit(_XLA_BACKWARD[case.op]), lambda x, t: (forward(x), t))
+
+
+def _softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
+    y32, t32 = y.astype(jnp.float32), t.astype(jnp.float32)
+    return (y32 * (t32 - (y32 * t32).sum(-1, keepdims=True))).astype(t.dtype)
+
+
+def _log_softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
+    y32, t32 = y.astype(jnp.float32), t.astype(jnp.float32)
+    return (t32 - jnp.exp(y32) * t32.sum(-1, keepdims=True)).astype(t.dtype)
+
+
+_XLA_BACKWARD = {"softmax": _softmax_backward, "log_softmax": _log_softmax_backward}
+
+
+def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
+    """One rung, straight through the dispatcher, without the primitive around it."""
+    if len(case.problems) != 1:
+        raise Declined("a rung runs one problem; this case has two")
+    (problem,) = case.problems
+    decision = dispatch.decide(problem, _device(), kernel=kernel)
+    if decision.kernel is not None and config:
+        decision = dispatch.decide(
+            problem, _device(), kernel=kernel, config=dataclasses.replace(decision.config, **config)
+        )
+    if decision.kernel is None:
+        raise Declined(dict(decision.declined).get(kernel, decision.reason))
+
+    def run(*operands: jax.Array) -> jax.Array:
+        out = decision.run(*operands)
+        return log_normalizer(out).astype(case.dtype) if isinstance(out, Stats) else out
+
+    def operands(x: jax.Array, t: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        if t is None:
+            return (x,)
+        return (jax.nn.softmax(x) if case.op == "softmax" else x, t)
+
+    return Program(jax.jit(run), operands, decision.kernel, repr(decision.config), decision.bytes_moved)
+
+
+def _decision_facts(case: Case) -> dict[str, Any]:
+    decisions = [dispatch.decide(problem, _device()) for problem in case.problems]
+    if jax.default_backend() != "gpu" or any(d.kernel is None for d in decisions):
+        return {"kernel": "reference (XLA)"}
+    return {
+        "kernel": " + ".join(d.kernel for d in decisions),
+        "config": " + ".join(repr(d.config) for d in decisions),
+        "bytes_moved": sum(d.bytes_moved for d in decisions),
+    }
+
+
+def _device() -> hardware.Device:
+    return hardware.H200
