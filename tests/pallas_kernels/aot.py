@@ -1,0 +1,77 @@
+"""Compiles kernels to machine code for an H200 on a machine without a GPU, and reports what ptxas says of them.
+
+Needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` (installed without their dependencies), no driver and no device.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_cuda13_plugin") is None else None
+
+_TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
+_dump = pathlib.Path(tempfile.mkdtemp(prefix="mosaic-"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one kernel needs of a streaming multiprocessor, per thread or (`smem`) per block."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    smem: int
+    ptx: str
+    ptxas_log: str
+
+    @property
+    def complaints(self) -> list[str]:
+        """Lines of the log that say that the compiler gave up on something the kernel asked for."""
+        return [line for line in self.ptxas_log.splitlines() if re.search("setmaxnreg|serializ|C75", line)]
+
+
+def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> tuple[Report, ...]:
+    """Compiles `f` and reports on each Mosaic kernel in it."""
+    for old in _dump.iterdir():
+        old.unlink()
+    sharded = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on_h200()) for x in operands]
+    jax.jit(lambda *args: f(*args)).lower(*sharded).compile()
+    return tuple(_report(log) for log in sorted(_dump.glob("*.ptxas")))
+
+
+@functools.cache
+def _on_h200() -> NamedSharding:
+    # The variables are read once, when the compiler is first used.
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(_dump)
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=_TARGET.read_text(), topology="1x1x1")
+    return NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
+
+
+def _report(log_file: pathlib.Path) -> Report:
+    log, ptx = log_file.read_text(), log_file.with_suffix(".ptx").read_text()
+
+    def largest(pattern: str, text: str = log) -> int:
+        return max((int(n) for n in re.findall(pattern, text)), default=0)
+
+    return Report(
+        name=log_file.stem,
+        registers=largest(r"Used (\d+) registers"),
+        spill_bytes=largest(r"(\d+) bytes spill stores"),
+        stack_bytes=largest(r"(\d+) bytes stack frame"),
+        smem=largest(r"(\d+) bytes smem"),
+        ptx=ptx,
+        ptxas_log=log,
+    )

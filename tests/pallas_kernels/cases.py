@@ -1,0 +1,119 @@
+"""What the kernels are asked in tests: problems, and operands in which every row is another kind of trouble."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.hardware import H200
+from pallas_kernels.problem import Op, Problem
+
+DTYPES = tuple(jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
+
+
+def _row(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
+    normal = rng.standard_normal(n).astype(np.float32)
+    match kind:
+        case "spikes":
+            return np.where(rng.random(n) < 0.01, 20, normal)
+        case "constant":
+            return np.full(n, 0.375, np.float32)
+        case "negative":
+            return -200 - 10 * np.abs(normal)
+        case "holes":
+            return np.where(rng.random(n) < 0.5, -INF, normal)
+        case "empty":
+            return np.full(n, -INF)
+        case "last column largest" | "+inf" | "nan":
+            normal[-1] = {"+inf": INF, "nan": NAN}.get(kind, 12)
+            return normal
+        case "first column largest" | "+inf first" | "nan first":
+            normal[0] = {"+inf first": INF, "nan first": NAN}.get(kind, 12)
+            return normal
+        case _:
+            scale, shift = {
+                "normal 0.1": (0.1, 0), "normal 1": (1, 0), "normal 30": (30, 0),
+                "shift 1e4": (1, 1e4), "shift -1e4": (1, -1e4),
+            }[kind]  # fmt: skip
+            return np.float32(scale) * normal + np.float32(shift)
+
+
+# Rows of NaN and infinities stand between sound ones, so that what leaks out of a row is seen.
+ROW_KINDS = (
+    "normal 1", "nan", "normal 0.1", "+inf first", "normal 30", "empty", "spikes", "nan first", "constant",
+    "shift 1e4", "+inf", "negative", "holes", "shift -1e4", "last column largest", "first column largest",
+)  # fmt: skip
+LINEAR_ROW_KINDS = tuple(k for k in ROW_KINDS if k not in ("empty", "+inf", "+inf first"))
+
+
+def row_kinds(problem: Problem) -> tuple[str, ...]:
+    """The kinds of the problem's rows, which follow one another cyclically."""
+    return LINEAR_ROW_KINDS if problem.op.is_linear else ROW_KINDS
+
+
+def _rows(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    kinds, count = row_kinds(problem), problem.rows * problem.inner
+    few = np.stack([_row(kinds[i % len(kinds)], problem.cols, rng) for i in range(min(count, 4 * len(kinds)))])
+    rows = np.resize(few, (count, problem.cols))
+    return _inner_last(rows, problem)
+
+
+def _inner_last(rows: np.ndarray, problem: Problem) -> np.ndarray:
+    if problem.inner == 1:
+        return rows
+    return np.moveaxis(rows.reshape(problem.rows, problem.inner, problem.cols), 1, 2)
+
+
+def rows_of(array: np.ndarray, problem: Problem) -> np.ndarray:
+    """`[rows, cols]` or `[rows, cols, inner]` as one row after another."""
+    array = np.asarray(array)
+    return array if problem.inner == 1 else np.moveaxis(array, 1, 2).reshape(-1, problem.cols)
+
+
+def _mask(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    if problem.where == "shared":
+        return rng.random(problem.cols) < 0.7
+    rows = rng.random((problem.rows * problem.inner, problem.cols)) < 0.7
+    rows[2::7], rows[3::7] = False, True
+    return _inner_last(rows, problem)
+
+
+def operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
+    """The operands of `problem`: logits, or a residual and a tangent; then the mask, if it has one."""
+    rng = np.random.default_rng(seed)
+    x = _rows(problem, rng)
+    if problem.op is Op.SOFTMAX_TANGENT:
+        with np.errstate(invalid="ignore"):
+            x = np.exp(x - x.max(1, keepdims=True))
+            x /= x.sum(1, keepdims=True)
+    arrays = [jnp.asarray(x, problem.dtype)]
+    if problem.op.is_linear:
+        arrays.append(jnp.asarray(rng.standard_normal(x.shape), problem.dtype))
+    if problem.where != "none":
+        arrays.append(jnp.asarray(_mask(problem, rng)))
+    return tuple(arrays)
+
+
+def shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of `operands(problem)`."""
+    shape = (problem.rows, problem.cols) + ((problem.inner,) if problem.inner > 1 else ())
+    arrays = [jax.ShapeDtypeStruct(shape, problem.dtype)] * (2 if problem.op.is_linear else 1)
+    mask_shapes = {"none": [], "full": [shape], "shared": [(problem.cols,)]}[problem.where]
+    return tuple(arrays + [jax.ShapeDtypeStruct(s, jnp.bool_) for s in mask_shapes])
+
+
+def configured(rung, problems: Iterator[Problem], *, every_config: bool = True) -> Iterator[tuple[Problem, object]]:
+    """The (problem, config) pairs that `rung` offers an H200 for `problems`."""
+    for problem in problems:
+        if rung.unsupported(problem, H200) is None:
+            configs = rung.configs(problem, H200)
+            yield from ((problem, config) for config in (configs if every_config else configs[:1]))
+
+
+def label(problem: Problem) -> str:
+    """A short name for a parametrised test."""
+    extras = [f"inner{problem.inner}"] * (problem.inner > 1) + [f"where-{problem.where}"] * (problem.where != "none")
+    extras += [f"scale{problem.scale:g}"] * (problem.scale != 1)
+    return "-".join([problem.op.value, problem.dtype.name, f"{problem.rows}x{problem.cols}", *extras])

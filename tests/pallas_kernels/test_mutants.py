@@ -1,0 +1,34 @@
+"""The conformance suite passes what is right and rejects every planted fault: a test of the tests."""
+
+import cases
+import conformance
+import pytest
+import wrong
+from mutants import FUNCTION_MUTANTS
+
+from pallas_kernels.problem import Op, Problem
+
+OPS = (Op.SOFTMAX, Op.LOG_SOFTMAX, Op.STATS, Op.SOFTMAX_TANGENT)
+ROWS = 2 * len(cases.ROW_KINDS) + 1
+
+
+def problems(op):
+    yield from (Problem(op, ROWS, cols, dtype) for cols in (1, 125, 1024) for dtype in cases.DTYPES)
+    yield Problem(op, ROWS, 125, cases.DTYPES[2], scale=0.5)
+    if not op.is_linear:
+        yield Problem(op, ROWS, 125, cases.DTYPES[0], where="full")
+        yield Problem(op, ROWS, 125, cases.DTYPES[1], where="shared", scale=-1.0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_unharmed_solver_passes(op):
+    for problem in problems(op):
+        conformance.check(wrong.solver(problem), problem)
+
+
+@pytest.mark.parametrize("mutant", FUNCTION_MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=lambda d: d.name)
+def test_planted_fault_is_rejected(mutant, dtype):
+    problem = Problem(mutant.op, ROWS, mutant.cols, dtype, where=mutant.where, scale=mutant.scale)
+    with pytest.raises(AssertionError, match="ulp"):
+        conformance.check(wrong.solver(problem, **mutant.knobs), problem)
