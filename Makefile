@@ -19,7 +19,7 @@ lint: .venv-new/ready
 	.venv-new/bin/ruff format --check .
 
 type: .venv-new/ready
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv-new/bin/pyright --pythonpath .venv-new/bin/python
+	.venv-new/bin/pyright
 
 test-new: .venv-new/ready
 	.venv-new/bin/python $(PYTEST) --ignore=tests/pallas_kernels

@@ -1,0 +1,52 @@
+"""What the documents say is so: their Python runs, their links lead somewhere, their commands exist."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+# A plot that the benchmark writes on an H200.
+MADE_LATER = {"docs/bandwidth.png"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_in_documents_runs(document):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, document, "exec"), namespace)
+
+
+@pytest.mark.parametrize("module", ["jaxsoftmax._api"])
+def test_docstring_examples(module):
+    results = doctest.testmod(importlib.import_module(module))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    local = [link for link in links if "://" not in link]
+    missing = [link for link in local if not (ROOT / document).parent.joinpath(link).exists()]
+    assert not [link for link in missing if link not in MADE_LATER]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_exist(document):
+    text = (ROOT / document).read_text()
+    targets = set(re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
+    assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets
+    for script in re.findall(r"python (examples/\w+\.py)", text):
+        assert (ROOT / script).exists()
+
+
+def test_the_version_has_an_entry_in_the_changelog():
+    version = importlib.import_module("jaxsoftmax").__version__
+    assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

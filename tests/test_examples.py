@@ -1,0 +1,29 @@
+"""The examples run, each in a process of its own as a reader would run it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = {"char_model.py": ["--steps", "40", "--sample", "20"]}
+
+
+def _run(example: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / example), *arguments]
+    return subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, **kwargs)
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_example_runs(example):
+    finished = _run(example, *TINY.get(example, []))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout
+
+
+def test_demo_fails_when_nothing_was_learnt():
+    finished = _run("char_model.py", "--steps", "1", "--sample", "1")
+    assert finished.returncode == 1
+    assert "DID NOT FALL" in finished.stdout
