@@ -7,6 +7,7 @@ of the function given to `plgpu.inline_mgpu`:
   are read in full); `writes` maps an argument's position to that reference's new value; `results` lists the results.
 * `f.interpret = lambda machine, *arguments: results`: an operation that synchronises, or that touches memory here and
   there. It gets a `simulated_gpu.Machine`, references as handles, arrays as arrays. None means no results.
+Models run when the kernel is lowered: they may close over static values only, never over traced arrays.
 
 Also added: reads of a cluster peer's shared memory, `async_store_smem`, and predicated TMA copies (which pipelines with
 outputs need). Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently.

@@ -50,6 +50,48 @@ def test_value_model_reads_and_writes():
     np.testing.assert_array_equal(interpret(kernel, x), x + 1)
 
 
+def copy_in_fours(x, *, offset=0, step=4, guard=True):
+    """Copies a matrix by blocks of four rows of 128 columns, of which only some lie in it."""
+    tile = plgpu.Layout.WG_STRIDED((4, 128), vec_size=2)
+    scalar = plgpu.Layout.WG_SPLAT
+
+    def elements(ref, row):
+        rows, cols = row + jnp.arange(4)[:, None], jnp.arange(128)[None, :]
+        return (rows, cols + offset), (cols < ref.shape[1]) & ((rows < ref.shape[0]) | (not guard))
+
+    def load_model(machine, ref, row):
+        return [machine.gather(ref, *elements(ref, row), -1.0)]
+
+    def store_model(machine, ref, value, row):
+        machine.scatter(ref, *elements(ref, row), value)
+
+    block = plgpu.ShapeDtypeStruct((4, 128), F32, layout=tile)
+    load = asm(load_model, arg_types=(plgpu.RefType(), scalar), return_type=block)
+    store = asm(store_model, arg_types=(plgpu.RefType(), tile, scalar))
+
+    def body(x_gmem, y_gmem):
+        row = step * lax.axis_index("block")
+        store(y_gmem, load(x_gmem, row) + 1, row)
+
+    return plgpu.kernel(body, out_type=x, grid=(-(-x.shape[0] // step),), grid_names=("block",))(x)
+
+
+def test_gather_and_scatter_touch_only_what_is_inside():
+    x = arange(6, 100)
+    np.testing.assert_array_equal(interpret(copy_in_fours, x), x + 1)
+
+
+def test_gather_outside_of_the_buffer_is_an_error():
+    for fault in ({"guard": False}, {"offset": 1}, {"offset": -1}):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="outside"):
+            interpret(functools.partial(copy_in_fours, **fault), arange(6, 100))
+
+
+def test_two_blocks_writing_one_row_is_a_race():
+    with pytest.raises(RaceDetected):
+        interpret(functools.partial(copy_in_fours, step=3), arange(6, 100))
+
+
 def exchange_by_reads(x, *, first_sync=True):
     """Every CTA of a cluster adds up what all of them put into shared memory; `k` warpgroups each."""
     rows, ctas, warpgroups, n = x.shape
