@@ -7,6 +7,7 @@ shares of a copy compare across processes. A peer that is not installed says so;
 """
 
 import gc
+import importlib
 import json
 import os
 import pathlib
@@ -34,6 +35,8 @@ class Peers:
         if self._child is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
         try:
             self._child.stdin.write(json.dumps(case) + "\n")
             self._child.stdin.flush()
@@ -57,7 +60,7 @@ def _serve(names: Sequence[str], rounds: int) -> None:
     """Answers cases from standard input; whatever libraries print goes to standard error."""
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
-        import torch
+        torch = importlib.import_module("torch")
     except ImportError:
         torch = None
     for text in sys.stdin:
@@ -93,7 +96,8 @@ def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: 
         impls[name] |= _summary(samples)
         impls[name]["tb_per_s"] = round(case["least_bytes"] / impls[name]["us"] / 1e6, 4)
         impls[name]["fraction_of_copy"] = round(impls[name]["tb_per_s"] / copy["tb_per_s"], 4)
-    variants.clear(), prepared.clear(), operands.clear()
+    for held in (variants, prepared, operands):
+        held.clear()
     gc.collect()
     torch.cuda.empty_cache()
     torch.compiler.reset()
@@ -139,12 +143,8 @@ def _forward(torch: Any, name: str, op: str) -> Callable[[Any], Any]:
     if op != "softmax":
         raise NotImplementedError(f"{name} has no {op}")
     if name == "quack":
-        from quack.softmax import softmax
-
-        return softmax
-    from liger_kernel.transformers.functional import liger_softmax
-
-    return liger_softmax
+        return importlib.import_module("quack.softmax").softmax
+    return importlib.import_module("liger_kernel.transformers.functional").liger_softmax
 
 
 def _backward(torch: Any, name: str, case: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
@@ -161,9 +161,8 @@ def _backward(torch: Any, name: str, case: Mapping[str, Any]) -> Callable[[Any, 
 
         return torch.compile(backward, dynamic=False)
     if name == "quack" and case["op"] == "softmax":
-        from quack.softmax import softmax_bwd
-
-        return lambda y, t: softmax_bwd(t, y)
+        quack_backward = importlib.import_module("quack.softmax").softmax_bwd
+        return lambda y, t: quack_backward(t, y)
     raise NotImplementedError(f"{name} has no separate backward of {case['op']}")
 
 
@@ -207,10 +206,9 @@ def _error(torch: Any, case: Mapping[str, Any], operands: Sequence[Any], out: An
 
 
 def _to_numpy(torch: Any, tensor: Any) -> Any:
-    import ml_dtypes
-
+    """NumPy knows bfloat16 by name once the oracle has imported ml_dtypes."""
     if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
+        return tensor.contiguous().view(torch.int16).cpu().numpy().view("bfloat16")
     return tensor.cpu().numpy()
 
 

@@ -79,9 +79,9 @@ def ratio(record: Record, peer: str) -> float | None:
 def write(path: pathlib.Path, header: Mapping[str, Any], records: Iterable[Record]) -> None:
     """Writes the result file; called after every case, so that a run cut short keeps what it measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = ",\n".join(json.dumps(record, sort_keys=True) for record in records)
+    lines = ",\n".join(json.dumps(record, sort_keys=True) for record in records)
     partial = path.with_suffix(".partial")
-    partial.write_text('{"header": ' + json.dumps(header, indent=1) + ',\n"records": [\n' + records + "\n]}\n")
+    partial.write_text('{"header": ' + json.dumps(header, indent=1) + ',\n"records": [\n' + lines + "\n]}\n")
     partial.replace(path)
 
 

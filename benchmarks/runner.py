@@ -42,7 +42,7 @@ def run(case: Case, options: Options) -> dict[str, Any]:
     """Measures `case`. Implementations that are wrong or decline are recorded with the reason and no time."""
     started = time.perf_counter()
     on_gpu = jax.default_backend() == "gpu"
-    record = {"case": describe(case)}
+    record: dict[str, Any] = {"case": describe(case)}
     if not on_gpu:
         case = case.shrunk(_CPU_ELEMENTS)
         record["rows_measured"] = case.rows
@@ -81,7 +81,7 @@ def describe(case: Case) -> dict[str, Any]:
 def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
     """Bandwidth of the least traffic, and its share of the copy's."""
     speed = record["least_bytes"] / us / 1e6
-    found = {"tb_per_s": round(speed, 4)}
+    found: dict[str, float] = {"tb_per_s": round(speed, 4)}
     if record["copy"]:
         found["fraction_of_copy"] = round(speed / record["copy"]["tb_per_s"], 4)
     return found

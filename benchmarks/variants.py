@@ -118,13 +118,15 @@ _XLA_BACKWARD = {"softmax": _softmax_backward, "log_softmax": _log_softmax_backw
 
 def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
     """One rung, straight through the dispatcher, without the primitive around it."""
+    if jax.default_backend() != "gpu":
+        raise Declined("kernels need a GPU")
     if len(case.problems) != 1:
         raise Declined("a rung runs one problem; this case has two")
     (problem,) = case.problems
-    decision = dispatch.decide(problem, _device(), kernel=kernel)
+    decision = dispatch.decide(problem, hardware.current(), kernel=kernel)
     if decision.kernel is not None and config:
         decision = dispatch.decide(
-            problem, _device(), kernel=kernel, config=dataclasses.replace(decision.config, **config)
+            problem, hardware.current(), kernel=kernel, config=dataclasses.replace(decision.config, **config)
         )
     if decision.kernel is None:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
@@ -142,15 +144,11 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
 
 
 def _decision_facts(case: Case) -> dict[str, Any]:
-    decisions = [dispatch.decide(problem, _device()) for problem in case.problems]
+    decisions = [dispatch.decide(problem, hardware.current()) for problem in case.problems]
     if jax.default_backend() != "gpu" or any(d.kernel is None for d in decisions):
         return {"kernel": "reference (XLA)"}
     return {
-        "kernel": " + ".join(d.kernel for d in decisions),
+        "kernel": " + ".join(str(d.kernel) for d in decisions),
         "config": " + ".join(repr(d.config) for d in decisions),
         "bytes_moved": sum(d.bytes_moved for d in decisions),
     }
-
-
-def _device() -> hardware.Device:
-    return hardware.H200

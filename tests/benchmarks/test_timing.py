@@ -1,0 +1,118 @@
+"""The protocol: what is launched in which order, and which kernel's time goes to whom."""
+
+import collections
+
+import jax
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks import probes, timing
+
+KERNELS = {"one": [("a", 1.0)], "two": [("b", 2.0), ("c", 3.0)]}
+
+
+class FakeDevice:
+    """Records launches; stands in for the profiler, which needs a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.launches, self.sessions = [], 0
+        self.variants = [timing.Variant(name, lambda k, name=name: self.launches.append((name, k))) for name in KERNELS]
+        monkeypatch.setattr(profiler, "measure", self.measure)
+
+    def measure(self, schedule, *, aggregate):
+        assert not aggregate
+        assert isinstance(schedule, jax.stages.Wrapped)
+
+        def wrapper():
+            self.sessions += 1
+            schedule()
+            seen = len(self.launches)
+            result = schedule()
+            return result, self.kernels([name for name, _ in self.launches[seen:]])
+
+        return wrapper
+
+    def kernels(self, launched):
+        return [kernel for name in launched for kernel in KERNELS[name]]
+
+    def time(self, **overrides):
+        return timing.measure(
+            self.variants, **{"buffers": 3, "rounds": 2, "launches": 2, "device_clock": True} | overrides
+        )
+
+
+def test_device_time_goes_to_the_variant_that_launched_the_kernel(monkeypatch):
+    device = FakeDevice(monkeypatch)
+    clock, timings = device.time()
+    assert clock == "cupti"
+    assert timings["one"].rounds == ((1000.0, 1000.0), (1000.0, 1000.0))
+    assert timings["two"].rounds == ((5000.0, 5000.0), (5000.0, 5000.0))
+    assert timings["two"].kernels == ("b", "c")
+    assert device.sessions == 3  # one to learn each variant's kernels, one for the whole schedule
+
+
+def test_variants_interleave_and_buffers_rotate(monkeypatch):
+    device = FakeDevice(monkeypatch)
+    device.time()
+    names, buffers = zip(*device.launches[-8:], strict=True)
+    assert names == ("one", "one", "two", "two", "two", "two", "one", "one")
+    assert buffers == (0, 1, 2, 0, 1, 2, 0, 1)
+
+
+@pytest.mark.parametrize("fault", ["lost kernel", "stray kernel", "no kernel", "profiler fails"])
+def test_a_doubtful_profile_is_not_used(monkeypatch, fault):
+    device = FakeDevice(monkeypatch)
+
+    def kernels(launched):
+        found = [kernel for name in launched for kernel in KERNELS[name]]
+        if fault == "profiler fails":
+            raise RuntimeError("CUPTI is busy")
+        whole = len(launched) > 1
+        return {"lost kernel": found[1:] if whole else found, "no kernel": []}.get(
+            fault, [*found, ("stray", 1.0)] if whole else found
+        )
+
+    device.kernels = kernels
+    with pytest.warns(UserWarning, match="wall clock"):
+        clock, timings = device.time()
+    assert clock == "wall"
+    assert timings["one"].kernels == ()
+
+
+def test_without_a_device_clock_nothing_is_profiled(monkeypatch):
+    device = FakeDevice(monkeypatch)
+    clock, timings = device.time(device_clock=False)
+    assert (clock, device.sessions) == ("wall", 0)
+    counts = collections.Counter(name for name, _ in device.launches)
+    assert counts == {"one": 5, "two": 5}  # a warm-up, then two rounds of two
+    assert len(timings["one"].rounds) == 2
+
+
+def test_statistics_are_of_all_launches():
+    result = timing.Timing(((1.0, 2.0), (3.0, 4.0), (100.0, 5.0))).as_json()
+    assert (result["us"], result["min_us"], result["max_us"], result["launches"]) == (3.5, 1.0, 100.0, 6)
+    assert result["rounds_us"] == [1.5, 3.5, 52.5]
+    assert result["p20_us"] <= result["us"] <= result["p80_us"]
+
+
+def test_buffers_defeat_the_cache_unless_the_case_is_hot():
+    assert timing.buffers_needed(64 * 2**20, hot=False) * 64 * 2**20 >= timing.ROTATED_BYTES
+    assert timing.buffers_needed(2**30, hot=False) == 1
+    assert timing.buffers_needed(4096, hot=True) == 1
+
+
+def test_long_kernels_are_launched_less():
+    assert timing.launches_per_round(2**20) == 10
+    assert timing.launches_per_round(2**34) == 2
+
+
+def test_the_best_copy_is_the_fastest_by_bandwidth():
+    best = probes.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
+    assert best["method"] == "copy:mosaic"
+    assert best["tb_per_s"] == 4.0
+    assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
+
+
+def test_copy_probe_moves_what_it_says():
+    variant = probes.copy_variant(10**6, buffers=2)
+    assert 2 * variant.launch(1).nbytes == probes.moved_bytes(10**6) <= 10**6
