@@ -3,14 +3,16 @@
 Needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` (installed without their dependencies), no driver and no device.
 """
 
+import atexit
 import dataclasses
 import functools
 import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +24,19 @@ MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_
 
 _TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 _dump = pathlib.Path(tempfile.mkdtemp(prefix="mosaic-"))
+atexit.register(shutil.rmtree, _dump, ignore_errors=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one kernel needs of a streaming multiprocessor, per thread or (`smem`) per block."""
+    """What one kernel needs of a streaming multiprocessor: bytes and registers per thread, `smem` per block."""
 
     name: str
     registers: int
     spill_bytes: int
     stack_bytes: int
     smem: int
+    threads: int
     ptx: str
     ptxas_log: str
 
@@ -46,13 +50,17 @@ def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> 
     """Compiles `f` and reports on each Mosaic kernel in it."""
     for old in _dump.iterdir():
         old.unlink()
-    sharded = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on_h200()) for x in operands]
-    jax.jit(lambda *args: f(*args)).lower(*sharded).compile()
+    jax.jit(lambda *args: f(*args)).lower(*on_h200(operands)).compile()
     return tuple(_report(log) for log in sorted(_dump.glob("*.ptxas")))
 
 
+def on_h200(operands: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    """The same operands, placed on the GPU that is not there."""
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_h200()) for x in operands]
+
+
 @functools.cache
-def _on_h200() -> NamedSharding:
+def _h200() -> NamedSharding:
     # The variables are read once, when the compiler is first used.
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(_dump)
     os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
@@ -62,6 +70,7 @@ def _on_h200() -> NamedSharding:
 
 def _report(log_file: pathlib.Path) -> Report:
     log, ptx = log_file.read_text(), log_file.with_suffix(".ptx").read_text()
+    module = log_file.with_suffix(".after_layout_inference.txt").read_text()
 
     def largest(pattern: str, text: str = log) -> int:
         return max((int(n) for n in re.findall(pattern, text)), default=0)
@@ -71,7 +80,8 @@ def _report(log_file: pathlib.Path) -> Report:
         registers=largest(r"Used (\d+) registers"),
         spill_bytes=largest(r"(\d+) bytes spill stores"),
         stack_bytes=largest(r"(\d+) bytes stack frame"),
-        smem=largest(r"(\d+) bytes smem"),
+        smem=largest(r"dynamic_shared_memory_size %c(\d+)_i32", module),
+        threads=largest(r"\.maxntid (\d+)", ptx),
         ptx=ptx,
         ptxas_log=log,
     )

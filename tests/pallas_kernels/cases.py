@@ -1,6 +1,7 @@
 """What the kernels are asked in tests: problems, and operands in which every row is another kind of trouble."""
 
-from collections.abc import Iterator
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,16 +105,45 @@ def shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(arrays + [jax.ShapeDtypeStruct(s, jnp.bool_) for s in mask_shapes])
 
 
-def configured(rung, problems: Iterator[Problem], *, every_config: bool = True) -> Iterator[tuple[Problem, object]]:
-    """The (problem, config) pairs that `rung` offers an H200 for `problems`."""
-    for problem in problems:
-        if rung.unsupported(problem, H200) is None:
-            configs = rung.configs(problem, H200)
-            yield from ((problem, config) for config in (configs if every_config else configs[:1]))
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A rung at work on a problem."""
+
+    rung: Any
+    problem: Problem
+    config: Any
+
+    def run(self, *operands: jax.Array) -> Any:
+        return self.rung.run(self.problem, self.config, *operands)
+
+    def __str__(self) -> str:
+        p = self.problem
+        number = self.rung.configs(p, H200).index(self.config)
+        extras = [f"inner{p.inner}"] * (p.inner > 1) + [f"where_{p.where}"] * (p.where != "none")
+        extras += [f"scale{p.scale:g}"] * (p.scale != 1)
+        return "-".join([self.rung.name, p.op.value, p.dtype.name, f"{p.rows}x{p.cols}", *extras, f"config{number}"])
 
 
-def label(problem: Problem) -> str:
-    """A short name for a parametrised test."""
-    extras = [f"inner{problem.inner}"] * (problem.inner > 1) + [f"where-{problem.where}"] * (problem.where != "none")
-    extras += [f"scale{problem.scale:g}"] * (problem.scale != 1)
-    return "-".join([problem.op.value, problem.dtype.name, f"{problem.rows}x{problem.cols}", *extras])
+def takes(rung: Any, problem: Problem) -> bool:
+    return rung.unsupported(problem, H200) is None
+
+
+def default(rung: Any, problem: Problem) -> Case:
+    return Case(rung, problem, rung.configs(problem, H200)[0])
+
+
+def every_config(rung: Any, problem: Problem) -> list[Case]:
+    return [Case(rung, problem, config) for config in rung.configs(problem, H200)]
+
+
+def supported_cols(rung: Any, op: Op, dtype: jnp.dtype, rows: int, candidates: tuple[int, ...]) -> list[int]:
+    return [cols for cols in candidates if takes(rung, Problem(op, rows, cols, dtype))]
+
+
+def variations(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
+    """The problem's other forms that the rung takes: masks, scales, few rows, and an axis that is not the last."""
+    base = Problem(op, rows, cols, dtype)
+    changes: list[dict[str, Any]] = [{"rows": 1}, {"rows": 3}, {"inner": 3}, {"inner": 200}]
+    changes += [{"scale": scale} for scale in (0.5, -1.0, 30.0)]
+    changes += [{"where": "full"}, {"where": "shared"}, {"where": "full", "scale": 0.5}, {"where": "full", "inner": 3}]
+    return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(rung, p)]

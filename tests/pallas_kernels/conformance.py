@@ -34,7 +34,7 @@ def assert_solves(problem: Problem, operands: tuple[jax.Array, ...], got: Any) -
         try:
             errors.assert_accurate(mine, xla, true, magnitude=size)
         except AssertionError as error:
-            raise AssertionError(f"{cases.label(problem)}, row kind {kind!r}: {error}") from None
+            raise AssertionError(f"{problem}, row kind {kind!r}: {error}") from None
 
 
 def _rows(problem: Problem, array: np.ndarray) -> np.ndarray:

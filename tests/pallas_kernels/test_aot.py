@@ -1,0 +1,39 @@
+"""Every rung and config, compiled to machine code for an H200 without one: nothing spills, nothing is ignored."""
+
+import aot
+import cases
+import pytest
+from cases import DTYPES, Op, Problem
+
+from pallas_kernels import dispatch
+from pallas_kernels.hardware import H200
+from pallas_kernels.softmax import LADDER
+
+pytestmark = pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+
+SHAPES = (
+    (262144, 256), (32767, 1000), (8765, 4096), (4096, 8192), (4096, 16385), (2048, 32768), (4096, 50257),
+    (1024, 65536), (512, 131072), (1024, 151936), (256, 262144), (64, 1048576), (1, 131072),
+)  # fmt: skip
+
+
+def _chosen():
+    """What `decide` gives each shape, with every config of the chosen rung."""
+    for op in Op:
+        for rows, cols in SHAPES:
+            for dtype in DTYPES:
+                problem = Problem(op, rows, cols, dtype)
+                kernel = dispatch.decide(problem, H200).kernel
+                if kernel is not None:
+                    yield from cases.every_config(LADDER[kernel], problem)
+
+
+@pytest.mark.parametrize("case", list(_chosen()), ids=str)
+def test_compiles_within_the_registers(case):
+    reports = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
+    assert reports, "no Mosaic kernel was compiled"
+    for report in reports:
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0), report.ptxas_log
+        assert not report.complaints, report.complaints
+        assert report.registers * report.threads <= 65536
+        assert report.smem <= H200.smem_per_cta

@@ -1,0 +1,58 @@
+"""Every rung of the ladder gives the right numbers: in the interpreter at small sizes, on a GPU at real ones."""
+
+import functools
+
+import cases
+import conformance
+import gpu
+import pytest
+from cases import DTYPES, Op, Problem
+from interpreter import interpret
+
+from pallas_kernels.softmax import LADDER
+
+ROWS = len(cases.ROW_KINDS) + 1
+SMALL = (1, 125, 127, 128, 1000, 1001)
+LARGER = (2048, 5000, 16384, 20001, 40000, 70001, 140000)
+REAL = (1, 2, 125, 127, 128, 256, 1000, 1001, 1024, 4096, 8192, 32000, 50257, 65537, 128256, 262144, 1000003)
+
+
+def _rows_on_gpu(cols: int) -> int:
+    """Enough rows to fill the chip more than once where that is cheap; odd, so that the last tile is never full."""
+    return max(ROWS, min(70001, 2**22 // cols) | 1)
+
+
+def _interpreted():
+    for rung in LADDER.values():
+        for op in Op:
+            for dtype in DTYPES:
+                cols = cases.supported_cols(rung, op, dtype, ROWS, SMALL)
+                cols = cols or cases.supported_cols(rung, op, dtype, ROWS, LARGER)[:1]
+                yield from (cases.default(rung, Problem(op, ROWS, n, dtype)) for n in cols)
+                if cols and dtype == DTYPES[list(Op).index(op) % 3]:
+                    problem = Problem(op, ROWS, cols[-1], dtype)
+                    yield from cases.every_config(rung, problem)[1:]
+                    yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, ROWS, cols[-1]))
+
+
+def _on_gpu():
+    for rung in LADDER.values():
+        for op in Op:
+            for dtype in DTYPES:
+                supported = [n for n in REAL if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
+                for cols in supported:
+                    yield from cases.every_config(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
+                for cols in supported[len(supported) // 2 :: 4]:
+                    rows = _rows_on_gpu(cols)
+                    yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, rows, cols))
+
+
+@pytest.mark.parametrize("case", list(_interpreted()), ids=str)
+def test_interpreted(case):
+    conformance.check(case.run, case.problem, execute=lambda run: functools.partial(interpret, run))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(_on_gpu()), ids=str)
+def test_on_gpu(case):
+    conformance.check(case.run, case.problem, execute=gpu.execute)

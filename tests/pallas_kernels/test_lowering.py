@@ -1,0 +1,24 @@
+"""Every rung and config lowers for CUDA without a GPU: layouts, transfers and shared memory are checked by Mosaic."""
+
+import cases
+import jax
+import pytest
+from cases import DTYPES, Op, Problem
+
+from pallas_kernels.softmax import LADDER
+
+SHAPES = ((65536, 256), (8191, 1000), (513, 1001), (8192, 4096), (777, 50257), (512, 131072), (16, 262144))
+
+
+def _cases():
+    for rung in LADDER.values():
+        for i, (op, (rows, cols)) in enumerate((op, shape) for op in Op for shape in SHAPES):
+            problem = Problem(op, rows, cols, DTYPES[i % 3])
+            if cases.takes(rung, problem):
+                yield from cases.every_config(rung, problem)
+
+
+@pytest.mark.parametrize("case", list(_cases()), ids=str)
+def test_lowers_for_cuda(case):
+    traced = jax.jit(case.run).trace(*cases.shapes(case.problem))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
