@@ -10,9 +10,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
-# A plot that the benchmark writes on an H200.
-MADE_LATER = {"docs/bandwidth.png"}
-
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_in_documents_runs(document):
@@ -34,8 +31,7 @@ def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()
     links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
     local = [link for link in links if "://" not in link]
-    missing = [link for link in local if not (ROOT / document).parent.joinpath(link).exists()]
-    assert not [link for link in missing if link not in MADE_LATER]
+    assert not [link for link in local if not (ROOT / document).parent.joinpath(link).exists()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
