@@ -4,8 +4,10 @@ from jaxsoftmax._api import log_softmax as log_softmax
 from jaxsoftmax._api import logsumexp as logsumexp
 from jaxsoftmax._api import merge as merge
 from jaxsoftmax._api import softmax as softmax
+from jaxsoftmax._explain import Explanation as Explanation
+from jaxsoftmax._explain import explain as explain
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"
 
-__all__ = ["Stats", "log_softmax", "logsumexp", "merge", "softmax"]
+__all__ = ["Explanation", "Stats", "explain", "log_softmax", "logsumexp", "merge", "softmax"]

@@ -208,7 +208,7 @@ def _row_op(
 def _weighted(
     x: jax.Array, b: jax.Array, axes: Sequence[int], keepdims: bool, return_sign: bool, where: ArrayLike | None
 ) -> Any:
-    """logsumexp with weights."""
+    """A logsumexp with weights."""
     dtype = jnp.promote_types(x.dtype, b.dtype)
     wide = accumulator_dtype(dtype)
     out = jax.scipy.special.logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, return_sign, where)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxsoftmax import _checks, _collective, _sharding
-from jaxsoftmax._rows import plan
+from jaxsoftmax._rows import Plan, plan
 from pallas_kernels import hardware, reference
+from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Op
 
@@ -32,8 +34,9 @@ def reference_rule(
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
         raise _checks.no_kernel_on_platform(op)
+    avals: Sequence[Any] = ctx.avals_in
     # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
-    with jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in ctx.avals_in)):
+    with jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals)):
         return mlir.lower_fun(functools.partial(REFERENCE[op], **row), op is Op.STATS)(ctx, *operands)
 
 
@@ -41,10 +44,9 @@ def kernel_rule(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, implement
     """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
     if implementation == "xla":
         return reference_rule(op, ctx, *operands, implementation=implementation, **row)
-    reasons = declined(op, [aval.shape for aval in ctx.avals_in], ctx.avals_in[0].dtype, implementation, **row)
-    if reasons is not None:
-        if implementation is not None:
-            raise _checks.no_kernel_for_problem(op, reasons)
+    avals: Sequence[Any] = ctx.avals_in
+    chosen = choose(op, [aval.shape for aval in avals], avals[0].dtype, implementation, hardware.current(), **row)
+    if chosen.decision is None:
         return reference_rule(op, ctx, *operands, implementation=implementation, **row)
 
     def local_stats(*shards: jax.Array, **row: Any) -> Stats:
@@ -59,31 +61,29 @@ def kernel_rule(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, implement
     return _sharding.lower(ctx, cut, *operands)
 
 
-def declined(
-    op: Op, shapes: Sequence[tuple[int, ...]], dtype: Any, implementation: str | None, **row: Any
-) -> Sequence[tuple[str, str]] | None:
-    """Each rung's reason when no kernel takes the call on the current device; None when one does."""
-    if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
-        return (("all", "a dimension is symbolic or zero; kernels are compiled for fixed, non-empty shapes"),)
-    chosen = plan(op, shapes, dtype, hardware.current(), may_transpose=implementation is not None, **row)
-    return chosen.decision.declined if chosen.decision.kernel is None else None
+def choose(
+    op: Op,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: jnp.dtype,
+    implementation: str | None,
+    device: Device,
+    **row: Any,
+) -> Plan:
+    """The plan for a call; one without a kernel is an error if a kernel was named."""
+    named = implementation == "mosaic_gpu"
+    chosen = plan(op, shapes, dtype, device, may_transpose=named, **row)
+    if named and chosen.decision is None:
+        raise _checks.no_kernel_for_problem(op, chosen.declined)
+    return chosen
 
 
 def run(op: Op, implementation: str | None, *operands: jax.Array, **row: Any) -> Any:
     """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
-    chosen = plan(
-        op,
-        [x.shape for x in operands],
-        operands[0].dtype,
-        hardware.current(),
-        may_transpose=implementation is not None,
-        **row,
-    )
-    if chosen.decision.kernel is None:
-        if implementation is not None:
-            raise _checks.no_kernel_for_problem(op, chosen.decision.declined)
+    shapes = [x.shape for x in operands]
+    chosen = choose(op, shapes, operands[0].dtype, implementation, hardware.current(), **row)
+    if chosen.decision is None:
         return REFERENCE[op](*operands, **row)
-    return chosen.result(_launch(*chosen.operands(*operands), decision=chosen.decision))
+    return chosen.launch(_launch, *operands)
 
 
 @functools.partial(jax.jit, static_argnames="decision")

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -55,22 +55,27 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call will do on a device: the view of its operands, the kernel's decision, and what it costs besides."""
+    """What a call will do on a device: the kernel's decision, the view of its operands, and what is done besides.
 
-    view: View
-    decision: "Decision"
-    notes: tuple[str, ...]
+    Without a kernel there are only the reasons, `declined`.
+    """
 
-    def operands(self, *operands: jax.Array) -> list[jax.Array]:
-        """The call's operands as the kernel takes them."""
+    declined: tuple[tuple[str, str], ...]
+    decision: "Decision | None" = None
+    view: View | None = None
+    notes: tuple[str, ...] = ()
+
+    def launch(self, launch: Callable[..., Any], *operands: jax.Array) -> Any:
+        """Runs the kernel by `launch`, on operands as it takes them; returns the call's result."""
+        assert self.decision is not None
+        assert self.view is not None
+        x, *others = operands
         if self.decision.problem.where == "shared":
-            x, where = operands
-            return [self.view.to_rows(x), self.view.shared_mask(where)]
-        return [self.view.to_rows(x) for x in operands]
-
-    def result(self, output: jax.Array | Stats) -> jax.Array | Stats:
-        """The kernel's output as the call's."""
-        return self.view.from_stats(output) if isinstance(output, Stats) else self.view.from_rows(output)
+            others = [self.view.shared_mask(others[0])]
+        else:
+            others = [self.view.to_rows(other) for other in others]
+        out = launch(self.view.to_rows(x), *others, decision=self.decision)
+        return self.view.from_stats(out) if isinstance(out, Stats) else self.view.from_rows(out)
 
 
 def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
@@ -112,17 +117,20 @@ def plan(
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels import dispatch
 
+    if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
+        return Plan((("every kernel", "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
     shape = tuple(jnp.broadcast_shapes(*shapes))
     where = shapes[1] if len(shapes) > 1 and not op.is_linear else None
-    plans: list[Plan] = []
+    declined: tuple[tuple[str, str], ...] = ()
     for transpose in (False, True) if may_transpose else (False,):
         seen = view(shape, axes, transpose=transpose)
         for form in mask_forms(where, seen):
             problem = Problem(op, seen.rows, seen.cols, jnp.dtype(dtype), seen.inner, form, scale)
-            plans.append(Plan(seen, dispatch.decide(problem, device), _notes(shapes, where, seen, form)))
-            if plans[-1].decision.kernel is not None:
-                return plans[-1]
-    return plans[0]
+            decision = dispatch.decide(problem, device)
+            if decision.kernel is not None:
+                return Plan(decision.declined, decision, seen, _notes(shapes, where, seen, form))
+            declined = declined or decision.declined
+    return Plan(declined)
 
 
 def _notes(shapes: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:

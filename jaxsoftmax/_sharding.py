@@ -159,7 +159,8 @@ def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
     if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1 or context.abstract_mesh is not None:
         return ctx
     count = context.num_devices
-    known = [aval.sharding.mesh for aval in ctx.avals_in] + [jax.sharding.get_abstract_mesh()]
+    avals: Sequence[Any] = ctx.avals_in
+    known = [aval.sharding.mesh for aval in avals] + [jax.sharding.get_abstract_mesh()]
     mesh = next((m for m in known if not m.empty and m.size == count), None)
     if mesh is None and count & (count - 1) == 0:
         bits = count.bit_length() - 1

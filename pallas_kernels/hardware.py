@@ -20,18 +20,24 @@ H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024, 50 * 2**20)
 def supports_kernels(device: Device) -> str | None:
     """Why Mosaic's Hopper kernels cannot run on `device`, or None when they can."""
     if device.compute_capability != "9.0":
-        return f"{device.name} has compute capability {device.compute_capability}; the kernels are compiled for 9.0 (Hopper)"
+        got = device.compute_capability
+        return f"{device.name} has compute capability {got}; the kernels are compiled for 9.0 (Hopper)"
     return None
 
 
-def current() -> Device:
-    """The first CUDA device of this process; the H200 where there is none, as when lowering on another machine."""
+def present() -> Device | None:
+    """The first CUDA device of this process, or None."""
     import jax
 
     try:
         gpu = jax.devices("cuda")[0]
     except RuntimeError:
-        return H200
+        return None
     return dataclasses.replace(
         H200, name=gpu.device_kind, compute_capability=gpu.compute_capability, sm_count=gpu.core_count
     )
+
+
+def current() -> Device:
+    """The device to compile for: the one present, or the H200 when lowering on a machine without."""
+    return present() or H200

@@ -1,4 +1,4 @@
-"""The operations in plain `jax.numpy`: what every platform without our kernels runs, and the semantics the kernels keep.
+"""The operations in plain `jax.numpy`: what platforms without kernels run, and the semantics the kernels keep.
 
 16-bit and 8-bit floats are accumulated in float32, float32 in float32, float64 in float64; results come back in the
 input's dtype. `axes` are the non-negative axes of a row (reduced together); `where` broadcasts against `x`.

@@ -1,0 +1,191 @@
+"""What a call will do, in words: the kernel it gets, what that moves, and why the others were declined."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxsoftmax import _api
+from jaxsoftmax._checks import Axis
+from jaxsoftmax._primitives import BY_OP
+from jaxsoftmax._rows import plan
+from pallas_kernels import hardware
+from pallas_kernels.hardware import Device
+from pallas_kernels.problem import Op
+from pallas_kernels.vjp import RULES
+
+Abstract = jax.typing.ArrayLike | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call runs; `str()` says it in words.
+
+    Attributes:
+        call: The operation, its operand and its axes.
+        implementation: What runs on `device`: "mosaic_gpu", "xla", or "error" where a named kernel declines.
+        here: Whether `device` is a device of this process; if not, XLA's reference runs here.
+        device: The GPU explained for.
+        reason: Why this kernel, or why none.
+        least_bytes: What any implementation must read and write: each operand and result once.
+        notes: Copies and other work outside the kernel.
+        declined: (rung, why not), in the ladder's order.
+        kernel: The rung of the ladder, or None.
+        config: The rung's configuration, or None.
+        bytes_moved: What the kernel reads and writes in device memory, or None.
+    """
+
+    call: str
+    implementation: str
+    here: bool
+    device: Device
+    reason: str
+    least_bytes: int
+    notes: tuple[str, ...] = ()
+    declined: tuple[tuple[str, str], ...] = ()
+    kernel: str | None = None
+    config: Any = None
+    bytes_moved: int | None = None
+
+    def __str__(self) -> str:
+        lines = [self.call]
+        if not self.here:
+            lines.append("  here: no CUDA device, so XLA runs the reference")
+        runs = {
+            "mosaic_gpu": f"kernel {self.kernel}" + ("" if self.config is None else f", {self.config}"),
+            "xla": "XLA runs the reference",
+            "error": "an error, for the implementation was named",
+        }
+        lines.append(f"  on {self.device.name}: {runs[self.implementation]}")
+        lines.append(f"    why: {self.reason}")
+        moves = "" if self.bytes_moved is None else f"{_size(self.bytes_moved)}; "
+        lines.append(f"    moves: {moves}nothing can move less than {_size(self.least_bytes)}")
+        lines += [f"    besides: {note}" for note in self.notes]
+        lines += [f"    not {rung}: {why}" for rung, why in self.declined]
+        return "\n".join(lines)
+
+
+def explain(
+    x: Abstract,
+    axis: Axis = -1,
+    where: Abstract | None = None,
+    *,
+    scale: jax.typing.ArrayLike | jax.ShapeDtypeStruct = 1.0,
+    op: str = "softmax",
+    implementation: str | None = None,
+    device: Device | None = None,
+) -> Explanation:
+    """Says which kernel and config a call gets on which device, what it will move, and why others were declined.
+
+    The call is traced, not run; nothing is computed. It is explained for one device and whole operands: of sharded
+    ones each device gets the same explanation for its part.
+
+    Args:
+        x: The call's operand, an array or a `jax.ShapeDtypeStruct`.
+        axis: The call's axis or axes; None for all.
+        where: The call's mask, an array or a `jax.ShapeDtypeStruct`.
+        scale: The call's scale.
+        op: "softmax", "log_softmax", "logsumexp", or the backward or forward-mode pass of one of the first two:
+            "softmax_vjp", "softmax_jvp", "log_softmax_vjp", "log_softmax_jvp".
+        implementation: The call's implementation.
+        device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
+
+    Returns:
+        An `Explanation`, whose `str()` is meant to be read.
+
+    Raises:
+        TypeError: as the call itself would.
+        ValueError: as the call itself would, or `op` is not one of the above.
+
+    >>> import jax, jax.numpy as jnp
+    >>> print(explain(jax.ShapeDtypeStruct((8, 1000), jnp.bfloat16), implementation="xla"))  # doctest: +ELLIPSIS
+    softmax of bfloat16[8,1000] along axis 1
+    ...
+        why: implementation='xla'
+        moves: nothing can move less than 32.0 kB
+    """
+    if op not in _CALLS:
+        raise ValueError(f"explain: op={op!r}, expected one of {', '.join(_CALLS)}.")
+    found, call = _CALLS[op]
+    arrays: dict[str, Any] = {} if where is None else {"where": where}
+    static: dict[str, Any] = {"axis": axis, "implementation": implementation}
+    notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
+    if op != "logsumexp":
+        is_number = isinstance(scale, (int, float))
+        (static if is_number else arrays)["scale"] = scale
+        if not (is_number and 0 < scale < math.inf):
+            notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
+    jaxpr = jax.make_jaxpr(lambda x, arrays: call(x, **static, **arrays))(x, arrays)
+    eqn = next(eqn for eqn in jaxpr.eqns if eqn.primitive is BY_OP[found])
+    present = hardware.present()
+    target = device or present or hardware.H200
+    return _explanation(op, found, eqn, target, target == present, notes)
+
+
+def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes: tuple[str, ...]) -> Explanation:
+    """Explains one application of a primitive."""
+    avals = [var.aval for var in eqn.invars]
+    row = {key: value for key, value in eqn.params.items() if key != "implementation"}
+    implementation = eqn.params["implementation"]
+    extents = ",".join(map(str, avals[0].shape))
+    axes = ", ".join(map(str, row["axes"])) or "none"
+    say = functools.partial(
+        Explanation,
+        call=f"{name} of {avals[0].dtype}[{extents}] along axis {axes}",
+        here=here,
+        device=device,
+        least_bytes=sum(a.size * a.dtype.itemsize for a in (*avals, *(var.aval for var in eqn.outvars))),
+    )
+    if implementation == "xla":
+        return say(implementation="xla", reason="implementation='xla'", notes=notes)
+    named = implementation == "mosaic_gpu"
+    chosen = plan(op, [a.shape for a in avals], avals[0].dtype, device, may_transpose=named, **row)
+    if chosen.decision is None:
+        runs = "error" if named else "xla"
+        return say(implementation=runs, reason="no kernel takes the call", notes=notes, declined=chosen.declined)
+    return say(
+        implementation="mosaic_gpu",
+        reason=chosen.decision.reason,
+        notes=chosen.notes + notes,
+        declined=chosen.declined,
+        kernel=chosen.decision.kernel,
+        config=chosen.decision.config,
+        bytes_moved=chosen.decision.bytes_moved,
+    )
+
+
+def _pulled_back(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, **arguments: Any) -> jax.Array:
+        y, vjp = jax.vjp(functools.partial(function, **arguments), x)
+        return vjp(y)[0]
+
+    return call
+
+
+def _pushed_forward(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, **arguments: Any) -> jax.Array:
+        return jax.jvp(functools.partial(function, **arguments), (x,), (x,))[1]
+
+    return call
+
+
+def _size(count: int) -> str:
+    """Bytes in words."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+_CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
+    "softmax": (Op.SOFTMAX, _api.softmax),
+    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(_api.softmax)),
+    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(_api.softmax)),
+    "log_softmax": (Op.LOG_SOFTMAX, _api.log_softmax),
+    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(_api.log_softmax)),
+    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(_api.log_softmax)),
+    "logsumexp": (Op.STATS, _api.logsumexp),
+}

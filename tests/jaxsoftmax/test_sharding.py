@@ -1,0 +1,255 @@
+"""Sharded operands: values, types and, on the compiled program, how little the devices say to each other."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from pallas_kernels.problem import Op
+
+SHAPE = (8, 4, 16)
+X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
+CT = jnp.asarray(np.random.default_rng(1).normal(size=SHAPE), jnp.float32)
+MASK = jnp.asarray(np.random.default_rng(2).random(SHAPE) < 0.7).at[..., 3].set(True)
+
+OPS = {
+    "softmax": (jaxsoftmax.softmax, jax.nn.softmax),
+    "log_softmax": (jaxsoftmax.log_softmax, jax.nn.log_softmax),
+    "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1), functools.partial(jax.nn.logsumexp, axis=-1)),
+}
+ROWS = [P("d"), P("d", "m"), P(None, "m"), P(("d", "m")), P(None, "d")]
+COLUMNS = [P(None, None, "d"), P(None, None, ("d", "m")), P("d", None, "m")]
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+
+def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("d", "m")) -> Mesh:
+    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices("cpu")[: int(np.prod(shape))])
+
+
+def put(x: jax.Array, spec: P, on: Mesh | None = None) -> jax.Array:
+    return jax.device_put(x, NamedSharding(on or mesh(), spec))
+
+
+def collectives(function: Callable[..., Any], *operands: jax.Array) -> dict[str, int]:
+    """How often each collective is in the compiled program."""
+    text = jax.jit(function).lower(*operands).compile().as_text()
+    counts = {name: len(re.findall(rf"= [^=]*? {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
+
+
+def forward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return lambda x, ct, **kw: function(x, **kw)
+
+
+def pulled_back(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def gradient(x: jax.Array, ct: jax.Array, **kw: Any) -> jax.Array:
+        y, vjp = jax.vjp(functools.partial(function, **kw), x)
+        return vjp(ct if y.shape == ct.shape else ct[..., 0])[0]
+
+    return gradient
+
+
+def pushed_forward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return lambda x, ct, **kw: jax.jvp(functools.partial(function, **kw), (x,), (ct,))[1]
+
+
+MODES = {"forward": forward, "vjp": pulled_back, "jvp": pushed_forward}
+
+
+def agree(ours: Any, theirs: Any) -> None:
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", ROWS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", OPS)
+def test_rows_need_no_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> None:
+    ours, theirs = (MODES[mode](f) for f in OPS[op])
+    operands = put(X, spec), put(CT, spec)
+    assert collectives(ours, *operands) == {}
+    out = jax.jit(ours)(*operands)
+    agree(out, theirs(X, CT))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh(), P(*spec[: out.ndim])), out.ndim)
+    shard = (
+        X.size
+        // SHAPE[-1]
+        // np.prod([mesh().shape[n] for e in spec if e for n in ((e,) if isinstance(e, str) else e)])
+    )
+    assert (shard, SHAPE[-1], 1) in {p for o in Op for p in stand_ins.ran(o)}
+
+
+@pytest.mark.parametrize("spec", COLUMNS, ids=str)
+@pytest.mark.parametrize("mode", ["forward", "vjp"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> None:
+    ours, theirs = (MODES[mode](f) for f in OPS[op])
+    operands = put(X, spec), put(CT, spec)
+    counts = collectives(ours, *operands)
+    # The gradient of softmax is a forward and a backward pass; log_softmax's output is not needed for its own.
+    assert counts == {"all-reduce": 2 if (op, mode) == ("softmax", "vjp") else 1}
+    out = jax.jit(ours)(*operands)
+    agree(out, theirs(X, CT))
+    assert out.sharding.is_equivalent_to(operands[0].sharding, 3)
+    assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < SHAPE[-1]], "a part of a row is not a row"
+
+
+@pytest.mark.parametrize("op, mode, spec", [("logsumexp", "forward", COLUMNS[0]), ("log_softmax", "jvp", COLUMNS[2])])
+def test_one_exchange_of_the_others(stand_ins: Any, op: str, mode: str, spec: P) -> None:
+    ours, theirs = (MODES[mode](f) for f in OPS[op])
+    assert collectives(ours, put(X, spec), put(CT, spec)) == {"all-reduce": 1}
+    agree(jax.jit(ours)(put(X, spec), put(CT, spec)), theirs(X, CT))
+
+
+@pytest.mark.parametrize("spec", [ROWS[1], COLUMNS[2]], ids=str)
+@pytest.mark.parametrize("mode", ["forward", "vjp"])
+@pytest.mark.parametrize("op", OPS)
+def test_masks_and_shifted_holes(stand_ins: Any, op: str, mode: str, spec: P) -> None:
+    x = X.at[0, 0].set(-jnp.inf).at[0, 0, 5].set(1.0).at[1].add(1e4)
+    ours, theirs = (MODES[mode](f) for f in OPS[op])
+    for mask in (MASK, MASK[:1, :1]):
+        got = jax.jit(ours)(put(x, spec), put(CT, spec), where=put(mask, spec if mask.shape == SHAPE else P()))
+        want = theirs(x, CT, where=mask)
+        finite = np.isfinite(np.asarray(want))
+        np.testing.assert_array_equal(np.asarray(got)[~finite], np.asarray(want)[~finite])
+        agree(np.asarray(got)[finite], np.asarray(want)[finite])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", ["stand-in", "xla"])
+def test_xla_partitions_the_reference_as_well(request: pytest.FixtureRequest, op: str, kind: str) -> None:
+    if kind == "stand-in":
+        request.getfixturevalue("stand_ins")
+    ours = functools.partial(OPS[op][0], implementation="xla")
+    assert collectives(ours, put(X, P("d", "m"))) == {}
+    assert set(collectives(ours, put(X, P(None, None, "d")))) == {"all-reduce"}
+    agree(jax.jit(ours)(put(X, P(None, None, "d"))), OPS[op][1](X))
+
+
+@pytest.mark.parametrize(
+    "axis, spec, counts", [(0, P("d"), 1), (0, P(None, None, "m"), 0), ((0, 2), P("d", None, "m"), 1)]
+)
+def test_other_axes(stand_ins: Any, axis: Any, spec: P, counts: int) -> None:
+    ours = functools.partial(jaxsoftmax.softmax, axis=axis)
+    assert collectives(ours, put(X, spec)) == ({"all-reduce": 1} if counts else {})
+    agree(jax.jit(ours)(put(X, spec)), jax.nn.softmax(X, axis))
+
+
+def test_vmap_of_a_sharded_axis(stand_ins: Any) -> None:
+    ours = jax.vmap(jaxsoftmax.softmax, 1, 1)
+    assert collectives(ours, put(X, P(None, "m"))) == {}
+    tangents = jnp.stack([CT] * 8)
+    pushed = lambda x, ts: jax.vmap(lambda t: jax.jvp(jaxsoftmax.softmax, (x,), (t,))[1])(ts)
+    assert collectives(pushed, X, put(tangents, P(("d", "m")))) == {}
+    agree(jax.jit(pushed)(X, put(tangents, P(("d", "m"))))[3], jax.jvp(jax.nn.softmax, (X,), (CT,))[1])
+
+
+def test_two_meshes_and_uneven_rows(stand_ins: Any) -> None:
+    other = mesh(shape=(8,), names=("z",))
+    both = lambda x, y: jaxsoftmax.softmax(x) + jaxsoftmax.softmax(y)
+    agree(jax.jit(both)(put(X, P("d")), put(X, P("z"), other)), 2 * jax.nn.softmax(X))
+    constrained = lambda x: jaxsoftmax.softmax(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("d"))))
+    agree(jax.jit(constrained)(X[:6]), jax.nn.softmax(X[:6]))
+
+
+def test_one_device_calls_the_kernel_directly(stand_ins: Any) -> None:
+    text = jax.jit(jaxsoftmax.softmax).lower(X).as_text()
+    assert "CustomSPMDPartitioning" not in text
+    assert stand_ins.ran(Op.SOFTMAX) == {(32, 16, 1)}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", OPS)
+def test_shard_map_with_checks(request: pytest.FixtureRequest, op: str, mode: str, kernels: bool) -> None:
+    ours, theirs = OPS[op]
+    if kernels:
+        request.getfixturevalue("stand_ins")
+    spec = P("d", "m")
+    mapped = lambda f: jax.shard_map(f, mesh=mesh(), in_specs=spec, out_specs=spec)
+    agree(jax.jit(MODES[mode](mapped(ours)))(X, CT), MODES[mode](theirs)(X, CT))
+    inside = jax.shard_map(MODES[mode](ours), mesh=mesh(), in_specs=(spec, spec), out_specs=spec)
+    agree(jax.jit(inside)(X, CT), MODES[mode](theirs)(X, CT))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shard_map_mixes_varying_and_replicated(op: str) -> None:
+    ours, theirs = OPS[op]
+    row, masks = X[0], MASK
+
+    def total(f: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
+        y = f(jnp.broadcast_to(x, mask.shape), where=mask)
+        return jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0)).sum()
+
+    def replicated(x: jax.Array, mask: jax.Array) -> jax.Array:
+        return jax.lax.psum(total(lambda z, where: ours(x, where=where[0]), x, mask), "d")
+
+    mapped = jax.shard_map(replicated, mesh=mesh(shape=(8,), names=("d",)), in_specs=(P(), P("d")), out_specs=P())
+    agree(jax.jit(jax.grad(mapped))(row, masks), jax.grad(lambda x: total(theirs, x, masks))(row))
+    pieces = jax.shard_map(
+        lambda y, t: jax.jvp(ours, (y,), (jax.lax.pcast(t, "d", to="varying"),))[1],
+        mesh=mesh(shape=(8,), names=("d",)),
+        in_specs=(P("d"), P()),
+        out_specs=P("d"),
+    )
+    agree(jax.jit(pieces)(X, CT[:1]), jax.jvp(theirs, (X,), (jnp.broadcast_to(CT[:1], SHAPE),))[1])
+
+
+@pytest.mark.parametrize("spec", [P("d", "m", None), P(None, None, None)], ids=str)
+def test_partly_manual_regions_keep_rows_local(stand_ins: Any, spec: P) -> None:
+    mapped = jax.shard_map(jaxsoftmax.softmax, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
+    assert collectives(mapped, put(X, P("d", "m"))) == {}
+    agree(jax.jit(mapped)(put(X, spec)), jax.nn.softmax(X))
+    agree(jax.jit(mapped)(put(X, P("d", None, "m"))), jax.nn.softmax(X))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("spec", [P("d", None, None), P("d", "m", None), P("d", None, "m")], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", OPS)
+def test_explicit_meshes(request: pytest.FixtureRequest, op: str, mode: str, spec: P, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("stand_ins")
+    explicit = mesh(AxisType.Explicit)
+    ours, theirs = (MODES[mode](f) for f in OPS[op])
+    with jax.set_mesh(explicit):
+        x, ct = jax.device_put(X, spec), jax.device_put(CT, spec)
+        if op == "logsumexp" and mode == "vjp":
+            ct = jax.reshard(CT[..., 0], P(*spec[:2]))[..., None]
+        out = jax.jit(ours)(x, ct)
+        assert jax.typeof(out).sharding.spec == P(*spec[: out.ndim])
+        agree(out, theirs(X, CT))
+        if kernels and op != "logsumexp":
+            counts = collectives(ours, x, ct)
+            expected = 2 if op == "softmax" and mode != "forward" else 1
+            assert counts == ({} if spec[2] is None else {"all-reduce": expected})
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+def test_explicit_meshes_and_masks(request: pytest.FixtureRequest, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("stand_ins")
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x = jax.device_put(X, P("d", None, None))
+        for mask in (jax.device_put(MASK, P("d", None, None)), jax.device_put(MASK[0, 0], P(None))):
+            out = jax.jit(lambda x, m: jaxsoftmax.softmax(x, where=m))(x, mask)
+            agree(out, jax.nn.softmax(X, where=np.asarray(mask)))
+        mapped = jax.jit(jax.vmap(jaxsoftmax.softmax))(x)
+        assert jax.typeof(mapped).sharding.spec == P("d", None, None)
+
+
+def test_ambient_auto_mesh_and_given_shardings(stand_ins: Any) -> None:
+    sharding = NamedSharding(mesh(), P("d"))
+    with jax.set_mesh(mesh()):
+        assert collectives(jaxsoftmax.softmax, put(X, P("d", None, "m"))) == {"all-reduce": 1}
+    lowered = jax.jit(jaxsoftmax.softmax, in_shardings=sharding, out_shardings=sharding, donate_argnums=0).lower(X)
+    assert "all-gather" not in lowered.compile().as_text()
