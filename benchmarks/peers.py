@@ -2,10 +2,12 @@
 
 `python -m benchmarks` starts `python -m benchmarks.peers`, which never imports JAX: cases come as JSON lines on
 standard input, each answered by one line on standard output. Protocol: the variants of a case interleave round-robin,
-ten launches to a pair of events, buffers rotated as on JAX's side, and this process measures its own copy, so that
-shares of a copy compare across processes. A peer that is not installed says so; none is silently missing.
+ten launches to a pair of events (short ones as a CUDA graph, so that the host's pace does not count), buffers rotated
+as on JAX's side, and this process measures its own copy, so that shares of a copy compare across processes. A peer
+that is not installed says so; none is silently missing. torch.compile is given static shapes, afresh for each case.
 """
 
+import collections
 import gc
 import importlib
 import json
@@ -18,6 +20,7 @@ from typing import Any
 
 NAMES = ("torch", "torch_compile", "quack", "liger")
 _LAUNCHES = 10
+_GRAPHED_BYTES = 1 << 28
 _ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -89,14 +92,15 @@ def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: 
             impls[name] = {"status": "declined", "reason": f"{type(error).__name__}: {error}"[:300]}
         out = None
     variants["copy"] = _copy(torch, case)
-    times = _interleaved(torch, variants, case["buffers"], rounds)
+    bursts = {name: _burst(torch, launch, case) for name, launch in variants.items()}
+    times = _interleaved(torch, bursts, rounds)
     copy = _summary(times.pop("copy"))
     copy = {"method": "torch", "tb_per_s": case["least_bytes"] / copy["us"] / 1e6, **copy}
     for name, samples in times.items():
         impls[name] |= _summary(samples)
         impls[name]["tb_per_s"] = round(case["least_bytes"] / impls[name]["us"] / 1e6, 4)
         impls[name]["fraction_of_copy"] = round(impls[name]["tb_per_s"] / copy["tb_per_s"], 4)
-    for held in (variants, prepared, operands):
+    for held in (bursts, variants, prepared, operands):
         held.clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -166,16 +170,37 @@ def _backward(torch: Any, name: str, case: Mapping[str, Any]) -> Callable[[Any, 
     raise NotImplementedError(f"{name} has no separate backward of {case['op']}")
 
 
-def _interleaved(torch: Any, variants: Mapping[str, Callable], buffers: int, rounds: int) -> dict[str, list[float]]:
+def _burst(torch: Any, launch: Callable[[int], Any], case: Mapping[str, Any]) -> Callable[[], None]:
+    """`_LAUNCHES` launches, outputs kept alive as long as inputs rotate; short ones as a CUDA graph where possible."""
+
+    def burst() -> None:
+        alive = collections.deque(maxlen=case["buffers"])
+        for k in range(_LAUNCHES):
+            alive.append(launch(k % case["buffers"]))
+
+    if case["least_bytes"] > _GRAPHED_BYTES:
+        return burst
+    try:
+        burst()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            burst()
+    except RuntimeError as error:
+        print(f"{case['name']}: launched one by one, no CUDA graph: {error}", file=sys.stderr)
+        return burst
+    return graph.replay
+
+
+def _interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Microseconds per launch, one number for each round."""
-    times = {name: [] for name in variants}
-    names = list(variants)
+    times = {name: [] for name in bursts}
+    names = list(bursts)
     for r in range(-1, rounds):
         for name in names[r % len(names) :] + names[: r % len(names)]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for k in range(_LAUNCHES):
-                variants[name](k % buffers)
+            bursts[name]()
             end.record()
             torch.cuda.synchronize()
             if r >= 0:

@@ -50,10 +50,14 @@ def run(case: Case, options: Options) -> dict[str, Any]:
         return record | latency.run(case, options)
     buffers = timing.buffers_needed(models.operand_bytes(case), hot=case.hot) if on_gpu else 1
     operands = variants.make_operands(case, buffers, options.seed)
-    ready, impls = _prepare(case, operands, options)
-    impls |= _gate(case, operands, ready)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pending = [pool.submit(probe, models.least_bytes(case), buffers) for probe in _probes(case, options)]
+        ready, impls, check = _prepare(case, operands, options, pool)
+        impls |= _gate(case, operands, ready, check)
+        schedule = [probe.result() for probe in pending]
     right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
-    clock, timings, copies = _time(case, {name: ready[name] for name in right}, buffers, options)
+    schedule = [*(timing.Variant(name, ready[name].launch) for name in right), *schedule]
+    clock, timings, copies = _time(case, schedule, buffers, options)
     record |= {
         "least_bytes": models.least_bytes(case),
         "flops": models.flops(case),
@@ -66,7 +70,7 @@ def run(case: Case, options: Options) -> dict[str, Any]:
     if "read" in timings:
         read = timings["read"]
         record["read"] = {"us": round(read.median, 3), "tb_per_s": round(record["least_bytes"] / read.median / 1e6, 4)}
-    record["impls"] = {name: entry for name, entry in impls.items() if name in options.impls}
+    record["impls"] = {name: impls[name] for name in options.impls}
     record["seconds"] = round(time.perf_counter() - started, 2)
     return record
 
@@ -87,10 +91,16 @@ def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
     return found
 
 
+def _probes(case: Case, options: Options) -> list[Callable[[int, int], timing.Variant]]:
+    """What is timed beside the implementations in JAX's process."""
+    copies = [probes.copy_variant] if options.copy != "torch" or jax.default_backend() != "gpu" else []
+    return copies + ([probes.read_variant] if case.op == "logsumexp" else [])
+
+
 def _prepare(
-    case: Case, operands: variants.Buffers, options: Options
-) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]]]:
-    """Compiles every implementation, side by side; XLA always, as the gate needs it."""
+    case: Case, operands: variants.Buffers, options: Options, pool: concurrent.futures.Executor
+) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]], Callable[..., jax.Array]]:
+    """Compiles every implementation (XLA always: the gate needs it) and the gate's check, side by side."""
     programs, impls = {}, {}
     for name in dict.fromkeys(("xla", *options.impls)):
         try:
@@ -98,20 +108,26 @@ def _prepare(
         except variants.Declined as reason:
             impls[name] = {"status": "declined", "reason": str(reason)}
     buffers = {name: program.buffers(operands) for name, program in programs.items()}
-    lowered = {name: program.function.lower(*buffers[name][0]) for name, program in programs.items()}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = dict(zip(lowered, pool.map(lambda low: low.compile(), lowered.values()), strict=True))
-    ready = {name: _Ready(program, compiled[name], buffers[name]) for name, program in programs.items()}
-    return ready, impls
+    lowered = [program.function.lower(*buffers[name][0]) for name, program in programs.items()]
+    outputs = jax.eval_shape(programs["xla"].function, *buffers["xla"][0])
+    lowered.append(truth.every_row(case).lower(operands[0], outputs))
+    *compiled, check = pool.map(lambda low: low.compile(), lowered)
+    ready = {
+        name: _Ready(program, run, buffers[name])
+        for (name, program), run in zip(programs.items(), compiled, strict=True)
+    }
+    return ready, impls, check
 
 
-def _gate(case: Case, operands: variants.Buffers, ready: Mapping[str, _Ready]) -> dict[str, dict[str, Any]]:
+def _gate(
+    case: Case, operands: variants.Buffers, ready: Mapping[str, _Ready], check: Callable[..., jax.Array]
+) -> dict[str, dict[str, Any]]:
     """Checks each implementation on the first buffer."""
     xla = ready["xla"].launch(0)
     impls = {}
     for name, built in ready.items():
         got = xla if name == "xla" else built.launch(0)
-        verdict = truth.judge(case, operands[0], got, xla)
+        verdict = truth.judge(case, operands[0], got, xla, check)
         right = verdict.right or name == "xla"
         impls[name] = {
             "status": "ok" if right else "WRONG",
@@ -128,16 +144,11 @@ def _gate(case: Case, operands: variants.Buffers, ready: Mapping[str, _Ready]) -
 
 
 def _time(
-    case: Case, ready: Mapping[str, _Ready], buffers: int, options: Options
+    case: Case, schedule: Sequence[timing.Variant], buffers: int, options: Options
 ) -> tuple[str, dict[str, timing.Timing], dict[str, tuple[float, int]]]:
     """Times implementations and probes together; copies as {method: (microseconds, bytes moved)}."""
     on_gpu = jax.default_backend() == "gpu"
     size = models.least_bytes(case)
-    schedule = [timing.Variant(name, built.launch) for name, built in ready.items()]
-    if options.copy != "torch" or not on_gpu:
-        schedule.append(probes.copy_variant(size, buffers))
-    if case.op == "logsumexp":
-        schedule.append(probes.read_variant(size, buffers))
     torch_times = _torch_copy(size, buffers, options)
     clock, timings = timing.measure(
         schedule,

@@ -6,8 +6,8 @@ every row is compared on the device, more loosely, with the float32 reference, s
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from pallas_kernels import reference
 from pallas_kernels.monoid import log_normalizer
 
 _SAMPLED_ELEMENTS = 1 << 20
+_CHECKED_ELEMENTS = 1 << 28  # at once, in float32
 _LOOSE_ULPS = {"float32": 64.0, "float16": 8.0, "bfloat16": 8.0}
 
 
@@ -44,8 +45,16 @@ class Verdict:
         return f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; every row: {self.every_row:.3g} of the bound"
 
 
-def judge(case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> Verdict:
-    """Compares `got` with the truth, and with how far `xla` is from it. Both are the case's outputs on `operands`."""
+def judge(case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any, check: Callable[..., jax.Array]) -> Verdict:
+    """Compares `got` with the truth, and with how far `xla` is from it.
+
+    Args:
+      case: what was computed.
+      operands: the case's operands.
+      got: the outputs to judge.
+      xla: XLA's outputs in the same dtype.
+      check: `every_row(case)`, perhaps compiled.
+    """
     rows = _sampled_rows(case)
     sampled = jax.device_get([_take(leaf, rows) for leaf in operands])
     truths = _truths(case, sampled)
@@ -53,8 +62,8 @@ def judge(case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> Ve
     ours, xlas = (
         [errors.max_error(o, t, magnitude=m) for o, (t, m) in zip(out, truths, strict=True)] for out in outputs
     )
-    every_row = float(_every_row(case)(operands, got))
-    verdicts = [Verdict(a, b, every_row) for a, b in zip(ours, xlas, strict=True)]
+    deviation = float(check(operands, got))
+    verdicts = [Verdict(a, b, deviation) for a, b in zip(ours, xlas, strict=True)]
     return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
 
 
@@ -88,9 +97,8 @@ def _truths(case: Case, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np
     return [gradient] if case.pass_ == "bwd" else [forward(), gradient]
 
 
-@functools.lru_cache(maxsize=4)
-def _every_row(case: Case):
-    """A jitted function: the largest deviation from the float32 reference, in units of what is tolerated."""
+def every_row(case: Case) -> Any:
+    """A jitted function of (operands, outputs): the largest deviation from the float32 reference, 1 being tolerated."""
     eps = _LOOSE_ULPS[case.dtype] * float(jnp.finfo(case.dtype).eps)
     tiny = float(jnp.finfo(case.dtype).tiny)
 
@@ -99,16 +107,19 @@ def _every_row(case: Case):
         off = jnp.abs(got.astype(jnp.float32) - want) / (eps * jnp.maximum(size, tiny))
         return jnp.where(jnp.isnan(off), jnp.inf, off).max()
 
-    def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
+    def rows(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
         x, *rest = (leaf.astype(jnp.float32) for leaf in operands)
-        wants = [(want, case.op != "softmax") for want in _forward32(case, x)]
-        if case.pass_ in ("bwd", "value_and_vjp"):
-            wants = wants if case.pass_ == "value_and_vjp" else []
+        wants = [(want, case.op != "softmax") for want in _forward32(case, x)] if case.pass_ != "bwd" else []
+        if rest:
             wants.append((_backward32(case, x, *rest), True))
         pairs = zip(jax.tree.leaves(got), wants, strict=True)
         return jnp.stack([deviation(out, want, of_row=of_row) for out, (want, of_row) in pairs]).max()
 
-    return jax.jit(check)
+    def blocks(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
+        one = lambda leaves: rows(*jax.tree.map(lambda leaf: leaf[None], leaves))
+        return jax.lax.map(one, (operands, got), batch_size=max(1, _CHECKED_ELEMENTS // case.cols)).max()
+
+    return jax.jit(rows if case.rows * case.cols <= _CHECKED_ELEMENTS else blocks)
 
 
 def _forward32(case: Case, x: jax.Array) -> list[jax.Array]:

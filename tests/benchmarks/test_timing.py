@@ -59,21 +59,34 @@ def test_variants_interleave_and_buffers_rotate(monkeypatch):
     assert buffers == (0, 1, 2, 0, 1, 2, 0, 1)
 
 
-@pytest.mark.parametrize("fault", ["lost kernel", "stray kernel", "no kernel", "profiler fails"])
-def test_a_doubtful_profile_is_not_used(monkeypatch, fault):
+@pytest.mark.parametrize("fault", ["lost kernel", "stray kernel", "kernels out of order"])
+def test_kernels_in_doubt_are_measured_apart(monkeypatch, fault):
     device = FakeDevice(monkeypatch)
 
     def kernels(launched):
         found = [kernel for name in launched for kernel in KERNELS[name]]
-        if fault == "profiler fails":
-            raise RuntimeError("CUPTI is busy")
-        whole = len(launched) > 1
-        return {"lost kernel": found[1:] if whole else found, "no kernel": []}.get(
-            fault, [*found, ("stray", 1.0)] if whole else found
-        )
+        if len(set(launched)) == 1:
+            return found
+        return {"lost kernel": found[1:], "stray kernel": [*found, ("stray", 1.0)]}.get(fault, found[::-1])
 
     device.kernels = kernels
-    with pytest.warns(UserWarning, match="wall clock"):
+    with pytest.warns(UserWarning, match="CUPTI saw"):
+        clock, timings = device.time()
+    assert clock == "cupti, each round apart"
+    assert timings["two"].rounds == ((5000.0,), (5000.0,))
+
+
+@pytest.mark.parametrize("fault", ["no kernel", "profiler fails"])
+def test_without_a_profile_time_is_wall_clock(monkeypatch, fault):
+    device = FakeDevice(monkeypatch)
+
+    def kernels(_):
+        if fault == "profiler fails":
+            raise RuntimeError("CUPTI is busy")
+        return []
+
+    device.kernels = kernels
+    with pytest.warns(UserWarning, match="no time by cupti"):
         clock, timings = device.time()
     assert clock == "wall"
     assert timings["one"].kernels == ()

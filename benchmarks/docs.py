@@ -1,0 +1,207 @@
+"""`python -m benchmarks.docs`: rewrites every generated table of README.md and docs/*.md from the committed results.
+
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program.
+Pictures named in `PICTURES` are drawn with `--pictures`, which needs matplotlib.
+"""
+
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from benchmarks import cases, plot, report
+from benchmarks.results import RUNG, Results
+from benchmarks.targets import TARGETS, Target
+
+ROOT = pathlib.Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+NOT_MEASURED = "*Not measured yet: no result file under `benchmarks/results/h200/` has these cases.*"
+PEERS = {"xla": "XLA", "torch_compile": "torch.compile", "torch": "torch", "liger": "Liger", "quack": "quack"}
+README_FORWARD = (
+    "softmax_fwd_f16_32768x1024",
+    "softmax_fwd_f16_32768x4096",
+    "softmax_fwd_f16_8192x16384",
+    "softmax_fwd_f16_4096x32768",
+    "softmax_fwd_f16_4096x131072",
+    "softmax_fwd_f16_2048x262144",
+    "softmax_fwd_f16_64x1048576",
+    "softmax_fwd_f32_8765x4096",
+    "softmax_fwd_f32_16x131072",
+    "softmax_fwd_bf16_8192x50257",
+    "softmax_fwd_bf16_8192x128256",
+    "softmax_call_f32_8x128",
+)
+README_BACKWARD = (
+    "softmax_bwd_f16_32768x4096",
+    "softmax_bwd_f16_4096x32768",
+    "softmax_bwd_f16_2048x262144",
+    "softmax_bwd_f32_32768x4096",
+    "softmax_value_and_vjp_bf16_32768x4096",
+    "softmax_value_and_vjp_bf16_8192x128256",
+)
+_MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def documents() -> list[pathlib.Path]:
+    """The files that may hold tables."""
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()]
+
+
+def rewrite(text: str, results: Results) -> str:
+    """`text` with every table made anew; a name without a table is an error."""
+    return _MARKER.sub(lambda found: found[1] + TABLES[found[2]](results) + "\n" + found[3], text)
+
+
+def chosen(names: Iterable[str]) -> Callable[[Results], str]:
+    """A table of the named cases."""
+    return lambda results: _comparison([r for name in names if (r := results.case(name)) is not None], results)
+
+
+def everything(results: Results) -> str:
+    """Every measured case."""
+    order = {case.name: i for i, case in enumerate(cases.all_cases())}
+    return _comparison(sorted(results.records(), key=lambda r: order.get(r["case"]["name"], len(order))), results)
+
+
+def targets(results: Results) -> str:
+    """What was promised, beside the worst case measured."""
+    rows = [_target_row(target, results) for target in TARGETS]
+    if not any(row[-1] != "-" for row in rows):
+        return NOT_MEASURED
+    return _table(["promise", "must", "goal", "worst", "", "at", "cases"], rows) + "\n\n" + _caption(results)
+
+
+def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
+    """Rungs against row length: the traffic each needs, and the time it took."""
+
+    def make(results: Results) -> str:
+        widths = sorted(cases.select(passes=[pass_], dtypes=[dtype], tags=["ladder"]), key=lambda case: case.cols)
+        found = [(case, record) for case in widths if (record := results.rungs(case.name)) is not None]
+        if not found:
+            return NOT_MEASURED
+        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.startswith(RUNG))
+        rows = []
+        for name in names:
+            entries = [record["impls"].get(name, {}) for _, record in found]
+            if any("us" in entry for entry in entries):
+                rows.append([name.removeprefix(RUNG), _traffic(found, name), *map(_time_and_speed, entries)])
+        rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
+        rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
+        heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
+        return _table(heads, rows) + "\n\nMicroseconds (TB/s of the least traffic). " + _caption(results)
+
+    return make
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "forward": chosen(README_FORWARD),
+    "backward": chosen(README_BACKWARD),
+    "everything": everything,
+    "targets": targets,
+    "ladder_forward_f16": ladder("fwd", "f16"),
+    "ladder_forward_f32": ladder("fwd", "f32"),
+    "ladder_backward_f16": ladder("bwd", "f16"),
+}
+
+
+def _comparison(records: Iterable[Mapping[str, Any]], results: Results) -> str:
+    records = list(records)
+    if not records:
+        return NOT_MEASURED
+    peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
+    heads = ["case", "us", "TB/s", "of copy", *(f"x {PEERS[peer]}" for peer in peers), "error, ulp"]
+    rows = []
+    for record in records:
+        ours = record["impls"]["ours"]
+        rows.append([
+            title(record["case"]),
+            _number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
+            _number(ours.get("tb_per_s"), ".2f"),
+            _number(ours.get("fraction_of_copy"), ".2f"),
+            *(_against(record, peer) for peer in peers),
+            _number(ours.get("max_error_ulp"), ".1f"),
+        ])  # fmt: skip
+    return _table(heads, rows) + "\n\n" + _caption(results)
+
+
+def title(case: Mapping[str, Any]) -> str:
+    """A case in words: "softmax f16 32768 x 1024"."""
+    words = {"fwd": "", "bwd": " backward", "value_and_vjp": " value and vjp", "call": " call"}[case["pass"]]
+    return f"{case['op']}{words} {cases.SHORT_DTYPES[case['dtype']]} {case['rows']} x {case['cols']}"
+
+
+def _against(record: Mapping[str, Any], peer: str) -> str:
+    ratio = report.ratio(record, peer)
+    if ratio is not None:
+        return format(ratio, ".2f")
+    status = record["impls"].get(peer, {}).get("status", "-")
+    return "refuses" if status == "declined" else "-" if status == "ok" else status
+
+
+def _target_row(target: Target, results: Results) -> list[str]:
+    must, goal = _number(target.must, ".3g"), _number(target.goal, ".3g")
+    measured = target.measured(results)
+    if measured is None:
+        return [target.label, must, goal, "-", "-", "-", "-"]
+    worst, name, count = measured
+    if target.must is not None and worst < target.must:
+        verdict = "**missed**"
+    else:
+        verdict = (
+            "goal" if target.goal is not None and worst >= target.goal else "kept" if target.must else "below goal"
+        )
+    return [target.label, must, goal, format(worst, ".3f"), verdict, f"`{name}`", str(count)]
+
+
+def _traffic(found: Iterable[tuple[cases.Case, Mapping[str, Any]]], name: str) -> str:
+    """Bytes that the rung says it moves, in units of the operand's size."""
+    units = set()
+    for case, record in found:
+        moved = record["impls"].get(name, {}).get("bytes_moved")
+        if moved:
+            problem = case.problems[0]
+            units.add(round(moved / (problem.elements * problem.dtype.itemsize), 1))
+    return " ... ".join(format(unit, "g") for unit in sorted({min(units), max(units)})) + " MN" if units else "-"
+
+
+def _time_and_speed(entry: Mapping[str, Any]) -> str:
+    if "us" not in entry:
+        return entry["status"] if entry.get("status") == "WRONG" else "-"
+    return f"{entry['us']:.0f} ({entry['tb_per_s']:.2f})"
+
+
+def _caption(results: Results) -> str:
+    """Where the newest figures come from."""
+    header = results.headers()[0]
+    commits = ", ".join(dict.fromkeys(str(h["commit"])[:12] for h in results.headers()))
+    return (
+        f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}, "
+        f"JAX {header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {commits}; medians of interleaved "
+        "runs. Torch's side runs in a process of its own and is compared by shares of its own copy."
+    )
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    rule = ["---" if i == 0 else "---:" for i in range(len(heads))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def main(arguments: list[str]) -> None:
+    results = Results()
+    for path in documents():
+        text = path.read_text()
+        made = rewrite(text, results)
+        if made != text:
+            path.write_text(made)
+            print(f"rewrote {path.relative_to(ROOT)}")
+    if "--pictures" in arguments and results:
+        print("\n".join(map(str, plot.draw(results.records(), results.headers()[0], PICTURES))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,48 @@
+"""The committed evidence: result files, and the newest measurement of each case among them."""
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks import peers, report
+
+FOLDER = pathlib.Path(__file__).parent / "results" / "h200"
+RUNG = "rung:"
+
+
+class Results:
+    """What a folder of result files says, newest first by each file's own timestamp."""
+
+    def __init__(self, folder: pathlib.Path = FOLDER):
+        files = (report.read(path) for path in sorted(folder.glob("*.json")))
+        self._files = sorted(files, key=lambda file: file["header"]["timestamp"], reverse=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._files)
+
+    def case(self, name: str) -> dict[str, Any] | None:
+        """The newest run of "ours" on a case, with the newest run of torch's side beside it."""
+        found = next(self._with(name, lambda impl: impl == "ours"), None)
+        if found is None:
+            return None
+        beside = next(self._with(name, lambda impl: impl in peers.NAMES), {"impls": {}})
+        torchs = {impl: entry for impl, entry in beside["impls"].items() if impl in peers.NAMES}
+        return found | {"impls": found["impls"] | torchs}
+
+    def rungs(self, name: str) -> dict[str, Any] | None:
+        """The newest run of single rungs on a case."""
+        return next(self._with(name, lambda impl: impl.startswith(RUNG)), None)
+
+    def headers(self) -> list[Mapping[str, Any]]:
+        return [file["header"] for file in self._files]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every case with "ours", once, in the order of the files."""
+        names = dict.fromkeys(r["case"]["name"] for file in self._files for r in file["records"])
+        return [record for record in map(self.case, names) if record is not None]
+
+    def _with(self, name: str, wanted: Any) -> Iterator[dict[str, Any]]:
+        for file in self._files:
+            for record in file["records"]:
+                if record["case"]["name"] == name and any(map(wanted, record["impls"])):
+                    yield record

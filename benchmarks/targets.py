@@ -1,0 +1,101 @@
+"""What the project promises, as data, and whether the committed results keep it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks import cases, report
+from benchmarks.results import Results
+
+Metric = Callable[[Mapping[str, Any], Results], float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The worst `metric` over the selected softmax cases is at least `must`, hopefully `goal`; a wrong one counts 0."""
+
+    label: str
+    metric: Metric
+    must: float | None
+    goal: float | None
+    tags: frozenset[str]
+    passes: tuple[str, ...] = ("fwd",)
+    dtypes: tuple[str, ...] = ()
+    cols: Callable[[int], bool] = lambda cols: True
+
+    def select(self) -> tuple[cases.Case, ...]:
+        chosen = cases.select(ops=["softmax"], passes=self.passes, dtypes=self.dtypes, tags=self.tags)
+        return tuple(case for case in chosen if self.cols(case.cols))
+
+    def measured(self, results: Results) -> tuple[float, str, int] | None:
+        """The worst value, the case that has it, and how many cases were measured."""
+        records = [record for case in self.select() if (record := results.case(case.name)) is not None]
+        values = []
+        for record in records:
+            value = self.metric(record, results) if record["impls"]["ours"]["status"] == "ok" else 0.0
+            if value is not None:
+                values.append((value, record["case"]["name"]))
+        return (*min(values), len(values)) if values else None
+
+
+def of_copy(record: Mapping[str, Any], _: Results) -> float | None:
+    return record["impls"]["ours"].get("fraction_of_copy")
+
+
+def bandwidth(record: Mapping[str, Any], _: Results) -> float | None:
+    return record["impls"]["ours"].get("tb_per_s")
+
+
+def times(peer: str) -> Metric:
+    """How many times faster than `peer`."""
+    return lambda record, _: report.ratio(record, peer)
+
+
+def loop_times_xla(record: Mapping[str, Any], _: Results) -> float | None:
+    ours, xla = (record["impls"].get(name, {}).get("us_per_iteration") for name in ("ours", "xla"))
+    return xla / ours if ours and xla else None
+
+
+def of_aligned_neighbour(record: Mapping[str, Any], results: Results) -> float | None:
+    """Bandwidth at an odd width against the aligned width beside it."""
+    aligned = results.case("softmax_fwd_bf16_8192x50176")
+    here, there = (bandwidth(r, results) if r is not None else None for r in (record, aligned))
+    return here / there if here and there else None
+
+
+def of_floor(record: Mapping[str, Any], _: Results) -> float | None:
+    """(1.3 x the time of the bytes at 4.3 TB/s + 4 us) / time."""
+    us = record["impls"]["ours"].get("us")
+    return (1.3 * record["least_bytes"] / 4.3e6 + 4) / us if us else None
+
+
+def no_extra_memory(record: Mapping[str, Any], _: Results) -> float | None:
+    """1 without temporary buffers; falls with their share of the least traffic."""
+    extra = record["impls"]["ours"].get("temp_bytes")
+    return None if extra is None else 1 - extra / record["least_bytes"]
+
+
+def _wide(cols: int) -> bool:
+    return cols >= 1024
+
+
+_MAIN = frozenset({"sweep", "htile", "msra"})
+TARGETS = (
+    Target("forward, N = 1024 ... 262144: share of the copy", of_copy, 0.95, 0.98, _MAIN, cols=_wide),
+    Target("the same: against XLA", times("xla"), None, 1.0, _MAIN, cols=_wide),
+    Target("the same: against quack", times("quack"), None, 1.0, _MAIN, cols=_wide),
+    Target("N = 256, 512: against XLA", times("xla"), 1.0, None, _MAIN, cols=lambda n: n < 1024),
+    Target("N = 256, 512: share of the copy", of_copy, None, 0.95, _MAIN, cols=lambda n: n < 1024),
+    Target("rows of a million: share of the copy", of_copy, 0.90, 0.97, frozenset({"long"})),
+    Target("vocabularies, 16 bits: against XLA", times("xla"), 2.3, 2.6, frozenset({"vocab"}), dtypes=("f16", "bf16")),
+    Target("50257 against 50176", of_aligned_neighbour, None, 0.95, frozenset({"vocab"}), dtypes=("bf16",),
+           cols=lambda n: n == 50257),
+    Target("1, 16, 64 rows x 131072: against XLA", times("xla"), 1.3, None, frozenset({"few_rows"})),
+    Target("1, 16, 64 rows x 131072: (1.3 x floor + 4 us) / time", of_floor, None, 1.0, frozenset({"few_rows"})),
+    Target("backward, N = 1024 ... 262144: against XLA", times("xla"), 1.45, None, _MAIN, ("bwd",)),
+    Target("backward: TB/s", bandwidth, None, 4.2, _MAIN, ("bwd",)),
+    Target("value and vjp: against XLA", times("xla"), 1.3, None, frozenset({"training"}), ("value_and_vjp",)),
+    Target("(8, 128) call: wall time against XLA", times("xla"), 1 / 1.1, 1.0, frozenset({"latency"}), ("call",)),
+    Target("(8, 128) in a loop: against XLA", loop_times_xla, 1 / 1.1, 1.0, frozenset({"latency"}), ("call",)),
+    Target("no memory beyond the output", no_extra_memory, 1.0, None, frozenset({"standard"}), ("fwd", "bwd")),
+)  # fmt: skip

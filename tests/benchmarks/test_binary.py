@@ -1,0 +1,134 @@
+"""The binary on a machine without a GPU: gate, report, result file, and that a wrong result never gets a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import cases, peers, report, runner, truth, variants
+
+ROOT = Path(__file__).parents[2]
+
+
+def _case(name):
+    (case,) = [case for case in cases.all_cases() if case.name == name]
+    return case
+
+
+def _run(*flags, expect=0):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_run_reports_every_implementation_asked_for(tmp_path):
+    names = r"fwd_f32_32768x1024|value_and_vjp_bf16_32768x4096|call"
+    file = tmp_path / "run.json"
+    out = _run(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
+    assert "on the CPU" in out
+    found = report.read(file)
+    assert {"device", "versions", "commit", "seed", "timestamp", "inputs"} <= set(found["header"])
+    assert [r["case"]["name"] for r in found["records"]] == [
+        "softmax_fwd_f32_32768x1024",
+        "softmax_call_f32_8x128",
+        "softmax_value_and_vjp_bf16_32768x4096",
+    ]
+    for record in found["records"]:
+        assert set(record["impls"]) == {"ours", "xla", "quack", "torch"}
+        assert record["impls"]["ours"]["us"] > 0
+        assert record["impls"]["quack"]["status"] == "not installed"
+        assert record["clock"] == "wall"
+        assert record["case"]["name"] in out
+    forward = found["records"][0]
+    assert forward["rows_measured"] < forward["case"]["rows"]
+    assert forward["copy"]["method"] == "copy:xla"
+    assert forward["impls"]["ours"]["temp_bytes"] >= 0
+
+
+def test_listing_measures_nothing():
+    out = _run("--list", "--tag=core")
+    assert len(out.strip().splitlines()) == len(cases.select(tags=["core"]))
+
+
+OPS = [
+    "softmax_fwd_f16_32768x1024",
+    "softmax_bwd_f32_32768x4096",
+    "log_softmax_fwd_bf16_32768x4096",
+    "log_softmax_bwd_bf16_8192x128256",
+    "log_softmax_value_and_vjp_bf16_32768x4096",
+    "logsumexp_fwd_bf16_32768x4096",
+]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_gate_accepts_what_is_right(name):
+    record = runner.run(_case(name), runner.Options(rounds=1))
+    assert record["impls"]["ours"]["status"] == "ok"
+    assert record["impls"]["ours"]["max_error_ulp"] <= record["impls"]["ours"]["allowed_error_ulp"]
+
+
+FAULTS = {
+    "a constant 1/N": lambda x: jax.numpy.full_like(x, 1 / x.shape[1]),
+    "columns permuted": lambda x: jax.nn.softmax(x)[:, ::-1],
+    "a last column dropped": lambda x: jax.nn.softmax(x).at[:, -1].set(0),
+    "one row in the middle unwritten": lambda x: jax.nn.softmax(x).at[x.shape[0] // 2].set(np.nan),
+    "a sum off by a ten-thousandth": lambda x: jax.nn.softmax(x) * 1.0001,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_result_gets_no_time(monkeypatch, fault):
+    wrong = variants.Program(jax.jit(FAULTS[fault]), lambda x: (x,))
+    build = variants.build
+    monkeypatch.setattr(
+        variants, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw)
+    )
+    record = runner.run(_case("softmax_fwd_f32_32768x1024"), runner.Options(rounds=1))
+    assert record["impls"]["ours"]["status"] == "WRONG"
+    assert "us" not in record["impls"]["ours"]
+    assert "WRONG" in report.line(record)
+    assert "WRONG" in report.table([record])
+
+
+def test_every_row_is_looked_at(monkeypatch):
+    """Of many rows only some are sampled; the loose check on the device sees the others."""
+    case = _case("softmax_fwd_f32_32768x1024").shrunk(2**20)
+    monkeypatch.setattr(truth, "_SAMPLED_ELEMENTS", 4 * case.cols)
+    ((x,),) = variants.make_operands(case, 1, seed=0)
+    xla = jax.nn.softmax(x)
+    unsampled = next(iter(set(range(case.rows)) - set(truth._sampled_rows(case).tolist())))
+    verdict = truth.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), xla, truth.every_row(case))
+    assert verdict.error <= verdict.allowed
+    assert not verdict.right
+
+
+def test_rungs_decline_without_a_gpu():
+    with pytest.raises(variants.Declined, match="GPU"):
+        variants.build(_case(OPS[0]), "rung:naive")
+
+
+def test_the_peers_process_survives_being_killed():
+    process = peers.Peers(["quack"], 1, "")
+    case = {"name": "any"}
+    assert process.measure(case)["impls"]["quack"]["status"] == "not installed"
+    process._child.kill()
+    process._child.wait()
+    assert process.measure(case)["impls"]["quack"]["status"] == "failed"
+    assert process.measure(case)["impls"]["quack"]["status"] == "not installed"
+    process.close()
+
+
+def test_the_header_says_where_a_run_was_made(tmp_path):
+    from benchmarks import environment
+
+    header = environment.header(commit="abc", seed=3, rounds=5)
+    assert (header["commit"], header["seed"]) == ("abc", 3)
+    assert header["versions"]["jax"] == jax.__version__
+    assert json.dumps(header)

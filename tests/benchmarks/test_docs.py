@@ -1,0 +1,123 @@
+"""Figures in the documents come from committed results, by a command."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import cases, docs, plot, report
+from benchmarks.results import Results
+from benchmarks.targets import TARGETS
+
+
+def _record(name, ours=None, **others):
+    (case,) = [case for case in cases.all_cases() if case.name == name]
+    described = {"name": name, "op": case.op, "pass": case.pass_, "rows": case.rows, "cols": case.cols}
+    described |= {"dtype": case.dtype, "tags": sorted(case.tags), "source": case.source}
+    copy = {"method": "copy:torch", "us": 31.0, "tb_per_s": 4.2}
+    impls = {name.replace("rung_", "rung:"): entry for name, entry in others.items()}
+    impls |= {"ours": ours} if ours else {}
+    return {"case": described, "clock": "cupti", "copy": copy, "least_bytes": 2**27, "impls": impls}
+
+
+def _entry(us, fraction=1.0, process="jax", **facts):
+    speed = {"us": us, "tb_per_s": round(2**27 / us / 1e6, 4), "fraction_of_copy": fraction}
+    return {"status": "ok", "process": process, "max_error_ulp": 0.5, "temp_bytes": 0, **speed, **facts}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(name, timestamp, *records):
+        header = {"timestamp": timestamp, "commit": name, "device": {"name": "H"}, "versions": {"jax": "0"}}
+        report.write(tmp_path / f"{name}.json", header, records)
+        return tmp_path
+
+    return write
+
+
+SHORT, LONG = "softmax_fwd_f16_32768x1024", "softmax_fwd_f16_4096x131072"
+
+
+def test_the_committed_tables_are_the_generated_ones():
+    results = Results()
+    for path in docs.documents():
+        assert path.read_text() == docs.rewrite(path.read_text(), results), f"run python -m benchmarks.docs ({path})"
+
+
+def test_every_marker_is_a_table_and_is_closed():
+    for path in docs.documents():
+        text = path.read_text()
+        opened = re.findall(r"<!-- table:(\w+) -->", text)
+        assert set(opened) <= set(docs.TABLES)
+        assert len(opened) == text.count("<!-- /table -->")
+
+
+def test_the_ladder_and_the_promises_are_shown():
+    text = (docs.ROOT / "docs" / "ladder.md").read_text() + (docs.ROOT / "docs" / "results.md").read_text()
+    assert set(re.findall(r"<!-- table:(\w+) -->", text)) >= set(docs.TABLES) - {"forward", "backward"}
+
+
+def test_the_newest_measurement_counts(folder):
+    folder("new", "2026-11-02", _record(SHORT, _entry(30.0), xla=_entry(45.0)))
+    results = Results(folder("old", "2026-11-01", _record(SHORT, _entry(90.0), xla=_entry(45.0))))
+    assert results.case(SHORT)["impls"]["ours"]["us"] == 30.0
+    assert len(results.records()) == 1
+
+
+def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
+    folder("jax", "2026-11-02", _record(SHORT, _entry(30.0, 1.0), xla=_entry(45.0, 0.7)))
+    peers = _record(SHORT, quack=_entry(20.0, 0.8, "torch"), liger={"status": "declined", "reason": "no"})
+    results = Results(folder("torch", "2026-11-01", peers))
+    record = results.case(SHORT)
+    assert report.ratio(record, "xla") == 1.5
+    assert report.ratio(record, "quack") == 1.25
+    row = docs.everything(results).splitlines()[2]
+    assert row == "| softmax f16 32768 x 1024 | 30.0 | 4.47 | 1.00 | 1.50 | refuses | 1.25 | 0.5 |"
+
+
+def test_a_wrong_result_has_no_time_and_keeps_no_promise(folder):
+    wrong = {"status": "WRONG", "reason": "off", "max_error_ulp": 900.0}
+    results = Results(folder("run", "2026-11-02", _record(SHORT, wrong, xla=_entry(45.0))))
+    assert "| WRONG | - | - |" in docs.everything(results)
+    assert TARGETS[0].measured(results) == (0.0, SHORT, 1)
+    assert "**missed**" in docs.targets(results)
+
+
+def test_the_worst_case_stands_for_a_promise(folder):
+    records = [_record(SHORT, _entry(30.0, 0.99)), _record(LONG, _entry(900.0, 0.96))]
+    results = Results(folder("run", "2026-11-02", *records))
+    assert TARGETS[0].measured(results) == (0.96, LONG, 2)
+    assert "| 0.960 | kept |" in docs.targets(results)
+
+
+def test_rungs_stand_with_traffic_and_time(folder):
+    moved = 4 * 32768 * 1024 * 2
+    record = _record(SHORT, rung_naive=_entry(70.0, bytes_moved=moved), xla=_entry(45.0))
+    table = docs.TABLES["ladder_forward_f16"](Results(folder("run", "2026-11-02", record)))
+    assert "| rung | traffic | N = 1024 |" in table
+    assert "| naive | 4 MN | 70 (1.92) |" in table
+
+
+def test_every_promise_selects_cases():
+    assert all(target.select() for target in TARGETS)
+    assert {*docs.README_FORWARD, *docs.README_BACKWARD} <= {case.name for case in cases.all_cases()}
+
+
+def test_an_unknown_table_is_an_error():
+    with pytest.raises(KeyError):
+        docs.rewrite("<!-- table:nothing -->\n<!-- /table -->", Results())
+
+
+def test_result_files_are_plain_json(folder):
+    path = folder("run", "2026-11-02", _record(SHORT, _entry(30.0))) / "run.json"
+    assert json.loads(path.read_text()) == report.read(path)
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]
+
+
+def test_plots_are_drawn_from_results(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    sweep = [case.name for case in cases.select(ops=["softmax"], passes=["fwd"], dtypes=["f16"], tags=["sweep"])]
+    results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) | {"flops": 10**9} for name in sweep)))
+    drawn = plot.draw(results.records(), results.headers()[0], tmp_path / "pictures")
+    assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "roofline.svg"]
+    assert all(path.read_text().startswith("<?xml") for path in drawn)
