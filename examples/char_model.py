@@ -91,7 +91,7 @@ class CharModel(nnx.Module):
 
 
 class Text(NamedTuple):
-    """The standard library's own sources as character codes, the last tenth held out."""
+    """The standard library's own sources as character codes, four spaces as a tab; the last tenth held out."""
 
     alphabet: str
     train: np.ndarray
@@ -101,7 +101,7 @@ class Text(NamedTuple):
 def read_text(characters: int = 1_000_000) -> Text:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     sources = "\n".join(path.read_text(encoding="utf-8") for path in files)[:characters]
-    sources = sources.encode("ascii", "replace").decode()
+    sources = sources.encode("ascii", "replace").decode().replace(" " * 4, "\t")
     alphabet = "".join(sorted(set(sources)))
     codes = np.searchsorted(list(alphabet), list(sources)).astype(np.int32)
     cut = len(codes) * 9 // 10
@@ -137,7 +137,8 @@ class Run(NamedTuple):
 
 def train(text: Text, ops: Ops, steps: int, name: str) -> Run:
     model = CharModel(len(text.alphabet), ops, nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=20, decay_steps=20 + steps)
+    optimizer = nnx.Optimizer(model, optax.adamw(rate), wrt=nnx.Param)
 
     @nnx.jit
     def step(model: CharModel, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
@@ -170,7 +171,7 @@ def write(model: CharModel, text: Text, length: int, temperature: float) -> str:
     codes = list(text.held_out[:CONTEXT])
     for key in jax.random.split(jax.random.key(0), length):
         codes.append(int(next_code(model, jnp.array(codes[-CONTEXT:]), key)))
-    return "".join(text.alphabet[code] for code in codes[CONTEXT:])
+    return "".join(text.alphabet[code] for code in codes[CONTEXT:]).expandtabs(4)
 
 
 def compare_speed(rows: int = 8192, vocabulary: int = 50257) -> None:
