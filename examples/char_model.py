@@ -137,7 +137,7 @@ class Run(NamedTuple):
 
 def train(text: Text, ops: Ops, steps: int, name: str) -> Run:
     model = CharModel(len(text.alphabet), ops, nnx.Rngs(0))
-    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=20, decay_steps=20 + steps)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=50, decay_steps=50 + steps)
     optimizer = nnx.Optimizer(model, optax.adamw(rate), wrt=nnx.Param)
 
     @nnx.jit
