@@ -19,7 +19,7 @@ def test_python_in_documents_runs(document):
         exec(compile(block, document, "exec"), namespace)
 
 
-@pytest.mark.parametrize("module", ["jaxsoftmax._api"])
+@pytest.mark.parametrize("module", ["jaxsoftmax._api", "jaxsoftmax._explain"])
 def test_docstring_examples(module):
     results = doctest.testmod(importlib.import_module(module))
     assert results.attempted > 0
