@@ -70,7 +70,7 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
         return _rung(case, impl.removeprefix("rung:"), config)
     if kernel is not None:
         return _rung(case, kernel, config)
-    return dataclasses.replace(_public(case, _OURS[case.op]), **_decision_facts(case))
+    return dataclasses.replace(_public(case, _OURS[case.op]), **_explained(case))
 
 
 def expand(impls: list[str]) -> Iterator[str]:
@@ -123,11 +123,11 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
     if len(case.problems) != 1:
         raise Declined("a rung runs one problem; this case has two")
     (problem,) = case.problems
-    decision = dispatch.decide(problem, hardware.current(), kernel=kernel)
+    device = hardware.present() or hardware.H200
+    decision = dispatch.decide(problem, device, kernel=kernel)
     if decision.kernel is not None and config:
-        decision = dispatch.decide(
-            problem, hardware.current(), kernel=kernel, config=dataclasses.replace(decision.config, **config)
-        )
+        config = dataclasses.replace(decision.config, **config)
+        decision = dispatch.decide(problem, device, kernel=kernel, config=config)
     if decision.kernel is None:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
 
@@ -143,12 +143,15 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
     return Program(jax.jit(run), operands, decision.kernel, repr(decision.config), decision.bytes_moved)
 
 
-def _decision_facts(case: Case) -> dict[str, Any]:
-    decisions = [dispatch.decide(problem, hardware.current()) for problem in case.problems]
-    if jax.default_backend() != "gpu" or any(d.kernel is None for d in decisions):
+def _explained(case: Case) -> dict[str, Any]:
+    """The kernels that the public functions choose here."""
+    operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
+    calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}.get(case.pass_, (case.op,))
+    chosen = [jaxsoftmax.explain(operand, op=op) for op in calls]
+    if not all(call.here and call.kernel for call in chosen):
         return {"kernel": "reference (XLA)"}
     return {
-        "kernel": " + ".join(str(d.kernel) for d in decisions),
-        "config": " + ".join(repr(d.config) for d in decisions),
-        "bytes_moved": sum(d.bytes_moved for d in decisions),
+        "kernel": " + ".join(str(call.kernel) for call in chosen),
+        "config": " + ".join(repr(call.config) for call in chosen),
+        "bytes_moved": sum(call.bytes_moved or 0 for call in chosen),
     }
