@@ -23,7 +23,7 @@ def floating(function: str, name: str, x: jax.typing.ArrayLike) -> jax.Array:
         )
     if jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    return array.astype(jnp.result_type(float))
+    return array.astype(jax.eval_shape(jnp.exp, array).dtype)
 
 
 def axes(function: str, axis: Axis, rank: int) -> tuple[int, ...]:

@@ -1,0 +1,268 @@
+"""Values: the semantics of `jax.nn` in every dtype, checked against NumPy float64 or against `jax.nn` itself."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import Stats
+from tests import errors, oracle
+
+RNG = np.random.default_rng(0)
+INF = np.inf
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+OURS = {"softmax": jaxsoftmax.softmax, "log_softmax": jaxsoftmax.log_softmax}
+TRUTH = {"softmax": oracle.softmax, "log_softmax": oracle.log_softmax}
+THEIRS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
+
+SPECIAL_ROWS = np.array(
+    [[0.0, 1.0, -INF, 2.0], [-INF] * 4, [INF, 0.0, 1.0, 2.0], [np.nan, 0.0, 1.0, 2.0], [1e4, 1e4, 0.0, -1e4]],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape, axis", [((7, 1000), -1), ((5, 33, 9), 1), ((4, 6, 8), (0, 2)), ((50257,), 0)], ids=str)
+@pytest.mark.parametrize("op", OURS)
+def test_accuracy(op: str, shape: tuple[int, ...], axis: Any, dtype: Any) -> None:
+    x = (4 * RNG.normal(size=shape)).astype(dtype)
+    truth = TRUTH[op](x, axis)
+    reference = THEIRS[op](x.astype(np.float32), axis).astype(dtype)
+    magnitude = oracle.log_softmax_terms(x, axis) if op == "log_softmax" else None
+    errors.assert_accurate(OURS[op](x, axis), reference, truth, magnitude=magnitude)
+
+
+@pytest.mark.parametrize("op", OURS)
+def test_special_rows(op: str) -> None:
+    np.testing.assert_allclose(OURS[op](SPECIAL_ROWS), TRUTH[op](SPECIAL_ROWS), rtol=1e-6)
+    mask = np.array([[True, True, False, True]] + [[False] * 4] + [[True, True, False, False]] * 3)
+    finite = np.where(mask, np.nan_to_num(SPECIAL_ROWS, nan=1.0, posinf=2.0, neginf=-2.0), np.nan)
+    want = TRUTH[op](finite, where=mask)
+    np.testing.assert_allclose(OURS[op](finite, where=mask), want, rtol=1e-6, err_msg="what is masked is not looked at")
+    np.testing.assert_array_equal(OURS[op](finite, where=mask)[1], 0.0 if op == "softmax" else -INF)
+
+
+def test_logsumexp_of_special_rows() -> None:
+    np.testing.assert_allclose(
+        jaxsoftmax.logsumexp(SPECIAL_ROWS, 1),
+        [np.log(1 + np.e + np.e**2), -INF, INF, np.nan, 1e4 + np.log(2)],
+        rtol=1e-6,
+    )
+    assert jaxsoftmax.logsumexp(SPECIAL_ROWS[0], where=np.zeros(4, bool)) == -INF
+
+
+@pytest.mark.parametrize("op", OURS)
+def test_gradient_where_masked(op: str) -> None:
+    mask = np.array([[True, False, True], [False] * 3])
+    x = jnp.asarray([[1.0, np.nan, 2.0], [np.nan, 3.0, INF]])
+
+    def loss(function: Any, x: jax.Array) -> jax.Array:
+        y = function(x, where=mask)
+        return (jnp.log(y) if op == "softmax" else y).sum(where=mask)
+
+    got = jax.grad(functools.partial(loss, OURS[op]))(x)
+    want = jax.grad(functools.partial(loss, THEIRS[op]))(jnp.where(mask, x, 0.0))
+    np.testing.assert_allclose(got, np.where(mask, want, 0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_logsumexp_where_masked() -> None:
+    mask = np.array([[True, False, True], [False] * 3])
+    x = jnp.asarray([[1.0, np.nan, 2.0], [np.nan, 3.0, INF]])
+    got = jax.grad(lambda x: jaxsoftmax.logsumexp(x, 1, where=mask)[0])(x)
+    np.testing.assert_allclose(got, oracle.softmax(x, where=mask) * [[1], [0]], rtol=1e-6)
+    assert np.isfinite(jax.grad(lambda x: jaxsoftmax.logsumexp(x, 1, where=mask)[1])(x)).all()
+
+
+@pytest.mark.parametrize("n", [65536, 200_000])
+def test_long_rows_of_float16(n: int) -> None:
+    x = jnp.zeros(n, jnp.float16)
+    assert not jax.nn.softmax(x).any(), "jax.nn loses it; when it does not any more, say so in the docs"
+    np.testing.assert_array_equal(jaxsoftmax.softmax(x), np.full(n, 1 / n, np.float16))
+    np.testing.assert_array_equal(jaxsoftmax.log_softmax(x), np.full(n, -np.log(n), np.float16))
+    np.testing.assert_array_equal(jaxsoftmax.logsumexp(x), np.log(n).astype(np.float16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda d: d.__name__)
+def test_gradients_of_long_16_bit_rows(dtype: Any) -> None:
+    n = 100_000
+    x = (2 * RNG.normal(size=n)).astype(dtype)
+    target = np.zeros(n)
+    target[3] = 1.0
+    wide = x.astype(np.float64)
+    for mode in (jax.jit, lambda f: f):
+        grad = mode(jax.grad(lambda x: -jaxsoftmax.log_softmax(x)[3]))(jnp.asarray(x))
+        want = oracle.softmax(wide) - target
+        assert errors.max_error(grad, want) <= 2
+        summed = mode(jax.grad(lambda x: jaxsoftmax.log_softmax(x).sum().astype(jnp.float32) / n))(jnp.asarray(x))
+        assert np.isfinite(np.asarray(summed, np.float32)).all()
+        np.testing.assert_allclose(
+            np.asarray(summed, np.float64), 1 / n - oracle.softmax(wide), atol=2e-2 / n, rtol=2e-2
+        )
+    y = oracle.softmax(wide)
+    got = np.asarray(
+        jax.grad(lambda x: 1000 * jaxsoftmax.softmax(x)[3].astype(jnp.float32))(jnp.asarray(x)), np.float64
+    )
+    np.testing.assert_allclose(got, 1000 * y * (target - y[3]), rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64, np.bool_, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("x64", [False, True])
+def test_promotion(dtype: Any, x64: bool) -> None:
+    x = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+    with jax.enable_x64(x64):
+        want = jax.nn.logsumexp(x).dtype
+        tolerance = 4 * float(jnp.finfo(want).eps)
+        for op in OURS:
+            got = OURS[op](x)
+            assert got.dtype == want
+            np.testing.assert_allclose(got, TRUTH[op](x), rtol=tolerance)
+        assert jaxsoftmax.logsumexp(x).dtype == want
+        np.testing.assert_allclose(jaxsoftmax.logsumexp(x), oracle.logsumexp(x), rtol=tolerance)
+
+
+@pytest.mark.parametrize("op", OURS)
+def test_x64_derivatives(op: str) -> None:
+    x = RNG.normal(size=(3, 5))
+    with jax.enable_x64(True):
+        ours, theirs = (jax.jit(jax.jacrev(jax.grad(lambda x, f=f: f(x)[0, 0]))) for f in (OURS[op], THEIRS[op]))
+        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-12, atol=1e-14)
+    inside = jax.jit(lambda x: _in_x64(OURS[op], x))
+    np.testing.assert_allclose(inside(x.astype(np.float32)), TRUTH[op](x.astype(np.float32)), rtol=1e-6)
+
+
+def _in_x64(function: Any, x: jax.Array) -> jax.Array:
+    with jax.enable_x64(True):
+        return function(x.astype(jnp.float64)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=lambda d: d.__name__)
+def test_float8(dtype: Any) -> None:
+    x = RNG.normal(size=(4, 16)).astype(dtype)
+    for op in OURS:
+        y, vjp = jax.vjp(OURS[op], jnp.asarray(x))
+        assert y.dtype == vjp(y)[0].dtype == dtype
+        assert errors.max_error(y, TRUTH[op](x)) <= 1
+
+
+@pytest.mark.parametrize("shape, axis", [((0,), 0), ((3, 0), 1), ((0, 3), 1), ((0, 0), None), ((3, 0), ())], ids=str)
+def test_zero_size(shape: tuple[int, ...], axis: Any) -> None:
+    x = jnp.zeros(shape)
+    for function in OURS.values():
+        y, vjp = jax.vjp(lambda x, f=function: f(x, axis), x)
+        assert y.shape == vjp(y)[0].shape == shape
+        assert jax.jit(jax.vmap(lambda x, f=function: f(x, axis)))(x[None]).shape == (1, *shape)
+    out = jaxsoftmax.logsumexp(x, axis)
+    np.testing.assert_array_equal(out, np.full(out.shape, -INF))
+    assert jax.grad(lambda x: jaxsoftmax.logsumexp(x, axis).sum())(x).shape == shape
+
+
+def test_scalars_and_rows_of_one() -> None:
+    assert jaxsoftmax.softmax(3.0, axis=None) == 1
+    assert jaxsoftmax.log_softmax(3.0, axis=()) == 0
+    assert jaxsoftmax.logsumexp(3.0) == 3
+    np.testing.assert_array_equal(jaxsoftmax.softmax(np.array([[2.0], [np.nan], [-INF]])), [[1], [np.nan], [np.nan]])
+
+
+def test_weak_types() -> None:
+    x = jnp.full(3, 2.0)
+    assert x.weak_type
+    assert jaxsoftmax.softmax(x).weak_type
+    assert (jaxsoftmax.softmax(x) * jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert (jax.jit(jaxsoftmax.log_softmax)(x) * jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert (
+        jax.grad(lambda x: jaxsoftmax.softmax(x)[0])(x).weak_type
+        == jax.grad(lambda x: jax.nn.softmax(x)[0])(x).weak_type
+    )
+
+
+@pytest.mark.parametrize("scale", [2, 0.125, np.float32(3), np.int64(2)], ids=repr)
+@pytest.mark.parametrize("op", OURS)
+def test_scale_is_fused(op: str, scale: Any) -> None:
+    x = RNG.normal(size=(3, 7)).astype(np.float32)
+    jaxpr = jax.make_jaxpr(functools.partial(OURS[op], scale=scale))(x)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == [op]
+    np.testing.assert_allclose(OURS[op](x, scale=scale), TRUTH[op](x, scale=float(scale)), rtol=1e-5, atol=1e-6)
+    grad, want = (
+        jax.jacrev(function)(x)
+        for function in (functools.partial(OURS[op], scale=scale), lambda x: THEIRS[op](x * scale))
+    )
+    np.testing.assert_allclose(grad, want, rtol=1e-4, atol=1e-6)
+    mask = RNG.random((3, 7)) < 0.6
+    ours, theirs = (
+        jax.grad(lambda x, f=f: jnp.sin(f(x)).sum(where=mask))(x)
+        for f in (lambda x: OURS[op](x, where=mask, scale=scale), lambda x: THEIRS[op](x * scale, where=mask))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0, -2.0], ids=repr)
+@pytest.mark.parametrize("op", OURS)
+def test_scale_that_is_not_positive(op: str, scale: float) -> None:
+    x = RNG.normal(size=(3, 7)).astype(np.float32)
+    mask = RNG.random((3, 7)) < 0.6
+    np.testing.assert_allclose(
+        OURS[op](x, scale=scale, where=mask), TRUTH[op](x, scale=scale, where=mask), rtol=1e-5, atol=1e-6
+    )
+    grad = jax.grad(lambda x: OURS[op](x, scale=scale, where=mask).sum(where=mask))(x)
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("op", OURS)
+def test_scale_as_an_array_is_differentiable(op: str, dtype: Any) -> None:
+    x = jnp.asarray(RNG.normal(size=(3, 7)), dtype)
+    for scale in (jnp.asarray(1.7, jnp.float32), jnp.asarray([[0.5], [1.0], [-2.0]], jnp.float32)):
+        got = jax.jit(OURS[op], static_argnames="axis")(x, scale=scale)
+        assert got.dtype == dtype
+        truth = TRUTH[op](np.asarray(x, np.float64) * np.asarray(scale, np.float64))
+        np.testing.assert_allclose(np.asarray(got, np.float64), truth, rtol=4 * float(jnp.finfo(dtype).eps), atol=1e-6)
+        ours, theirs = (
+            jax.grad(lambda s, f=f: jnp.sin(f(s)).sum())(scale)
+            for f in (
+                lambda s: OURS[op](x, scale=s).astype(jnp.float32),
+                lambda s: THEIRS[op](x.astype(jnp.float32) * s),
+            )
+        )
+        np.testing.assert_allclose(
+            ours, theirs, rtol=30 * float(jnp.finfo(dtype).eps), atol=1e-2 if dtype != jnp.float32 else 1e-5
+        )
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("return_sign", [False, True])
+@pytest.mark.parametrize("b", [None, np.array([1.0, -2.0, 0.5])], ids=["none", "weights"])
+@pytest.mark.parametrize("where", [None, np.array([True, False, True])], ids=["none", "mask"])
+def test_logsumexp_arguments(keepdims: bool, return_sign: bool, b: Any, where: Any) -> None:
+    x = np.concatenate([RNG.normal(size=(4, 3)), [[-INF] * 3, [INF, 0, 1], [np.nan, 0, 1]]]).astype(np.float32)
+    b = None if b is None else b.astype(np.float32)
+    arguments = {"axis": 1, "b": b, "keepdims": keepdims, "return_sign": return_sign, "where": where}
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5),
+        jaxsoftmax.logsumexp(x, **arguments),
+        jax.nn.logsumexp(x, **arguments),
+    )
+
+
+def test_logsumexp_weights_in_16_bit() -> None:
+    x, b = jnp.zeros(100_000, jnp.float16), jnp.ones(100_000, jnp.float16)
+    assert jaxsoftmax.logsumexp(x, b=b) == np.float16(np.log(100_000))
+
+
+def test_merge() -> None:
+    x = RNG.normal(size=(4, 60)).astype(np.float32) * 30
+    x[1] = -INF
+    x[2, :20] = -INF
+    parts = [Stats(*map(jnp.float32, oracle.stats(part, 1))) for part in np.split(x, 3, 1)]
+    for merged in (
+        jaxsoftmax.merge(*parts),
+        jaxsoftmax.merge(parts[2], jaxsoftmax.merge(parts[1], parts[0])),
+        jaxsoftmax.merge(*parts, Stats(jnp.full(4, -INF), jnp.zeros(4))),
+    ):
+        np.testing.assert_allclose(merged.max + jnp.log(merged.sum), oracle.logsumexp(x, 1), rtol=1e-6)
+    np.testing.assert_array_equal(jaxsoftmax.merge(parts[0]).sum, parts[0].sum)

@@ -1,0 +1,98 @@
+"""`explain` says what happens."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import _explain
+from pallas_kernels.hardware import H200
+from pallas_kernels.problem import Op
+
+A100 = dataclasses.replace(H200, name="NVIDIA A100", compute_capability="8.0")
+
+
+@pytest.fixture
+def explained(stand_ins: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand-ins with what a decision has besides."""
+    from pallas_kernels import dispatch
+
+    decide = dispatch.decide
+    facts = {"reason": "it is the only one", "config": "Config(rows=4)", "bytes_moved": 2_000_000}
+
+    def with_facts(problem: Any, device: Any) -> Any:
+        decision = decide(problem, device)
+        for name, value in facts.items():
+            object.__setattr__(decision, name, value)
+        return decision
+
+    monkeypatch.setattr(dispatch, "decide", with_facts)
+    return stand_ins
+
+
+X = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+
+
+def test_a_kernel(explained: Any) -> None:
+    found = jaxsoftmax.explain(X)
+    assert (found.kernel, found.config, found.implementation) == ("stand-in", "Config(rows=4)", "mosaic_gpu")
+    assert str(found).splitlines() == [
+        "softmax of bfloat16[8192,4096] along axis 1",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA H200: kernel stand-in, Config(rows=4)",
+        "    why: it is the only one",
+        "    moves: 2.0 MB; nothing can move less than 134.2 MB",
+    ]
+
+
+def test_no_kernel(explained: Any) -> None:
+    explained.accepts = lambda _: False
+    assert str(jaxsoftmax.explain(jnp.zeros((3, 5)), None, device=A100)).splitlines() == [
+        "softmax of float32[3,5] along axis 0, 1",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA A100: XLA runs the reference",
+        "    why: no kernel takes the call",
+        "    moves: nothing can move less than 120 B",
+        "    not first: it is not for this",
+        "    not second: nor this",
+    ]
+    assert jaxsoftmax.explain(X, implementation="mosaic_gpu").implementation == "error"
+    assert jaxsoftmax.explain(X, implementation="xla").declined == ()
+
+
+def test_copies_are_said(explained: Any) -> None:
+    x = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
+    where = jax.ShapeDtypeStruct((6, 1), jnp.bool_)
+    assert jaxsoftmax.explain(x, (0, 2)).notes[0].startswith("operands are transposed by (1, 0, 2)")
+    assert jaxsoftmax.explain(x, where=where).notes == ("where, of shape (1, 6, 1), is broadcast to (4, 6, 8)",)
+    assert jaxsoftmax.explain(x, where=jax.ShapeDtypeStruct((8,), jnp.bool_)).notes == ()
+    assert jaxsoftmax.explain(x, where=where, op="softmax_vjp").notes == (
+        "where is applied by XLA before and after the kernel",
+    )
+    assert "multiplies it in" in jaxsoftmax.explain(x, scale=jnp.ones((4, 1, 1))).notes[0]
+    assert "multiplies it in" in jaxsoftmax.explain(x, scale=-1).notes[0]
+    assert jaxsoftmax.explain(x, scale=3).notes == ()
+    assert explained.problems[-1].scale == 3
+
+
+@pytest.mark.parametrize("name", _explain._CALLS)
+def test_every_op(explained: Any, name: str) -> None:
+    found = jaxsoftmax.explain(X, op=name)
+    assert str(found).startswith(name + " of bfloat16[8192,4096]")
+    want = {"logsumexp": Op.STATS, "softmax_jvp": Op.SOFTMAX_TANGENT, "log_softmax_jvp": Op.LOG_SOFTMAX_TANGENT}
+    want |= {"softmax_vjp": Op.SOFTMAX_TANGENT, "log_softmax_vjp": Op.LOG_SOFTMAX_COTANGENT}
+    assert explained.problems[-1].op is want.get(name, Op(name) if name in set(Op) else None)
+
+
+def test_it_computes_nothing(explained: Any) -> None:
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
+    assert jaxsoftmax.explain(huge).least_bytes == 2 * 4 * 2**40
+
+
+def test_words_for_the_real_ladder() -> None:
+    for device in (H200, A100):
+        text = str(jaxsoftmax.explain(X, device=device))
+        assert f"on {device.name}: " in text

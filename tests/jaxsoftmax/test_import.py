@@ -1,0 +1,77 @@
+"""What importing costs, and what the package shows of itself."""
+
+import doctest
+import pickle
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import _api, _explain
+
+PROBE = """
+import sys, time
+import jax, jax.numpy
+start = time.process_time()
+import jaxsoftmax
+print(time.process_time() - start)
+print("jax.experimental.pallas" in sys.modules)
+jax.config.update("jax_platforms", "nonsense")
+try:
+    jax.devices()
+except RuntimeError:
+    print("untouched")
+"""
+
+
+def test_import_is_quick_and_touches_no_device() -> None:
+    runs = [
+        subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
+    assert min(float(seconds) for seconds, *_ in runs) < 0.1
+    assert all(rest == ["False", "untouched"] for _, *rest in runs)
+
+
+@pytest.mark.parametrize("name", jaxsoftmax.__all__)
+def test_public_names_pickle_and_have_docs(name: str) -> None:
+    public = getattr(jaxsoftmax, name)
+    assert pickle.loads(pickle.dumps(public)) is public
+    assert public.__doc__
+
+
+def test_all_is_what_is_public() -> None:
+    assert set(jaxsoftmax.__all__) == {name for name in vars(jaxsoftmax) if not name.startswith("_")}
+    assert jaxsoftmax.__version__
+
+
+def test_explanations_and_states_pickle() -> None:
+    found = jaxsoftmax.explain(np.zeros((2, 3), np.float32))
+    assert pickle.loads(pickle.dumps(found)) == found
+    state = jaxsoftmax.Stats(np.float32(1), np.float32(2))
+    assert pickle.loads(pickle.dumps(state)) == state
+
+
+@pytest.mark.parametrize("module", [_api, _explain], ids=lambda m: m.__name__)
+def test_examples_in_docstrings(module: object) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_signatures_are_those_of_jax() -> None:
+    import inspect
+
+    for name, theirs in (
+        ("softmax", jax.nn.softmax),
+        ("log_softmax", jax.nn.log_softmax),
+        ("logsumexp", jax.scipy.special.logsumexp),
+    ):
+        ours = inspect.signature(getattr(jaxsoftmax, name)).parameters
+        for parameter, want in inspect.signature(theirs).parameters.items():
+            assert ours[parameter].default == want.default
+        positional = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+        assert [p.name for p in positional] == list(inspect.signature(theirs).parameters)

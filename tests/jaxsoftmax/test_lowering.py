@@ -1,0 +1,173 @@
+"""From primitive to program: which platform gets what, how operands become rows, export, and the plain custom_vjp."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jaxsoftmax
+from jaxsoftmax import _rows
+from pallas_kernels import vjp
+from pallas_kernels.problem import Op
+from tests import oracle
+
+X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
+OPS = {"softmax": jaxsoftmax.softmax, "log_softmax": jaxsoftmax.log_softmax}
+
+
+def lower(function: Any, *operands: Any, platforms: tuple[str, ...]) -> str:
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize(
+    "shape, axes, expected",
+    [
+        ((4, 6, 8), (2,), (None, 24, 8, 1)),
+        ((4, 6, 8), (1,), (None, 4, 6, 8)),
+        ((4, 6, 8), (0,), (None, 1, 4, 48)),
+        ((4, 6, 8), (1, 2), (None, 4, 48, 1)),
+        ((4, 6, 8), (0, 1, 2), (None, 1, 192, 1)),
+        ((4, 6, 8), (0, 2), ((1, 0, 2), 6, 32, 1)),
+        ((4, 1, 8), (0, 2), (None, 1, 32, 1)),
+        ((4, 6, 1), (1,), (None, 4, 6, 1)),
+        ((4, 6, 8), (), (None, 192, 1, 1)),
+        ((4, 1, 8), (1,), (None, 32, 1, 1)),
+        ((), (), (None, 1, 1, 1)),
+    ],
+)
+def test_views(shape: tuple[int, ...], axes: tuple[int, ...], expected: Any) -> None:
+    seen = _rows.view(shape, axes)
+    assert (seen.order, seen.rows, seen.cols, seen.inner) == expected
+    x = jnp.arange(float(np.prod(shape))).reshape(shape)
+    np.testing.assert_array_equal(seen.from_rows(seen.to_rows(x)), x)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 2), (1, 2), None, ()], ids=str)
+@pytest.mark.parametrize("mask", [None, (4, 6, 8), (4, 1, 8), (8,), (6, 1), (1, 1, 1)], ids=str)
+def test_kernels_see_rows(stand_ins: Any, axis: Any, mask: Any) -> None:
+    where = None if mask is None else np.random.default_rng(1).random(mask) < 0.7
+    if mask == (1, 1, 1):
+        where = np.ones(mask, bool)
+    for name, op in OPS.items():
+        truth = getattr(oracle, name)(X, axis, where, 2.0)
+        np.testing.assert_allclose(op(X, axis, where, scale=2.0), truth, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        jaxsoftmax.logsumexp(X, axis, where=where), oracle.logsumexp(X, axis, where=where), rtol=1e-5
+    )
+    assert stand_ins.problems
+
+
+def test_masks_shared_by_all_rows_stay_small(stand_ins: Any) -> None:
+    mask = np.arange(8) < 5
+    jaxsoftmax.softmax(X, where=mask)
+    assert {p.where for p in stand_ins.problems} == {"shared"}
+    stand_ins.accepts = lambda problem: problem.where != "shared"
+    stand_ins.problems.clear()
+    np.testing.assert_allclose(jaxsoftmax.softmax(X[1:], where=mask), oracle.softmax(X[1:], where=mask), rtol=1e-5)
+    assert {p.where for p in stand_ins.problems} == {"shared", "full"}
+
+
+def test_transposed_copies_only_when_a_kernel_is_named(stand_ins: Any) -> None:
+    stand_ins.accepts = lambda problem: problem.inner == 1
+    np.testing.assert_allclose(jaxsoftmax.softmax(X, 0), oracle.softmax(X, 0), rtol=1e-5)
+    assert stand_ins.ran(Op.SOFTMAX) == {(1, 4, 48)}
+    np.testing.assert_allclose(jaxsoftmax.softmax(X, 0, implementation="mosaic_gpu"), oracle.softmax(X, 0), rtol=1e-5)
+    assert (48, 4, 1) in stand_ins.ran(Op.SOFTMAX)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_kernels_too(stand_ins: Any, op: str) -> None:
+    function = functools.partial(OPS[op], implementation="mosaic_gpu", scale=0.5)
+    jax.jit(jax.vjp(function, X)[1])(X)
+    cotangent = Op.SOFTMAX_TANGENT if op == "softmax" else Op.LOG_SOFTMAX_COTANGENT
+    assert {p.op for p in stand_ins.problems} == {Op(op), cotangent}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_plain_custom_vjp_gives_the_same_gradients(stand_ins: Any, op: str) -> None:
+    x, ct = jnp.asarray(X[0]), jnp.cos(X[0])
+    kernel, primitive = getattr(vjp, op), OPS[op]
+    for run in (lambda f: f, jax.jit):
+        y, pull = jax.vjp(run(functools.partial(kernel, scale=0.5)), x)
+        want, pull_primitive = jax.vjp(run(functools.partial(primitive, scale=0.5)), x)
+        np.testing.assert_allclose(y, want, rtol=1e-6)
+        np.testing.assert_allclose(pull(ct)[0], pull_primitive(ct)[0], rtol=1e-5)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(kernel, (x,), (ct,))
+    stand_ins.accepts = lambda _: False
+    with pytest.raises(
+        NotImplementedError, match=op + ": no kernel takes 6 rows of 8 float32: first: it is not for this"
+    ):
+        kernel(x)
+
+
+def test_equal_kernels_in_a_program_are_one_function(stand_ins: Any) -> None:
+    text = lower(lambda x: [jaxsoftmax.softmax(x + i) for i in range(4)], X, platforms=("cpu",))
+    assert text.count("func.func private @_launch") == 1
+    assert text.count("call @_launch") == 4
+
+
+def test_the_platform_is_chosen_at_lowering(stand_ins: Any) -> None:
+    traced = jax.jit(jaxsoftmax.softmax).trace(X)
+    assert not stand_ins.problems
+    for platform, kernels in (("tpu", False), ("rocm", False), ("cuda", True)):
+        stand_ins.problems.clear()
+        traced.lower(lowering_platforms=(platform,))
+        assert bool(stand_ins.problems) == kernels
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_real_kernels_are_in_the_cuda_program_when_explain_says_so(op: str) -> None:
+    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+    for function, name in ((OPS[op], op), (lambda x: jax.vjp(OPS[op], x)[1](x), f"{op}_vjp")):
+        promised = jaxsoftmax.explain(x, op=name).kernel is not None
+        assert ("mosaic_gpu" in lower(function, x, platforms=("cuda",))) == promised
+        assert "mosaic_gpu" not in lower(function, x, platforms=("cpu",))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_export(op: str) -> None:
+    loss = lambda x: (OPS[op](x, where=x > -1) * jnp.where(x > -1, 1.0, 0.0)).sum(where=x > -1)
+    for function in (OPS[op], jax.grad(lambda x: jnp.sin(OPS[op](x)).sum())):
+        exported = export.export(jax.jit(function))(X)
+        reloaded = export.deserialize(exported.serialize(vjp_order=1))
+        np.testing.assert_allclose(reloaded.call(X), function(X), rtol=1e-6)
+    reloaded = export.deserialize(export.export(jax.jit(OPS[op]))(X).serialize(vjp_order=1))
+    np.testing.assert_allclose(
+        jax.grad(lambda x: jnp.sin(reloaded.call(x)).sum())(X),
+        jax.grad(lambda x: jnp.sin(OPS[op](x)).sum())(X),
+        rtol=1e-5,
+    )
+    assert export.export(jax.jit(loss))(X).serialize()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_export_with_symbolic_shapes(op: str) -> None:
+    b, n = export.symbolic_shape("b, n")
+    operand = jax.ShapeDtypeStruct((b, n), jnp.float32)
+    mask = jax.ShapeDtypeStruct((n,), jnp.bool_)
+    function = lambda x, m: (OPS[op](x), jax.grad(lambda x: jnp.sin(OPS[op](x, where=m)).sum(where=m))(x))
+    exported = export.export(jax.jit(function), platforms=["cpu", "cuda"])(operand, mask)
+    where = np.arange(8) < 7
+    got = export.deserialize(exported.serialize()).call(X[0], where)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, tuple(function(X[0], where)))
+
+
+def test_export_for_several_platforms(stand_ins: Any) -> None:
+    exported = export.export(jax.jit(jaxsoftmax.softmax), platforms=["tpu", "cuda"])(X)
+    assert "stablehlo.case" in exported.mlir_module()
+    assert stand_ins.ran(Op.SOFTMAX) == {(24, 8, 1)}
+    assert export.export(jax.jit(jaxsoftmax.softmax), platforms=["cuda"])(X).serialize()
+
+
+def test_export_of_a_sharded_program() -> None:
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "d"))
+    exported = export.export(jax.jit(jaxsoftmax.softmax))(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding))
+    assert exported.nr_devices == 8
+    reloaded = export.deserialize(exported.serialize())
+    np.testing.assert_allclose(jax.jit(reloaded.call)(jax.device_put(X, sharding)), oracle.softmax(X), rtol=1e-5)

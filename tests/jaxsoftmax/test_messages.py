@@ -1,0 +1,82 @@
+"""Error texts: what was got, what was wanted, what to do."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+
+X = np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "error, text, arguments",
+    [
+        (TypeError, "x has dtype complex64, expected a real dtype", {"x": np.zeros(3, np.complex64)}),
+        (ValueError, "axis 2 is out of bounds for x of rank 2, expected -2 <= axis < 2", {"axis": 2}),
+        (ValueError, "axis -3 is out of bounds", {"axis": (0, -3)}),
+        (ValueError, "axis -1 is out of bounds for x of rank 0, expected 0 <= axis < 0. Pass axis=None", {"x": 1.0}),
+        (ValueError, "duplicate value in axis=(0, -2), expected each axis once", {"axis": (0, -2)}),
+        (TypeError, "where has dtype float32, expected bool. Pass where.astype(bool)", {"where": X}),
+        (
+            ValueError,
+            "where has shape (3, 3), expected a shape that broadcasts to x's, (2, 3)",
+            {"where": np.ones((3, 3), bool)},
+        ),
+        (ValueError, "where has shape (1, 2, 3)", {"where": np.ones((1, 2, 3), bool)}),
+        (ValueError, "scale has shape (2,), expected a shape that broadcasts to x's, (2, 3)", {"scale": np.ones(2)}),
+        (ValueError, "scale is nan, expected a number", {"scale": float("nan")}),
+        (TypeError, "scale has dtype complex64", {"scale": np.ones((), np.complex64)}),
+        (ValueError, "implementation='cuda', expected one of None", {"implementation": "cuda"}),
+    ],
+)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_arguments(op: str, error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match="^" + op + ": .*" + re.escape(text)):
+        getattr(jaxsoftmax, op)(**{"x": X, **arguments})
+
+
+def test_logsumexp() -> None:
+    with pytest.raises(TypeError, match="logsumexp: a has dtype complex64"):
+        jaxsoftmax.logsumexp(np.zeros(3, np.complex64))
+    with pytest.raises(TypeError, match="logsumexp: b has dtype complex64"):
+        jaxsoftmax.logsumexp(X, b=np.zeros((2, 3), np.complex64))
+    with pytest.raises(NotImplementedError, match="the kernels take no weights b"):
+        jaxsoftmax.logsumexp(X, b=X, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="logsumexp: axis 5 is out of bounds"):
+        jaxsoftmax.logsumexp(X, axis=5)
+    with pytest.raises(ValueError, match="merge: got no states"):
+        jaxsoftmax.merge()
+
+
+def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
+    stand_ins.accepts = lambda problem: problem.cols > 3
+    with pytest.raises(
+        NotImplementedError, match=r"no kernel takes this call:\n  first: it is not for this\n  second: nor"
+    ):
+        jaxsoftmax.softmax(X, implementation="mosaic_gpu")
+    np.testing.assert_allclose(jaxsoftmax.softmax(X), jax.nn.softmax(X))
+    np.testing.assert_allclose(jaxsoftmax.softmax(X, None, implementation="mosaic_gpu"), jax.nn.softmax(X, None))
+    with pytest.raises(NotImplementedError, match="symbolic or zero"):
+        jaxsoftmax.softmax(jnp.zeros((0, 9)), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    "function", [jax.jit(lambda f, x: f(x), static_argnums=0), lambda f, x: f(x)], ids=["jit", "eager"]
+)
+def test_a_named_kernel_on_another_platform(function: Any) -> None:
+    for op in (jaxsoftmax.softmax, jaxsoftmax.log_softmax, jaxsoftmax.logsumexp):
+        with pytest.raises(NotImplementedError, match="lowered for a platform other than cuda"):
+            function(lambda x, op=op: op(x, implementation="mosaic_gpu"), X)
+    jax.make_jaxpr(lambda x: jaxsoftmax.softmax(x, implementation="mosaic_gpu"))(X)
+
+
+def test_explain_names_its_ops() -> None:
+    with pytest.raises(ValueError, match=r"explain: op='argmax', expected one of softmax, softmax_vjp"):
+        jaxsoftmax.explain(X, op="argmax")
+    with pytest.raises(ValueError, match="softmax: axis 7 is out of bounds"):
+        jaxsoftmax.explain(X, 7)
