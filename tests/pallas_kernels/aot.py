@@ -45,6 +45,21 @@ class Report:
         """Lines of the log that say that the compiler gave up on something the kernel asked for."""
         return [line for line in self.ptxas_log.splitlines() if re.search("setmaxnreg|serializ|C75", line)]
 
+    @property
+    def shares_scratch(self) -> bool:
+        """Whether several warpgroups reduce through one place in shared memory.
+
+        Mosaic gives a reduction across a warpgroup's warps its scratch at a fixed address, the same for every
+        warpgroup, and orders it by a barrier of that warpgroup alone: silently wrong, and invisible to the interpreter.
+        """
+        after_own_barrier = False
+        for line in self.ptx.splitlines():
+            if "bar.sync" in line:
+                after_own_barrier = re.search(r"bar\.sync\s+\S+, 128;", line) is not None
+            if after_own_barrier and re.search(r"ld\.shared.*\[__dynamic_shmem__0", line) and self.threads > 128:
+                return True
+        return False
+
 
 def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> tuple[Report, ...]:
     """Compiles `f` and reports on each Mosaic kernel in it."""

@@ -2,7 +2,10 @@
 
 import aot
 import cases
+import jax
+import jax.numpy as jnp
 import pytest
+import toy
 from cases import DTYPES, Op, Problem
 
 from pallas_kernels import dispatch
@@ -35,5 +38,17 @@ def test_compiles_within_the_registers(case):
     for report in reports:
         assert (report.spill_bytes, report.stack_bytes) == (0, 0), report.ptxas_log
         assert not report.complaints, report.complaints
+        assert not report.shares_scratch, "warpgroups reduce through the same shared memory"
         assert report.registers * report.threads <= 65536
         assert report.smem <= H200.smem_per_cta
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2])
+def test_reductions_through_the_same_scratch_are_seen(warpgroups):
+    (report,) = aot.compile_for_h200(toy.centre, jax.ShapeDtypeStruct((warpgroups, 1024), jnp.float32))
+    assert report.shares_scratch == (warpgroups > 1)
+
+
+def test_spills_are_seen():
+    (report,) = aot.compile_for_h200(toy.softmax, jax.ShapeDtypeStruct((64, 12288), jnp.bfloat16))
+    assert report.spill_bytes > 0

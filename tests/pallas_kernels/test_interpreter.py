@@ -171,6 +171,17 @@ def test_stores_into_a_peers_shared_memory(own_op):
     np.testing.assert_array_equal(interpret(functools.partial(exchange_by_stores, own_op=own_op), x), x[:, ::-1])
 
 
+def test_exp2_is_as_good_as_the_hardwares():
+    x = jnp.concatenate([jnp.linspace(-130, 127.9, 4089), jnp.array([0, -126, 127, jnp.nan, -jnp.inf, jnp.inf, -1e30])])
+
+    def body(x_gmem, y_gmem):
+        y_gmem[...] = jnp.exp2(x_gmem[...])
+
+    y, truth = interpret(plgpu.kernel(body, out_type=x), x), np.exp2(np.asarray(x, np.float64))
+    truth = np.where(truth < np.finfo(np.float32).tiny, 0, truth)
+    np.testing.assert_allclose(np.asarray(y), truth.astype(np.float32), rtol=2.5e-7, atol=1.2e-38)
+
+
 def test_pipeline_with_outputs():
     def body(x_gmem, y_gmem):
         def step(indices, x_smem, y_smem):
