@@ -139,6 +139,7 @@ def _gate(
             "kernel": built.program.kernel,
             "config": built.program.config,
             "bytes_moved": built.program.bytes_moved,
+            "residual_bytes": built.program.residual_bytes,
         }
     return impls
 

@@ -36,6 +36,7 @@ class Program:
     kernel: str | None = None
     config: str | None = None
     bytes_moved: int | None = None
+    residual_bytes: int | None = None  # what the forward pass keeps for the backward pass
 
     def buffers(self, cases_buffers: Buffers) -> Buffers:
         return [self.operands(*operands) for operands in cases_buffers]
@@ -83,15 +84,17 @@ def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
     """The case through a public function and `jax.vjp`, as a user has it."""
     if case.pass_ in ("fwd", "call"):
         return Program(jax.jit(lambda x: op(x)), lambda x: (x,))
+    kept = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     if case.pass_ == "value_and_vjp":
 
         def value_and_vjp(x, t):
             y, pull = jax.vjp(op, x)
             return y, pull(t)[0]
 
-        return Program(jax.jit(value_and_vjp), lambda x, t: (x, t))
+        return Program(jax.jit(value_and_vjp), lambda x, t: (x, t), residual_bytes=kept)
     linearise = jax.jit(lambda x: jax.vjp(op, x)[1])
-    return Program(jax.jit(lambda pull, t: pull(t)[0]), lambda x, t: (linearise(x), t))
+    return Program(jax.jit(lambda pull, t: pull(t)[0]), lambda x, t: (linearise(x), t), residual_bytes=kept)
 
 
 def _xla(case: Case) -> Program:

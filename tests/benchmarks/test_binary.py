@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, peers, report, runner, truth, variants
+from benchmarks import cases, models, peers, report, runner, truth, variants
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +107,12 @@ def test_every_row_is_looked_at(monkeypatch):
     verdict = truth.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), xla, truth.every_row(case))
     assert verdict.error <= verdict.allowed
     assert not verdict.right
+
+
+def test_ours_keeps_only_its_output_for_the_backward_pass():
+    case = _case("softmax_value_and_vjp_bf16_32768x4096")
+    assert variants.build(case, "ours").residual_bytes == models.operand_bytes(case)
+    assert variants.build(case, "xla").residual_bytes > models.operand_bytes(case)
 
 
 def test_rungs_decline_without_a_gpu():

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import cases, docs, plot, report
 from benchmarks.results import Results
 from benchmarks.targets import TARGETS
+from pallas_kernels import softmax
 
 
 def _record(name, ours=None, **others):
@@ -55,6 +56,11 @@ def test_every_marker_is_a_table_and_is_closed():
 def test_the_ladder_and_the_promises_are_shown():
     text = (docs.ROOT / "docs" / "ladder.md").read_text() + (docs.ROOT / "docs" / "results.md").read_text()
     assert set(re.findall(r"<!-- table:(\w+) -->", text)) >= set(docs.TABLES) - {"forward", "backward"}
+
+
+def test_every_rung_is_explained():
+    text = (docs.ROOT / "docs" / "ladder.md").read_text()
+    assert not [name for name in softmax.LADDER if name.replace("_", " ") not in text]
 
 
 def test_the_newest_measurement_counts(folder):
