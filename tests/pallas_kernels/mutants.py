@@ -1,11 +1,10 @@
 """The planted faults that the conformance suite must reject. `docs/mutants.md` is written from this table.
 
-Function faults are planted in `wrong.solver`; kernel faults are planted in the rungs themselves, through a small seam,
-and run in the interpreter.
+Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels.
 """
 
 import dataclasses
-from collections.abc import Callable
+import pathlib
 from typing import Any
 
 import jax
@@ -13,6 +12,8 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels.problem import Op
+
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,43 @@ FUNCTION_MUTANTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelMutant:
-    """A fault planted in the kernels: `plant(monkeypatch)` replaces a seam; `kill` names the check that must see it."""
+# Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
+HARNESS_FAULTS = (
+    ("no barrier before the cluster's exchange", "toy kernel without its first cluster barrier",
+     "test_interpreter.py: race detected"),
+    ("no barrier before the block's exchange", "toy kernel without its named barrier", "test_interpreter.py: race detected"),
+    ("a barrier that not all reach", "toy kernel in which one CTA of two arrives", "test_interpreter.py: deadlock reported"),
+    ("two blocks write one row", "toy kernel whose blocks overlap", "test_interpreter.py: race detected"),
+    ("reads past the last row or column", "toy kernel without its row guard, or shifted", "test_interpreter.py: IndexError"),
+    ("two warpgroups reduce through one scratch", "toy kernel with a sum across warps and two warpgroups",
+     "test_aot.py: seen in the PTX; the interpreter cannot"),
+    ("registers spill", "toy kernel with too long a row", "test_aot.py: ptxas reports it"),
+    ("rows left unwritten", "toy kernel that stops early, on a GPU", "test_gpu_harness.py: poison comes through"),
+    ("writes past the output", "toy kernel shifted by a row, on a GPU", "test_gpu_harness.py: a neighbour changed"),
+    ("another implementation ran", "`jax.nn.softmax` in the kernel's place", "test_gpu_harness.py: no Mosaic call in the HLO"),
+)  # fmt: skip
 
-    name: str
-    fault: str
-    plant: Callable[[Any], None]
-    kill: str
+
+def document() -> str:
+    """The text of `docs/mutants.md`."""
+    rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
+    table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in [*rows, *HARNESS_FAULTS])
+    return f"""# Planted faults
+
+Each fault below is planted and must be rejected: tests of the tests. The table is written from
+`tests/pallas_kernels/mutants.py` (run that file to write it anew).
+
+| fault | how it is planted | what rejects it |
+|---|---|---|
+{table}
+"""
+
+
+def _killer(mutant: Mutant) -> str:
+    extras = [f"{mutant.cols} columns"] * (mutant.cols != 1000) + [f"scale {mutant.scale}"] * (mutant.scale != 1)
+    extras += [f"`where` {mutant.where}"] * (mutant.where != "none")
+    return ", ".join([f"conformance.check of {mutant.op.value}", *extras])
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

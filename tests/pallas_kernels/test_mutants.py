@@ -4,7 +4,7 @@ import cases
 import conformance
 import pytest
 import wrong
-from mutants import FUNCTION_MUTANTS
+from mutants import DOCUMENT, FUNCTION_MUTANTS, document
 
 from pallas_kernels.problem import Op, Problem
 
@@ -32,3 +32,7 @@ def test_planted_fault_is_rejected(mutant, dtype):
     problem = Problem(mutant.op, ROWS, mutant.cols, dtype, where=mutant.where, scale=mutant.scale)
     with pytest.raises(AssertionError, match="ulp"):
         conformance.check(wrong.solver(problem, **mutant.knobs), problem)
+
+
+def test_the_document_lists_every_fault():
+    assert DOCUMENT.read_text() == document(), "run tests/pallas_kernels/mutants.py"
