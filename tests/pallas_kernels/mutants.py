@@ -76,19 +76,41 @@ FUNCTION_MUTANTS = (
 
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
 HARNESS_FAULTS = (
-    ("no barrier before the cluster's exchange", "toy kernel without its first cluster barrier",
-     "test_interpreter.py: race detected"),
-    ("no barrier before the block's exchange", "toy kernel without its named barrier", "test_interpreter.py: race detected"),
-    ("a barrier that not all reach", "toy kernel in which one CTA of two arrives", "test_interpreter.py: deadlock reported"),
+    (
+        "no barrier before the cluster's exchange",
+        "toy kernel without its first cluster barrier",
+        "test_interpreter.py: race detected",
+    ),
+    (
+        "no barrier before the block's exchange",
+        "toy kernel without its named barrier",
+        "test_interpreter.py: race detected",
+    ),
+    (
+        "a barrier that not all reach",
+        "toy kernel in which one CTA of two arrives",
+        "test_interpreter.py: deadlock reported",
+    ),
     ("two blocks write one row", "toy kernel whose blocks overlap", "test_interpreter.py: race detected"),
-    ("reads past the last row or column", "toy kernel without its row guard, or shifted", "test_interpreter.py: IndexError"),
-    ("two warpgroups reduce through one scratch", "toy kernel with a sum across warps and two warpgroups",
-     "test_aot.py: seen in the PTX; the interpreter cannot"),
+    (
+        "reads past the last row or column",
+        "toy kernel without its row guard, or shifted",
+        "test_interpreter.py: IndexError",
+    ),
+    (
+        "two warpgroups reduce through one scratch",
+        "toy kernel with a sum across warps and two warpgroups",
+        "test_aot.py: seen in the PTX; the interpreter cannot",
+    ),
     ("registers spill", "toy kernel with too long a row", "test_aot.py: ptxas reports it"),
     ("rows left unwritten", "toy kernel that stops early, on a GPU", "test_gpu_harness.py: poison comes through"),
     ("writes past the output", "toy kernel shifted by a row, on a GPU", "test_gpu_harness.py: a neighbour changed"),
-    ("another implementation ran", "`jax.nn.softmax` in the kernel's place", "test_gpu_harness.py: no Mosaic call in the HLO"),
-)  # fmt: skip
+    (
+        "another implementation ran",
+        "`jax.nn.softmax` in the kernel's place",
+        "test_gpu_harness.py: no Mosaic call in the HLO",
+    ),
+)
 
 
 def document() -> str:

@@ -4,7 +4,7 @@ import functools
 
 import cases
 import conformance
-import gpu
+import poisoned
 import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import interpret
@@ -55,4 +55,4 @@ def test_interpreted(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(_on_gpu()), ids=str)
 def test_on_gpu(case):
-    conformance.check(case.run, case.problem, execute=gpu.execute)
+    conformance.check(case.run, case.problem, execute=poisoned.execute)
