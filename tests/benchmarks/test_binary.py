@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, models, peers, report, runner, truth, variants
+from benchmarks import cases, models, peers, probes, report, runner, timing, truth, variants
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,3 +138,29 @@ def test_the_header_says_where_a_run_was_made(tmp_path):
     assert (header["commit"], header["seed"]) == ("abc", 3)
     assert header["versions"]["jax"] == jax.__version__
     assert json.dumps(header)
+
+
+def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
+    """The path of a GPU run, with the device's parts replaced: profiler, Mosaic's copy, torch's copy."""
+    profiled = []
+
+    def kernels(schedule):
+        schedule()
+        names = [variant.name for _, variant in schedule.slots()]
+        profiled.append(names)
+        return [(name, 0.5 if name == "copy:mosaic" else 1.0) for name in names]
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 3 * 2**20)
+    monkeypatch.setattr(timing, "_device_kernels", kernels)
+    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    case = _case("logsumexp_fwd_bf16_32768x4096").shrunk(2**19)
+    record = runner.run(case, runner.Options(rounds=2))
+    assert (record["clock"], record["buffers"]) == ("cupti", 3)
+    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic", "read"}
+    assert record["copy"]["method"] == "copy:torch"
+    assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
+    assert record["impls"]["ours"]["us"] == 1000.0
+    assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
+    assert record["read"]["us"] == 1000.0
