@@ -21,8 +21,11 @@ class Deadlock(AssertionError):
     """The kernel's threads waited for each other for too long."""
 
 
-def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 60.0) -> Any:
-    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`."""
+def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 60.0, concurrent: bool = False) -> Any:
+    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`.
+
+    `concurrent`: all blocks of the grid run at once, for kernels whose blocks wait for each other.
+    """
     expired = threading.Event()
 
     def expire() -> None:
@@ -32,7 +35,8 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 60.0
     watchdog = threading.Timer(limit_s, expire)
     watchdog.start()
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)):
+        parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
+        with plgpu.force_gpu_interpret_mode(parameters), interpreter_shim.concurrent_grid(concurrent):
             result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
         if interpreter_shim.races_found():
             raise RaceDetected(f"races in {f}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from typing import Any
 
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
 _BLOCK_FIELD = [f.name for f in dataclasses.fields(memory.HostAllocationKey)].index("block_id")
-_PEER_TIMEOUT_S, _PEER_POLL_S = 30.0, 0.005
+_PEER_TIMEOUT_S, _POLL_S = 30.0, 0.005
 
 Token = jax.Array
 
@@ -107,6 +109,16 @@ class Machine:
         arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self._source_info)
         self._call(arrive, allocation_key_as_array=key)
 
+    def atomic_add(self, ref: Ref, index: tuple[Any, ...], amount: Any) -> jax.Array:
+        """`atom.add.acq_rel.gpu` on `ref[index]`: the old value; orders memory between blocks, as flags do."""
+        step = functools.partial(_flag, wait=False)
+        return self._on_flag(step, ref, index, jnp.asarray(amount, ref.dtype))
+
+    def wait_until(self, ref: Ref, index: tuple[Any, ...], at_least: Any) -> jax.Array:
+        """Spins on `ld.acquire.gpu` of `ref[index]`; other blocks of the grid run meanwhile under `concurrent_grid`."""
+        step = functools.partial(_flag, wait=True)
+        return self._on_flag(step, ref, index, jnp.asarray(at_least, ref.dtype))
+
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
         self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self._source_info))
@@ -119,11 +131,11 @@ class Machine:
 
     def cluster_arrive(self) -> None:
         """`barrier.cluster.arrive.release`."""
-        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=False))
+        self._call(functools.partial(_cluster_barrier, mesh=self._interpreter.mesh, wait=False))
 
     def cluster_wait(self) -> None:
         """`barrier.cluster.wait.acquire`."""
-        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=True))
+        self._call(functools.partial(_cluster_barrier, mesh=self._interpreter.mesh, wait=True))
 
     def cluster_sync(self) -> None:
         self.cluster_arrive()
@@ -135,6 +147,15 @@ class Machine:
         return callback.io_callback(
             step, result, token=self.token, key=ref.key, inside=inside, **self._where, **operands
         )
+
+    def _on_flag(self, step: Any, ref: Ref, index: tuple[Any, ...], operand: jax.Array) -> jax.Array:
+        assert not ref.transforms, "flags are elements of whole buffers"
+        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), ref.dtype))
+        at = jnp.stack([jnp.asarray(i, jnp.int32) for i in index])
+        self.token, value = callback.io_callback(
+            step, result, token=self.token, key=ref.key, at=at, operand=operand, **self._where
+        )
+        return value
 
     def _call(self, step: Any, **operands: jax.Array) -> None:
         self.token = callback.io_callback(
@@ -148,22 +169,64 @@ def _await_allocation(*, token: Any, mesh_location: Any, thread: Any, key: Any) 
     del mesh_location
     shared, keys = gpu_callbacks._get_shared_memory(), np.asarray(key).reshape(-1, key.shape[-1])
     key = memory.HostAllocationKey.from_array(keys[0])
-    for _ in range(int(_PEER_TIMEOUT_S / _PEER_POLL_S)):
+    for _ in range(int(_PEER_TIMEOUT_S / _POLL_S)):
         shared.check_failed()
         with shared.lock:
             if key in shared.mem:
                 return token
-        time.sleep(_PEER_POLL_S)
+        time.sleep(_POLL_S)
     raise TimeoutError(f"{thread} waited for shared memory {key} of a peer that never allocated it")
 
 
 @gpu_callbacks.fail_on_exception
-def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: int, wait: bool) -> Any:
-    """The cluster's hardware barrier: every warpgroup of every CTA arrives; it carries the race detector's clocks."""
+def _flag(*, token: Any, mesh_location: Any, thread: Any, key: Any, at: Any, operand: Any, wait: bool) -> Any:
+    """An atomic addition to a flag, or a wait until it is at least `operand`; passes the race detector's clocks on."""
     del mesh_location
+    shared, key = gpu_callbacks._get_shared_memory(), memory.HostAllocationKey.from_array(key)
+    content, at = shared.mem[key].content, tuple(int(i) for i in at)
+    while True:
+        shared.check_failed()
+        with shared.lock:
+            old = content[at].copy()
+            if not wait or old >= operand:
+                content[at] += 0 if wait else operand
+                if shared.detect_races:
+                    _pass_on_clock(shared, thread, (key, at), release=not wait)
+                return token, old
+        time.sleep(_POLL_S)
+
+
+def _pass_on_clock(shared: Any, thread: Any, flag: Any, *, release: bool) -> None:
+    clock = shared.incr_clock(thread, take_lock=False)
+    flag_clocks = shared.__dict__.setdefault("flag_clocks", {})
+    released = flag_clocks.setdefault(flag, shared.VectorClock(shared.vector_clock_size))
+    if release:
+        released.update(clock)
+    shared.clocks[thread].update(released)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConcurrentGrid(gpu_core.Mesh):
+    """A mesh whose blocks all run at once: the interpreter takes the grid for axes of one large cluster."""
+
+    grid_axes: int = 0  # how many of `cluster` are the grid's
+
+    @classmethod
+    def of(cls, mesh: gpu_core.Mesh) -> "ConcurrentGrid":
+        fields = {f.name: getattr(mesh, f.name) for f in dataclasses.fields(gpu_core.Mesh)}
+        blocks = dict(cluster=(*mesh.grid, *mesh.cluster), cluster_names=(*mesh.grid_names, *mesh.cluster_names))
+        return cls(**{**fields, **blocks, "grid": (), "grid_names": ()}, grid_axes=len(mesh.grid))
+
+
+@gpu_callbacks.fail_on_exception
+def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, mesh: gpu_core.Mesh, wait: bool) -> Any:
+    """The cluster's hardware barrier: every warpgroup of every CTA arrives; it carries the race detector's clocks."""
+    grid_axes = mesh.grid_axes if isinstance(mesh, ConcurrentGrid) else 0
+    arrivals = math.prod(mesh.cluster[grid_axes:]) * (mesh.num_threads or 1)
+    key = (thread.device_id, "cluster", *(int(c) for c in mesh_location.block_coords[:grid_axes]))
     shared = gpu_callbacks._get_shared_memory()
     with shared.lock:
-        barrier = shared.named_barriers.get((thread.device_id, "cluster"))
+        barrier = shared.named_barriers.get(key)
         if barrier is None:
             barrier = memory.Barrier(
                 shared,
@@ -172,7 +235,7 @@ def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: i
                 num_arrivals=arrivals,
                 orders_tensor_core=False,
             )
-            shared.named_barriers[thread.device_id, "cluster"] = barrier
+            shared.named_barriers[key] = barrier
     if wait:
         barrier.wait(thread)
     else:

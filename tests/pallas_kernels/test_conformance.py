@@ -19,7 +19,7 @@ REAL = (1, 2, 125, 127, 128, 256, 1000, 1001, 1024, 4096, 8192, 32000, 50257, 65
 
 def _rows_on_gpu(cols: int) -> int:
     """Enough rows to fill the chip more than once where that is cheap; odd, so that the last tile is never full."""
-    return max(ROWS, min(70001, 2**22 // cols) | 1)
+    return max(ROWS, min(70001, 2**20 // cols) | 1)
 
 
 def _interpreted():
