@@ -29,7 +29,7 @@ _DTYPE = flags.DEFINE_list("dtype", [], "float16 or f16, bfloat16 or bf16, float
 _PASS = flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
 _TAG = flags.DEFINE_list("tag", [], "Tags; default 'standard' on a GPU and 'smoke' elsewhere, when no filter is given.")
 _IMPL = flags.DEFINE_list(
-    "impl", ["ours", "xla"], f"ours, xla, ladder (every rung), rung:NAME, and {', '.join(peers.NAMES)}."
+    "impl", ["ours", "xla", *peers.NAMES], f"ours, xla, ladder (every rung), rung:NAME, and {', '.join(peers.NAMES)}."
 )
 _KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use.")
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
@@ -41,6 +41,12 @@ _PLOT = flags.DEFINE_string("plot", None, "Folder for plots.")
 _LIST = flags.DEFINE_bool("list", False, "List the selected cases and stop.")
 _COMMIT = flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
 _PEERS_PATH = flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
+
+flags.register_validator(
+    "impl",
+    lambda names: all(name in variants.NAMES + peers.NAMES or name.startswith("rung:") for name in names),
+    message=f"--impl takes {', '.join(variants.NAMES + peers.NAMES)} and rung:NAME",
+)
 
 
 def selected() -> tuple[cases.Case, ...]:

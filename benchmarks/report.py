@@ -21,7 +21,12 @@ def line(record: Record) -> str:
 
 def _impl_lines(record: Record) -> Iterable[str]:
     ours = record["impls"].get("ours", {}).get("us")
+    missing = [name for name, entry in record["impls"].items() if entry["status"] == "not installed"]
+    if missing:
+        yield f"not installed: {', '.join(missing)}"
     for name, entry in record["impls"].items():
+        if name in missing:
+            continue
         if "us" not in entry:
             reason = f": {entry['reason']}" if "reason" in entry else ""
             yield f"{name:<14} {entry['status']}{reason}"

@@ -13,6 +13,8 @@ from benchmarks.cases import Case
 from pallas_kernels import dispatch, hardware, softmax
 from pallas_kernels.monoid import Stats, log_normalizer
 
+NAMES = ("ours", "xla", "ladder")
+
 Buffers = list[tuple[Any, ...]]
 
 _OURS = {

@@ -52,6 +52,10 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     assert forward["impls"]["ours"]["temp_bytes"] >= 0
 
 
+def test_a_name_that_is_no_implementation_is_refused():
+    assert "--impl takes ours, xla" in _run("--impl=quak", "--list", expect=1)
+
+
 def test_listing_measures_nothing():
     out = _run("--list", "--tag=core")
     assert len(out.strip().splitlines()) == len(cases.select(tags=["core"]))
