@@ -1,9 +1,10 @@
 """Runs one case: build, gate, time, and the record that goes into the result file."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,11 +51,7 @@ def run(case: Case, options: Options) -> dict[str, Any]:
         return record | latency.run(case, options)
     buffers = timing.buffers_needed(models.operand_bytes(case), hot=case.hot) if on_gpu else 1
     operands = variants.make_operands(case, buffers, options.seed)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        pending = [pool.submit(probe, models.least_bytes(case), buffers) for probe in _probes(case, options)]
-        ready, impls, check = _prepare(case, operands, options, pool)
-        impls |= _gate(case, operands, ready, check)
-        schedule = [probe.result() for probe in pending]
+    ready, impls, schedule = _prepare(case, operands, buffers, options)
     right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
     schedule = [*(timing.Variant(name, ready[name].launch) for name in right), *schedule]
     clock, timings, copies = _time(case, schedule, buffers, options)
@@ -98,25 +95,41 @@ def _probes(case: Case, options: Options) -> list[Callable[[int, int], timing.Va
 
 
 def _prepare(
-    case: Case, operands: variants.Buffers, options: Options, pool: concurrent.futures.Executor
-) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]], Callable[..., jax.Array]]:
-    """Compiles every implementation (XLA always: the gate needs it) and the gate's check, side by side."""
-    programs, impls = {}, {}
-    for name in dict.fromkeys(("xla", *options.impls)):
-        try:
-            programs[name] = variants.build(case, name, kernel=options.kernel, config=options.config)
-        except variants.Declined as reason:
-            impls[name] = {"status": "declined", "reason": str(reason)}
-    buffers = {name: program.buffers(operands) for name, program in programs.items()}
-    lowered = [program.function.lower(*buffers[name][0]) for name, program in programs.items()]
-    outputs = jax.eval_shape(programs["xla"].function, *buffers["xla"][0])
-    lowered.append(truth.every_row(case).lower(operands[0], outputs))
-    *compiled, check = pool.map(lambda low: low.compile(), lowered)
-    ready = {
-        name: _Ready(program, run, buffers[name])
-        for (name, program), run in zip(programs.items(), compiled, strict=True)
-    }
-    return ready, impls, check
+    case: Case, operands: variants.Buffers, buffers: int, options: Options
+) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]], list[timing.Variant]]:
+    """Programs that are compiled and right, what is known of every implementation, and the probes.
+
+    Compilation is most of a case's time, so it runs in threads; tracing does not, as Mosaic's is not known to be safe.
+    """
+    built, impls = {}, {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for name in dict.fromkeys(("xla", *options.impls)):  # XLA always: the gate needs it
+            with _recorded(impls, name):
+                program = variants.build(case, name, kernel=options.kernel, config=options.config)
+                own = program.buffers(operands)
+                built[name] = (program, own, pool.submit(program.function.lower(*own[0]).compile))
+        xla, own, _ = built["xla"]
+        outputs = jax.eval_shape(xla.function, *own[0])
+        check = pool.submit(truth.every_row(case).lower(operands[0], outputs).compile)
+        schedule = [probe(models.least_bytes(case), buffers) for probe in _probes(case, options)]
+    ready = {}
+    for name, (program, own, compiled) in built.items():
+        with _recorded(impls, name):
+            ready[name] = _Ready(program, compiled.result(), own)
+    return ready, impls | _gate(case, operands, ready, check.result()), schedule
+
+
+@contextlib.contextmanager
+def _recorded(impls: dict[str, dict[str, Any]], name: str) -> Iterator[None]:
+    """Turns an exception into an entry: one kernel that does not compile or run must not hide the others' results."""
+    try:
+        yield
+    except variants.Declined as reason:
+        impls[name] = {"status": "declined", "reason": str(reason)}
+    except Exception as error:
+        if name == "xla":
+            raise
+        impls[name] = {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
 def _gate(
@@ -126,22 +139,27 @@ def _gate(
     xla = ready["xla"].launch(0)
     impls = {}
     for name, built in ready.items():
-        got = xla if name == "xla" else built.launch(0)
-        verdict = truth.judge(case, operands[0], got, xla, check)
-        right = verdict.right or name == "xla"
-        impls[name] = {
-            "status": "ok" if right else "WRONG",
-            **({} if right else {"reason": verdict.describe()}),
-            "process": "jax",
-            "max_error_ulp": round(verdict.error, 4),
-            "allowed_error_ulp": round(verdict.allowed, 4),
-            "temp_bytes": built.compiled.memory_analysis().temp_size_in_bytes,
-            "kernel": built.program.kernel,
-            "config": built.program.config,
-            "bytes_moved": built.program.bytes_moved,
-            "residual_bytes": built.program.residual_bytes,
-        }
+        with _recorded(impls, name):
+            got = xla if name == "xla" else jax.block_until_ready(built.launch(0))
+            impls[name] = _judged(built, truth.judge(case, operands[0], got, xla, check), is_reference=name == "xla")
     return impls
+
+
+def _judged(built: _Ready, verdict: truth.Verdict, *, is_reference: bool) -> dict[str, Any]:
+    right = verdict.right or is_reference
+    program = built.program
+    return {
+        "status": "ok" if right else "WRONG",
+        **({} if right else {"reason": verdict.describe()}),
+        "process": "jax",
+        "max_error_ulp": round(verdict.error, 4),
+        "allowed_error_ulp": round(verdict.allowed, 4),
+        "temp_bytes": built.compiled.memory_analysis().temp_size_in_bytes,
+        "kernel": program.kernel,
+        "config": program.config,
+        "bytes_moved": program.bytes_moved,
+        "residual_bytes": program.residual_bytes,
+    }
 
 
 def _time(

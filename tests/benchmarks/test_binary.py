@@ -101,6 +101,20 @@ def test_a_wrong_result_gets_no_time(monkeypatch, fault):
     assert "WRONG" in report.table([record])
 
 
+def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
+    build = variants.build
+
+    def broken(case, impl, **override):
+        if impl == "ours":
+            raise ValueError("no such layout\nlong trace")
+        return build(case, impl, **override)
+
+    monkeypatch.setattr(variants, "build", broken)
+    record = runner.run(_case("softmax_fwd_f32_32768x1024"), runner.Options(rounds=1))
+    assert record["impls"]["ours"] == {"status": "failed", "reason": "ValueError: no such layout"}
+    assert record["impls"]["xla"]["us"] > 0
+
+
 def test_every_row_is_looked_at(monkeypatch):
     """Of many rows only some are sampled; the loose check on the device sees the others."""
     case = _case("softmax_fwd_f32_32768x1024").shrunk(2**20)
