@@ -1,7 +1,7 @@
 """Teaches Mosaic's GPU interpreter what our Hopper kernels use beyond it.
 
 Only this module and `simulated_gpu` import `jax._src`. An inline-assembly operation says what it means by an attribute
-of the function given to `plgpu.inline_mgpu`:
+of the function given to `plgpu.inline_mgpu` (`models` says it for those that have none):
 
 * `f.interpret = lambda *values: (writes, results)`: a function of values. Every argument comes as an array (references
   are read in full); `writes` maps an argument's position to that reference's new value; `results` lists the results.
@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 from jax import lax
 from jax._src import core as jax_core
@@ -90,7 +91,7 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
         return super()._interpret_arithmetic_primitive(eqn, get_invals)
 
     def _interpret_inline_mgpu_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, list[Any]]:
-        model = getattr(eqn.params["mgpu_fn"], "interpret", None)
+        model = models.of(eqn.params["mgpu_fn"])
         if model is None:
             raise NotImplementedError(f"{eqn.params['mgpu_fn']} carries no `.interpret` model")
         count, values = len(eqn.params["flat_arg_types"]), get_invals()
