@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -21,12 +21,12 @@ def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
     return lambda machine, *arguments: model(machine, static, *arguments)
 
 
-def _elements(tile: Any, cols: int, row: jax.Array, first: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+def elements(tile: Any, cols: int, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
     """Row and column of each element of a warpgroup's tile, and whether it lies in the row.
 
     Vectors are aligned in memory: the row's first begins `head` elements before the row does.
     """
-    r, c = jnp.arange(tile.shape[0])[:, None], jnp.arange(tile.shape[1])[None, :]
+    r, c = np.arange(tile.shape[0])[:, None], np.arange(tile.shape[1])[None, :]
     if tile.lanes <= 32:
         rows, vectors = row + r, first + c // tile.vector
     else:
@@ -37,11 +37,11 @@ def _elements(tile: Any, cols: int, row: jax.Array, first: jax.Array) -> tuple[t
 
 
 def _load_vectors(machine: Any, static: Any, ref: Any, row: jax.Array, first: jax.Array) -> list[jax.Array]:
-    return [machine.gather(ref, *_elements(static["tile"], ref.shape[1], row, first), static["fill"])]
+    return [machine.gather(ref, *elements(static["tile"], ref.shape[1], row, first), static["fill"])]
 
 
 def _store_vectors(machine: Any, static: Any, ref: Any, value: Any, row: jax.Array, first: jax.Array) -> None:
-    machine.scatter(ref, *_elements(static["span"].tile, ref.shape[1], row, first), value)
+    machine.scatter(ref, *elements(static["span"].tile, ref.shape[1], row, first), value)
 
 
 _MODELS = {"load_vectors": _load_vectors, "store_vectors": _store_vectors}
