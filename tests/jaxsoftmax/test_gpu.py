@@ -1,0 +1,87 @@
+"""The primitives over the real kernels, on a Hopper GPU."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from pallas_kernels import hardware, vjp
+from tests import errors, oracle
+
+pytestmark = pytest.mark.gpu
+
+OPS = {"softmax": jaxsoftmax.softmax, "log_softmax": jaxsoftmax.log_softmax}
+SHAPES = [(64, 4096), (33, 1000), (7, 50257), (4, 8, 512), (2, 262144)]
+
+
+def inputs(shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(4 * rng.normal(size=shape), dtype), jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def test_the_device_is_known() -> None:
+    device = hardware.present()
+    assert device is not None
+    assert device.compute_capability == "9.0"
+    assert device.sm_count == hardware.H200.sm_count
+    assert "here:" not in str(jaxsoftmax.explain(jnp.zeros((64, 4096))))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients(op: str, shape: tuple[int, ...], dtype: Any) -> None:
+    x, ct = inputs(shape, dtype)
+    kernel = jax.jit(functools.partial(OPS[op], implementation="mosaic_gpu"))
+    xla = jax.jit(functools.partial(OPS[op], implementation="xla"))
+    magnitude = oracle.log_softmax_terms(x) if op == "log_softmax" else None
+    errors.assert_accurate(kernel(x), xla(x), getattr(oracle, op)(x), magnitude=magnitude)
+    got, want = (jax.jit(lambda x, ct, f=f: jax.vjp(f, x)[1](ct)[0])(x, ct) for f in (kernel, xla))
+    scale = np.abs(np.asarray(want, np.float64)).max(-1, keepdims=True)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64) / scale, np.asarray(want, np.float64) / scale, atol=8 * float(jnp.finfo(dtype).eps)
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_plain_custom_vjp_is_the_same_to_the_bit(op: str) -> None:
+    x, ct = inputs((64, 4096), jnp.bfloat16)
+    plain, primitive = (
+        jax.jit(lambda x, ct, f=f: (f(x), jax.vjp(f, x)[1](ct)[0])) for f in (getattr(vjp, op), OPS[op])
+    )
+    for a, b in zip(plain(x, ct), primitive(x, ct), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_masks_scale_axes_and_transformations() -> None:
+    x, ct = inputs((16, 64, 512), jnp.float32)
+    mask = np.random.default_rng(1).random((16, 64, 512)) < 0.7
+    for where in (mask, mask[0, 0], mask[:, :1]):
+        got = jax.jit(jaxsoftmax.softmax)(x, where=where, scale=0.5)
+        np.testing.assert_allclose(got, oracle.softmax(x, -1, where, 0.5), rtol=1e-5, atol=1e-30)
+    for axis in (0, 1, (0, 2), None):
+        np.testing.assert_allclose(jaxsoftmax.softmax(x, axis), oracle.softmax(x, axis), rtol=1e-4)
+    np.testing.assert_allclose(jax.vmap(jaxsoftmax.softmax, 1, 1)(x), oracle.softmax(x), rtol=1e-5)
+    np.testing.assert_allclose(jaxsoftmax.logsumexp(x, -1), oracle.logsumexp(x, -1), rtol=1e-6)
+    for ours, theirs in ((jaxsoftmax.softmax, jax.nn.softmax), (jaxsoftmax.log_softmax, jax.nn.log_softmax)):
+        got, want = (jax.jit(lambda x, t, f=f: jax.jvp(f, (x,), (t,))[1])(x, ct) for f in (ours, theirs))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [("d",), (None, "d")], ids=str)
+def test_two_gpus(spec: tuple[str | None, ...]) -> None:
+    if len(jax.devices("cuda")) < 2:
+        pytest.skip("needs two GPUs")
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    x, ct = inputs((64, 8192), jnp.float32)
+    run = jax.jit(lambda x, ct: (jaxsoftmax.softmax(x), jax.vjp(jaxsoftmax.log_softmax, x)[1](ct)[0]))
+    operands = jax.device_put((x, ct), sharding)
+    y, dx = run(*operands)
+    np.testing.assert_allclose(y, oracle.softmax(x), rtol=1e-5)
+    np.testing.assert_allclose(dx, oracle.log_softmax_cotangent(x, ct), rtol=1e-4, atol=1e-5)
+    assert "all-gather" not in run.lower(*operands).compile().as_text()
