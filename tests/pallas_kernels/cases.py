@@ -25,6 +25,9 @@ def _row(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
             return -200 - 10 * np.abs(normal)
         case "holes":
             return np.where(rng.random(n) < 0.5, -INF, normal)
+        case "late" | "early":
+            normal[slice(n * 3 // 4) if kind == "late" else slice(-(-n // 4), None)] = -INF
+            return normal
         case "empty":
             return np.full(n, -INF)
         case "last column largest" | "+inf" | "nan":
@@ -44,7 +47,7 @@ def _row(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
 # Rows of NaN and infinities stand between sound ones, so that what leaks out of a row is seen.
 ROW_KINDS = (
     "normal 1", "nan", "normal 0.1", "+inf first", "normal 30", "empty", "spikes", "nan first", "constant",
-    "shift 1e4", "+inf", "negative", "holes", "shift -1e4", "last column largest", "first column largest",
+    "shift 1e4", "+inf", "negative", "holes", "shift -1e4", "last column largest", "first column largest", "late", "early",
 )  # fmt: skip
 LINEAR_ROW_KINDS = tuple(k for k in ROW_KINDS if k not in ("empty", "+inf", "+inf first"))
 
