@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import hardware, softmax
+from pallas_kernels import hardware, heuristics, softmax, tuned
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Problem
@@ -24,17 +24,32 @@ class Decision:
     bytes_moved: int
 
     def run(self, *operands: jax.Array) -> jax.Array | Stats:
-        """Runs the chosen kernel on `[rows, cols]` operands (`[rows, cols, inner]` when `inner > 1`)."""
+        """Runs the chosen kernel on `[rows, cols]` operands."""
         assert self.kernel is not None, self.reason
         return softmax.LADDER[self.kernel].run(self.problem, self.config, *operands)
 
 
 def decide(problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None) -> Decision:
     """Picks the fastest rung that accepts `problem` on `device`; `kernel` and `config` override the choice."""
-    declined = []
-    why_no_device = hardware.supports_kernels(device)
-    for rung in softmax.LADDER.values():
-        why = why_no_device or rung.unsupported(problem, device)
-        if why is not None:
-            declined.append((rung.name, why))
-    return Decision(problem, device, None, None, "no kernel yet", tuple(declined), 0)
+    no_device = hardware.supports_kernels(device)
+    refusals = {name: no_device or rung.unsupported(problem, device) for name, rung in softmax.LADDER.items()}
+    order = heuristics.order(problem, device)
+    chosen = next((name for name in ((kernel,) if kernel else order) if refusals[name] is None), None)
+    if chosen is None:
+        declined = tuple((name, why or "not asked for") for name, why in refusals.items())
+        return Decision(problem, device, None, None, "no kernel takes the problem", declined, 0)
+    rung = softmax.LADDER[chosen]
+    if config is not None:
+        source = "asked for"
+    elif (config := tuned.config(problem, device, chosen)) is not None:
+        source = "tuned on this device"
+    else:
+        config, source = rung.configs(problem, device)[0], "by the heuristic"
+    declined = tuple(
+        (name, why or f"{chosen} is faster for such rows") for name, why in refusals.items() if name != chosen
+    )
+    reason = "asked for" if kernel else "the fastest rung that takes such rows"
+    extra_reads = (rung.reads - 1) * problem.operands * problem.elements * problem.dtype.itemsize
+    return Decision(
+        problem, device, chosen, config, f"{reason}; config {source}", declined, problem.least_bytes + extra_reads
+    )

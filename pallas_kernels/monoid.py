@@ -40,16 +40,22 @@ def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp) -> jax.Array:
     return exp(frm - jnp.where(to == -jnp.inf, jnp.zeros_like(to), to))
 
 
-def combine(a: Stats, b: Stats, *, exp: Exp = jnp.exp) -> Stats:
-    """Merges two states."""
-    m = jnp.maximum(a.max, b.max)
-    return Stats(m, a.sum * decay(a.max, m, exp=exp) + b.sum * decay(b.max, m, exp=exp))
+def combine[S: tuple[jax.Array, ...]](a: S, b: S, *, exp: Exp = jnp.exp) -> S:
+    """Merges two states: `Stats`, or any tuple of a maximum and sums of weighted values relative to it."""
+    m = jnp.maximum(a[0], b[0])
+    of_a, of_b = decay(a[0], m, exp=exp), decay(b[0], m, exp=exp)
+    return _like(a, m, [x * of_a + y * of_b for x, y in zip(a[1:], b[1:], strict=True)])
 
 
-def merge_over(stats: Stats, axis: int, *, exp: Exp = jnp.exp) -> Stats:
+def merge_over[S: tuple[jax.Array, ...]](state: S, axis: int, *, exp: Exp = jnp.exp) -> S:
     """Merges the states that lie along `axis`."""
-    m = stats.max.max(axis)
-    return Stats(m, (stats.sum * decay(stats.max, jnp.expand_dims(m, axis), exp=exp)).sum(axis))
+    m = state[0].max(axis)
+    weights = decay(state[0], jnp.expand_dims(m, axis), exp=exp)
+    return _like(state, m, [(part * weights).sum(axis) for part in state[1:]])
+
+
+def _like[S: tuple[jax.Array, ...]](state: S, maximum: jax.Array, sums: list[jax.Array]) -> S:
+    return getattr(type(state), "_make", tuple)([maximum, *sums])
 
 
 def log_normalizer(stats: Stats) -> jax.Array:

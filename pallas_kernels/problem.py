@@ -47,6 +47,17 @@ class Problem:
         return self.rows * self.cols * self.inner
 
     @property
+    def operands(self) -> int:
+        """Arrays of the rows' size that are read."""
+        return 2 if self.op.is_linear else 1
+
+    @property
+    def max_vectors(self) -> int:
+        """The most 16-byte vectors that a row can touch, whatever its alignment."""
+        v = 16 // self.dtype.itemsize
+        return self.cols // v if self.cols % v == 0 else (self.cols + 2 * v - 2) // v
+
+    @property
     def least_bytes(self) -> int:
         """The traffic no kernel can go below: each stream once, and the mask's bytes."""
         mask = {"none": 0, "full": self.elements, "shared": self.cols}[self.where]

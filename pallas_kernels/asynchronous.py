@@ -1,0 +1,123 @@
+"""Rows copied into shared memory behind the warps' back, and the memory barriers that say when they have come.
+
+A barrier is 8 bytes of shared memory. A phase of it ends when all its arrivals have come and all the bytes that they
+announced; waiting names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.mosaic import SPLAT, VECTOR_BYTES, WARPGROUP, Span, Tile, c32, c64, global_address, ptx, scalar
+
+
+def barriers(count: int) -> Any:
+    """Scratch for `count` barriers."""
+    return plgpu.SMEM((count, 2), jnp.int32)
+
+
+def shared_address(ref: ir.Value) -> ir.Value:
+    """The address of an array in the block's shared memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+
+
+def _is_thread(of: ir.Value, number: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, of, c32(number))
+
+
+def _leader() -> ir.Value:
+    """Whether this is the warpgroup's first thread."""
+    return _is_thread(arith.remui(utils.thread_idx(), c32(WARPGROUP)), 0)
+
+
+def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
+    """Makes the block's barriers, one for each number of arrivals. The other threads need a `sync` before using them."""
+
+    def make_barriers(ctx, ref):
+        makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
+        text = makes + "@$1 fence.mbarrier_init.release.cluster;"
+        ptx(text, "r,b", [shared_address(ref), _is_thread(utils.thread_idx(), 0)])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(make_barriers)(ref)
+
+
+def expect_bytes(ref: jax.Ref, count: int) -> None:
+    """Announces bytes that others will send to this block, and arrives; by one thread of the calling warpgroup."""
+
+    def announce(ctx, ref):
+        text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
+        ptx(text, "r,b", [shared_address(ref), _leader()])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(announce)(ref)
+
+
+def wait(ref: jax.Ref, parity: jax.Array) -> None:
+    """Waits for the end of a phase of that parity; sees what the bytes' senders wrote, within the cluster."""
+
+    def wait_barrier(ctx, ref, parity):
+        text = (
+            "{ .reg .pred done; AGAIN: "
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
+        )
+        ptx(text, "r,r,~{memory}", [shared_address(ref), scalar(parity)])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(ref, jnp.int32(parity))
+
+
+def copy_row(ref: jax.Ref, row: jax.Array, first: jax.Array, vectors: int, to: jax.Ref, barrier: jax.Ref) -> None:
+    """Starts copying vectors `first` ... `first + vectors` of a row, as far as it has them, into shared memory."""
+    itemsize = jnp.dtype(ref.dtype).itemsize
+    span = Span(Tile(jnp.dtype(ref.dtype), 1), *ref.shape, itemsize)
+
+    def copy_vectors(ctx, ref, row, first, to, barrier):
+        address, _, count = span.row(global_address(ref), scalar(row))
+        first = scalar(first)
+        address = arith.addi(address, arith.muli(arith.extui(address.type, first), c64(VECTOR_BYTES)))
+        here = arith.minsi(arith.maxsi(arith.subi(count, first), c32(0)), c32(vectors))
+        some = arith.andi(_leader(), arith.cmpi(arith.CmpIPredicate.sgt, here, c32(0)))
+        text = (
+            "@$4 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $3; "
+            "@$5 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1], [$2], $3, [$0];"
+        )
+        size = arith.muli(here, c32(VECTOR_BYTES))
+        operands = [shared_address(barrier), shared_address(to), address, size, _leader(), some]
+        ptx(text, "r,r,l,r,b,b", operands)
+
+    arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType(), plgpu.RefType())
+    plgpu.inline_mgpu(arg_types=arguments)(copy_vectors)(ref, jnp.int32(row), jnp.int32(first), to, barrier)
+
+
+def fill_outside(
+    gmem: jax.Ref, row: jax.Array, first: jax.Array, start: int, stop: int, to: jax.Ref, fill: float, threads: int
+) -> None:
+    """Overwrites the elements of a copied piece of a row that lie outside the row; all `threads` of the block take part.
+
+    Only vector 0 and vectors `start` ... `stop` of the piece may hold such elements.
+    """
+    dtype = jnp.dtype(gmem.dtype)
+    span, bits = Span(Tile(dtype, 1), *gmem.shape, dtype.itemsize), 8 * dtype.itemsize
+
+    def fill_elements(ctx, gmem, row, first, to):
+        _, head, _ = span.row(global_address(gmem), scalar(row))
+        thread, v = utils.thread_idx(), span.tile.vector
+        word = ir.IntegerType.get_signless(bits)
+        value = arith.bitcast(word, utils.c(fill, ir.MemRefType(gmem.type).element_type))
+        pieces = [] if span.aligned else [(c32(0), _is_thread(thread, 0))]
+        for at in range(start, stop, threads):
+            k = arith.addi(thread, c32(at))
+            pieces.append((k, arith.cmpi(arith.CmpIPredicate.ult, k, c32(stop))))
+        for k, owned in pieces:
+            column = arith.subi(arith.muli(arith.addi(scalar(first), k), c32(v)), head)
+            address = arith.addi(shared_address(to), arith.muli(k, c32(VECTOR_BYTES)))
+            for e in range(v):
+                outside = arith.cmpi(arith.CmpIPredicate.uge, arith.addi(column, c32(e)), c32(span.cols))
+                kind, at = "h" if bits == 16 else "r", arith.addi(address, c32(e * dtype.itemsize))
+                ptx(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, arith.andi(owned, outside)])
+
+    arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType())
+    plgpu.inline_mgpu(arg_types=arguments)(fill_elements)(gmem, jnp.int32(row), jnp.int32(first), to)

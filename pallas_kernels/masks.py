@@ -1,0 +1,60 @@
+"""A `where` mask's bytes, in the tile of the logits that they belong to."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mosaic import SPLAT, Span, Tile, c32, c64, global_address, scalar
+
+
+def select(
+    ref: jax.Ref, rows: int, row: jax.Array, first: jax.Array | int, tile: Tile, z: jax.Array, other: float
+) -> jax.Array:
+    """`z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` bytes, or `[1, cols]` for all rows."""
+    held = _load(ref, rows, row, first, tile)
+    return jnp.where(held != 0.0, z, jnp.full_like(z, other))
+
+
+def _load(ref: jax.Ref, rows: int, row: jax.Array, first: jax.Array | int, tile: Tile) -> jax.Array:
+    """The mask's bytes as float32, 0 outside the row."""
+    mask_rows, cols = ref.shape
+    span, layout = Span(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()
+
+    def load_mask(ctx, ref, row, first):
+        f32, i8 = ir.F32Type.get(), ir.IntegerType.get_signless(8)
+        registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
+        base = global_address(ref)
+        # Zero as a base gives vectors whose "address" is where the logits lie in their array, in bytes.
+        for v in span.vectors(c64(0), scalar(row), scalar(first)):
+            at = arith.divui(v.address, c64(tile.dtype.itemsize))
+            if mask_rows == 1:
+                at = arith.subi(at, arith.muli(arith.extsi(at.type, _row_of(tile, scalar(row))), c64(cols)))
+            held = []
+            for e in range(tile.vector):
+                inside = v.inside if v.masks is None else v.masks[e]
+                byte = llvm.inline_asm(
+                    ir.IntegerType.get_signless(16),
+                    [arith.addi(base, arith.addi(at, c64(e))), inside],
+                    "mov.b16 $0, 0; @$2 ld.global.u8 $0, [$1];",
+                    "=&h,l,b",
+                    has_side_effects=True,
+                )
+                held.append(arith.uitofp(f32, arith.trunci(i8, byte)))
+            registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=result)
+    return operation(load_mask)(ref, jnp.int32(row), jnp.int32(first))
+
+
+def _row_of(tile: Tile, row: ir.Value) -> ir.Value:
+    """The row that the thread works on."""
+    if tile.lanes > 32:
+        return row
+    thread = arith.remui(mgpu.utils.thread_idx(), c32(128))
+    return arith.addi(row, arith.divui(thread, c32(tile.lanes)))

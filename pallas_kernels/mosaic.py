@@ -1,0 +1,323 @@
+"""What the kernels need of the GPU beyond Pallas: vectors of a row between global memory and registers, and accurate math.
+
+A row of any length and any alignment is seen as 16-byte vectors, aligned in memory: the first and the last may hang
+over the row's ends. Elements outside the row are read as `fill` and never written, so that every row length runs at
+full vector width. (The last vector of an array may end up to 14 bytes past it: XLA hands out memory in multiples of
+256 bytes.)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+VECTOR_BYTES = 16
+WARPGROUP = 128
+SPLAT = plgpu.Layout.WG_SPLAT
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A warpgroup's vectors in registers: `registers` vectors of `vector` elements in each thread.
+
+    With `lanes` = 128 all are of one row, and each warp's quarter stands as a row of the array; with fewer, `lanes`
+    threads share a row and each warp holds `32 // lanes` rows. Arrays have the shape `shape`; a reduction over axis 1
+    needs shuffles only, no shared memory.
+    """
+
+    dtype: jnp.dtype
+    registers: int
+    lanes: int = WARPGROUP
+
+    @property
+    def vector(self) -> int:
+        return VECTOR_BYTES // self.dtype.itemsize
+
+    @property
+    def lanes_in_warp(self) -> int:
+        return min(self.lanes, 32)
+
+    @property
+    def rows(self) -> int:
+        return 4 * (32 // self.lanes_in_warp)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.registers * self.lanes_in_warp * self.vector
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        v, lanes = self.vector, self.lanes_in_warp
+        if lanes == 32:
+            tiling, warp_dim, lane_dims = plgpu.Tiling(((4, 32 * v), (v,))), -3, (-2,)
+        elif lanes == 1:
+            tiling, warp_dim, lane_dims = plgpu.Tiling(((self.rows, v), (32, v))), -4, (-2,)
+        else:
+            tiling, warp_dim, lane_dims = plgpu.Tiling(((self.rows, lanes * v), (32 // lanes, v))), -4, (-2, -3)
+        return plgpu.Layout.TILED(tiling, warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
+
+    def broadcast(self, per_row: jax.Array) -> jax.Array:
+        """`[rows]` to `shape`."""
+        return jax.lax.broadcast_in_dim(per_row, self.shape, [0])
+
+
+def exp_16bit(d: jax.Array) -> jax.Array:
+    """`exp` for weights that end in 16 bits: one multiplication and one MUFU; relative error about |d| * 2^-24."""
+    return jnp.exp2(d * _LOG2E)
+
+
+def exp_32bit(d: jax.Array) -> jax.Array:
+    """`exp` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `d = n log(2) + r` split without rounding.
+
+    Results below 2^-149 are 0; -inf gives 0 and NaN stays.
+    """
+    round_to_integer = 1.5 * 2.0**23
+    ln2_high, ln2_low = 0.693359375, -2.12194440e-4
+    d = jnp.maximum(d, -104.0)
+    n = (d * _LOG2E + round_to_integer) - round_to_integer
+    r = (d - n * ln2_high) - n * ln2_low
+    return jnp.exp2(n) * jnp.exp2(r * _LOG2E)
+
+
+def exp_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
+    """The `exp` whose error disappears in the rounding of `dtype`."""
+    return exp_32bit if dtype.itemsize == 4 else exp_16bit
+
+
+def log(x: jax.Array) -> jax.Array:
+    """`log` of normal float32 numbers to about 1 ulp (MUFU's errs by 2^-22 where the result is near 0); 0 gives -inf.
+
+    `x = 2^k f` with `f` near 1, and `log(f) = 2 atanh((f - 1) / (f + 1))` as a polynomial.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    k = (bits - 0x3F3504F3) >> 23
+    f = jax.lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
+    s = (f - 1.0) / (f + 1.0)
+    z = s * s
+    series = z * (2.0 / 3 + z * (2.0 / 5 + z * (2.0 / 7 + z * (2.0 / 9))))
+    result = k.astype(jnp.float32) * 0.693147180559945 + (s * 2.0 + s * series)
+    result = jnp.where(x == 0.0, jnp.full_like(x, -jnp.inf), result)
+    return jnp.where(x < jnp.inf, result, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Which of a row's vectors a thread owns, and which of them may cross an end of the row.
+
+    `reach` is one more than the greatest index of a vector that the tile may cover when it starts at vector 0 of the
+    row, or None when the tile's start is known only at run time.
+    """
+
+    tile: Tile
+    rows: int
+    cols: int
+    itemsize: int
+    reach: int | None = None
+
+    @property
+    def rows_may_end(self) -> bool:
+        """Whether a thread's row may lie past the last one."""
+        return self.tile.lanes <= 32 and self.rows % self.tile.rows != 0
+
+    @property
+    def aligned(self) -> bool:
+        return self.cols % self.tile.vector == 0
+
+    def crosses(self, register: int) -> bool:
+        """Whether a vector of this register may lie partly in the row."""
+        if self.aligned or self.reach is None:
+            return not self.aligned
+        lanes, v = self.tile.lanes_in_warp, self.tile.vector
+        last = {(self.cols - 1) // v, (self.cols + v - 2) // v}
+        return register == 0 or any(k // lanes == register for k in last)
+
+    def surely_inside(self, register: int) -> bool:
+        """Whether all vectors of this register lie in the row."""
+        if self.reach is None or self.rows_may_end:
+            return False
+        return (register + 1) * self.tile.lanes_in_warp <= self.cols // self.tile.vector
+
+    @classmethod
+    def of(cls, ref: jax.Ref, tile: Tile, at_start: bool) -> "Span":
+        reach = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
+        return cls(tile, *ref.shape, jnp.dtype(ref.dtype).itemsize, reach)
+
+    def vectors(self, base: ir.Value, row: ir.Value, first: ir.Value) -> "Iterator[Vector]":
+        """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel."""
+        tile = self.tile
+        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        if tile.lanes <= 32:
+            row = arith.addi(row, arith.divui(thread, c32(tile.lanes)))
+            start = arith.addi(first, arith.remui(thread, c32(tile.lanes)))
+        else:
+            of_warp = arith.muli(arith.divui(thread, c32(32)), c32(tile.registers * 32))
+            start = arith.addi(first, arith.addi(of_warp, arith.remui(thread, c32(32))))
+        address, head, count = self.row(base, row)
+        address = arith.addi(address, arith.muli(arith.extui(_i64(), start), c64(VECTOR_BYTES)))
+        limit = c32(self.cols)
+        if self.rows_may_end:
+            exists = arith.cmpi(arith.CmpIPredicate.ult, row, c32(self.rows))
+            count, limit = arith.select(exists, count, c32(0)), arith.select(exists, limit, c32(0))
+        for j in range(tile.registers):
+            step = j * tile.lanes_in_warp
+            k = arith.addi(start, c32(step))
+            inside = None if self.surely_inside(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
+            masks = None
+            if self.crosses(j):
+                column = arith.subi(arith.muli(k, c32(tile.vector)), head)
+                masks = [
+                    arith.cmpi(arith.CmpIPredicate.ult, arith.addi(column, c32(e)), limit) for e in range(tile.vector)
+                ]
+            yield Vector(j, arith.addi(address, c64(step * VECTOR_BYTES)), inside, masks)
+
+    def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
+        address = arith.addi(base, arith.muli(arith.extsi(_i64(), row), c64(self.cols * self.itemsize)))
+        if self.aligned:
+            return address, c32(0), c32(self.cols // self.tile.vector)
+        overhang = arith.andi(address, c64(VECTOR_BYTES - 1))
+        head = arith.divui(arith.trunci(ir.IntegerType.get_signless(32), overhang), c32(self.itemsize))
+        count = arith.divui(arith.addi(head, c32(self.cols + self.tile.vector - 1)), c32(self.tile.vector))
+        return arith.subi(address, overhang), head, count
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """One vector of a thread: its address, whether it lies in the row (None: surely), and which elements do (or None)."""
+
+    register: int
+    address: ir.Value
+    inside: ir.Value | None
+    masks: list[ir.Value] | None
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
+def c32(x: int) -> ir.Value:
+    """A 32-bit constant in the kernel."""
+    return utils.c(x, ir.IntegerType.get_signless(32))
+
+
+def c64(x: int) -> ir.Value:
+    """A 64-bit constant in the kernel."""
+    return utils.c(x, _i64())
+
+
+def scalar(x: mgpu.FragmentedArray) -> ir.Value:
+    """The value of an array that is the same in every thread."""
+    return x.registers.item()
+
+
+def global_address(ref: ir.Value) -> ir.Value:
+    """The address of an array in global memory."""
+    return llvm.ptrtoint(_i64(), utils.memref_ptr(ref))
+
+
+def elements(v: ir.Value) -> list[ir.Value]:
+    """The elements of an MLIR vector."""
+    n = ir.VectorType(v.type).shape[0]
+    return [vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(n)]
+
+
+def ptx(text: str, constraints: str, operands: list[ir.Value]) -> None:
+    """Inline assembly without a result."""
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+
+def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    text, operands, constraints = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [address], "=&r,=&r,=&r,=&r,l"
+    if predicate is not None:
+        text = "".join(f"mov.b32 ${i}, {fill};" for i in range(4)) + "@$5 " + text
+        operands, constraints = [address, predicate], constraints + ",b"
+    words = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * 4), operands, text, constraints, has_side_effects=True
+    )
+    parts = [llvm.extractvalue(i32, words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
+    return vector.from_elements(ir.VectorType.get((4,), i32), parts)
+
+
+def load(ref: jax.Ref, row: jax.Array, first: jax.Array | int, tile: Tile, *, fill: float) -> jax.Array:
+    """The tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
+
+    Columns outside the row are `fill`. A static `first` of 0 lets tiles of whole warps skip needless checks.
+    """
+    span, dtype = Span.of(ref, tile, at_start=isinstance(first, int) and first == 0), jnp.dtype(ref.dtype)
+    layout = tile.layout.to_mgpu()
+    fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
+
+    def load_vectors(ctx, ref, row, first):
+        element = ir.MemRefType(ref.type).element_type
+        vector_type = ir.VectorType.get((tile.vector,), element)
+        registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
+        for v in span.vectors(global_address(ref), scalar(row), scalar(first)):
+            value = vector.bitcast(vector_type, _load_vector(v.address, v.inside, fill_word))
+            if v.masks is not None:
+                masked = zip(v.masks, elements(value), strict=True)
+                outside = utils.c(fill, element)
+                value = vector.from_elements(vector_type, [arith.select(m, x, outside) for m, x in masked])
+            registers.flat[v.register] = value
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=tile.layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=result)
+    return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first))
+
+
+def store(ref: jax.Ref, row: jax.Array, first: jax.Array | int, value: jax.Array, tile: Tile) -> None:
+    """Writes `value` to where `load` reads from; columns outside the row are left alone."""
+    span = Span.of(ref, tile, at_start=isinstance(first, int) and first == 0)
+    bits = 8 * jnp.dtype(ref.dtype).itemsize
+
+    def store_vectors(ctx, ref, value, row, first):
+        words, word = ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), ir.IntegerType.get_signless(bits)
+        for v in span.vectors(global_address(ref), scalar(row), scalar(first)):
+            register, whole = value.registers.flat[v.register], v.inside
+            if v.masks is not None:
+                whole = arith.andi(v.masks[0], v.masks[-1])
+                partly = arith.xori(whole, utils.c(1, ir.IntegerType.get_signless(1)))
+                parts = elements(vector.bitcast(ir.VectorType.get((tile.vector,), word), register))
+                for e, (part, mask) in enumerate(zip(parts, v.masks, strict=True)):
+                    at = arith.addi(v.address, c64(e * bits // 8))
+                    kind = "h" if bits == 16 else "r"
+                    ptx(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, arith.andi(partly, mask)])
+            guard, operands = ("", []) if whole is None else ("@$5 ", [whole])
+            ptx(
+                f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};",
+                "l,r,r,r,r" + ",b" * len(operands),
+                [v.address, *elements(vector.bitcast(words, register)), *operands],
+            )
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout, SPLAT, SPLAT))(store_vectors)(
+        ref, value, jnp.int32(row), jnp.int32(first)
+    )
+
+
+def store_numbers(ref: jax.Ref, row: jax.Array, value: jax.Array, tile: Tile) -> None:
+    """Writes a float32 number of each of the tile's rows, `[rows]` of device memory; with 128 lanes, of its only row."""
+
+    def store_each(ctx, ref, value, row):
+        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        at = arith.addi(scalar(row), arith.divui(thread, c32(tile.lanes)))
+        number = value.registers.flat[0]
+        if isinstance(number.type, ir.VectorType):
+            (number,) = elements(number)
+        first_lane = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, c32(tile.lanes)), c32(0))
+        exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
+        offset = arith.muli(arith.extui(_i64(), at), c64(4))
+        operands = [arith.addi(global_address(ref), offset), number, arith.andi(first_lane, exists)]
+        ptx("@$2 st.global.f32 [$0], $1;", "l,f,b", operands)
+
+    ref_rows = ref.shape[0]
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))

@@ -1,0 +1,22 @@
+"""Rung 4, a row over a cluster: one read and one write again, for rows up to sixteen blocks' shared memory.
+
+Previous rung: online.py (any length, but two reads). Changes: several blocks of one cluster share a row, each staging
+its part; every warp sends its (max, sum) into the shared memory of all of them (distributed shared memory).
+Traffic: 1 read, 1 write, and 8 bytes from each warp to each block.
+"""
+
+import functools
+
+from pallas_kernels import heuristics
+from pallas_kernels.hardware import Device
+from pallas_kernels.problem import Problem
+from pallas_kernels.softmax import staged
+from pallas_kernels.softmax.rung import Rung, declines_any
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """Rows that do not fit the shared memory of the largest cluster."""
+    return declines_any(problem) or staged.does_not_fit(problem, heuristics.cluster(problem, device)[0], device)
+
+
+RUNG = Rung("cluster", unsupported, heuristics.cluster, functools.partial(staged.run, name="cluster"), reads=1)

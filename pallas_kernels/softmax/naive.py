@@ -1,0 +1,61 @@
+"""Rung 0, naive softmax: a thread to a row, three reads and one write.
+
+What the seeds start from. Each thread walks its own row for the maximum, again for the sum, and again to write, 16
+bytes at a time; neighbouring threads read far apart, so that the memory fetches more than is used.
+Traffic: 3 reads, 1 write. Kept to be measured against; nothing chooses it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import heuristics, mosaic
+from pallas_kernels.configs import NaiveConfig
+from pallas_kernels.hardware import Device
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.row_ops import RowStats
+from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """Only what no kernel takes."""
+    return declines_any(problem)
+
+
+def _body(operands: Operands) -> None:
+    problem = operands.problem
+    op, exp = problem.op, mosaic.exp_for(problem.dtype)
+    tile = mosaic.Tile(problem.dtype, registers=1, lanes=1)
+    row, steps = lax.axis_index("rows") * tile.rows, problem.max_vectors
+    maximum, spread = None, None
+    if row_ops.has_max(op):
+        lowest = jnp.full(tile.shape, -jnp.inf, jnp.float32)
+        highest = lax.fori_loop(0, steps, lambda k, high: jnp.maximum(high, operands.load(row, k, tile)[0]), lowest)
+        maximum = highest.max(axis=1)
+        spread = tile.broadcast(maximum)
+
+    def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        terms = row_ops.terms(op, operands.load(row, k, tile), spread, exp)
+        return tuple(total + term for total, term in zip(sums, terms, strict=True))
+
+    zeros = tuple(jnp.zeros(tile.shape, jnp.float32) for _ in row_ops.decaying(op))
+    sums = lax.fori_loop(0, steps, add, zeros)
+    stats = RowStats(maximum, tuple(total.sum(axis=1) for total in sums))
+    if op is Op.STATS:
+        operands.store_stats(stats, row, tile)
+        return
+
+    def write(k: jax.Array, _: None) -> None:
+        operands.store(operands.load(row, k, tile), stats, row, k, tile)
+
+    lax.fori_loop(0, steps, write, None)
+
+
+def run(problem: Problem, config: NaiveConfig, *operands: jax.Array) -> jax.Array | Stats:
+    """Runs the kernel on `[rows, cols]` operands."""
+    return launch(problem, _body, operands, name="naive", grid=-(-problem.rows // 128))
+
+
+RUNG = Rung("naive", unsupported, heuristics.naive, run, reads=3)

@@ -1,0 +1,89 @@
+"""Rung 3, online softmax: any row length, two reads and one write.
+
+Previous rung: block.py (the row resident on chip). Changes: the row streams through registers, piece after piece, and
+a running (max, sum) is folded over the pieces; a second walk, backwards so that it finds in the cache what the first
+one read last, writes.
+Traffic: 2 reads, 1 write, less what the cache still holds. Source: Milakov & Gimelshein 2018, arXiv:1805.02867.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import heuristics, monoid, mosaic, scopes
+from pallas_kernels.configs import OnlineConfig
+from pallas_kernels.hardware import Device
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import Op, Problem
+from pallas_kernels.scopes import Exchange
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """Only what no kernel takes."""
+    return declines_any(problem)
+
+
+def _fold(op: Op, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):
+    """The running statistics, with one more piece of the row."""
+    if not row_ops.has_max(op):
+        return tuple(a + b.sum(axis=1) for a, b in zip(stats, row_ops.terms(op, tiles, None, exp), strict=True))
+    maximum = tiles[0].max(axis=1)
+    sums = [term.sum(axis=1) for term in row_ops.terms(op, tiles, tile.broadcast(maximum), exp)]
+    decays = row_ops.decaying(op)
+    old = (stats[0], *(s for s, d in zip(stats[1:], decays, strict=True) if d))
+    new = (maximum, *(s for s, d in zip(sums, decays, strict=True) if d))
+    total, *merged = monoid.combine(old, new, exp=exp)
+    relative = iter(merged)
+    both = zip(stats[1:], sums, decays, strict=True)
+    return (total, *(next(relative) if d else a + b for a, b, d in both))
+
+
+def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange: Exchange) -> None:
+    problem = operands.problem
+    op, exp = problem.op, mosaic.exp_for(problem.dtype)
+    row = lax.axis_index("rows")
+    warpgroup = lax.axis_index("warpgroup")
+    tile = mosaic.Tile(problem.dtype, config.registers)
+    stride = config.warpgroups * 128 * config.registers
+    steps = -(-problem.max_vectors // stride)
+
+    def at(step: jax.Array) -> jax.Array:
+        return step * stride + warpgroup * (128 * config.registers)
+
+    empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(op)
+    nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(op)))
+    partial = lax.fori_loop(
+        0, steps, lambda i, stats: _fold(op, stats, operands.load(row, at(i), tile), tile, exp), nothing
+    )
+    everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0])
+    stats = row_ops.merge(op, everybody, exp, tile)
+    if op is Op.STATS:
+        operands.store_stats(stats, row, tile)
+        return
+
+    def write(i: jax.Array, _: None) -> None:
+        first = at(steps - 1 - i)
+        operands.store(operands.load(row, first, tile), stats, row, first, tile)
+
+    lax.fori_loop(0, steps, write, None)
+
+
+def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> jax.Array | Stats:
+    """Runs the kernel on `[rows, cols]` operands."""
+    exchange = Exchange(1, config.warpgroups, row_ops.quantities(problem.op))
+    return launch(
+        problem,
+        functools.partial(_body, config=config, exchange=exchange),
+        operands,
+        name="online",
+        grid=problem.rows,
+        warpgroups=config.warpgroups,
+        scratch=[exchange.scratch],
+    )
+
+
+RUNG = Rung("online", unsupported, heuristics.online, run, reads=2)

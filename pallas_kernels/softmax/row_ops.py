@@ -1,0 +1,100 @@
+"""What each operation computes of a row, told once for every rung: sums over the row, and the result from them.
+
+A rung moves data and calls these: the row's maximum where the operation has one, then `terms`, whose sums over the
+row are its statistics, then `result`. A sum that is a weight times something shrinks when the maximum rises (it is the
+output component of the online-softmax state); `decaying` says which do.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic
+from pallas_kernels.monoid import Exp, decay, merge_over
+from pallas_kernels.problem import Op, Problem
+
+Tiles = tuple[jax.Array, ...]  # the operands' tiles, in float32
+
+
+class RowStats(NamedTuple):
+    """A row's maximum (None for operations without one) and its sums."""
+
+    max: jax.Array | None
+    sums: tuple[jax.Array, ...]
+
+
+def fills(op: Op) -> tuple[float, ...]:
+    """What each operand reads as outside the row: what adds nothing."""
+    return {Op.SOFTMAX_TANGENT: (0.0, 0.0)}.get(op, (-jnp.inf, 0.0)[: 2 if op.is_linear else 1])
+
+
+def has_max(op: Op) -> bool:
+    """Whether the operation exponentiates its first operand."""
+    return op is not Op.SOFTMAX_TANGENT
+
+
+def decaying(op: Op) -> tuple[bool, ...]:
+    """For each sum, whether it is relative to the maximum."""
+    return {
+        Op.SOFTMAX_TANGENT: (False,),
+        Op.LOG_SOFTMAX_TANGENT: (True, True),
+        Op.LOG_SOFTMAX_COTANGENT: (True, False),
+    }.get(op, (True,))
+
+
+def quantities(op: Op) -> int:
+    """Numbers in a row's statistics."""
+    return has_max(op) + len(decaying(op))
+
+
+def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
+    """What is summed over the row; `maximum` has the tiles' shape."""
+    first, *others = tiles
+    if maximum is None:
+        return (first * others[0],)
+    weights = decay(first, maximum, exp=exp)
+    if op is Op.LOG_SOFTMAX_TANGENT:
+        return weights, weights * others[0]
+    return (weights, *others)
+
+
+def merge(op: Op, partial: Sequence[jax.Array], exp: Exp, tile: mosaic.Tile) -> RowStats:
+    """The row's statistics from partial ones that lie along axis 0, one array per quantity; one for each row of `tile`."""
+    if not has_max(op):
+        return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
+    maximum, *sums = partial
+    relative = [part for part, decays in zip(sums, decaying(op), strict=True) if decays]
+    total, *merged = merge_over((maximum, *relative), 0, exp=exp)
+    rest = iter(merged)
+    both = (next(rest) if decays else part.sum(0) for part, decays in zip(sums, decaying(op), strict=True))
+    return RowStats(_repeat(total, tile), tuple(_repeat(each, tile) for each in both))
+
+
+def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
+    return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
+
+
+def result(problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, each: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The operation's output for a tile; `each` spreads a row's number over the tile."""
+    op, (first, *others) = problem.op, tiles
+    if op is Op.SOFTMAX:
+        return decay(first, each(stats.max), exp=exp) * each(1.0 / stats.sums[0])
+    if op is Op.LOG_SOFTMAX:
+        return (first - each(stats.max)) - each(mosaic.log(stats.sums[0]))
+    (t,) = others
+    if op is Op.SOFTMAX_TANGENT:
+        out = first * (t - each(stats.sums[0]))
+    elif op is Op.LOG_SOFTMAX_TANGENT:
+        out = t - each(stats.sums[1] * (1.0 / stats.sums[0]))
+    else:
+        weights = decay(first, each(stats.max), exp=exp)
+        out = t - weights * each(stats.sums[1] * (1.0 / stats.sums[0]))
+    return out if problem.scale == 1.0 else out * problem.scale
+
+
+def outside(op: Op) -> float:
+    """The output where a mask does not hold."""
+    return -jnp.inf if op is Op.LOG_SOFTMAX else 0.0

@@ -1,0 +1,217 @@
+"""A row staged in shared memory, by one block or by the blocks of a cluster: what block.py and cluster.py share.
+
+Each block copies its share of the row asynchronously, walks it twice for the row's statistics (maximum, then sums; no
+shuffle until the end), merges them with the row's other warps, and walks it once more to write the result. The data
+never stands in registers, so that many blocks fit on a multiprocessor and their copies keep the memory busy.
+"""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import asynchronous, mosaic, scopes
+from pallas_kernels.configs import StagedConfig
+from pallas_kernels.hardware import Device
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import Op, Problem
+from pallas_kernels.scopes import Exchange
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.row_ops import RowStats, Tiles
+from pallas_kernels.softmax.rung import Operands, launch
+
+
+def shared_bytes(problem: Problem, config: StagedConfig) -> int:
+    """Shared memory of a block: the staged operands, the exchange's slots, the barriers."""
+    share = config.steps(problem.max_vectors) * config.granule * mosaic.VECTOR_BYTES
+    exchange = 2 * 4 * row_ops.quantities(problem.op) * 4 * config.warpgroups * config.blocks
+    return share * config.slots * problem.operands + exchange + 8 * (config.slots + 2)
+
+
+def does_not_fit(problem: Problem, config: StagedConfig, device: Device) -> str | None:
+    """Why the rows cannot be staged with this config."""
+    needed, has = shared_bytes(problem, config), device.smem_per_cta - 1024
+    if needed > has:
+        over = f"{config.blocks} blocks" if config.blocks > 1 else "a block"
+        return f"a row over {over} needs {needed} bytes of shared memory in each, and {has} are there"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """A block's part of its rows."""
+
+    operands: Operands
+    config: StagedConfig
+    exchange: Exchange
+    block: jax.Array | int  # of the cluster
+    warpgroup: jax.Array | int  # of the block
+
+    @property
+    def problem(self) -> Problem:
+        return self.operands.problem
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps(self.problem.max_vectors)
+
+    @property
+    def vectors(self) -> int:
+        return self.steps * self.config.granule
+
+    @property
+    def first(self) -> jax.Array | int:
+        return self.block * self.vectors
+
+    @property
+    def tile(self) -> mosaic.Tile:
+        return mosaic.Tile(self.problem.dtype, self.config.registers)
+
+    def at(self, step: jax.Array) -> jax.Array:
+        """The row's vector with which this warpgroup's tile of a step begins."""
+        return self.first + (step * self.config.warpgroups + self.warpgroup) * (128 * self.config.registers)
+
+    def copy(self, row: jax.Array, slot: jax.Ref | list[jax.Ref], barrier: jax.Ref) -> None:
+        """Starts copying a row's operands into a slot."""
+        for ref, to in zip(self.operands.inputs, slot, strict=True):
+            asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier)
+
+    def fill_outside(self, row: jax.Array, slot: list[jax.Ref]) -> None:
+        """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
+        v = self.tile.vector
+        surely = (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
+        start = max(surely - (self.config.blocks - 1) * self.vectors, 0)
+        if start == self.vectors and self.problem.cols % v == 0:
+            return
+        threads = 128 * self.config.warpgroups
+        for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem.op), strict=True):
+            asynchronous.fill_outside(ref, row, self.first, start, self.vectors, to, fill, threads)
+        scopes.sync_block(self.config.warpgroups)
+
+    def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array) -> Tiles:
+        """The operands' tiles of a step."""
+        raw = tuple(
+            plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot
+        )
+        return self.operands.in_float32(raw, row, self.at(step), self.tile)
+
+    def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> list[jax.Array]:
+        """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
+        op, exp, tile = self.problem.op, mosaic.exp_for(self.problem.dtype), self.tile
+        maximum, spread = [], None
+        if row_ops.has_max(op):
+            lowest = jnp.full(tile.shape, -jnp.inf, jnp.float32)
+            highest = lax.fori_loop(
+                0, self.steps, lambda i, high: jnp.maximum(high, self.read(slot, row, i)[0]), lowest
+            )
+            maximum = [highest.max(axis=1)]
+            spread = tile.broadcast(maximum[0])
+
+        def add(step: jax.Array, sums: Tiles) -> Tiles:
+            terms = row_ops.terms(op, self.read(slot, row, step), spread, exp)
+            return tuple(total + term for total, term in zip(sums, terms, strict=True))
+
+        zeros = tuple(jnp.zeros(tile.shape, jnp.float32) for _ in row_ops.decaying(op))
+        return [*maximum, *(total.sum(axis=1) for total in lax.fori_loop(0, self.steps, add, zeros))]
+
+    def row_stats(
+        self, partial: list[jax.Array], slots: jax.Ref, barrier: jax.Ref, turn: jax.Array, parity: jax.Array
+    ) -> RowStats:
+        """The whole row's statistics, from every warp that has a part of it."""
+        layout, slots = self.tile.layout.reduce(1), slots.at[turn]
+        if self.config.blocks == 1:
+            everybody = scopes.across_block(self.exchange, partial, layout, self.warpgroup, slots)
+        else:
+            index, barrier = self.block * self.config.warpgroups + self.warpgroup, barrier.at[turn]
+            everybody = scopes.across_cluster(self.exchange, partial, layout, index, slots, barrier, parity)
+
+            @pl.when(self.warpgroup == 0)
+            def _():
+                asynchronous.expect_bytes(barrier, self.exchange.bytes_expected)
+
+        return row_ops.merge(self.problem.op, everybody, mosaic.exp_for(self.problem.dtype), self.tile)
+
+    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats) -> None:
+        """Writes the row's result, or its statistics."""
+        if self.problem.op is Op.STATS:
+            leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
+            pl.when(leads)(lambda: self.operands.store_stats(stats, row, self.tile))
+            return
+
+        def write_step(step: jax.Array, _: None) -> None:
+            self.operands.store(self.read(slot, row, step), stats, row, self.at(step), self.tile)
+
+        lax.fori_loop(0, self.steps, write_step, None)
+
+
+def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange: Exchange) -> None:
+    *staged, slots, barriers = scratch
+    problem, clustered = operands.problem, config.blocks > 1
+    group = lax.axis_index("rows")
+    share = _Share(
+        operands,
+        config,
+        exchange,
+        lax.axis_index("block") if clustered else 0,
+        lax.axis_index("warpgroup") if config.warpgroups > 1 else 0,
+    )
+    full, met = barriers.at[pl.ds(0, config.slots)], barriers.at[pl.ds(config.slots, 2)]
+    first_row = group * config.rows
+    rows = jnp.minimum(config.rows, problem.rows - first_row)
+    asynchronous.start_barriers(barriers, (len(operands.inputs),) * config.slots + (1, 1))
+
+    @pl.when(share.warpgroup == 0)
+    def _():
+        for turn in range(2 if clustered else 0):
+            asynchronous.expect_bytes(met.at[turn], exchange.bytes_expected)
+        for i in range(config.slots):
+            pl.when(i < rows)(lambda i=i: share.copy(first_row + i, [s.at[i] for s in staged], full.at[i]))
+
+    if clustered:
+        scopes.cluster_arrive()
+    scopes.sync_block(config.warpgroups)
+
+    def row_step(i: jax.Array, _: None) -> None:
+        row, in_slot, turn = first_row + i, lax.rem(i, config.slots), lax.rem(i, 2)
+        slot = [s.at[in_slot] for s in staged]
+        asynchronous.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
+        share.fill_outside(row, slot)
+        partial = share.partial_stats(slot, row)
+        if clustered:
+            pl.when(i == 0)(scopes.cluster_wait)
+        stats = share.row_stats(partial, slots, met, turn, lax.rem(lax.div(i, 2), 2))
+        share.write(slot, row, stats)
+        if config.rows > 1:
+            plgpu.commit_smem()
+            scopes.sync_block(config.warpgroups)
+            refill = jnp.logical_and(share.warpgroup == 0, i + config.slots < rows)
+            pl.when(refill)(lambda: share.copy(row + config.slots, slot, full.at[in_slot]))
+
+    if config.rows == 1:
+        row_step(jnp.int32(0), None)
+    else:
+        lax.fori_loop(0, rows, row_step, None)
+
+
+def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> jax.Array | Stats:
+    """Runs the kernel on `[rows, cols]` operands."""
+    exchange = Exchange(config.blocks, config.warpgroups, row_ops.quantities(problem.op))
+    tile = mosaic.Tile(problem.dtype, config.registers)
+    staged = (config.slots, config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
+    return launch(
+        problem,
+        lambda refs, *scratch: _body(refs, *scratch, config=config, exchange=exchange),
+        operands,
+        name=name,
+        grid=-(-problem.rows // config.rows),
+        blocks=config.blocks,
+        warpgroups=config.warpgroups,
+        scratch=[
+            *[plgpu.SMEM(staged, problem.dtype)] * problem.operands,
+            exchange.scratch,
+            asynchronous.barriers(config.slots + 2),
+        ],
+    )

@@ -1,0 +1,56 @@
+"""Rung 1, rows in registers: one read and one write, for rows that fit the registers of a warp or of a part of it.
+
+Previous rung: naive.py (a thread to a row, three passes). Changes: a warp reads a row once, 16 bytes to a thread and
+neighbours to neighbours, and keeps it; the row's maximum and sum take shuffles only. Short rows share a warp.
+Traffic: 1 read, 1 write.
+"""
+
+import jax
+from jax import lax
+
+from pallas_kernels import heuristics, mosaic
+from pallas_kernels.configs import WarpConfig
+from pallas_kernels.hardware import Device
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.row_ops import RowStats
+from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+
+MAX_REGISTERS = 128  # bytes of operands in a thread, in 4-byte words: as much again is needed to work on them
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """Rows longer than a warp can hold."""
+    streams = problem.operands
+    words = -(-problem.max_vectors // 32) * (mosaic.VECTOR_BYTES // problem.dtype.itemsize) * streams
+    if words > MAX_REGISTERS:
+        return f"a row of {problem.cols} takes {words} float32 registers a thread, more than {MAX_REGISTERS}"
+    return declines_any(problem)
+
+
+def _body(operands: Operands, *, config: WarpConfig) -> None:
+    problem = operands.problem
+    op, exp = problem.op, mosaic.exp_for(problem.dtype)
+    tile = mosaic.Tile(problem.dtype, config.registers, config.lanes)
+    row = lax.axis_index("rows") * tile.rows
+    tiles = operands.load(row, 0, tile)
+    maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
+    spread = None if maximum is None else tile.broadcast(maximum)
+    sums = tuple(term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp))
+    stats = RowStats(maximum, sums)
+    if op is Op.STATS:
+        operands.store_stats(stats, row, tile)
+    else:
+        operands.store(tiles, stats, row, 0, tile)
+
+
+def run(problem: Problem, config: WarpConfig, *operands: jax.Array) -> jax.Array | Stats:
+    """Runs the kernel on `[rows, cols]` operands."""
+    rows = mosaic.Tile(problem.dtype, config.registers, config.lanes).rows
+    return launch(
+        problem, lambda refs: _body(refs, config=config), operands, name="warp", grid=-(-problem.rows // rows)
+    )
+
+
+RUNG = Rung("warp", unsupported, heuristics.warp, run, reads=1)
