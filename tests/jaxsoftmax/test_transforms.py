@@ -164,6 +164,15 @@ def test_vmap_with_a_mask(op: str, axes: tuple[int | None, int | None]) -> None:
     check(OPS[op], everything)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_a_cotangent_sums_over_what_its_tangent_was_broadcast_to(op: str) -> None:
+    def transposed(f: Function) -> Any:
+        mapped = lambda t: jax.vmap(lambda x: jax.jvp(f, (x,), (t,))[1])(X)
+        return jax.jit(jax.grad(lambda t: jnp.sin(mapped(t)).sum()))(T[0])
+
+    check(OPS[op], transposed)
+
+
 def test_vmap_of_an_unmapped_operand_does_not_materialise_it() -> None:
     jaxpr = jax.make_jaxpr(jax.vmap(lambda t: jax.jvp(jaxsoftmax.softmax, (X,), (t,))[1]))(jnp.stack([T] * 7))
     assert "broadcast_in_dim" in str(jaxpr) or "reshape" in str(jaxpr)
