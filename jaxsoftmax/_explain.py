@@ -142,9 +142,12 @@ def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes:
     if implementation == "xla":
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
     named = implementation == "mosaic_gpu"
-    chosen = plan(op, [a.shape for a in avals], avals[0].dtype, device, may_transpose=named, **row)
+    choose = functools.partial(plan, op, [a.shape for a in avals], avals[0].dtype, device, **row)
+    chosen = choose(may_transpose=named)
     if chosen.decision is None:
         runs = "error" if named else "xla"
+        if choose(may_transpose=True).decision is not None:
+            notes += ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
         return say(implementation=runs, reason="no kernel takes the call", notes=notes, declined=chosen.declined)
     return say(
         implementation="mosaic_gpu",

@@ -78,6 +78,17 @@ def test_copies_are_said(explained: Any) -> None:
     assert explained.problems[-1].scale == 3
 
 
+def test_what_a_named_kernel_would_cost(explained: Any) -> None:
+    explained.accepts = lambda problem: problem.inner == 1
+    x = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
+    found = jaxsoftmax.explain(x, 1)
+    assert (found.kernel, found.implementation) == (None, "xla")
+    assert found.notes == ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
+    named = jaxsoftmax.explain(x, 1, implementation="mosaic_gpu")
+    assert (named.kernel, named.implementation) == ("stand-in", "mosaic_gpu")
+    assert "transposed" in named.notes[0]
+
+
 @pytest.mark.parametrize("name", _explain._CALLS)
 def test_every_op(explained: Any, name: str) -> None:
     found = jaxsoftmax.explain(X, op=name)
