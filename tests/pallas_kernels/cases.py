@@ -47,7 +47,8 @@ def _row(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
 # Rows of NaN and infinities stand between sound ones, so that what leaks out of a row is seen.
 ROW_KINDS = (
     "normal 1", "nan", "normal 0.1", "+inf first", "normal 30", "empty", "spikes", "nan first", "constant",
-    "shift 1e4", "+inf", "negative", "holes", "shift -1e4", "last column largest", "first column largest", "late", "early",
+    "shift 1e4", "+inf", "negative", "holes", "shift -1e4", "last column largest", "first column largest",
+    "late", "early",
 )  # fmt: skip
 LINEAR_ROW_KINDS = tuple(k for k in ROW_KINDS if k not in ("empty", "+inf", "+inf first"))
 

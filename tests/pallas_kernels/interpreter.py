@@ -21,11 +21,8 @@ class Deadlock(AssertionError):
     """The kernel's threads waited for each other for too long."""
 
 
-def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 60.0, concurrent: bool = False) -> Any:
-    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`.
-
-    `concurrent`: all blocks of the grid run at once, for kernels whose blocks wait for each other.
-    """
+def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.0) -> Any:
+    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`."""
     expired = threading.Event()
 
     def expire() -> None:
@@ -36,7 +33,7 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 60.0
     watchdog.start()
     try:
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
-        with plgpu.force_gpu_interpret_mode(parameters), interpreter_shim.concurrent_grid(concurrent):
+        with plgpu.force_gpu_interpret_mode(parameters):
             result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
         if interpreter_shim.races_found():
             raise RaceDetected(f"races in {f}")

@@ -10,14 +10,11 @@ of the function given to `plgpu.inline_mgpu` (`models` says it for those that ha
 Models run when the kernel is lowered: they may close over static values only, never over traced arrays.
 
 Also added: reads of a cluster peer's shared memory, `async_store_smem`, and predicated TMA copies (which pipelines with
-outputs need). Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently;
-a kernel whose blocks wait for each other needs `concurrent_grid()`, and a small grid.
+outputs need). Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,10 +29,9 @@ from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state import types as state_types
-from simulated_gpu import ConcurrentGrid, Machine, Ref, Token
+from simulated_gpu import Machine, Ref, Token
 
 TESTED_VERSIONS = ("0.11.2", "0.12.0.1")
-_concurrent = False
 _FALSE_PREDICATE_ARRIVES = jax.__version__ == "0.11.2"
 
 
@@ -160,13 +156,6 @@ def install() -> None:
         raise ImportError(f"the interpreter shim is tested on JAX {TESTED_VERSIONS}, not on {jax.__version__}")
     assert interpret_pallas_call.jaxpr_interpret is jaxpr_interpret
     jaxpr_interpret.JaxprInterpreter = HopperInterpreter
-    one_after_another = interpret_pallas_call.interpret_pallas_call
-
-    def interpret_call(*args: Any, mesh: Any, **kwargs: Any) -> Any:
-        mesh = ConcurrentGrid.of(mesh) if _concurrent and mesh is not None else mesh
-        return one_after_another(*args, mesh=mesh, **kwargs)
-
-    interpret_pallas_call.interpret_pallas_call = interpret_call
     abort_allocated = memory.GPUSharedMemory._abort_waiters
 
     def abort_waiters(self: Any) -> None:
@@ -177,17 +166,6 @@ def install() -> None:
     memory.GPUSharedMemory._abort_waiters = abort_waiters
     if _FALSE_PREDICATE_ARRIVES:
         memory.Barrier.deallocate = _deallocate_like_newer
-
-
-@contextlib.contextmanager
-def concurrent_grid(enabled: bool = True) -> Iterator[None]:
-    """Kernels lowered meanwhile run all blocks of their grid at once."""
-    global _concurrent
-    _concurrent, before = enabled, _concurrent
-    try:
-        yield
-    finally:
-        _concurrent = before
 
 
 def races_found() -> bool:

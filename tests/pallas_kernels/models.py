@@ -1,47 +1,122 @@
-"""What the inline-assembly operations of `pallas_kernels.mosaic` mean, for those that do not say so themselves.
+"""What the inline-assembly operations of `pallas_kernels` mean: for each, a few lines in terms of a simulated GPU.
 
 A model is found by the operation's name; what is static in it comes from the variables that the operation closes over.
 """
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
     """The model of an operation: its own `interpret`, or the one below that has its name."""
-    own = getattr(operation, "interpret", None)
-    model = _MODELS.get(operation.__name__)
+    own, model = getattr(operation, "interpret", None), globals().get(f"_{operation.__name__}")
     if own is not None or model is None:
         return own
-    static = inspect.getclosurevars(operation).nonlocals
+    static = types.SimpleNamespace(**inspect.getclosurevars(operation).nonlocals)
     return lambda machine, *arguments: model(machine, static, *arguments)
 
 
 def elements(tile: Any, cols: int, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
-    """Row and column of each element of a warpgroup's tile, and whether it lies in the row.
-
-    Vectors are aligned in memory: the row's first begins `head` elements before the row does.
-    """
+    """Row and column of each element of a warpgroup's tile, and whether it lies in the row."""
     r, c = np.arange(tile.shape[0])[:, None], np.arange(tile.shape[1])[None, :]
     if tile.lanes <= 32:
         rows, vectors = row + r, first + c // tile.vector
     else:
         rows, vectors = row + 0 * r, first + r * (tile.registers * 32) + c // tile.vector
-    head = rows * cols % tile.vector
-    column = vectors * tile.vector + c % tile.vector - head
+    column = vectors * tile.vector + c % tile.vector - _head(rows, cols, tile.vector)
     return (rows, column), (column >= 0) & (column < cols)
 
 
-def _load_vectors(machine: Any, static: Any, ref: Any, row: jax.Array, first: jax.Array) -> list[jax.Array]:
-    return [machine.gather(ref, *elements(static["tile"], ref.shape[1], row, first), static["fill"])]
+def _head(row: Any, cols: int, vector: int) -> Any:
+    """Elements of the row's first vector that lie before the row, as vectors are aligned in memory."""
+    return row * cols % vector
 
 
-def _store_vectors(machine: Any, static: Any, ref: Any, value: Any, row: jax.Array, first: jax.Array) -> None:
-    machine.scatter(ref, *elements(static["span"].tile, ref.shape[1], row, first), value)
+def _existing(span: Any, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
+    at, inside = elements(span.tile, span.cols, row, first)
+    return at, inside & (at[0] < span.rows) if span.rows_may_end else inside
 
 
-_MODELS = {"load_vectors": _load_vectors, "store_vectors": _store_vectors}
+def _load_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any) -> list[Any]:
+    return [machine.gather(ref, *_existing(static.span, row, first), static.fill)]
+
+
+def _store_vectors(machine: Any, static: Any, ref: Any, value: Any, row: Any, first: Any) -> None:
+    machine.scatter(ref, *_existing(static.span, row, first), value)
+
+
+def _load_mask(machine: Any, static: Any, ref: Any, row: Any, first: Any) -> list[Any]:
+    (rows, column), inside = _existing(static.span, row, first)
+    held = machine.gather(ref, (rows if static.mask_rows > 1 else rows * 0, column), inside, 0)
+    return [held.astype(np.float32)]
+
+
+def _store_each(machine: Any, static: Any, ref: Any, value: Any, row: Any) -> None:
+    rows = row + np.arange(128 // static.tile.lanes)
+    machine.scatter(ref, (rows,), rows < static.ref_rows, value[: rows.size])
+
+
+def _make_barriers(machine: Any, static: Any, ref: Any) -> None:
+    machine.start_barriers(ref, static.arrivals)
+
+
+def _announce(machine: Any, static: Any, ref: Any) -> None:
+    machine.expect_bytes(ref, static.count)
+
+
+def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:
+    machine.wait_parity(ref, parity)
+
+
+def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any) -> None:
+    """The copy is done at once; what it leaves undefined becomes NaN."""
+    span, v = static.span, static.span.tile.vector
+    head = _head(row, span.cols, v)
+    count = (head + span.cols + v - 1) // v
+    here = (count - first).clip(0, static.vectors)
+    element = np.arange(static.vectors * v)
+    flat = row * span.cols - head + first * v + element
+    copied = (element < here * v) & (flat >= 0) & (flat < span.rows * span.cols)
+    machine.expect_bytes(barrier, here * 16)
+    machine.store(to, machine.gather(ref, (flat // span.cols, flat % span.cols), copied, np.nan).reshape(to.shape))
+    machine.complete_bytes(barrier, here * 16)
+
+
+def _fill_elements(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any) -> None:
+    span, v = static.span, static.span.tile.vector
+    element = np.arange(np.prod(to.shape))
+    k, since = element // v, element // v - static.start
+    owner = since % static.threads // 128
+    owned = (since >= 0) & (k < static.stop) & (owner == machine.warpgroup)
+    if not span.aligned:
+        owned |= (k == 0) & (machine.warpgroup == 0)
+    column = first * v + element - _head(row, span.cols, v)
+    outside = (column < 0) | (column >= span.cols)
+    machine.scatter(to, np.unravel_index(element, to.shape), owned & outside, np.asarray(static.fill))
+
+
+def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) -> None:
+    for q, value in enumerate(values):
+        machine.scatter(slots, (q, 4 * index + np.arange(4)), True, value)
+
+
+def _send(machine: Any, static: Any, slots: Any, barrier: Any, index: Any, *values: Any) -> None:
+    for block in range(static.exchange.blocks):
+        _publish(machine, static, machine.peer(slots, block=block), index, *values)
+        machine.complete_bytes(machine.peer(barrier, block=block), 4 * 4 * len(values))
+
+
+def _block_sync(machine: Any, static: Any) -> None:
+    machine.block_sync(15, static.warpgroups)
+
+
+def _arrive_at_cluster(machine: Any, static: Any) -> None:
+    machine.cluster_arrive()
+
+
+def _wait_for_cluster(machine: Any, static: Any) -> None:
+    machine.cluster_wait()

@@ -5,12 +5,14 @@ Function faults are planted in `wrong.solver`; faults that only a kernel can hav
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import wrong
 
+from pallas_kernels import monoid, mosaic
 from pallas_kernels.problem import Op
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -74,6 +76,46 @@ FUNCTION_MUTANTS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelMutant:
+    """A fault in a function that the rungs share: `fault(original, *arguments)` runs in its place."""
+
+    name: str
+    words: str
+    original: Callable[..., Any]
+    fault: Callable[..., Any]
+    op: Op = Op.SOFTMAX
+
+
+def _unguarded(decay, frm, to, *, exp=jnp.exp):
+    return wrong.never_guarded(frm, to, exp=exp)
+
+
+def _zero_filled(load, *arguments, fill, **keywords):
+    return load(*arguments, fill=0.0, **keywords)
+
+
+def _unwritten(store, *arguments, **keywords):
+    return None
+
+
+def _next_row(store, ref, row, *arguments, **keywords):
+    return store(ref, row + 1, *arguments, **keywords)
+
+
+def _first_partial_only(merge_over, stats, axis, **keywords):
+    merged = merge_over(stats, axis, **keywords)
+    return monoid.Stats(merged.max, stats.sum.max(axis))
+
+
+KERNEL_MUTANTS = (
+    KernelMutant("decay_unguarded", "exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, Op.STATS),
+    KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled),
+    KernelMutant("store_left_out", "nothing is written", mosaic.store, _unwritten),
+    KernelMutant("store_next_row", "rows are written one further", mosaic.store, _next_row),
+    KernelMutant("merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only),
+)
+
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
 HARNESS_FAULTS = (
     (
@@ -116,6 +158,7 @@ HARNESS_FAULTS = (
 def document() -> str:
     """The text of `docs/mutants.md`."""
     rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
+    rows += [(m.words, f"a rung's `{_qualified(m.original)}`", _KERNELS_TEST) for m in KERNEL_MUTANTS]
     table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in [*rows, *HARNESS_FAULTS])
     return f"""# Planted faults
 
@@ -126,6 +169,13 @@ Each fault below is planted and must be rejected: tests of the tests. The table 
 |---|---|---|
 {table}
 """
+
+
+_KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter, each rung that calls it"
+
+
+def _qualified(function: Callable[..., Any]) -> str:
+    return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__name__}"
 
 
 def _killer(mutant: Mutant) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import time
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
-from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 
@@ -46,6 +44,7 @@ class Machine:
         self._interpreter = interpreter
         self._where = dict(mesh_location=interpreter.mesh_location, thread=interpreter.thread)
         self._source_info = source_info
+        self.warpgroup = interpreter.mesh_location.thread_id
 
     def load(self, ref: Ref) -> jax.Array:
         """Reads all of `ref`."""
@@ -73,20 +72,18 @@ class Machine:
         )
 
     def gather(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, fill: Any) -> jax.Array:
-        """`ref[index]` where `inside`, and `fill` elsewhere: nothing outside is touched. `ref` is a whole buffer."""
-        index = jnp.broadcast_arrays(*index, inside)[:-1]
+        """`ref[index]` where `inside`, and `fill` elsewhere: nothing outside is touched."""
+        index = jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1]
         result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(index[0].shape, ref.dtype))
         step = functools.partial(_gather, fill=fill, source_info=self._source_info)
         self.token, value = self._touch(step, result, ref, index=jnp.stack(index), inside=inside)
         return value
 
     def scatter(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, value: jax.Array) -> None:
-        """Writes `value` to `ref[index]` where `inside`. `ref` is a whole buffer."""
-        index = jnp.stack(jnp.broadcast_arrays(*index, inside)[:-1])
+        """Writes `value` to `ref[index]` where `inside`."""
+        index = jnp.stack(jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1])
         step = functools.partial(_scatter, source_info=self._source_info)
-        self.token = self._touch(
-            step, gpu_callbacks.TOKEN_SHAPE_DTYPE, ref, index=index, inside=inside, value=value.astype(ref.dtype)
-        )
+        self.token = self._touch(step, gpu_callbacks.TOKEN_SHAPE_DTYPE, ref, index=index, inside=inside, value=value)
 
     def peer(self, ref: Ref, **coordinates: Any) -> Ref:
         """`ref` (data or barrier) in the shared memory of the cluster's CTA at `coordinates` (axis name to index)."""
@@ -109,15 +106,21 @@ class Machine:
         arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self._source_info)
         self._call(arrive, allocation_key_as_array=key)
 
-    def atomic_add(self, ref: Ref, index: tuple[Any, ...], amount: Any) -> jax.Array:
-        """`atom.add.acq_rel.gpu` on `ref[index]`: the old value; orders memory between blocks, as flags do."""
-        step = functools.partial(_flag, wait=False)
-        return self._on_flag(step, ref, index, jnp.asarray(amount, ref.dtype))
+    def start_barriers(self, ref: Ref, arrivals: tuple[int, ...]) -> None:
+        """`mbarrier.init` by the block's first thread: `ref` holds 8-byte barriers, one in each of its rows."""
+        self._on_barriers(ref, "start", arrivals=arrivals)
 
-    def wait_until(self, ref: Ref, index: tuple[Any, ...], at_least: Any) -> jax.Array:
-        """Spins on `ld.acquire.gpu` of `ref[index]`; other blocks of the grid run meanwhile under `concurrent_grid`."""
-        step = functools.partial(_flag, wait=True)
-        return self._on_flag(step, ref, index, jnp.asarray(at_least, ref.dtype))
+    def expect_bytes(self, ref: Ref, count: Any) -> None:
+        """`mbarrier.arrive.expect_tx`."""
+        self._on_barriers(ref, "expect", count)
+
+    def complete_bytes(self, ref: Ref, count: Any) -> None:
+        """What an asynchronous copy does to its barrier when its bytes have come."""
+        self._on_barriers(ref, "complete", count)
+
+    def wait_parity(self, ref: Ref, parity: Any) -> None:
+        """Spins on `mbarrier.try_wait.parity`."""
+        self._on_barriers(ref, "wait", parity)
 
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
@@ -131,33 +134,36 @@ class Machine:
 
     def cluster_arrive(self) -> None:
         """`barrier.cluster.arrive.release`."""
-        self._call(functools.partial(_cluster_barrier, mesh=self._interpreter.mesh, wait=False))
+        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=False))
 
     def cluster_wait(self) -> None:
         """`barrier.cluster.wait.acquire`."""
-        self._call(functools.partial(_cluster_barrier, mesh=self._interpreter.mesh, wait=True))
+        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=True))
 
     def cluster_sync(self) -> None:
         self.cluster_arrive()
         self.cluster_wait()
 
-    def _touch(self, step: Any, result: Any, ref: Ref, **operands: jax.Array) -> Any:
-        assert not ref.transforms, "gather and scatter take whole buffers"
-        inside = jnp.broadcast_to(operands.pop("inside"), operands["index"].shape[1:])
+    def _touch(self, step: Any, result: Any, ref: Ref, *, index: Any, inside: Any, **operands: Any) -> Any:
+        shape = index.shape[1:]
+        operands = {name: jnp.broadcast_to(x, shape).astype(ref.dtype) for name, x in operands.items()}
         return callback.io_callback(
-            step, result, token=self.token, key=ref.key, inside=inside, **self._where, **operands
+            step,
+            result,
+            token=self.token,
+            key=ref.key,
+            transforms=ref.transforms,
+            index=index,
+            inside=jnp.broadcast_to(inside, shape),
+            **self._where,
+            **operands,
         )
 
-    def _on_flag(self, step: Any, ref: Ref, index: tuple[Any, ...], operand: jax.Array) -> jax.Array:
-        assert not ref.transforms, "flags are elements of whole buffers"
-        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), ref.dtype))
-        at = jnp.stack([jnp.asarray(i, jnp.int32) for i in index])
-        self.token, value = callback.io_callback(
-            step, result, token=self.token, key=ref.key, at=at, operand=operand, **self._where
-        )
-        return value
+    def _on_barriers(self, ref: Ref, action: str, operand: Any = 0, **static: Any) -> None:
+        step = functools.partial(_mbarrier, action=action, **static)
+        self._call(step, key=ref.key, transforms=ref.transforms, operand=jnp.int32(operand))
 
-    def _call(self, step: Any, **operands: jax.Array) -> None:
+    def _call(self, step: Any, **operands: Any) -> None:
         self.token = callback.io_callback(
             step, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=self.token, **self._where, **operands
         )
@@ -179,52 +185,10 @@ def _await_allocation(*, token: Any, mesh_location: Any, thread: Any, key: Any) 
 
 
 @gpu_callbacks.fail_on_exception
-def _flag(*, token: Any, mesh_location: Any, thread: Any, key: Any, at: Any, operand: Any, wait: bool) -> Any:
-    """An atomic addition to a flag, or a wait until it is at least `operand`; passes the race detector's clocks on."""
-    del mesh_location
-    shared, key = gpu_callbacks._get_shared_memory(), memory.HostAllocationKey.from_array(key)
-    content, at = shared.mem[key].content, tuple(int(i) for i in at)
-    while True:
-        shared.check_failed()
-        with shared.lock:
-            old = content[at].copy()
-            if not wait or old >= operand:
-                content[at] += 0 if wait else operand
-                if shared.detect_races:
-                    _pass_on_clock(shared, thread, (key, at), release=not wait)
-                return token, old
-        time.sleep(_POLL_S)
-
-
-def _pass_on_clock(shared: Any, thread: Any, flag: Any, *, release: bool) -> None:
-    clock = shared.incr_clock(thread, take_lock=False)
-    flag_clocks = shared.__dict__.setdefault("flag_clocks", {})
-    released = flag_clocks.setdefault(flag, shared.VectorClock(shared.vector_clock_size))
-    if release:
-        released.update(clock)
-    shared.clocks[thread].update(released)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConcurrentGrid(gpu_core.Mesh):
-    """A mesh whose blocks all run at once: the interpreter takes the grid for axes of one large cluster."""
-
-    grid_axes: int = 0  # how many of `cluster` are the grid's
-
-    @classmethod
-    def of(cls, mesh: gpu_core.Mesh) -> "ConcurrentGrid":
-        fields = {f.name: getattr(mesh, f.name) for f in dataclasses.fields(gpu_core.Mesh)}
-        blocks = dict(cluster=(*mesh.grid, *mesh.cluster), cluster_names=(*mesh.grid_names, *mesh.cluster_names))
-        return cls(**{**fields, **blocks, "grid": (), "grid_names": ()}, grid_axes=len(mesh.grid))
-
-
-@gpu_callbacks.fail_on_exception
-def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, mesh: gpu_core.Mesh, wait: bool) -> Any:
+def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: int, wait: bool) -> Any:
     """The cluster's hardware barrier: every warpgroup of every CTA arrives; it carries the race detector's clocks."""
-    grid_axes = mesh.grid_axes if isinstance(mesh, ConcurrentGrid) else 0
-    arrivals = math.prod(mesh.cluster[grid_axes:]) * (mesh.num_threads or 1)
-    key = (thread.device_id, "cluster", *(int(c) for c in mesh_location.block_coords[:grid_axes]))
-    shared = gpu_callbacks._get_shared_memory()
+    del mesh_location
+    shared, key = gpu_callbacks._get_shared_memory(), (thread.device_id, "cluster")
     with shared.lock:
         barrier = shared.named_barriers.get(key)
         if barrier is None:
@@ -245,10 +209,10 @@ def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, mesh: gpu_c
 
 @gpu_callbacks.fail_on_exception
 def _gather(
-    *, token: Any, mesh_location: Any, thread: Any, key: Any, index: Any, inside: Any, fill: Any, source_info: Any
+    *, token: Any, mesh_location: Any, thread: Any, inside: Any, fill: Any, source_info: Any, **place: Any
 ) -> Any:
     del mesh_location
-    content, at = _checked(thread, key, index, inside, source_info, is_write=False)
+    content, at = _checked(thread, inside, source_info, is_write=False, **place)
     value = np.full(inside.shape, fill, content.dtype)
     value[np.asarray(inside)] = content[at]
     return token, value
@@ -256,26 +220,89 @@ def _gather(
 
 @gpu_callbacks.fail_on_exception
 def _scatter(
-    *, token: Any, mesh_location: Any, thread: Any, key: Any, index: Any, inside: Any, value: Any, source_info: Any
+    *, token: Any, mesh_location: Any, thread: Any, inside: Any, value: Any, source_info: Any, **place: Any
 ) -> Any:
     del mesh_location
-    content, at = _checked(thread, key, index, inside, source_info, is_write=True)
+    content, at = _checked(thread, inside, source_info, is_write=True, **place)
     content[at] = np.asarray(value)[np.asarray(inside)]
     return token
 
 
-def _checked(thread: Any, key: Any, index: Any, inside: Any, source_info: Any, *, is_write: bool) -> Any:
+def _checked(
+    thread: Any, inside: Any, source_info: Any, *, key: Any, transforms: Any, index: Any, is_write: bool
+) -> Any:
     """The buffer and the elements of it that are touched, once the race detector knows of each run of them."""
-    shared, key = gpu_callbacks._get_shared_memory(), memory.HostAllocationKey.from_array(key)
-    content, at = shared.mem[key].content, np.asarray(index)[:, np.asarray(inside)]
-    if (at < 0).any() or (at >= np.reshape(content.shape, (-1, 1))).any():
-        raise IndexError(f"{thread} touches elements outside of {content.shape}: {at.max(1)}, {at.min(1)}")
+    shared, key, view = _resolve(key, transforms)
+    content, of_view = shared.mem[key].content, np.asarray(index)[:, np.asarray(inside)]
+    if (of_view < 0).any() or (of_view >= np.reshape(interpret_utils.Access(view).shape, (-1, 1))).any():
+        raise IndexError(f"{thread} touches elements outside of {view}: {of_view.max(1)}, {of_view.min(1)}")
+    rows = iter(of_view)
+    at = np.stack([np.full(of_view.shape[1], r) if isinstance(r, int) else r.start + next(rows) for r in view])
     if shared.detect_races:
         clock, races = shared.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
-        check = races.check_write if is_write else races.check_read
-        for run in _runs(at):
+        # Loads are of inputs, which nobody writes: a box around them will do. Stores are told run by run.
+        check, runs = (races.check_write, _runs(at)) if is_write else (races.check_read, _box(at))
+        for run in runs:
             check(thread, clock, key, interpret_utils.Access(run), source_info=source_info)
     return content, tuple(at)
+
+
+def _resolve(key: Any, transforms: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The memory, and the buffer and the part of it that a reference means."""
+    shared, key = gpu_callbacks._get_shared_memory(), memory.HostAllocationKey.from_array(key)
+    access = shared.access(key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms)))
+    assert access.permutation is None
+    return shared, key, access.range
+
+
+@dataclasses.dataclass
+class _MBarrier:
+    """A barrier's phase, and what is missing until it ends; `clock` is what the arrived have seen."""
+
+    arrivals: int
+    clock: Any
+    missing: int
+    bytes: int = 0
+    phase: int = 0
+
+    def add(self, arrivals: int, announced: int) -> None:
+        self.missing, self.bytes = self.missing - arrivals, self.bytes + announced
+        if self.missing < 0:
+            raise ValueError(f"an arrival too many at a barrier of {self.arrivals}")
+        if (self.missing, self.bytes) == (0, 0):
+            self.phase, self.missing = self.phase + 1, self.arrivals
+
+
+@gpu_callbacks.fail_on_exception
+def _mbarrier(
+    *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, operand: Any, action: str, **static: Any
+) -> Any:
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
+    at = view[0] if isinstance(view[0], int) else view[0].start
+    barriers = shared.__dict__.setdefault("mbarriers", {})
+    if action == "start":
+        for i, arrivals in enumerate(static["arrivals"] if thread.warpgroup_id == 0 else ()):
+            barriers[key, at + i] = _MBarrier(arrivals, shared.VectorClock(shared.vector_clock_size), arrivals)
+        return token
+    if (key, at) not in barriers:
+        raise ValueError(f"{thread} uses barrier {at} of {key} before it is made")
+    barrier, operand = barriers[key, at], int(operand)
+    while action == "wait" and barrier.phase % 2 == operand:
+        shared.check_failed()
+        time.sleep(_POLL_S / 5)
+    with shared.lock:
+        clock = shared.incr_clock(thread, take_lock=False)
+        if action == "wait":
+            shared.clocks[thread].update(barrier.clock)
+        else:
+            barrier.clock.update(clock)
+            barrier.add(action == "expect", operand if action == "expect" else -operand)
+    return token
+
+
+def _box(at: np.ndarray) -> list[tuple[slice, ...]]:
+    return [tuple(slice(int(i.min()), int(i.max()) + 1, 1) for i in at)] if at.size else []
 
 
 def _runs(at: np.ndarray) -> list[tuple[Any, ...]]:

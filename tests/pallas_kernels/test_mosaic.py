@@ -1,0 +1,46 @@
+"""The vectors that a thread masks are those that hang over an end of the row, whatever its length and alignment."""
+
+import errors
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+
+from pallas_kernels import mosaic
+
+LANES = (1, 4, 8, 16, 32, 128)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["16bit", "32bit"])
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_overhanging_vector_is_masked(lanes, dtype):
+    wrong = []
+    for registers in (1, 2, 3, 5):
+        tile = mosaic.Tile(jnp.dtype(dtype), registers, lanes)
+        capacity = registers * lanes * tile.vector
+        for cols in range(max(1, capacity - 5 * lanes), capacity - tile.vector + 2):
+            array = jax.ShapeDtypeStruct((tile.rows, cols), tile.dtype)
+            span = mosaic.Span.of(array, tile, at_start=True)
+            for row in range(tile.vector if cols % tile.vector else 1):
+                _, inside = models.elements(tile, cols, np.int32(row), np.int32(0))
+                vectors = np.asarray(inside).reshape(tile.rows, registers, -1, tile.vector)
+                partly = (vectors.any(-1) & ~vectors.all(-1)).any((0, 2))
+                outside = (~vectors.any(-1)).any((0, 2))
+                wrong += [
+                    (registers, cols, row, j)
+                    for j in range(registers)
+                    if (partly[j] and not span.crosses(j)) or (outside[j] and span.surely_inside(j))
+                ]
+    assert not wrong, f"{len(wrong)} times, first (registers, cols, row, register): {wrong[:5]}"
+
+
+def test_log_is_accurate_also_where_it_is_near_zero():
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [np.exp(rng.uniform(-87, 88, 20000)), 1 + rng.uniform(-0.3, 0.4, 20000), 1 + 1e-6 * np.arange(9)]
+    )
+    x = x.astype(np.float32)
+    errors.assert_accurate(mosaic.log(x), np.log(x), np.log(x.astype(np.float64)), slack=1.5)
+    special = jnp.array([0, jnp.inf, jnp.nan], jnp.float32)
+    np.testing.assert_array_equal(mosaic.log(special), [-np.inf, np.inf, np.nan])
