@@ -65,9 +65,14 @@ class Tile:
             tiling, warp_dim, lane_dims = plgpu.Tiling(((self.rows, lanes * v), (32 // lanes, v))), -4, (-2, -3)
         return plgpu.Layout.TILED(tiling, warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
 
+    def full(self, value: float) -> jax.Array:
+        """A float32 array of `shape`; its layout is said, for the search for one takes seconds."""
+        return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
+
     def broadcast(self, per_row: jax.Array) -> jax.Array:
         """`[rows]` to `shape`."""
-        return jax.lax.broadcast_in_dim(per_row, self.shape, [0])
+        per_row = plgpu.layout_cast(per_row, self.layout.reduce(1))
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(per_row, self.shape, [0]), self.layout)
 
 
 def exp_16bit(d: jax.Array) -> jax.Array:

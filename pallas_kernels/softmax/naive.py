@@ -31,7 +31,7 @@ def _body(operands: Operands) -> None:
     row, steps = lax.axis_index("rows") * tile.rows, problem.max_vectors
     maximum, spread = None, None
     if row_ops.has_max(op):
-        lowest = jnp.full(tile.shape, -jnp.inf, jnp.float32)
+        lowest = tile.full(-jnp.inf)
         highest = lax.fori_loop(0, steps, lambda k, high: jnp.maximum(high, operands.load(row, k, tile)[0]), lowest)
         maximum = highest.max(axis=1)
         spread = tile.broadcast(maximum)
@@ -40,7 +40,7 @@ def _body(operands: Operands) -> None:
         terms = row_ops.terms(op, operands.load(row, k, tile), spread, exp)
         return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
-    zeros = tuple(jnp.zeros(tile.shape, jnp.float32) for _ in row_ops.decaying(op))
+    zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
     sums = lax.fori_loop(0, steps, add, zeros)
     stats = RowStats(maximum, tuple(total.sum(axis=1) for total in sums))
     if op is Op.STATS:

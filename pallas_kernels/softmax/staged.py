@@ -103,7 +103,7 @@ class _Share:
         op, exp, tile = self.problem.op, mosaic.exp_for(self.problem.dtype), self.tile
         maximum, spread = [], None
         if row_ops.has_max(op):
-            lowest = jnp.full(tile.shape, -jnp.inf, jnp.float32)
+            lowest = tile.full(-jnp.inf)
             highest = lax.fori_loop(
                 0, self.steps, lambda i, high: jnp.maximum(high, self.read(slot, row, i)[0]), lowest
             )
@@ -114,7 +114,7 @@ class _Share:
             terms = row_ops.terms(op, self.read(slot, row, step), spread, exp)
             return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
-        zeros = tuple(jnp.zeros(tile.shape, jnp.float32) for _ in row_ops.decaying(op))
+        zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
         return [*maximum, *(total.sum(axis=1) for total in lax.fori_loop(0, self.steps, add, zeros))]
 
     def row_stats(
