@@ -147,7 +147,8 @@ def supported_cols(rung: Any, op: Op, dtype: jnp.dtype, rows: int, candidates: t
 def variations(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
     """The problem's other forms that the rung takes: masks, scales, few rows, and an axis that is not the last."""
     base = Problem(op, rows, cols, dtype)
-    changes: list[dict[str, Any]] = [{"rows": 1}, {"rows": 3}, {"inner": 3}, {"inner": 200}]
+    changes: list[dict[str, Any]] = [{"rows": 1}, {"inner": 3}, {"inner": 200}]
     changes += [{"scale": scale} for scale in (0.5, -1.0, 30.0)]
-    changes += [{"where": "full"}, {"where": "shared"}, {"where": "full", "scale": 0.5}, {"where": "full", "inner": 3}]
+    if not op.is_linear:
+        changes += [{"where": "full"}, {"where": "shared", "scale": 0.5}, {"where": "full", "inner": 3}]
     return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(rung, p)]

@@ -23,16 +23,17 @@ def _rows_on_gpu(cols: int) -> int:
 
 
 def _interpreted():
+    """Each rung, operation and dtype at one length; one dtype of the three also at the others, and in other forms."""
     for rung in LADDER.values():
-        for op in Op:
+        small = SMALL[:-1] if rung.reads > 2 else SMALL
+        for i, op in enumerate(Op):
             for dtype in DTYPES:
-                cols = cases.supported_cols(rung, op, dtype, ROWS, SMALL)
-                cols = [n for n in cols if n <= 128 or rung.reads < 3] or cols
+                cols = cases.supported_cols(rung, op, dtype, ROWS, small)
                 cols = cols or cases.supported_cols(rung, op, dtype, ROWS, LARGER)[:1]
-                yield from (cases.default(rung, Problem(op, ROWS, n, dtype)) for n in cols)
-                if cols and dtype == DTYPES[list(Op).index(op) % 3]:
-                    problem = Problem(op, ROWS, cols[-1], dtype)
-                    yield from cases.every_config(rung, problem)[1:]
+                full = dtype == DTYPES[i % 3]
+                yield from (cases.default(rung, Problem(op, ROWS, n, dtype)) for n in (cols if full else cols[-1:]))
+                if cols and full:
+                    yield from cases.every_config(rung, Problem(op, ROWS, cols[-1], dtype))[1:]
                     yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, ROWS, cols[-1]))
 
 
