@@ -5,6 +5,7 @@ warp; the caller merges it with `monoid.merge_over`, as it would merge anything 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,15 +41,37 @@ class Exchange:
         return 4 * self.quantities * self.warps
 
     @property
+    def slots(self) -> int:
+        """Slots for each quantity: what a warp's lanes hold evenly. Those without a warp hold the merge's identity."""
+        return 1 << (self.warps - 1).bit_length()
+
+    @property
     def scratch(self) -> Any:
-        return plgpu.SMEM((2, self.quantities, self.warps), jnp.float32)
+        return plgpu.SMEM((2, self.quantities, self.slots), jnp.float32)
+
+    def clear(self, slots: jax.Ref) -> None:
+        """Makes the slots without a warp neutral; the block must `sync` before it reads them."""
+
+        def clear_slots(ctx, slots):
+            thread = utils.thread_idx()
+            for turn in range(2):
+                for q in range(self.quantities):
+                    fill = -math.inf if q == 0 and self.quantities > 1 else 0.0
+                    at = (turn * self.quantities + q) * self.slots
+                    spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.slots - self.warps))
+                    address = arith.addi(shared_address(slots), arith.muli(thread, c32(4)))
+                    address = arith.addi(address, c32(4 * (at + self.warps)))
+                    ptx("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
+
+        if self.slots > self.warps:
+            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)
 
     @property
     def layout(self) -> plgpu.Layout:
         """The warps' numbers spread over the lanes of each warp, as evenly as they go."""
-        lanes, per_lane = min(self.warps, 32), max(self.warps // 32, 1)
+        lanes, per_lane = min(self.slots, 32), max(self.slots // 32, 1)
         spare = (plgpu.Replicated(32 // lanes),) if lanes < 32 else ()
-        tiling = plgpu.Tiling(((self.warps,), (per_lane,)))
+        tiling = plgpu.Tiling(((self.slots,), (per_lane,)))
         return plgpu.Layout.TILED(
             tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1
         )
@@ -67,7 +90,7 @@ def across_block(
         lane, slot = _lane_and_slot(index)
         first_lane = arith.cmpi(arith.CmpIPredicate.eq, lane, c32(0))
         for q, value in enumerate(values):
-            at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.warps)))
+            at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.slots)))
             ptx("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, _bits(value), first_lane])
 
     arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
@@ -95,7 +118,7 @@ def across_cluster(
         lane, slot = _lane_and_slot(index)
         to_peer = arith.cmpi(arith.CmpIPredicate.ult, lane, c32(exchange.blocks))
         for q, value in enumerate(values):
-            at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.warps)))
+            at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.slots)))
             text = (
                 "{ .reg .b32 slot, barrier; "
                 "@$4 mapa.shared::cluster.u32 slot, $0, $2; @$4 mapa.shared::cluster.u32 barrier, $1, $2; "
@@ -118,22 +141,13 @@ def sync_block(warpgroups: int) -> None:
     plgpu.inline_mgpu()(block_sync)()
 
 
-def cluster_arrive() -> None:
-    """Tells the cluster's other blocks that this one has come here; every thread must call it."""
+def cluster_sync() -> None:
+    """Waits for all threads of the cluster's blocks."""
 
-    def arrive_at_cluster(ctx):
-        ptx("barrier.cluster.arrive.release.aligned;", "~{memory}", [])
+    def sync_cluster(ctx):
+        ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
 
-    plgpu.inline_mgpu()(arrive_at_cluster)()
-
-
-def cluster_wait() -> None:
-    """Waits until all blocks of the cluster have arrived."""
-
-    def wait_for_cluster(ctx):
-        ptx("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
-
-    plgpu.inline_mgpu()(wait_for_cluster)()
+    plgpu.inline_mgpu()(sync_cluster)()
 
 
 def _lane_and_slot(index) -> tuple[ir.Value, ir.Value]:
