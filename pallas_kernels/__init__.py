@@ -1,0 +1,1 @@
+"""Softmax kernels for Hopper GPUs in Pallas Mosaic GPU, over plain `[rows, cols]` arrays."""

@@ -1,4 +1,4 @@
-"""What the kernels need of the GPU beyond Pallas: vectors of a row between global memory and registers, and accurate math.
+"""Vectors of a row between global memory and registers: what the kernels need of the GPU beyond Pallas.
 
 A row of any length and any alignment is seen as 16-byte vectors, aligned in memory: the first and the last may hang
 over the row's ends. Elements outside the row are read as `fill` and never written, so that every row length runs at
@@ -7,8 +7,7 @@ full vector width. (The last vector of an array may end up to 14 bytes past it: 
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,7 +21,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 VECTOR_BYTES = 16
 WARPGROUP = 128
 SPLAT = plgpu.Layout.WG_SPLAT
-_LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,45 +71,6 @@ class Tile:
         """`[rows]` to `shape`."""
         per_row = plgpu.layout_cast(per_row, self.layout.reduce(1))
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(per_row, self.shape, [0]), self.layout)
-
-
-def exp_16bit(d: jax.Array) -> jax.Array:
-    """`exp` for weights that end in 16 bits: one multiplication and one MUFU; relative error about |d| * 2^-24."""
-    return jnp.exp2(d * _LOG2E)
-
-
-def exp_32bit(d: jax.Array) -> jax.Array:
-    """`exp` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `d = n log(2) + r` split without rounding.
-
-    Results below 2^-149 are 0; -inf gives 0 and NaN stays.
-    """
-    round_to_integer = 1.5 * 2.0**23
-    ln2_high, ln2_low = 0.693359375, -2.12194440e-4
-    d = jnp.maximum(d, -104.0)
-    n = (d * _LOG2E + round_to_integer) - round_to_integer
-    r = (d - n * ln2_high) - n * ln2_low
-    return jnp.exp2(n) * jnp.exp2(r * _LOG2E)
-
-
-def exp_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
-    """The `exp` whose error disappears in the rounding of `dtype`."""
-    return exp_32bit if dtype.itemsize == 4 else exp_16bit
-
-
-def log(x: jax.Array) -> jax.Array:
-    """`log` of normal float32 numbers to about 1 ulp (MUFU's errs by 2^-22 where the result is near 0); 0 gives -inf.
-
-    `x = 2^k f` with `f` near 1, and `log(f) = 2 atanh((f - 1) / (f + 1))` as a polynomial.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    k = (bits - 0x3F3504F3) >> 23
-    f = jax.lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
-    s = (f - 1.0) / (f + 1.0)
-    z = s * s
-    series = z * (2.0 / 3 + z * (2.0 / 5 + z * (2.0 / 7 + z * (2.0 / 9))))
-    result = k.astype(jnp.float32) * 0.693147180559945 + (s * 2.0 + s * series)
-    result = jnp.where(x == 0.0, jnp.full_like(x, -jnp.inf), result)
-    return jnp.where(x < jnp.inf, result, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,9 +205,7 @@ def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir
     if predicate is not None:
         text = "".join(f"mov.b32 ${i}, {fill};" for i in range(4)) + "@$5 " + text
         operands, constraints = [address, predicate], constraints + ",b"
-    words = llvm.inline_asm(
-        llvm.StructType.get_literal([i32] * 4), operands, text, constraints, has_side_effects=True
-    )
+    words = llvm.inline_asm(llvm.StructType.get_literal([i32] * 4), operands, text, constraints, has_side_effects=True)
     parts = [llvm.extractvalue(i32, words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
     return vector.from_elements(ir.VectorType.get((4,), i32), parts)
 

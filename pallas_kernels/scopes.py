@@ -72,9 +72,7 @@ class Exchange:
         lanes, per_lane = min(self.slots, 32), max(self.slots // 32, 1)
         spare = (plgpu.Replicated(32 // lanes),) if lanes < 32 else ()
         tiling = plgpu.Tiling(((self.slots,), (per_lane,)))
-        return plgpu.Layout.TILED(
-            tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1
-        )
+        return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1)
 
     def read(self, slots: jax.Ref) -> list[jax.Array]:
         """All warps' numbers, quantity by quantity."""

@@ -9,10 +9,11 @@ Traffic: 2 reads, 1 write, less what the cache still holds. Source: Milakov & Gi
 import functools
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import heuristics, monoid, mosaic, scopes
+from pallas_kernels import elementary, heuristics, monoid, mosaic, scopes
 from pallas_kernels.configs import OnlineConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
@@ -44,7 +45,7 @@ def _fold(op: Op, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosa
 
 def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange: Exchange) -> None:
     problem = operands.problem
-    op, exp = problem.op, mosaic.exp_for(problem.dtype)
+    op, exp = problem.op, elementary.exp_for(problem.dtype)
     row = lax.axis_index("rows")
     warpgroup = lax.axis_index("warpgroup")
     tile = mosaic.Tile(problem.dtype, config.registers)
@@ -62,7 +63,7 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0])
     stats = row_ops.merge(op, everybody, exp, tile)
     if op is Op.STATS:
-        operands.store_stats(stats, row, tile)
+        pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, row, tile))
         return
 
     def write(i: jax.Array, _: None) -> None:

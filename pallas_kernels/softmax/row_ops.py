@@ -5,6 +5,7 @@ row are its statistics, then `result`. A sum that is a weight times something sh
 output component of the online-softmax state); `decaying` says which do.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic
+from pallas_kernels import elementary, mosaic
 from pallas_kernels.monoid import Exp, decay, merge_over
 from pallas_kernels.problem import Op, Problem
 
@@ -26,9 +27,11 @@ class RowStats(NamedTuple):
     sums: tuple[jax.Array, ...]
 
 
-def fills(op: Op) -> tuple[float, ...]:
-    """What each operand reads as outside the row: what adds nothing."""
-    return {Op.SOFTMAX_TANGENT: (0.0, 0.0)}.get(op, (-jnp.inf, 0.0)[: 2 if op.is_linear else 1])
+def fills(problem: Problem) -> tuple[float, ...]:
+    """What each operand reads as outside the row: what adds nothing, before it is scaled."""
+    if not has_max(problem.op):
+        return (0.0, 0.0)
+    return (-math.copysign(math.inf, problem.scale), 0.0)[: problem.operands]
 
 
 def has_max(op: Op) -> bool:
@@ -77,13 +80,15 @@ def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
     return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
 
 
-def result(problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, each: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def result(
+    problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, each: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     """The operation's output for a tile; `each` spreads a row's number over the tile."""
     op, (first, *others) = problem.op, tiles
     if op is Op.SOFTMAX:
         return decay(first, each(stats.max), exp=exp) * each(1.0 / stats.sums[0])
     if op is Op.LOG_SOFTMAX:
-        return (first - each(stats.max)) - each(mosaic.log(stats.sums[0]))
+        return (first - each(stats.max)) - each(elementary.log(stats.sums[0]))
     (t,) = others
     if op is Op.SOFTMAX_TANGENT:
         out = first * (t - each(stats.sums[0]))

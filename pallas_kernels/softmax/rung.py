@@ -1,6 +1,7 @@
 """What every rung is made of, and what every rung does alike: operands, outputs, launch, and the reasons to decline."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import masks, mosaic
+from pallas_kernels import elementary, masks, mosaic
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Op, Problem
@@ -35,6 +36,8 @@ def declines_any(problem: Problem) -> str | None:
         return f"kernels take {', '.join(DTYPES)}; the input is {problem.dtype.name}"
     if problem.inner > 1:
         return f"rows must be contiguous; the reduced elements lie {problem.inner} apart"
+    if not math.isfinite(problem.scale) or problem.scale == 0:
+        return f"kernels take a finite scale other than 0; it is {problem.scale}"
     if problem.rows >= 2**31 - 1024:
         return f"{problem.rows} rows do not fit a grid of 2^31 blocks"
     return None
@@ -67,7 +70,7 @@ class Operands:
 
     def load(self, row: jax.Array, first: jax.Array | int, tile: mosaic.Tile) -> Tiles:
         """The operands' tiles from device memory."""
-        fills = row_ops.fills(self.problem.op)
+        fills = row_ops.fills(self.problem)
         raw = [mosaic.load(ref, row, first, tile, fill=fill) for ref, fill in zip(self.inputs, fills, strict=True)]
         return self.in_float32(tuple(raw), row, first, tile)
 
@@ -81,7 +84,7 @@ class Operands:
     ) -> None:
         """Writes the result of a tile."""
         problem = self.problem
-        out = row_ops.result(problem, tiles, stats, mosaic.exp_for(problem.dtype), tile.broadcast)
+        out = row_ops.result(problem, tiles, stats, elementary.exp_for(problem.dtype), tile.broadcast)
         if self.mask is not None:
             out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
         mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile)
@@ -124,7 +127,9 @@ def launch(
         kernel_name=f"{problem.op.value}_{name}",
         compiler_params=plgpu.CompilerParams(
             # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
-            approx_math=True, reduction_scratch_bytes=16, unsafe_no_auto_barriers=True
+            approx_math=True,
+            reduction_scratch_bytes=16,
+            unsafe_no_auto_barriers=True,
         ),
         **axes,
     )

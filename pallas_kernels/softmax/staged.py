@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, mosaic, scopes
+from pallas_kernels import asynchronous, elementary, mosaic, scopes
 from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
@@ -87,20 +87,18 @@ class _Share:
         if start == self.vectors and self.problem.cols % v == 0:
             return
         threads = 128 * self.config.warpgroups
-        for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem.op), strict=True):
+        for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
             asynchronous.fill_outside(ref, row, self.first, start, self.vectors, to, fill, threads)
         scopes.sync_block(self.config.warpgroups)
 
     def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array) -> Tiles:
         """The operands' tiles of a step."""
-        raw = tuple(
-            plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot
-        )
+        raw = tuple(plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot)
         return self.operands.in_float32(raw, row, self.at(step), self.tile)
 
     def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> list[jax.Array]:
         """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
-        op, exp, tile = self.problem.op, mosaic.exp_for(self.problem.dtype), self.tile
+        op, exp, tile = self.problem.op, elementary.exp_for(self.problem.dtype), self.tile
         maximum, spread = [], None
         if row_ops.has_max(op):
             lowest = tile.full(-jnp.inf)
@@ -132,7 +130,7 @@ class _Share:
             def _():
                 asynchronous.expect_bytes(barrier, self.exchange.bytes_expected)
 
-        return row_ops.merge(self.problem.op, everybody, mosaic.exp_for(self.problem.dtype), self.tile)
+        return row_ops.merge(self.problem.op, everybody, elementary.exp_for(self.problem.dtype), self.tile)
 
     def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats) -> None:
         """Writes the row's result, or its statistics."""

@@ -1,0 +1,48 @@
+"""Elementary functions inside the kernels, as accurate as XLA's and cheap enough to hide behind the memory."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_LOG2E = math.log2(math.e)
+
+
+def exp_16bit(d: jax.Array) -> jax.Array:
+    """`exp` for weights that end in 16 bits: one multiplication and one MUFU; relative error about |d| * 2^-24."""
+    return jnp.exp2(d * _LOG2E)
+
+
+def exp_32bit(d: jax.Array) -> jax.Array:
+    """`exp` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `d = n log(2) + r` split without rounding.
+
+    Results below 2^-149 are 0; -inf gives 0 and NaN stays.
+    """
+    round_to_integer = 1.5 * 2.0**23
+    ln2_high, ln2_low = 0.693359375, -2.12194440e-4
+    d = jnp.maximum(d, -104.0)
+    n = (d * _LOG2E + round_to_integer) - round_to_integer
+    r = (d - n * ln2_high) - n * ln2_low
+    return jnp.exp2(n) * jnp.exp2(r * _LOG2E)
+
+
+def exp_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
+    """The `exp` whose error disappears in the rounding of `dtype`."""
+    return exp_32bit if dtype.itemsize == 4 else exp_16bit
+
+
+def log(x: jax.Array) -> jax.Array:
+    """`log` of normal float32 numbers to about 1 ulp (MUFU's errs by 2^-22 where the result is near 0); 0 gives -inf.
+
+    `x = 2^k f` with `f` near 1, and `log(f) = 2 atanh((f - 1) / (f + 1))` as a polynomial.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    k = (bits - 0x3F3504F3) >> 23
+    f = jax.lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
+    s = (f - 1.0) / (f + 1.0)
+    z = s * s
+    series = z * (2.0 / 3 + z * (2.0 / 5 + z * (2.0 / 7 + z * (2.0 / 9))))
+    result = k.astype(jnp.float32) * 0.693147180559945 + (s * 2.0 + s * series)
+    result = jnp.where(x == 0.0, jnp.full_like(x, -jnp.inf), result)
+    return jnp.where(x < jnp.inf, result, x)
