@@ -13,7 +13,19 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.mosaic import SPLAT, VECTOR_BYTES, WARPGROUP, Span, Tile, c32, c64, global_address, ptx, scalar
+from pallas_kernels.mosaic import (
+    SPLAT,
+    VECTOR_BYTES,
+    WARPGROUP,
+    Index,
+    Span,
+    Tile,
+    c32,
+    c64,
+    global_address,
+    ptx,
+    scalar,
+)
 
 
 def barriers(count: int) -> Any:
@@ -36,7 +48,7 @@ def _leader() -> ir.Value:
 
 
 def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
-    """Makes the block's barriers, one for each number of arrivals. The other threads need a `sync` before using them."""
+    """Makes the block's barriers, one for each number of arrivals; other threads need a `sync` before they use them."""
 
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
@@ -69,10 +81,10 @@ def wait(ref: jax.Ref, parity: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(ref, jnp.int32(parity))
 
 
-def copy_row(ref: jax.Ref, row: jax.Array, first: jax.Array, vectors: int, to: jax.Ref, barrier: jax.Ref) -> None:
+def copy_row(ref: jax.Ref, row: Index, first: Index, vectors: int, to: jax.Ref, barrier: jax.Ref) -> None:
     """Starts copying vectors `first` ... `first + vectors` of a row, as far as it has them, into shared memory."""
     itemsize = jnp.dtype(ref.dtype).itemsize
-    span = Span(Tile(jnp.dtype(ref.dtype), 1), *ref.shape, itemsize)
+    span = Span(Tile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
 
     def copy_vectors(ctx, ref, row, first, to, barrier):
         address, _, count = span.row(global_address(ref), scalar(row))
@@ -93,14 +105,14 @@ def copy_row(ref: jax.Ref, row: jax.Array, first: jax.Array, vectors: int, to: j
 
 
 def fill_outside(
-    gmem: jax.Ref, row: jax.Array, first: jax.Array, start: int, stop: int, to: jax.Ref, fill: float, threads: int
+    gmem: jax.Ref, row: Index, first: Index, start: int, stop: int, to: jax.Ref, fill: float, threads: int
 ) -> None:
-    """Overwrites the elements of a copied piece of a row that lie outside the row; all `threads` of the block take part.
+    """Overwrites what lies outside the row in a copied piece of it; all `threads` of the block take part.
 
     Only vector 0 and vectors `start` ... `stop` of the piece may hold such elements.
     """
     dtype = jnp.dtype(gmem.dtype)
-    span, bits = Span(Tile(dtype, 1), *gmem.shape, dtype.itemsize), 8 * dtype.itemsize
+    span, bits = Span(Tile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize), 8 * dtype.itemsize
 
     def fill_elements(ctx, gmem, row, first, to):
         _, head, _ = span.row(global_address(gmem), scalar(row))

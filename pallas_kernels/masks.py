@@ -8,18 +8,16 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic import SPLAT, Span, Tile, c32, c64, global_address, scalar
+from pallas_kernels.mosaic import SPLAT, Index, Span, Tile, c32, c64, global_address, scalar
 
 
-def select(
-    ref: jax.Ref, rows: int, row: jax.Array, first: jax.Array | int, tile: Tile, z: jax.Array, other: float
-) -> jax.Array:
+def select(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile, z: jax.Array, other: float) -> jax.Array:
     """`z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` bytes, or `[1, cols]` for all rows."""
     held = _load(ref, rows, row, first, tile)
     return jnp.where(held != 0.0, z, jnp.full_like(z, other))
 
 
-def _load(ref: jax.Ref, rows: int, row: jax.Array, first: jax.Array | int, tile: Tile) -> jax.Array:
+def _load(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile) -> jax.Array:
     """The mask's bytes as float32, 0 outside the row."""
     mask_rows, cols = ref.shape
     span, layout = Span(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()

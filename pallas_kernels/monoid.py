@@ -9,7 +9,7 @@ Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def merge_over[S: tuple[jax.Array, ...]](state: S, axis: int, *, exp: Exp = jnp.
     return _like(state, m, [(part * weights).sum(axis) for part in state[1:]])
 
 
-def _like[S: tuple[jax.Array, ...]](state: S, maximum: jax.Array, sums: list[jax.Array]) -> S:
+def _like(state: Any, maximum: jax.Array, sums: list[jax.Array]) -> Any:
     return getattr(type(state), "_make", tuple)([maximum, *sums])
 
 

@@ -8,6 +8,7 @@ full vector width. (The last vector of an array may end up to 14 bytes past it: 
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,6 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 VECTOR_BYTES = 16
 WARPGROUP = 128
 SPLAT = plgpu.Layout.WG_SPLAT
+Index = jax.Array | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Tile:
         return self.rows, self.registers * self.lanes_in_warp * self.vector
 
     @property
-    def layout(self) -> plgpu.Layout:
+    def layout(self) -> Any:
         v, lanes = self.vector, self.lanes_in_warp
         if lanes == 32:
             tiling, warp_dim, lane_dims = plgpu.Tiling(((4, 32 * v), (v,))), -3, (-2,)
@@ -113,7 +115,7 @@ class Span:
     @classmethod
     def of(cls, ref: jax.Ref, tile: Tile, at_start: bool) -> "Span":
         reach = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
-        return cls(tile, *ref.shape, jnp.dtype(ref.dtype).itemsize, reach)
+        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, reach)
 
     def vectors(self, base: ir.Value, row: ir.Value, first: ir.Value) -> "Iterator[Vector]":
         """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel."""
@@ -156,7 +158,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """One vector of a thread: its address, whether it lies in the row (None: surely), and which elements do (or None)."""
+    """One vector of a thread: its address, whether it lies in the row (None: surely), which elements do (None: all)."""
 
     register: int
     address: ir.Value
@@ -210,7 +212,7 @@ def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir
     return vector.from_elements(ir.VectorType.get((4,), i32), parts)
 
 
-def load(ref: jax.Ref, row: jax.Array, first: jax.Array | int, tile: Tile, *, fill: float) -> jax.Array:
+def load(ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float) -> jax.Array:
     """The tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
 
     Columns outside the row are `fill`. A static `first` of 0 lets tiles of whole warps skip needless checks.
@@ -237,7 +239,7 @@ def load(ref: jax.Ref, row: jax.Array, first: jax.Array | int, tile: Tile, *, fi
     return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first))
 
 
-def store(ref: jax.Ref, row: jax.Array, first: jax.Array | int, value: jax.Array, tile: Tile) -> None:
+def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile) -> None:
     """Writes `value` to where `load` reads from; columns outside the row are left alone."""
     span = Span.of(ref, tile, at_start=isinstance(first, int) and first == 0)
     bits = 8 * jnp.dtype(ref.dtype).itemsize
@@ -266,8 +268,8 @@ def store(ref: jax.Ref, row: jax.Array, first: jax.Array | int, value: jax.Array
     )
 
 
-def store_numbers(ref: jax.Ref, row: jax.Array, value: jax.Array, tile: Tile) -> None:
-    """Writes a float32 number of each of the tile's rows, `[rows]` of device memory; with 128 lanes, of its only row."""
+def store_numbers(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
+    """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its only row."""
 
     def store_each(ctx, ref, value, row):
         thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))

@@ -31,7 +31,7 @@ class Op(enum.StrEnum):
 class Problem:
     """Rows of `cols` elements, `inner` elements apart: the operand seen as `[rows, cols, inner]`, row-major.
 
-    `where` says how a mask comes: "none", "full" (the operand's own shape) or "shared" (`[cols]`, the same for all rows).
+    `where` says how a mask comes: "none", "full" (of the operand's shape) or "shared" (`[cols]`, for all rows).
     """
 
     op: Op

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import asynchronous
 from pallas_kernels.asynchronous import shared_address
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, c32, ptx, scalar
+from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, ptx, scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Exchange:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)
 
     @property
-    def layout(self) -> plgpu.Layout:
+    def layout(self) -> Any:
         """The warps' numbers spread over the lanes of each warp, as evenly as they go."""
         lanes, per_lane = min(self.slots, 32), max(self.slots // 32, 1)
         spare = (plgpu.Replicated(32 // lanes),) if lanes < 32 else ()
@@ -80,7 +80,7 @@ class Exchange:
 
 
 def across_block(
-    exchange: Exchange, values: Sequence[jax.Array], layout: plgpu.Layout, warpgroup: jax.Array, slots: jax.Ref
+    exchange: Exchange, values: Sequence[jax.Array], layout: Any, warpgroup: Index, slots: jax.Ref
 ) -> list[jax.Array]:
     """`values`, one number of each warp (`[4]` in `layout`), from all warps of the block."""
 
@@ -100,8 +100,8 @@ def across_block(
 def across_cluster(
     exchange: Exchange,
     values: Sequence[jax.Array],
-    layout: plgpu.Layout,
-    warpgroup: jax.Array,
+    layout: Any,
+    warpgroup: Index,
     slots: jax.Ref,
     barrier: jax.Ref,
     parity: jax.Array,

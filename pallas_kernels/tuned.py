@@ -1,4 +1,4 @@
-"""Configs that measurements preferred to the heuristics: looked up here, written by the benchmarks, never by the library."""
+"""Configs that measurements preferred to the heuristics: looked up here, never written by the library."""
 
 from typing import Any
 

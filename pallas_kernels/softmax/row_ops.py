@@ -65,7 +65,7 @@ def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
 
 
 def merge(op: Op, partial: Sequence[jax.Array], exp: Exp, tile: mosaic.Tile) -> RowStats:
-    """The row's statistics from partial ones that lie along axis 0, one array per quantity; one for each row of `tile`."""
+    """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity."""
     if not has_max(op):
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
     maximum, *sums = partial
@@ -85,14 +85,15 @@ def result(
 ) -> jax.Array:
     """The operation's output for a tile; `each` spreads a row's number over the tile."""
     op, (first, *others) = problem.op, tiles
+    if stats.max is None:
+        out = first * (others[0] - each(stats.sums[0]))
+        return out if problem.scale == 1.0 else out * problem.scale
     if op is Op.SOFTMAX:
         return decay(first, each(stats.max), exp=exp) * each(1.0 / stats.sums[0])
     if op is Op.LOG_SOFTMAX:
         return (first - each(stats.max)) - each(elementary.log(stats.sums[0]))
     (t,) = others
-    if op is Op.SOFTMAX_TANGENT:
-        out = first * (t - each(stats.sums[0]))
-    elif op is Op.LOG_SOFTMAX_TANGENT:
+    if op is Op.LOG_SOFTMAX_TANGENT:
         out = t - each(stats.sums[1] * (1.0 / stats.sums[0]))
     else:
         weights = decay(first, each(stats.max), exp=exp)

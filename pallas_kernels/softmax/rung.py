@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import elementary, masks, mosaic
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
+from pallas_kernels.mosaic import Index
 from pallas_kernels.problem import Op, Problem
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import RowStats, Tiles
@@ -58,7 +59,7 @@ class Operands:
         masked = problem.where != "none"
         return cls(problem, tuple(refs[:count]), refs[count] if masked else None, tuple(refs[count + masked :]))
 
-    def in_float32(self, raw: Tiles, row: jax.Array, first: jax.Array | int, tile: mosaic.Tile) -> Tiles:
+    def in_float32(self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile) -> Tiles:
         """Tiles as the operation wants them: float32, the logits scaled, and -inf where the mask does not hold."""
         first_operand, *others = (x.astype(jnp.float32) for x in raw)
         if row_ops.has_max(self.problem.op):
@@ -68,7 +69,7 @@ class Operands:
                 first_operand = masks.select(self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf)
         return (first_operand, *others)
 
-    def load(self, row: jax.Array, first: jax.Array | int, tile: mosaic.Tile) -> Tiles:
+    def load(self, row: Index, first: Index, tile: mosaic.Tile) -> Tiles:
         """The operands' tiles from device memory."""
         fills = row_ops.fills(self.problem)
         raw = [mosaic.load(ref, row, first, tile, fill=fill) for ref, fill in zip(self.inputs, fills, strict=True)]
@@ -79,7 +80,7 @@ class Operands:
         tiles: Tiles,
         stats: RowStats,
         row: jax.Array,
-        first: jax.Array | int,
+        first: Index,
         tile: mosaic.Tile,
     ) -> None:
         """Writes the result of a tile."""
@@ -91,6 +92,7 @@ class Operands:
 
     def store_stats(self, stats: RowStats, row: jax.Array, tile: mosaic.Tile) -> None:
         """Writes the maximum and the sum of the rows that begin at `row`."""
+        assert stats.max is not None
         for ref, value in zip(self.outputs, (stats.max, *stats.sums), strict=True):
             mosaic.store_numbers(ref, row, value, tile)
 

@@ -17,6 +17,7 @@ from pallas_kernels import asynchronous, elementary, mosaic, scopes
 from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
+from pallas_kernels.mosaic import Index
 from pallas_kernels.problem import Op, Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
@@ -47,8 +48,8 @@ class _Share:
     operands: Operands
     config: StagedConfig
     exchange: Exchange
-    block: jax.Array | int  # of the cluster
-    warpgroup: jax.Array | int  # of the block
+    block: Index  # of the cluster
+    warpgroup: Index  # of the block
 
     @property
     def problem(self) -> Problem:
@@ -63,7 +64,7 @@ class _Share:
         return self.steps * self.config.granule
 
     @property
-    def first(self) -> jax.Array | int:
+    def first(self) -> Index:
         return self.block * self.vectors
 
     @property
@@ -74,7 +75,7 @@ class _Share:
         """The row's vector with which this warpgroup's tile of a step begins."""
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (128 * self.config.registers)
 
-    def copy(self, row: jax.Array, slot: jax.Ref | list[jax.Ref], barrier: jax.Ref) -> None:
+    def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref) -> None:
         """Starts copying a row's operands into a slot."""
         for ref, to in zip(self.operands.inputs, slot, strict=True):
             asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier)
