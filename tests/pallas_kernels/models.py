@@ -38,6 +38,8 @@ def _head(row: Any, cols: int, vector: int) -> Any:
 
 def _existing(span: Any, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
     at, inside = elements(span.tile, span.cols, row, first)
+    if getattr(span, "interior", False):
+        return at, inside | True  # nothing is checked, so that an element outside is touched
     return at, inside & (at[0] < span.rows) if span.rows_may_end else inside
 
 
@@ -101,7 +103,8 @@ def _fill_elements(machine: Any, static: Any, ref: Any, row: Any, first: Any, to
 
 def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) -> None:
     for q, value in enumerate(values):
-        machine.scatter(slots, (q, 4 * index + np.arange(4)), True, value)
+        flat = q * static.exchange.slots + 4 * index + np.arange(4)
+        machine.scatter(slots, (flat // slots.shape[1], flat % slots.shape[1]), True, value)
 
 
 def _send(machine: Any, static: Any, slots: Any, barrier: Any, index: Any, *values: Any) -> None:
@@ -110,13 +113,16 @@ def _send(machine: Any, static: Any, slots: Any, barrier: Any, index: Any, *valu
         machine.complete_bytes(machine.peer(barrier, block=block), 4 * 4 * len(values))
 
 
+def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
+    exchange = static.self
+    turn, q, spare = np.indices((2, exchange.quantities, exchange.slots - exchange.warps))
+    fill = np.where((q == 0) & (exchange.quantities > 1), -np.inf, 0.0)
+    machine.scatter(slots, (turn, q, exchange.warps + spare), spare // 128 == machine.warpgroup, fill)
+
+
 def _block_sync(machine: Any, static: Any) -> None:
     machine.block_sync(15, static.warpgroups)
 
 
-def _arrive_at_cluster(machine: Any, static: Any) -> None:
-    machine.cluster_arrive()
-
-
-def _wait_for_cluster(machine: Any, static: Any) -> None:
-    machine.cluster_wait()
+def _sync_cluster(machine: Any, static: Any) -> None:
+    machine.cluster_sync()
