@@ -122,10 +122,13 @@ class Case:
 
     def __str__(self) -> str:
         p = self.problem
-        number = self.rung.configs(p, H200).index(self.config)
+        configs = self.rung.configs(p, H200)
+        config = (
+            configs.index(self.config) if self.config in configs else "_".join(map(str, vars(self.config).values()))
+        )
         extras = [f"inner{p.inner}"] * (p.inner > 1) + [f"where_{p.where}"] * (p.where != "none")
         extras += [f"scale{p.scale:g}"] * (p.scale != 1)
-        return "-".join([self.rung.name, p.op.value, p.dtype.name, f"{p.rows}x{p.cols}", *extras, f"config{number}"])
+        return "-".join([self.rung.name, p.op.value, p.dtype.name, f"{p.rows}x{p.cols}", *extras, f"config{config}"])
 
 
 def takes(rung: Any, problem: Problem) -> bool:

@@ -1,6 +1,7 @@
 """Every rung of the ladder gives the right numbers: in the interpreter at small sizes, on a GPU at real ones."""
 
 import functools
+from typing import Any
 
 import cases
 import conformance
@@ -9,11 +10,10 @@ import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import interpret
 
+from pallas_kernels.configs import OnlineConfig, StagedConfig
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
-SMALL = (1, 125, 128, 1001)
-LARGER = (5000, 20001, 40000, 70001, 140000)
 REAL = (1, 2, 125, 127, 128, 256, 1000, 1001, 1024, 4096, 8192, 32000, 50257, 65537, 128256, 262144, 1000003)
 
 
@@ -22,19 +22,31 @@ def _rows_on_gpu(cols: int) -> int:
     return max(ROWS, min(70001, 2**20 // cols) | 1)
 
 
+# Small knobs, so that short rows already take several blocks, warpgroups, rows in turn and slots.
+INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
+    "naive": ((None, (1, 125, 128)),),
+    "warp": ((None, (1, 125, 128, 1001)),),
+    "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
+    "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
+    "cluster": ((StagedConfig(3, 2, 1, 1, 1), (2501,)), (StagedConfig(2, 1, 1, 2, 3), (1001, 1024))),
+}
+
+
 def _interpreted():
-    """Each rung, operation and dtype at one length; one dtype of the three also at the others, and in other forms."""
-    for rung in LADDER.values():
-        small = SMALL[:-1] if rung.reads > 2 else SMALL
+    """Each rung and operation in one dtype of the three, which take turns, and in the other forms at one length."""
+    for r, rung in enumerate(LADDER.values()):
         for i, op in enumerate(Op):
-            for dtype in DTYPES:
-                cols = cases.supported_cols(rung, op, dtype, ROWS, small)
-                cols = cols or cases.supported_cols(rung, op, dtype, ROWS, LARGER)[:1]
-                full = dtype == DTYPES[i % 3]
-                yield from (cases.default(rung, Problem(op, ROWS, n, dtype)) for n in (cols if full else cols[-1:]))
-                if cols and full:
-                    yield from cases.every_config(rung, Problem(op, ROWS, cols[-1], dtype))[1:]
-                    yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, ROWS, cols[-1]))
+            dtype = DTYPES[(i + r) % 3]
+            for config, lengths in INTERPRETED[rung.name]:
+                for cols in lengths:
+                    yield _case(rung, Problem(op, ROWS, cols, dtype), config)
+            config, lengths = INTERPRETED[rung.name][-1]
+            forms = cases.variations(rung, op, dtype, ROWS, min(lengths[-1], 1001))
+            yield from (_case(rung, p, config) for p in (forms[i % 2 :: 2] if rung.name == "cluster" else forms))
+
+
+def _case(rung: Any, problem: Problem, config: Any) -> cases.Case:
+    return cases.default(rung, problem) if config is None else cases.Case(rung, problem, config)
 
 
 def _on_gpu():
