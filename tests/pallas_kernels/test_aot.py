@@ -21,14 +21,23 @@ SHAPES = (
 
 
 def _chosen():
-    """What `decide` gives each shape, with every config of the chosen rung."""
-    for op in Op:
-        for rows, cols in SHAPES:
-            for dtype in DTYPES:
-                problem = Problem(op, rows, cols, dtype)
-                kernel = dispatch.decide(problem, H200).kernel
-                if kernel is not None:
-                    yield from cases.every_config(LADDER[kernel], problem)
+    """What `decide` gives each operation and shape, with every config of the chosen rung; the dtypes take turns."""
+    seen = set()
+    for i, op in enumerate(Op):
+        for j, (rows, cols) in enumerate(SHAPES):
+            problem = Problem(op, rows, cols, DTYPES[(i + j) % 3])
+            kernel = dispatch.decide(problem, H200).kernel
+            for case in cases.every_config(LADDER[kernel], problem) if kernel else ():
+                seen.add((kernel, case.problem.dtype, case.config))
+                yield case
+    for rows, cols in SHAPES:
+        for dtype in DTYPES:
+            for rung in LADDER.values():
+                problem = Problem(Op.SOFTMAX, rows, cols, dtype, where="full", scale=-0.5)
+                for case in cases.every_config(rung, problem) if cases.takes(rung, problem) else ():
+                    if (key := (rung.name, dtype, case.config)) not in seen:
+                        seen.add(key)
+                        yield case
 
 
 @pytest.mark.parametrize("case", list(_chosen()), ids=str)
