@@ -88,6 +88,7 @@ class Span:
     cols: int
     itemsize: int
     reach: int | None = None
+    interior: bool = False  # whether no vector can touch an end of the row
 
     @property
     def rows_may_end(self) -> bool:
@@ -100,6 +101,8 @@ class Span:
 
     def crosses(self, register: int) -> bool:
         """Whether a vector of this register may lie partly in the row."""
+        if self.interior:
+            return False
         if self.aligned or self.reach is None:
             return not self.aligned
         lanes, v = self.tile.lanes_in_warp, self.tile.vector
@@ -108,14 +111,16 @@ class Span:
 
     def surely_inside(self, register: int) -> bool:
         """Whether all vectors of this register lie in the row."""
+        if self.interior:
+            return True
         if self.reach is None or self.rows_may_end:
             return False
         return (register + 1) * self.tile.lanes_in_warp <= self.cols // self.tile.vector
 
     @classmethod
-    def of(cls, ref: jax.Ref, tile: Tile, at_start: bool) -> "Span":
+    def of(cls, ref: jax.Ref, tile: Tile, at_start: bool, interior: bool = False) -> "Span":
         reach = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
-        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, reach)
+        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, reach, interior)
 
     def vectors(self, base: ir.Value, row: ir.Value, first: ir.Value) -> "Iterator[Vector]":
         """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel."""
@@ -239,9 +244,9 @@ def load(ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float) -> 
     return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first))
 
 
-def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile) -> None:
-    """Writes `value` to where `load` reads from; columns outside the row are left alone."""
-    span = Span.of(ref, tile, at_start=isinstance(first, int) and first == 0)
+def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, *, interior: bool = False) -> None:
+    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: there are none)."""
+    span = Span.of(ref, tile, isinstance(first, int) and first == 0, interior)
     bits = 8 * jnp.dtype(ref.dtype).itemsize
 
     def store_vectors(ctx, ref, value, row, first):

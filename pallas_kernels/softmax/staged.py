@@ -80,12 +80,17 @@ class _Share:
         for ref, to in zip(self.operands.inputs, slot, strict=True):
             asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier)
 
+    @property
+    def surely_inside(self) -> int:
+        """How many of a block's vectors lie in the row, whichever block and whatever alignment; less the first."""
+        v = self.tile.vector
+        whole = (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
+        return max(whole - (self.config.blocks - 1) * self.vectors, 0)
+
     def fill_outside(self, row: jax.Array, slot: list[jax.Ref]) -> None:
         """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
-        v = self.tile.vector
-        surely = (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
-        start = max(surely - (self.config.blocks - 1) * self.vectors, 0)
-        if start == self.vectors and self.problem.cols % v == 0:
+        start = self.surely_inside
+        if start == self.vectors and self.problem.cols % self.tile.vector == 0:
             return
         threads = 128 * self.config.warpgroups
         for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
@@ -111,6 +116,8 @@ class _Share:
 
         def add(step: jax.Array, sums: Tiles) -> Tiles:
             terms = row_ops.terms(op, self.read(slot, row, step), spread, exp)
+            if self.keeps_weights:
+                slot[0][step, self.warpgroup] = terms[0]
             return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
         zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
@@ -133,17 +140,39 @@ class _Share:
 
         return row_ops.merge(self.problem.op, everybody, elementary.exp_for(self.problem.dtype), self.tile)
 
-    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats) -> None:
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights take the logits' place: they fit it, and the second `exp` would cost more than a store."""
+        return self.problem.op is Op.SOFTMAX and self.problem.dtype == jnp.float32
+
+    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, partial: list[jax.Array]) -> None:
         """Writes the row's result, or its statistics."""
         if self.problem.op is Op.STATS:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
             pl.when(leads)(lambda: self.operands.store_stats(stats, row, self.tile))
             return
 
-        def write_step(step: jax.Array, _: None) -> None:
-            self.operands.store(self.read(slot, row, step), stats, row, self.at(step), self.tile)
+        exp = elementary.exp_for(self.problem.dtype)
 
-        lax.fori_loop(0, self.steps, write_step, None)
+        def write(start: int, stop: int, interior: bool) -> None:
+            def write_step(step: jax.Array, _: None) -> None:
+                if self.keeps_weights:
+                    weights = plgpu.load(slot[0].at[step, self.warpgroup], layout=self.tile.layout, optimized=False)
+                    out = weights * self.tile.broadcast(row_ops.share(partial[0], stats, exp))
+                    self.operands.store_output(out, row, self.at(step), self.tile, interior=interior)
+                else:
+                    tiles = self.read(slot, row, step)
+                    self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior)
+
+            if start < stop:
+                lax.fori_loop(start, stop, write_step, None)
+
+        # Vectors that may hang over an end of the row cost five instructions an element, so they have loops of their own.
+        begin = 0 if self.problem.cols % self.tile.vector == 0 else 1
+        end = max(self.surely_inside // self.config.granule, begin)
+        write(0, begin, interior=False)
+        write(begin, end, interior=True)
+        write(end, self.steps, interior=False)
 
 
 def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange: Exchange) -> None:
@@ -182,7 +211,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         share.fill_outside(row, slot)
         partial = share.partial_stats(slot, row)
         stats = share.row_stats(partial, slots, met, turn, lax.rem(lax.div(i, 2), 2))
-        share.write(slot, row, stats)
+        share.write(slot, row, stats, partial)
         if config.rows > 1:
             plgpu.commit_smem()
             scopes.sync_block(config.warpgroups)
