@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import wrong
 
-from pallas_kernels import monoid, mosaic
+from pallas_kernels import asynchronous, elementary, monoid, mosaic, scopes
 from pallas_kernels.problem import Op
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -76,6 +76,10 @@ FUNCTION_MUTANTS = (
 )
 
 
+_ALL, _STREAMING = ("naive", "warp", "block", "online", "cluster"), ("naive", "warp", "online")
+_STAGED, _MERGING, _CLUSTER = ("block", "cluster"), ("block", "online", "cluster"), ("cluster",)
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelMutant:
     """A fault in a function that the rungs share: `fault(original, *arguments)` runs in its place."""
@@ -85,6 +89,7 @@ class KernelMutant:
     original: Callable[..., Any]
     fault: Callable[..., Any]
     op: Op = Op.SOFTMAX
+    rungs: tuple[str, ...] = _ALL
 
 
 def _unguarded(decay, frm, to, *, exp=jnp.exp):
@@ -95,25 +100,60 @@ def _zero_filled(load, *arguments, fill, **keywords):
     return load(*arguments, fill=0.0, **keywords)
 
 
-def _unwritten(store, *arguments, **keywords):
-    return None
-
-
 def _next_row(store, ref, row, *arguments, **keywords):
     return store(ref, row + 1, *arguments, **keywords)
 
 
 def _first_partial_only(merge_over, stats, axis, **keywords):
     merged = merge_over(stats, axis, **keywords)
-    return monoid.Stats(merged.max, stats.sum.max(axis))
+    return (merged[0], *(part.max(axis) for part in stats[1:]))
+
+
+def _left_out(operation, *arguments, **keywords):
+    return None
+
+
+def _next_row_copied(copy_row, ref, row, *arguments):
+    return copy_row(ref, row + 1, *arguments)
+
+
+def _own_numbers_only(across, exchange, values, *arguments):
+    across(exchange, values, *arguments)
+    return list(values)
+
+
+def _base_2(exp_for, dtype):
+    return lambda d: jnp.exp2(d)
 
 
 KERNEL_MUTANTS = (
     KernelMutant("decay_unguarded", "exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, Op.STATS),
-    KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled),
-    KernelMutant("store_left_out", "nothing is written", mosaic.store, _unwritten),
+    KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled, rungs=_STREAMING),
+    KernelMutant("store_left_out", "nothing is written", mosaic.store, _left_out),
     KernelMutant("store_next_row", "rows are written one further", mosaic.store, _next_row),
-    KernelMutant("merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only),
+    KernelMutant("exp_of_base_2", "the exponential is of base 2", elementary.exp_for, _base_2),
+    KernelMutant("copies_next_row", "the next row is staged", asynchronous.copy_row, _next_row_copied, rungs=_STAGED),
+    KernelMutant(
+        "nothing_filled", "a copy's ends are left as they are", asynchronous.fill_outside, _left_out, rungs=_STAGED
+    ),
+    KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
+    KernelMutant("no_block_barrier", "the block's threads do not meet", scopes.sync_block, _left_out, rungs=_MERGING),
+    KernelMutant(
+        "slots_not_cleared", "slots without a warp are not cleared", scopes.Exchange.clear, _left_out, rungs=_CLUSTER
+    ),
+    KernelMutant(
+        "own_warp_in_block",
+        "a warp knows its own part only",
+        scopes.across_block,
+        _own_numbers_only,
+        rungs=("block", "online"),
+    ),
+    KernelMutant(
+        "own_warp_in_cluster", "the same in a cluster", scopes.across_cluster, _own_numbers_only, rungs=_CLUSTER
+    ),
+    KernelMutant(
+        "merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only, rungs=_MERGING
+    ),
 )
 
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
@@ -158,7 +198,7 @@ HARNESS_FAULTS = (
 def document() -> str:
     """The text of `docs/mutants.md`."""
     rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
-    rows += [(m.words, f"a rung's `{_qualified(m.original)}`", _KERNELS_TEST) for m in KERNEL_MUTANTS]
+    rows += [(m.words, f"`{_qualified(m.original)}` of {', '.join(m.rungs)}", _KERNELS_TEST) for m in KERNEL_MUTANTS]
     table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in [*rows, *HARNESS_FAULTS])
     return f"""# Planted faults
 
@@ -171,11 +211,11 @@ Each fault below is planted and must be rejected: tests of the tests. The table 
 """
 
 
-_KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter, each rung that calls it"
+_KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 
 def _qualified(function: Callable[..., Any]) -> str:
-    return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__name__}"
+    return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__qualname__}"
 
 
 def _killer(mutant: Mutant) -> str:

@@ -11,11 +11,19 @@ import pytest
 from cases import DTYPES, Problem
 from interpreter import interpret
 
+from pallas_kernels.configs import OnlineConfig, StagedConfig
+from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
-COLS = (1001, 5000, 20001, 40000, 70001, 140000)
-pytestmark = pytest.mark.skipif(not LADDER, reason="no rungs")
+# Each rung at work with more than one of whatever it can have more than one of.
+AT_WORK = {
+    "naive": (None, 125),
+    "warp": (None, 1001),
+    "block": (StagedConfig(1, 2, 1, 2, 3), 1001),
+    "online": (OnlineConfig(2, 1), 1001),
+    "cluster": (StagedConfig(3, 2, 1, 1, 1), 2501),
+}
 
 
 def plant(monkeypatch, mutant):
@@ -32,27 +40,27 @@ def plant(monkeypatch, mutant):
             for attribute, value in list(vars(module).items()):
                 if value is mutant.original:
                     monkeypatch.setattr(module, attribute, faulty)
+                elif isinstance(value, type) and vars(value).get(mutant.original.__name__) is mutant.original:
+                    monkeypatch.setattr(value, mutant.original.__name__, faulty)
     return calls
 
 
-def smallest(rung, op, dtype):
-    cols = cases.supported_cols(rung, op, dtype, ROWS, COLS)[:1]
-    return cases.default(rung, Problem(op, ROWS, cols[0], dtype)) if cols else None
-
-
-@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
-@pytest.mark.parametrize("mutant", mutants.KERNEL_MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutant, rung",
+    [(mutant, LADDER[name]) for mutant in mutants.KERNEL_MUTANTS for name in mutant.rungs],
+    ids=lambda x: x.name,
+)
 def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
     calls = plant(monkeypatch, mutant)
-    case = smallest(rung, mutant.op, DTYPES[2])
-    if case is None:
-        pytest.skip(f"{rung.name} takes no {mutant.op}")
+    config, cols = AT_WORK[rung.name]
+    problem = Problem(mutant.op, ROWS, cols, DTYPES[2])
+    config = config or rung.configs(problem, H200)[0]
+    run = lambda *operands: rung.run(problem, config, *operands)
     jax.clear_caches()
     try:
-        conformance.check(case.run, case.problem, execute=lambda run: functools.partial(interpret, run))
+        conformance.check(run, problem, execute=lambda run: functools.partial(interpret, run, limit_s=20.0))
     except (AssertionError, IndexError, jax.errors.JaxRuntimeError):
         return
     finally:
         jax.clear_caches()
-    assert not calls, f"{rung.name} passes with a fault: {mutant.name}"
-    pytest.skip(f"{rung.name} does not use {mutant.original.__name__}")
+    pytest.fail(f"{rung.name} passes with a fault that ran {len(calls)} times: {mutant.name}")
