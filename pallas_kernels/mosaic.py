@@ -245,7 +245,7 @@ def load(ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float) -> 
 
 
 def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, *, interior: bool = False) -> None:
-    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: there are none)."""
+    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: it has none)."""
     span = Span.of(ref, tile, isinstance(first, int) and first == 0, interior)
     bits = 8 * jnp.dtype(ref.dtype).itemsize
 
@@ -274,7 +274,7 @@ def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, 
 
 
 def store_numbers(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
-    """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its only row."""
+    """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its one."""
 
     def store_each(ctx, ref, value, row):
         thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))

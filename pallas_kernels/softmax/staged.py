@@ -142,7 +142,7 @@ class _Share:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the weights take the logits' place: they fit it, and the second `exp` would cost more than a store."""
+        """Whether the weights take the logits' place: they fit, and the second `exp` would cost more than a store."""
         return self.problem.op is Op.SOFTMAX and self.problem.dtype == jnp.float32
 
     def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, partial: list[jax.Array]) -> None:
@@ -167,7 +167,7 @@ class _Share:
             if start < stop:
                 lax.fori_loop(start, stop, write_step, None)
 
-        # Vectors that may hang over an end of the row cost five instructions an element, so they have loops of their own.
+        # Vectors that may hang over an end of the row cost five instructions an element: they have loops of their own.
         begin = 0 if self.problem.cols % self.tile.vector == 0 else 1
         end = max(self.surely_inside // self.config.granule, begin)
         write(0, begin, interior=False)

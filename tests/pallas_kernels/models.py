@@ -38,7 +38,7 @@ def _head(row: Any, cols: int, vector: int) -> Any:
 
 def _existing(span: Any, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
     at, inside = elements(span.tile, span.cols, row, first)
-    if getattr(span, "interior", False):
+    if span.interior:
         return at, inside | True  # nothing is checked, so that an element outside is touched
     return at, inside & (at[0] < span.rows) if span.rows_may_end else inside
 
