@@ -122,6 +122,10 @@ def _own_numbers_only(across, exchange, values, *arguments):
     return list(values)
 
 
+def _swapped(read, exchange, slots):
+    return read(exchange, slots)[::-1]
+
+
 def _base_2(exp_for, dtype):
     return lambda d: jnp.exp2(d)
 
@@ -138,6 +142,10 @@ KERNEL_MUTANTS = (
     ),
     KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
     KernelMutant("no_block_barrier", "the block's threads do not meet", scopes.sync_block, _left_out, rungs=_MERGING),
+    KernelMutant(
+        "no_cluster_barrier", "a cluster's blocks do not meet", scopes.cluster_sync, _left_out, rungs=_CLUSTER
+    ),
+    KernelMutant("wrong_stride", "quantities take each other's slots", scopes.Exchange.read, _swapped, rungs=_MERGING),
     KernelMutant(
         "slots_not_cleared", "slots without a warp are not cleared", scopes.Exchange.clear, _left_out, rungs=_CLUSTER
     ),

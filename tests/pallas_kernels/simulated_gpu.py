@@ -259,6 +259,7 @@ def _resolve(key: Any, transforms: Any) -> tuple[Any, Any, tuple[Any, ...]]:
 class _MBarrier:
     """A barrier's phase, and what is missing until it ends; `clock` is what the arrived have seen."""
 
+    made: Any
     arrivals: int
     clock: Any
     missing: int
@@ -282,8 +283,9 @@ def _mbarrier(
     at = view[0] if isinstance(view[0], int) else view[0].start
     barriers = shared.__dict__.setdefault("mbarriers", {})
     if action == "start":
+        made = shared.incr_clock(thread).generic_clock.copy()
         for i, arrivals in enumerate(static["arrivals"] if thread.warpgroup_id == 0 else ()):
-            barriers[key, at + i] = _MBarrier(arrivals, shared.VectorClock(shared.vector_clock_size), arrivals)
+            barriers[key, at + i] = _MBarrier(made, arrivals, shared.VectorClock(shared.vector_clock_size), arrivals)
         return token
     if (key, at) not in barriers:
         raise ValueError(f"{thread} uses barrier {at} of {key} before it is made")
@@ -293,6 +295,8 @@ def _mbarrier(
         time.sleep(_POLL_S / 5)
     with shared.lock:
         clock = shared.incr_clock(thread, take_lock=False)
+        if not barrier.made.lt(clock.generic_clock):
+            raise ValueError(f"nothing orders the making of barrier {at} of {key} before {thread}'s use of it")
         if action == "wait":
             shared.clocks[thread].update(barrier.clock)
         else:
