@@ -42,7 +42,8 @@ def _interpreted():
                     yield _case(rung, Problem(op, ROWS, cols, dtype), config)
             config, lengths = INTERPRETED[rung.name][-1]
             forms = cases.variations(rung, op, dtype, ROWS, min(lengths[-1], 1001))
-            yield from (_case(rung, p, config) for p in (forms[i % 2 :: 2] if rung.name == "cluster" else forms))
+            for form in forms[i % 2 :: 2] if rung.name == "cluster" else forms:
+                yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
 
 def _case(rung: Any, problem: Problem, config: Any) -> cases.Case:

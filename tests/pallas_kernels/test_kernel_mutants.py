@@ -16,6 +16,8 @@ from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
+pytestmark = pytest.mark.slow
+
 # Each rung at work with more than one of whatever it can have more than one of.
 AT_WORK = {
     "naive": (None, 125),
