@@ -32,10 +32,12 @@ def warp(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
 
 def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     """One row to a block, no loop: the next block's copies are the prefetch."""
-    # bf16, H200: N = 16384 takes 4.10 TB/s with 2 warpgroups and 3.58 with 4; N = 32768, 4.10 and 4.14.
+    # bf16, H200: N = 16384 takes 4.10 TB/s with 2 warpgroups and 3.58 with 4; N = 32768, 4.10 and 4.14. Of four, ragged
+    # rows leave room for one block a multiprocessor, by their registers: N = 32000, 4.14 with 2 and 2.67 with 4.
     two = StagedConfig(blocks=1, warpgroups=2, registers=2, slots=1, rows=1)
     four = StagedConfig(blocks=1, warpgroups=4, registers=2, slots=1, rows=1)
-    return (four, two) if 48 * KIB < _row_bytes(problem) <= 64 * KIB else (two, four)
+    suits = 48 * KIB < _row_bytes(problem) <= 64 * KIB and _fills(problem, four)
+    return (four, two) if suits else (two, four)
 
 
 def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
@@ -47,14 +49,21 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         return (StagedConfig(blocks=16, warpgroups=4, registers=2, slots=1, rows=1),)
     two = StagedConfig(blocks=blocks, warpgroups=2, registers=2, slots=1, rows=1)
     four = dataclasses.replace(two, registers=4)
-    # f16, N = 131072, H200: 4.05 TB/s with 4 vectors at a time, 4.00 with 2.
-    same_share = two.steps(problem.max_vectors) * two.granule == four.steps(problem.max_vectors) * four.granule
-    return (four, two) if problem.dtype.itemsize == 2 and problem.operands == 1 and same_share else (two,)
+    # H200: f16, N = 131072, 4.05 TB/s with 4 vectors at a time, 4.00 with 2; but bf16, N = 128256, 3.62 and 4.03.
+    suits = problem.dtype.itemsize == 2 and problem.operands == 1 and _fills(problem, four)
+    return (four, two) if suits else (two,)
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
     """Enough loads in flight: each doubling of the vectors per step helped."""
     return (OnlineConfig(warpgroups=4, registers=4),)
+
+
+def _fills(problem: Problem, config: StagedConfig) -> bool:
+    """Whether rows are a whole number of steps, so that no step needs checks."""
+    share = config.steps(problem.max_vectors) * config.granule
+    whole = problem.cols * problem.dtype.itemsize % 16 == 0
+    return whole and problem.max_vectors == config.blocks * share
 
 
 def _row_bytes(problem: Problem) -> int:
