@@ -1,4 +1,4 @@
-"""Every rung and config, compiled to machine code for an H200 without one: nothing spills, nothing is ignored."""
+"""Every rung and config, compiled to machine code for an H200 without one: next to nothing spills, nothing is ignored."""
 
 import aot
 import cases
@@ -18,6 +18,10 @@ SHAPES = (
     (262144, 256), (32767, 1000), (8765, 4096), (4096, 8192), (4096, 16385), (2048, 32768), (4096, 50257),
     (1024, 65536), (512, 131072), (1024, 151936), (256, 262144), (64, 1048576), (1, 131072),
 )  # fmt: skip
+
+
+# Bytes a thread, which stay in L1: the warp's longest float32 row, and rows that leave no registers for a mask's bytes.
+_MAY_SPILL = {("warp", "none"): 8, ("warp", "full"): 512}
 
 
 def _chosen():
@@ -44,8 +48,7 @@ def _chosen():
 def test_compiles_within_the_registers(case):
     reports = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert reports, "no Mosaic kernel was compiled"
-    # A warp's longest rows leave no registers for a mask's bytes: up to 512 bytes a thread spill, and stay in L1.
-    most = 512 if case.problem.where != "none" and case.rung.name == "warp" else 0
+    most = _MAY_SPILL.get((case.rung.name, case.problem.where), 0)
     for report in reports:
         assert max(report.spill_bytes, report.stack_bytes) <= most, report.ptxas_log
         assert not report.complaints, report.complaints
