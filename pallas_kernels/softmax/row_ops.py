@@ -101,12 +101,6 @@ def result(
     return out if problem.scale == 1.0 else out * problem.scale
 
 
-def share(maximum: jax.Array, stats: RowStats, exp: Exp) -> jax.Array:
-    """What turns softmax's weights relative to `maximum` into its output."""
-    assert stats.max is not None
-    return decay(maximum, stats.max, exp=exp) * (1.0 / stats.sums[0])
-
-
 def outside(op: Op) -> float:
     """The output where a mask does not hold."""
     return -jnp.inf if op is Op.LOG_SOFTMAX else 0.0

@@ -86,15 +86,8 @@ class Operands:
         interior: bool = False,
     ) -> None:
         """Writes the result of a tile."""
-        exp = elementary.exp_for(self.problem.dtype)
-        out = row_ops.result(self.problem, tiles, stats, exp, tile.broadcast)
-        self.store_output(out, row, first, tile, interior=interior)
-
-    def store_output(
-        self, out: jax.Array, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False
-    ) -> None:
-        """Writes a tile of the output, in its dtype and under the mask."""
         problem = self.problem
+        out = row_ops.result(problem, tiles, stats, elementary.exp_for(problem.dtype), tile.broadcast)
         if self.mask is not None:
             out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
         mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior)

@@ -116,8 +116,6 @@ class _Share:
 
         def add(step: jax.Array, sums: Tiles) -> Tiles:
             terms = row_ops.terms(op, self.read(slot, row, step), spread, exp)
-            if self.keeps_weights:
-                slot[0][step, self.warpgroup] = terms[0]
             return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
         zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
@@ -140,29 +138,17 @@ class _Share:
 
         return row_ops.merge(self.problem.op, everybody, elementary.exp_for(self.problem.dtype), self.tile)
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the weights take the logits' place: they fit, and the second `exp` would cost more than a store."""
-        return self.problem.op is Op.SOFTMAX and self.problem.dtype == jnp.float32
-
-    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, partial: list[jax.Array]) -> None:
+    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats) -> None:
         """Writes the row's result, or its statistics."""
         if self.problem.op is Op.STATS:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
             pl.when(leads)(lambda: self.operands.store_stats(stats, row, self.tile))
             return
 
-        exp = elementary.exp_for(self.problem.dtype)
-
         def write(start: int, stop: int, interior: bool) -> None:
             def write_step(step: jax.Array, _: None) -> None:
-                if self.keeps_weights:
-                    weights = plgpu.load(slot[0].at[step, self.warpgroup], layout=self.tile.layout, optimized=False)
-                    out = weights * self.tile.broadcast(row_ops.share(partial[0], stats, exp))
-                    self.operands.store_output(out, row, self.at(step), self.tile, interior=interior)
-                else:
-                    tiles = self.read(slot, row, step)
-                    self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior)
+                tiles = self.read(slot, row, step)
+                self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior)
 
             if start < stop:
                 lax.fori_loop(start, stop, write_step, None)
@@ -211,7 +197,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         share.fill_outside(row, slot)
         partial = share.partial_stats(slot, row)
         stats = share.row_stats(partial, slots, met, turn, lax.rem(lax.div(i, 2), 2))
-        share.write(slot, row, stats, partial)
+        share.write(slot, row, stats)
         if config.rows > 1:
             plgpu.commit_smem()
             scopes.sync_block(config.warpgroups)
