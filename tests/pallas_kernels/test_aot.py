@@ -1,4 +1,4 @@
-"""Every rung and config, compiled to machine code for an H200 without one: only what is said spills, nothing is ignored."""
+"""Every rung and config, compiled for an H200 without one: only what is said spills, and nothing is ignored."""
 
 import aot
 import cases
