@@ -17,15 +17,16 @@ from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import RowStats
 from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
 
-MAX_REGISTERS = 128  # bytes of operands in a thread, in 4-byte words: as much again is needed to work on them
+# A thread's operands in float32 words: as much again is needed to work on them, and more with a mask's bytes.
+MAX_REGISTERS = {"none": 128, "full": 64, "shared": 64}
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
     """Rows longer than a warp can hold."""
     streams = problem.operands
     words = -(-problem.max_vectors // 32) * (mosaic.VECTOR_BYTES // problem.dtype.itemsize) * streams
-    if words > MAX_REGISTERS:
-        return f"a row of {problem.cols} takes {words} float32 registers a thread, more than {MAX_REGISTERS}"
+    if words > (most := MAX_REGISTERS[problem.where]):
+        return f"a row of {problem.cols} takes {words} float32 registers a thread, more than {most}"
     return declines_any(problem)
 
 
