@@ -69,7 +69,7 @@ def _slack(case: cases.Case) -> float:
 
 
 def _interpreted_slack(case: cases.Case) -> float:
-    """On the CPU JAX 0.11.2 computes float32 kernels to 22 ulp; on the H200 the same JAX keeps the strict bound."""
+    """On the CPU JAX 0.11.2 computes float32 kernels to 22 ulp, for a cause not found; on a GPU the bound is strict."""
     loose = jax.__version__ == "0.11.2" and case.problem.dtype == "float32"
     return _slack(case) + (24 if loose else 0)
 
