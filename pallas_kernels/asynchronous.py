@@ -4,7 +4,7 @@ A barrier is 8 bytes of shared memory. A phase of it ends when all its arrivals 
 announced; waiting names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -26,6 +26,8 @@ from pallas_kernels.mosaic import (
     ptx,
     scalar,
 )
+
+Cache = Literal["evict_last", "evict_first"] | None
 
 
 def barriers(count: int) -> Any:
@@ -81,10 +83,22 @@ def wait(ref: jax.Ref, parity: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(ref, jnp.int32(parity))
 
 
-def copy_row(ref: jax.Ref, row: Index, first: Index, vectors: int, to: jax.Ref, barrier: jax.Ref) -> None:
-    """Starts copying vectors `first` ... `first + vectors` of a row, as far as it has them, into shared memory."""
+def copy_row(
+    ref: jax.Ref,
+    row: Index,
+    first: Index,
+    vectors: int,
+    to: jax.Ref,
+    barrier: jax.Ref,
+    cache: Cache = None,
+) -> None:
+    """Starts copying vectors `first` ... `first + vectors` of a row, as far as it has them, into shared memory.
+
+    `cache`: how long the second-level cache should keep them.
+    """
     itemsize = jnp.dtype(ref.dtype).itemsize
     span = Span(Tile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
+    hint, policy = (".L2::cache_hint", ", policy") if cache else ("", "")
 
     def copy_vectors(ctx, ref, row, first, to, barrier):
         address, _, count = span.row(global_address(ref), scalar(row))
@@ -94,8 +108,11 @@ def copy_row(ref: jax.Ref, row: Index, first: Index, vectors: int, to: jax.Ref, 
         some = arith.andi(_leader(), arith.cmpi(arith.CmpIPredicate.sgt, here, c32(0)))
         text = (
             "@$4 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $3; "
-            "@$5 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1], [$2], $3, [$0];"
+            f"@$5 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} [$1], [$2], $3, [$0]{policy};"
         )
+        if cache:
+            create = f".reg .b64 policy; createpolicy.fractional.L2::{cache}.b64 policy, 1.0;"
+            text = f"{{ {create} {text} }}"
         size = arith.muli(here, c32(VECTOR_BYTES))
         operands = [shared_address(barrier), shared_address(to), address, size, _leader(), some]
         ptx(text, "r,r,l,r,b,b", operands)

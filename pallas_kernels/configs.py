@@ -17,27 +17,39 @@ class WarpConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class StagedConfig:
-    """Rows in shared memory: a row over `blocks` blocks of `warpgroups` warpgroups.
+class SharedConfig:
+    """Rows in shared memory: a row over `blocks` blocks, in each of them `warpgroups` warpgroups.
 
-    `registers`: vectors that a thread handles at a time. `slots`: rows that a block has in shared memory at once.
-    `rows`: rows that a block (or cluster) takes, one after another.
+    `registers`: vectors that a thread handles at a time.
     """
 
     blocks: int
     warpgroups: int
     registers: int
-    slots: int
-    rows: int
 
     @property
     def granule(self) -> int:
-        """Vectors that the threads of a block handle at a time."""
+        """Vectors that a row's threads in a block handle at a time."""
         return self.warpgroups * 128 * self.registers
 
     def steps(self, vectors: int) -> int:
         """Granules in a block's share of a row of that many vectors."""
         return -(-vectors // (self.blocks * self.granule))
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedConfig(SharedConfig):
+    """Blocks that take `rows` rows, one after another, and have `slots` of them in shared memory at once."""
+
+    slots: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GridConfig(SharedConfig):
+    """Blocks that each read a share of a row for its statistics or, `lag` rows later, write it."""
+
+    lag: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,19 +2,24 @@
 
 import dataclasses
 
-from pallas_kernels.configs import NaiveConfig, OnlineConfig, StagedConfig, WarpConfig
+from pallas_kernels.configs import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 
-KIB = 1024
+KIB, MIB = 1024, 1024**2
 
 
 def order(problem: Problem, device: Device) -> tuple[str, ...]:
     """The rungs, fastest first; the first one that accepts the problem runs it."""
     # Two blocks on a multiprocessor still beat a cluster: bf16, N = 50257, 3.99 against 3.51 TB/s, H200.
     if _row_bytes(problem) <= 108 * KIB:
-        return ("warp", "block", "cluster", "online", "naive")
-    return ("warp", "cluster", "online", "block", "naive")
+        return ("warp", "block", "cluster", "grid", "online", "naive")
+    # H200: f32, N = 262144 (1 MiB), 3.81 TB/s in a cluster and 3.72 over the grid; its gradient (2 MiB), 3.19 and 3.59.
+    # 64 rows of f32, N = 131072, 28 us in clusters and 23 over the grid; 16 rows, 7.9 us in clusters.
+    few = problem.rows > 16 and _fits_cache(problem)
+    if _row_bytes(problem) > MIB or (few and _row_bytes(problem) >= MIB // 2):
+        return ("grid", "warp", "cluster", "online", "block", "naive")
+    return ("warp", "cluster", "grid", "online", "block", "naive")
 
 
 def naive(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:
@@ -34,6 +39,9 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     """One row to a block, no loop: the next block's copies are the prefetch."""
     # bf16, H200: N = 16384 takes 4.10 TB/s with 2 warpgroups and 3.58 with 4; N = 32768, 4.10 and 4.14. Of four, ragged
     # rows leave room for one block a multiprocessor, by their registers: N = 32000, 4.14 with 2 and 2.67 with 4.
+    if problem.max_vectors % 768 == 0 and problem.max_vectors % 512 and _row_bytes(problem) <= 24 * KIB:
+        # Steps of 6 KiB where those of 8 leave a remainder: f16, N = 6144, 3.79 TB/s and 3.51, H200.
+        return (StagedConfig(blocks=1, warpgroups=1, registers=3, slots=1, rows=1),)
     two = StagedConfig(blocks=1, warpgroups=2, registers=2, slots=1, rows=1)
     four = StagedConfig(blocks=1, warpgroups=4, registers=2, slots=1, rows=1)
     suits = 48 * KIB < _row_bytes(problem) <= 64 * KIB and _fills(problem, four)
@@ -44,14 +52,25 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     """The fewest blocks that leave room for three of them on a multiprocessor, 64 KiB of operands in each."""
     # bf16, N = 131072, H200: 4 blocks of 64 KiB 4.00 TB/s, 8 of 32 KiB 3.66.
     blocks = min(max(-(-_row_bytes(problem) // (64 * KIB)), 2), 16)
-    if problem.rows * 16 <= device.sm_count:
-        # So few rows leave multiprocessors idle: 1 row of 131072 f32 takes 5.1 us over 16 blocks and 5.7 over 8, H200.
-        return (StagedConfig(blocks=16, warpgroups=4, registers=2, slots=1, rows=1),)
+    if problem.rows <= 16:
+        # So few rows leave multiprocessors idle. f32, N = 131072, H200: 1 row takes 5.1 us over 16 blocks, 5.7 over 8;
+        # 16 rows take 7.9 us over 16 blocks of 2 warpgroups, 9.2 over 8.
+        warpgroups = 4 if problem.rows * 16 <= device.sm_count else 2
+        return (StagedConfig(blocks=16, warpgroups=warpgroups, registers=2, slots=1, rows=1),)
     two = StagedConfig(blocks=blocks, warpgroups=2, registers=2, slots=1, rows=1)
     four = dataclasses.replace(two, registers=4)
     # H200: f16, N = 131072, 4.05 TB/s with 4 vectors at a time, 4.00 with 2; but bf16, N = 128256, 3.62 and 4.03.
     suits = problem.dtype.itemsize == 2 and problem.operands == 1 and _fills(problem, four)
     return (four, two) if suits else (two,)
+
+
+def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
+    """32 KiB of operands to a block, and a lag that the cache holds beside what is written."""
+    # f32, N = 262144, H200: a lag of 8 MiB takes 3.52 TB/s, 10 to 12 3.71, 16 3.63, 24 3.03. Where the cache holds all:
+    # 64 rows of 131072, 24.7 us with 8 MiB and 22.6 with 16.
+    lag = (16 if _fits_cache(problem) else 12) * MIB
+    blocks = max(-(-_row_bytes(problem) // (32 * KIB)), 2)
+    return (GridConfig(blocks=blocks, warpgroups=2, registers=2, lag=-(-lag // _row_bytes(problem))),)
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
@@ -64,6 +83,11 @@ def _fills(problem: Problem, config: StagedConfig) -> bool:
     share = config.steps(problem.max_vectors) * config.granule
     whole = problem.cols * problem.dtype.itemsize % 16 == 0
     return whole and problem.max_vectors == config.blocks * share
+
+
+def _fits_cache(problem: Problem) -> bool:
+    """Whether the second-level cache holds all operands."""
+    return problem.rows * _row_bytes(problem) <= 40 * MIB
 
 
 def _row_bytes(problem: Problem) -> int:

@@ -47,10 +47,12 @@ def combine[S: tuple[jax.Array, ...]](a: S, b: S, *, exp: Exp = jnp.exp) -> S:
     return _like(a, m, [x * of_a + y * of_b for x, y in zip(a[1:], b[1:], strict=True)])
 
 
-def merge_over[S: tuple[jax.Array, ...]](state: S, axis: int, *, exp: Exp = jnp.exp) -> S:
-    """Merges the states that lie along `axis`."""
+def merge_over[S: tuple[jax.Array, ...]](
+    state: S, axis: int, *, exp: Exp = jnp.exp, spread: Callable[[jax.Array], jax.Array] | None = None
+) -> S:
+    """Merges the states that lie along `axis`; `spread` gives a maximum the shape it was reduced from."""
     m = state[0].max(axis)
-    weights = decay(state[0], jnp.expand_dims(m, axis), exp=exp)
+    weights = decay(state[0], spread(m) if spread else jnp.expand_dims(m, axis), exp=exp)
     return _like(state, m, [(part * weights).sum(axis) for part in state[1:]])
 
 

@@ -244,8 +244,20 @@ def load(ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float) -> 
     return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first))
 
 
-def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, *, interior: bool = False) -> None:
-    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: it has none)."""
+def store(
+    ref: jax.Ref,
+    row: Index,
+    first: Index,
+    value: jax.Array,
+    tile: Tile,
+    *,
+    interior: bool = False,
+    streams: bool = False,
+) -> None:
+    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: it has none).
+
+    `streams`: the second-level cache should not keep it.
+    """
     span = Span.of(ref, tile, isinstance(first, int) and first == 0, interior)
     bits = 8 * jnp.dtype(ref.dtype).itemsize
 
@@ -262,8 +274,12 @@ def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, 
                     kind = "h" if bits == 16 else "r"
                     ptx(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, arith.andi(partly, mask)])
             guard, operands = ("", []) if whole is None else ("@$5 ", [whole])
+            text = f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};"
+            if streams:
+                create = ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+                text = f"{{ {create} {guard}st.global.L2::cache_hint.v4.b32 [$0], {{$1,$2,$3,$4}}, policy; }}"
             ptx(
-                f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};",
+                text,
                 "l,r,r,r,r" + ",b" * len(operands),
                 [v.address, *elements(vector.bitcast(words, register)), *operands],
             )
@@ -271,22 +287,3 @@ def store(ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout, SPLAT, SPLAT))(store_vectors)(
         ref, value, jnp.int32(row), jnp.int32(first)
     )
-
-
-def store_numbers(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
-    """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its one."""
-
-    def store_each(ctx, ref, value, row):
-        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
-        at = arith.addi(scalar(row), arith.divui(thread, c32(tile.lanes)))
-        number = value.registers.flat[0]
-        if isinstance(number.type, ir.VectorType):
-            (number,) = elements(number)
-        first_lane = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, c32(tile.lanes)), c32(0))
-        exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
-        offset = arith.muli(arith.extui(_i64(), at), c64(4))
-        operands = [arith.addi(global_address(ref), offset), number, arith.andi(first_lane, exists)]
-        ptx("@$2 st.global.f32 [$0], $1;", "l,f,b", operands)
-
-    ref_rows = ref.shape[0]
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))

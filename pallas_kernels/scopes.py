@@ -1,6 +1,6 @@
-"""Who merges with whom: each warp's partial results, brought to every warp of a block or of a cluster.
+"""Who merges with whom: partial results, brought to every warp of a block, of a cluster, or of the grid.
 
-Transport only. What comes back is one array per quantity with an element for each warp, in the registers of every
+Transport only. What comes back is one array per quantity with an element for each member, in the registers of every
 warp; the caller merges it with `monoid.merge_over`, as it would merge anything else.
 """
 
@@ -18,39 +18,34 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import asynchronous
 from pallas_kernels.asynchronous import shared_address
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, ptx, scalar
+from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, c64, global_address, ptx, scalar
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Slots in shared memory for `quantities` numbers of each warp of `blocks` blocks of `warpgroups` warpgroups.
+    """Slots in shared memory for `quantities` numbers of each of `members`, which are warps or blocks.
 
-    Two sets of slots take turns, so that a warp may be one exchange ahead of another.
+    Two sets of slots take turns, so that a member may be one exchange ahead of another.
     """
 
-    blocks: int
-    warpgroups: int
+    members: int
     quantities: int
 
     @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups * self.blocks
-
-    @property
     def bytes_expected(self) -> int:
-        return 4 * self.quantities * self.warps
+        return 4 * self.quantities * self.members
 
     @property
     def slots(self) -> int:
-        """Slots for each quantity: what a warp's lanes hold evenly. Those without a warp hold the merge's identity."""
-        return 1 << (self.warps - 1).bit_length()
+        """Slots of each quantity: what a warp's lanes hold evenly. Those without a member hold the merge's identity."""
+        return 1 << (self.members - 1).bit_length()
 
     @property
     def scratch(self) -> Any:
         return plgpu.SMEM((2, self.quantities, self.slots), jnp.float32)
 
     def clear(self, slots: jax.Ref) -> None:
-        """Makes the slots without a warp neutral; the block must `sync` before it reads them."""
+        """Makes the slots without a member neutral; the block must `sync` before it reads them."""
 
         def clear_slots(ctx, slots):
             thread = utils.thread_idx()
@@ -58,29 +53,29 @@ class Exchange:
                 for q in range(self.quantities):
                     fill = -math.inf if q == 0 and self.quantities > 1 else 0.0
                     at = (turn * self.quantities + q) * self.slots
-                    spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.slots - self.warps))
+                    spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.slots - self.members))
                     address = arith.addi(shared_address(slots), arith.muli(thread, c32(4)))
-                    address = arith.addi(address, c32(4 * (at + self.warps)))
+                    address = arith.addi(address, c32(4 * (at + self.members)))
                     ptx("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
 
-        if self.slots > self.warps:
+        if self.slots > self.members:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)
 
     @property
     def layout(self) -> Any:
-        """The warps' numbers spread over the lanes of each warp, as evenly as they go."""
+        """The members' numbers spread over the lanes of each warp, as evenly as they go."""
         lanes, per_lane = min(self.slots, 32), max(self.slots // 32, 1)
         spare = (plgpu.Replicated(32 // lanes),) if lanes < 32 else ()
         tiling = plgpu.Tiling(((self.slots,), (per_lane,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1)
 
     def read(self, slots: jax.Ref) -> list[jax.Array]:
-        """All warps' numbers, quantity by quantity."""
+        """All members' numbers, quantity by quantity."""
         return [plgpu.load(slots.at[q], layout=self.layout, optimized=False) for q in range(self.quantities)]
 
 
 def across_block(
-    exchange: Exchange, values: Sequence[jax.Array], layout: Any, warpgroup: Index, slots: jax.Ref
+    exchange: Exchange, values: Sequence[jax.Array], layout: Any, warpgroup: Index, slots: jax.Ref, warpgroups: int
 ) -> list[jax.Array]:
     """`values`, one number of each warp (`[4]` in `layout`), from all warps of the block."""
 
@@ -93,7 +88,7 @@ def across_block(
 
     arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(publish)(slots, jnp.int32(warpgroup), *values)
-    sync_block(exchange.warpgroups)
+    sync_block(warpgroups)
     return exchange.read(slots)
 
 
@@ -105,8 +100,9 @@ def across_cluster(
     slots: jax.Ref,
     barrier: jax.Ref,
     parity: jax.Array,
+    blocks: int,
 ) -> list[jax.Array]:
-    """`values` from all warps of the cluster: each warp writes its numbers into every block's shared memory.
+    """`values` from all warps of the cluster: each warp writes its numbers into the shared memory of all `blocks`.
 
     `warpgroup` counts through the cluster. One way and without a reply, so nobody has to stay for others to read:
     a block that has got everybody's numbers is done with its peers.
@@ -114,7 +110,7 @@ def across_cluster(
 
     def send(ctx, slots, barrier, index, *values):
         lane, slot = _lane_and_slot(index)
-        to_peer = arith.cmpi(arith.CmpIPredicate.ult, lane, c32(exchange.blocks))
+        to_peer = arith.cmpi(arith.CmpIPredicate.ult, lane, c32(blocks))
         for q, value in enumerate(values):
             at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.slots)))
             text = (
@@ -128,6 +124,78 @@ def across_cluster(
     plgpu.inline_mgpu(arg_types=arguments)(send)(slots, barrier, jnp.int32(warpgroup), *values)
     asynchronous.wait(barrier, parity)
     return exchange.read(slots)
+
+
+def grid_words(rows: int, exchange: Exchange) -> jax.Ref:
+    """Device memory in which blocks of a grid meet: a counter of tickets, then for each row a word for each number.
+
+    All are -1, which is no number's word: arithmetic makes only one NaN, and that is 0x7fffffff.
+    """
+    return jax.new_ref(jnp.full(1 + rows * exchange.quantities * exchange.members, -1, jnp.int32))
+
+
+def take_ticket(words: jax.Ref, to: jax.Ref) -> None:
+    """Counts the blocks of the grid in the order in which they start: this one's number, in `to` after a `sync`.
+
+    A block may wait for what blocks with smaller tickets do without waiting: those run, or have run.
+    """
+
+    def draw_ticket(ctx, words, to):
+        first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), c32(0))
+        text = (
+            "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
+            "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"
+        )
+        ptx(text, "l,r,b", [global_address(words), shared_address(to), first])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(draw_ticket)(words, to)
+
+
+def to_grid(
+    exchange: Exchange, values: Sequence[jax.Array], layout: Any, words: jax.Ref, row: Index, member: Index
+) -> None:
+    """Publishes `values`, one number each of a block (in all its threads), for the row's other blocks.
+
+    A word that has changed is the number itself, so that nothing has to be ordered.
+    """
+
+    def publish_words(ctx, words, row, member, *values):
+        first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), c32(0))
+        for q, value in enumerate(values):
+            at = _word(exchange, words, scalar(row), q, scalar(member))
+            ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, _bits(value), first])
+
+    arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
+    plgpu.inline_mgpu(arg_types=arguments)(publish_words)(words, jnp.int32(row), jnp.int32(member), *values)
+
+
+def from_grid(exchange: Exchange, words: jax.Ref, row: Index, slots: jax.Ref, warpgroups: int) -> list[jax.Array]:
+    """What all blocks of the row have published, or will."""
+    threads = WARPGROUP * warpgroups
+
+    def await_words(ctx, words, slots, row):
+        for at in range(0, exchange.members, threads):
+            of = arith.addi(utils.thread_idx(), c32(at))
+            waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(exchange.members))
+            for q in range(exchange.quantities):
+                slot = arith.addi(shared_address(slots), arith.muli(arith.addi(of, c32(q * exchange.slots)), c32(4)))
+                text = (
+                    "{ .reg .b32 word; .reg .pred missing; AGAIN: @$2 ld.relaxed.gpu.global.b32 word, [$0]; "
+                    "setp.eq.and.s32 missing, word, -1, $2; @missing bra AGAIN; @$2 st.shared.b32 [$1], word; }"
+                )
+                ptx(text, "l,r,b,~{memory}", [_word(exchange, words, scalar(row), q, of), slot, waits])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT))(await_words)(words, slots, jnp.int32(row))
+    sync_block(warpgroups)
+    return exchange.read(slots)
+
+
+def _word(exchange: Exchange, words: ir.Value, row: ir.Value, quantity: int, member: ir.Value) -> ir.Value:
+    """The address of a row's number of a member."""
+    of_row = arith.addi(arith.muli(row, c32(exchange.quantities * exchange.members)), c32(1))
+    index = arith.addi(arith.addi(of_row, c32(quantity * exchange.members)), member)
+    wide = arith.extui(ir.IntegerType.get_signless(64), index)
+    return arith.addi(global_address(words), arith.muli(wide, c64(4)))
 
 
 def sync_block(warpgroups: int) -> None:

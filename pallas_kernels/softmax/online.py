@@ -30,17 +30,10 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 
 def _fold(op: Op, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):
     """The running statistics, with one more piece of the row."""
-    if not row_ops.has_max(op):
-        return tuple(a + b.sum(axis=1) for a, b in zip(stats, row_ops.terms(op, tiles, None, exp), strict=True))
-    maximum = tiles[0].max(axis=1)
-    sums = [term.sum(axis=1) for term in row_ops.terms(op, tiles, tile.broadcast(maximum), exp)]
-    decays = row_ops.decaying(op)
-    old = (stats[0], *(s for s, d in zip(stats[1:], decays, strict=True) if d))
-    new = (maximum, *(s for s, d in zip(sums, decays, strict=True) if d))
-    total, *merged = monoid.combine(old, new, exp=exp)
-    relative = iter(merged)
-    both = zip(stats[1:], sums, decays, strict=True)
-    return (total, *(next(relative) if d else a + b for a, b, d in both))
+    maximum = [tiles[0].max(axis=1)] if row_ops.has_max(op) else []
+    spread = tile.broadcast(maximum[0]) if maximum else None
+    sums = [term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp)]
+    return row_ops.combine(op, stats, [*maximum, *sums], exp)
 
 
 def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange: Exchange) -> None:
@@ -60,8 +53,8 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     partial = lax.fori_loop(
         0, steps, lambda i, stats: _fold(op, stats, operands.load(row, at(i), tile), tile, exp), nothing
     )
-    everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0])
-    stats = row_ops.merge(op, everybody, exp, tile)
+    everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
+    stats = row_ops.merge(op, everybody, exchange.layout, exp, tile)
     if op is Op.STATS:
         pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, row, tile))
         return
@@ -75,7 +68,7 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
 
 def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> jax.Array | Stats:
     """Runs the kernel on `[rows, cols]` operands."""
-    exchange = Exchange(1, config.warpgroups, row_ops.quantities(problem.op))
+    exchange = Exchange(4 * config.warpgroups, row_ops.quantities(problem.op))
     return launch(
         problem,
         functools.partial(_body, config=config, exchange=exchange),

@@ -7,14 +7,14 @@ output component of the online-softmax state); `decaying` says which do.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import elementary, mosaic
-from pallas_kernels.monoid import Exp, decay, merge_over
+from pallas_kernels import elementary, monoid, mosaic
+from pallas_kernels.monoid import Exp, decay
 from pallas_kernels.problem import Op, Problem
 
 Tiles = tuple[jax.Array, ...]  # the operands' tiles, in float32
@@ -64,13 +64,28 @@ def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
     return (weights, *others)
 
 
-def merge(op: Op, partial: Sequence[jax.Array], exp: Exp, tile: mosaic.Tile) -> RowStats:
-    """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity."""
+def combine(op: Op, a: Sequence[jax.Array], b: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, ...]:
+    """The statistics of two pieces of a row together, one array per quantity."""
+    if not has_max(op):
+        return tuple(x + y for x, y in zip(a, b, strict=True))
+    relative = lambda stats: (stats[0], *(s for s, d in zip(stats[1:], decaying(op), strict=True) if d))
+    maximum, *merged = monoid.combine(relative(a), relative(b), exp=exp)
+    rest = iter(merged)
+    return maximum, *(next(rest) if d else x + y for x, y, d in zip(a[1:], b[1:], decaying(op), strict=True))
+
+
+def merge(op: Op, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: mosaic.Tile) -> RowStats:
+    """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity.
+
+    `layout` is that of `partial`.
+    """
     if not has_max(op):
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
     maximum, *sums = partial
     relative = [part for part, decays in zip(sums, decaying(op), strict=True) if decays]
-    total, *merged = merge_over((maximum, *relative), 0, exp=exp)
+    members = maximum.shape
+    spread = lambda number: plgpu.layout_cast(jnp.broadcast_to(number, members), layout)
+    total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, spread=spread)
     rest = iter(merged)
     both = (next(rest) if decays else part.sum(0) for part, decays in zip(sums, decaying(op), strict=True))
     return RowStats(_repeat(total, tile), tuple(_repeat(each, tile) for each in both))

@@ -9,7 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import elementary, masks, mosaic
+from pallas_kernels import elementary, masks, mosaic, numbers
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.mosaic import Index
@@ -84,19 +84,20 @@ class Operands:
         tile: mosaic.Tile,
         *,
         interior: bool = False,
+        streams: bool = False,
     ) -> None:
         """Writes the result of a tile."""
         problem = self.problem
         out = row_ops.result(problem, tiles, stats, elementary.exp_for(problem.dtype), tile.broadcast)
         if self.mask is not None:
             out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
-        mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior)
+        mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
 
     def store_stats(self, stats: RowStats, row: jax.Array, tile: mosaic.Tile) -> None:
         """Writes the maximum and the sum of the rows that begin at `row`."""
         assert stats.max is not None
         for ref, value in zip(self.outputs, (stats.max, *stats.sums), strict=True):
-            mosaic.store_numbers(ref, row, value, tile)
+            numbers.store(ref, row, value, tile)
 
 
 def launch(
@@ -109,21 +110,28 @@ def launch(
     blocks: int = 1,
     warpgroups: int = 1,
     scratch: Sequence[Any] = (),
+    shared: Sequence[jax.Ref] = (),
 ) -> jax.Array | Stats:
-    """Runs `body(operands, *scratch)` over a grid of blocks, or of clusters of `blocks` blocks."""
+    """Runs `body(operands, *shared, *scratch)` over a grid of blocks, or of clusters of `blocks` blocks.
+
+    `shared`: device memory through which blocks meet.
+    """
     x = operands[0]
     stats = jax.ShapeDtypeStruct((problem.rows,), jnp.float32)
     out_type = (stats, stats) if problem.op is Op.STATS else (jax.ShapeDtypeStruct(x.shape, x.dtype),)
     if problem.where == "shared":
         operands = [*operands[:-1], operands[-1][None]]
-    count = len(operands) + len(out_type)
+    begin, end = len(operands), len(operands) + len(shared)
+    scratch_begin = end + len(out_type)
     axes: dict[str, Any] = {}
     if blocks > 1:
         axes |= {"cluster": (blocks,), "cluster_names": ("block",)}
     if warpgroups > 1:
         axes |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
     kernel = plgpu.kernel(
-        lambda *refs: body(Operands.of(problem, refs[:count]), *refs[count:]),
+        lambda *refs: body(
+            Operands.of(problem, (*refs[:begin], *refs[end:scratch_begin])), *refs[begin:end], *refs[scratch_begin:]
+        ),
         out_type=out_type,
         grid=(grid,),
         grid_names=("rows",),
@@ -137,5 +145,5 @@ def launch(
         ),
         **axes,
     )
-    out = kernel(*operands)
+    out = kernel(*operands, *shared)
     return Stats(*out) if problem.op is Op.STATS else out[0]

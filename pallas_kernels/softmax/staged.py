@@ -1,4 +1,4 @@
-"""A row staged in shared memory, by one block or by the blocks of a cluster: what block.py and cluster.py share.
+"""A row staged in shared memory, by one block or by several: what block.py, cluster.py and grid.py share.
 
 Each block copies its share of the row asynchronously, walks it twice for the row's statistics (maximum, then sums; no
 shuffle until the end), merges them with the row's other warps, and walks it once more to write the result. The data
@@ -6,6 +6,7 @@ never stands in registers, so that many blocks fit on a multiprocessor and their
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import asynchronous, elementary, mosaic, scopes
-from pallas_kernels.configs import StagedConfig
+from pallas_kernels.configs import SharedConfig, StagedConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.mosaic import Index
@@ -25,10 +26,15 @@ from pallas_kernels.softmax.row_ops import RowStats, Tiles
 from pallas_kernels.softmax.rung import Operands, launch
 
 
+def warps_exchange(problem: Problem, config: SharedConfig) -> Exchange:
+    """Between all warps of the blocks of a cluster."""
+    return Exchange(4 * config.warpgroups * config.blocks, row_ops.quantities(problem.op))
+
+
 def shared_bytes(problem: Problem, config: StagedConfig) -> int:
     """Shared memory of a block: the staged operands, the exchange's slots, the barriers."""
     share = config.steps(problem.max_vectors) * config.granule * mosaic.VECTOR_BYTES
-    exchange = Exchange(config.blocks, config.warpgroups, row_ops.quantities(problem.op))
+    exchange = warps_exchange(problem, config)
     return share * config.slots * problem.operands + 8 * exchange.quantities * exchange.slots + 8 * (config.slots + 2)
 
 
@@ -41,14 +47,16 @@ def does_not_fit(problem: Problem, config: StagedConfig, device: Device) -> str 
     return None
 
 
+Partial = tuple[jax.Array, ...]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Share:
+class Share:
     """A block's part of its rows."""
 
     operands: Operands
-    config: StagedConfig
-    exchange: Exchange
-    block: Index  # of the cluster
+    config: SharedConfig
+    block: Index  # of those that share a row
     warpgroup: Index  # of the block
 
     @property
@@ -75,10 +83,10 @@ class _Share:
         """The row's vector with which this warpgroup's tile of a step begins."""
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (128 * self.config.registers)
 
-    def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref) -> None:
+    def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
         for ref, to in zip(self.operands.inputs, slot, strict=True):
-            asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier)
+            asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier, cache)
 
     @property
     def surely_inside(self) -> int:
@@ -95,6 +103,10 @@ class _Share:
         threads = 128 * self.config.warpgroups
         for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
             asynchronous.fill_outside(ref, row, self.first, start, self.vectors, to, fill, threads)
+        self.sync()
+
+    def sync(self) -> None:
+        """Waits for all threads of the block."""
         scopes.sync_block(self.config.warpgroups)
 
     def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array) -> Tiles:
@@ -102,7 +114,7 @@ class _Share:
         raw = tuple(plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot)
         return self.operands.in_float32(raw, row, self.at(step), self.tile)
 
-    def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> list[jax.Array]:
+    def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> Partial:
         """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
         op, exp, tile = self.problem.op, elementary.exp_for(self.problem.dtype), self.tile
         maximum, spread = [], None
@@ -119,26 +131,34 @@ class _Share:
             return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
         zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
-        return [*maximum, *(total.sum(axis=1) for total in lax.fori_loop(0, self.steps, add, zeros))]
+        return *maximum, *(total.sum(axis=1) for total in lax.fori_loop(0, self.steps, add, zeros))
 
-    def row_stats(
-        self, partial: list[jax.Array], slots: jax.Ref, barrier: jax.Ref, turn: jax.Array, parity: jax.Array
+    @property
+    def layout(self) -> Any:
+        """Of what each warp has one number of."""
+        return self.tile.layout.reduce(1)
+
+    def merged(self, exchange: Exchange, everybody: list[jax.Array]) -> RowStats:
+        """The statistics of the exchange's members together."""
+        exp = elementary.exp_for(self.problem.dtype)
+        return row_ops.merge(self.problem.op, everybody, exchange.layout, exp, self.tile)
+
+    def in_block(self, exchange: Exchange, partial: Partial, slots: jax.Ref) -> RowStats:
+        """The block's statistics, from those of its warps."""
+        warpgroups = self.config.warpgroups
+        everybody = scopes.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups)
+        return self.merged(exchange, everybody)
+
+    def in_cluster(
+        self, exchange: Exchange, partial: Partial, slots: jax.Ref, barrier: jax.Ref, parity: jax.Array
     ) -> RowStats:
-        """The whole row's statistics, from every warp that has a part of it."""
-        layout, slots = self.tile.layout.reduce(1), slots.at[turn]
-        if self.config.blocks == 1:
-            everybody = scopes.across_block(self.exchange, partial, layout, self.warpgroup, slots)
-        else:
-            index, barrier = self.block * self.config.warpgroups + self.warpgroup, barrier.at[turn]
-            everybody = scopes.across_cluster(self.exchange, partial, layout, index, slots, barrier, parity)
+        """The cluster's statistics, from those of its warps."""
+        blocks, index = self.config.blocks, self.block * self.config.warpgroups + self.warpgroup
+        everybody = scopes.across_cluster(exchange, partial, self.layout, index, slots, barrier, parity, blocks)
+        pl.when(self.warpgroup == 0)(lambda: asynchronous.expect_bytes(barrier, exchange.bytes_expected))
+        return self.merged(exchange, everybody)
 
-            @pl.when(self.warpgroup == 0)
-            def _():
-                asynchronous.expect_bytes(barrier, self.exchange.bytes_expected)
-
-        return row_ops.merge(self.problem.op, everybody, elementary.exp_for(self.problem.dtype), self.tile)
-
-    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats) -> None:
+    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, streams: bool = False) -> None:
         """Writes the row's result, or its statistics."""
         if self.problem.op is Op.STATS:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
@@ -148,7 +168,7 @@ class _Share:
         def write(start: int, stop: int, interior: bool) -> None:
             def write_step(step: jax.Array, _: None) -> None:
                 tiles = self.read(slot, row, step)
-                self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior)
+                self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior, streams=streams)
 
             if start < stop:
                 lax.fori_loop(start, stop, write_step, None)
@@ -165,10 +185,9 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
     *staged, slots, barriers = scratch
     problem, clustered = operands.problem, config.blocks > 1
     group = lax.axis_index("rows")
-    share = _Share(
+    share = Share(
         operands,
         config,
-        exchange,
         lax.axis_index("block") if clustered else 0,
         lax.axis_index("warpgroup") if config.warpgroups > 1 else 0,
     )
@@ -188,7 +207,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         for i in range(config.slots):
             pl.when(i < rows)(lambda i=i: share.copy(first_row + i, [s.at[i] for s in staged], full.at[i]))
 
-    scopes.sync_block(config.warpgroups)
+    share.sync()
 
     def row_step(i: jax.Array, _: None) -> None:
         row, in_slot, turn = first_row + i, lax.rem(i, config.slots), lax.rem(i, 2)
@@ -196,11 +215,14 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         asynchronous.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
         share.fill_outside(row, slot)
         partial = share.partial_stats(slot, row)
-        stats = share.row_stats(partial, slots, met, turn, lax.rem(lax.div(i, 2), 2))
+        if clustered:
+            stats = share.in_cluster(exchange, partial, slots.at[turn], met.at[turn], lax.rem(lax.div(i, 2), 2))
+        else:
+            stats = share.in_block(exchange, partial, slots.at[turn])
         share.write(slot, row, stats)
         if config.rows > 1:
             plgpu.commit_smem()
-            scopes.sync_block(config.warpgroups)
+            share.sync()
             refill = jnp.logical_and(share.warpgroup == 0, i + config.slots < rows)
             pl.when(refill)(lambda: share.copy(row + config.slots, slot, full.at[in_slot]))
 
@@ -212,7 +234,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
 
 def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> jax.Array | Stats:
     """Runs the kernel on `[rows, cols]` operands."""
-    exchange = Exchange(config.blocks, config.warpgroups, row_ops.quantities(problem.op))
+    exchange = warps_exchange(problem, config)
     tile = mosaic.Tile(problem.dtype, config.registers)
     staged = (config.slots, config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(

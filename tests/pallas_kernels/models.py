@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -83,8 +84,8 @@ def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to:
     element = np.arange(static.vectors * v)
     flat = row * span.cols - head + first * v + element
     copied = (element < here * v) & (flat >= 0) & (flat < span.rows * span.cols)
-    machine.expect_bytes(barrier, here * 16)
     machine.store(to, machine.gather(ref, (flat // span.cols, flat % span.cols), copied, np.nan).reshape(to.shape))
+    machine.expect_bytes(barrier, here * 16)
     machine.complete_bytes(barrier, here * 16)
 
 
@@ -107,17 +108,41 @@ def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) ->
         machine.scatter(slots, (flat // slots.shape[1], flat % slots.shape[1]), True, value)
 
 
+def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
+    first = machine.warpgroup == 0
+    ticket = machine.atomic_add(words, 0, 1, active=first) + 1
+    machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
+
+
+def _publish_words(machine: Any, static: Any, words: Any, row: Any, member: Any, *values: Any) -> None:
+    for q, value in enumerate(values):
+        bits = lax.bitcast_convert_type(value[:1], np.int32)
+        machine.set_words(words, _word(static.exchange, row, q) + member, bits, active=machine.warpgroup == 0)
+
+
+def _await_words(machine: Any, static: Any, words: Any, slots: Any, row: Any) -> None:
+    of = np.arange(static.exchange.members)
+    for q in range(static.exchange.quantities):
+        numbers = machine.await_words(words, _word(static.exchange, row, q), of.size, -1)
+        mine = of % static.threads // 128 == machine.warpgroup
+        machine.scatter(slots, (q + 0 * of, of), mine, lax.bitcast_convert_type(numbers, np.float32))
+
+
+def _word(exchange: Any, row: Any, quantity: int) -> Any:
+    return 1 + (row * exchange.quantities + quantity) * exchange.members
+
+
 def _send(machine: Any, static: Any, slots: Any, barrier: Any, index: Any, *values: Any) -> None:
-    for block in range(static.exchange.blocks):
+    for block in range(static.blocks):
         _publish(machine, static, machine.peer(slots, block=block), index, *values)
         machine.complete_bytes(machine.peer(barrier, block=block), 4 * 4 * len(values))
 
 
 def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
     exchange = static.self
-    turn, q, spare = np.indices((2, exchange.quantities, exchange.slots - exchange.warps))
+    turn, q, spare = np.indices((2, exchange.quantities, exchange.slots - exchange.members))
     fill = np.where((q == 0) & (exchange.quantities > 1), -np.inf, 0.0)
-    machine.scatter(slots, (turn, q, exchange.warps + spare), spare // 128 == machine.warpgroup, fill)
+    machine.scatter(slots, (turn, q, exchange.members + spare), spare // 128 == machine.warpgroup, fill)
 
 
 def _block_sync(machine: Any, static: Any) -> None:

@@ -76,8 +76,9 @@ FUNCTION_MUTANTS = (
 )
 
 
-_ALL, _STREAMING = ("naive", "warp", "block", "online", "cluster"), ("naive", "warp", "online")
-_STAGED, _MERGING, _CLUSTER = ("block", "cluster"), ("block", "online", "cluster"), ("cluster",)
+_ALL, _STREAMING = ("naive", "warp", "block", "online", "cluster", "grid"), ("naive", "warp", "online")
+_STAGED, _MERGING, _CLUSTER = ("block", "cluster", "grid"), ("block", "online", "cluster", "grid"), ("cluster",)
+_GRID = ("grid",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,11 @@ def _own_numbers_only(across, exchange, values, *arguments):
     return list(values)
 
 
+def _first_member(from_grid, exchange, words, row, slots, warpgroups):
+    everybody = from_grid(exchange, words, row, slots, warpgroups)
+    return [jnp.where(jnp.arange(exchange.slots) == 0, x, x * 0) for x in everybody]
+
+
 def _swapped(read, exchange, slots):
     return read(exchange, slots)[::-1]
 
@@ -156,6 +162,7 @@ KERNEL_MUTANTS = (
         _own_numbers_only,
         rungs=("block", "online"),
     ),
+    KernelMutant("first_of_grid", "a row is its first block's", scopes.from_grid, _first_member, rungs=_GRID),
     KernelMutant(
         "own_warp_in_cluster", "the same in a cluster", scopes.across_cluster, _own_numbers_only, rungs=_CLUSTER
     ),

@@ -122,6 +122,18 @@ class Machine:
         """Spins on `mbarrier.try_wait.parity`."""
         self._on_barriers(ref, "wait", parity)
 
+    def atomic_add(self, ref: Ref, at: Any, amount: int, *, active: Any = True) -> jax.Array:
+        """`atom.add.gpu` on a word of `ref`: the old value."""
+        return self._on_words(ref, "add", at, amount, active)[0]
+
+    def set_words(self, ref: Ref, at: Any, value: Any, *, active: Any = True) -> None:
+        """`st.relaxed.gpu` of words of `ref`, from `at` on."""
+        self._on_words(ref, "set", at, value, active)
+
+    def await_words(self, ref: Ref, at: Any, count: int, missing: int) -> jax.Array:
+        """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`; the words."""
+        return self._on_words(ref, "await", at, jnp.full(count, missing), True)
+
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
         self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self._source_info))
@@ -159,6 +171,15 @@ class Machine:
             **operands,
         )
 
+    def _on_words(self, ref: Ref, action: str, at: Any, operand: Any, active: Any) -> jax.Array:
+        operand = jnp.atleast_1d(jnp.asarray(operand, ref.dtype))
+        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(operand.shape, ref.dtype))
+        places = dict(key=ref.key, transforms=ref.transforms, at=jnp.int32(at), active=jnp.asarray(active))
+        self.token, words = callback.io_callback(
+            functools.partial(_words, action=action), result, token=self.token, operand=operand, **places, **self._where
+        )
+        return words
+
     def _on_barriers(self, ref: Ref, action: str, operand: Any = 0, **static: Any) -> None:
         step = functools.partial(_mbarrier, action=action, **static)
         self._call(step, key=ref.key, transforms=ref.transforms, operand=jnp.int32(operand))
@@ -182,6 +203,44 @@ def _await_allocation(*, token: Any, mesh_location: Any, thread: Any, key: Any) 
                 return token
         time.sleep(_POLL_S)
     raise TimeoutError(f"{thread} waited for shared memory {key} of a peer that never allocated it")
+
+
+@gpu_callbacks.fail_on_exception
+def _words(
+    *,
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    key: Any,
+    transforms: Any,
+    at: Any,
+    operand: Any,
+    active: Any,
+    action: str,
+) -> Any:
+    """Atomic accesses to consecutive words of a flat buffer; they pass the race detector's clocks on."""
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
+    assert len(view) == 1, "words are elements of whole flat buffers"
+    operand, at = np.asarray(operand), int(at)
+    content = shared.mem[key].content[at : at + operand.size]
+    if content.size != operand.size:
+        raise IndexError(f"{thread} touches words {at} to {at + operand.size} of {shared.mem[key].content.size}")
+    while action == "await" and (content == operand).any():
+        shared.check_failed()
+        time.sleep(_POLL_S / 5)
+    with shared.lock:
+        old, clocks = content.copy(), shared.__dict__.setdefault("word_clocks", {})
+        if action == "await" or not active:
+            for i in range(operand.size):
+                if (key, at + i) in clocks:
+                    shared.clocks[thread].update(clocks[key, at + i])
+        else:
+            content[...] = operand + (old if action == "add" else 0)
+            clock = shared.incr_clock(thread, take_lock=False)
+            for i in range(operand.size):
+                clocks.setdefault((key, at + i), shared.VectorClock(shared.vector_clock_size)).update(clock)
+    return token, old
 
 
 @gpu_callbacks.fail_on_exception

@@ -11,7 +11,7 @@ import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import interpret
 
-from pallas_kernels.configs import OnlineConfig, StagedConfig
+from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
@@ -29,6 +29,7 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "warp": ((None, (1, 125, 128, 1001)),),
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
+    "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
     "cluster": ((StagedConfig(3, 2, 1, 1, 1), (2501,)), (StagedConfig(2, 1, 1, 2, 3), (1001, 1024))),
 }
 
@@ -43,7 +44,7 @@ def _interpreted():
                     yield _case(rung, Problem(op, ROWS, cols, dtype), config)
             config, lengths = INTERPRETED[rung.name][-1]
             forms = cases.variations(rung, op, dtype, ROWS, min(lengths[-1], 1001))
-            for form in forms[i % 2 :: 2] if rung.name == "cluster" else forms:
+            for form in forms[i % 2 :: 2] if rung.name in ("cluster", "grid") else forms:
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
 
@@ -69,9 +70,12 @@ def _slack(case: cases.Case) -> float:
 
 
 def _interpreted_slack(case: cases.Case) -> float:
-    """On the CPU JAX 0.11.2 computes float32 kernels to 22 ulp, for a cause not found; on a GPU the bound is strict."""
-    loose = jax.__version__ == "0.11.2" and case.problem.dtype == "float32"
-    return _slack(case) + (24 if loose else 0)
+    """On the CPU JAX 0.11.2 takes (x + c) - c for x: `exp_32bit` then errs as exp2(d log2(e)) does, by |d| / 2 ulp.
+
+    d goes down to -104. On a GPU the bound is strict, and so it is with the newest JAX.
+    """
+    unrounded = jax.__version__ == "0.11.2" and case.problem.dtype == "float32"
+    return _slack(case) + (52 if unrounded else 0)
 
 
 @pytest.mark.parametrize("case", list(_interpreted()), ids=str)

@@ -11,7 +11,7 @@ import pytest
 from cases import DTYPES, Problem
 from interpreter import interpret
 
-from pallas_kernels.configs import OnlineConfig, StagedConfig
+from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import LADDER
 
@@ -25,6 +25,7 @@ AT_WORK = {
     "block": (StagedConfig(1, 2, 1, 2, 3), 1001),
     "online": (OnlineConfig(2, 1), 1001),
     "cluster": (StagedConfig(3, 2, 1, 1, 1), 2501),
+    "grid": (GridConfig(3, 2, 1, 2), 2501),
 }
 
 
