@@ -1,4 +1,4 @@
-"""The knobs of each rung: frozen facts that `heuristics` chooses and `tuned` may override. They know no kernel."""
+"""The knobs of each rung: frozen facts that `heuristics` chooses. They know no kernel."""
 
 import dataclasses
 

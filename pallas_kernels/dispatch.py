@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import hardware, heuristics, softmax, tuned
+from pallas_kernels import hardware, heuristics, softmax
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Problem
@@ -39,12 +39,8 @@ def decide(problem: Problem, device: Device, *, kernel: str | None = None, confi
         declined = tuple((name, why or "not asked for") for name, why in refusals.items())
         return Decision(problem, device, None, None, "no kernel takes the problem", declined, 0)
     rung = softmax.LADDER[chosen]
-    if config is not None:
-        source = "asked for"
-    elif (config := tuned.config(problem, device, chosen)) is not None:
-        source = "tuned on this device"
-    else:
-        config, source = rung.configs(problem, device)[0], "by the heuristic"
+    source = "by the heuristic" if config is None else "asked for"
+    config = rung.configs(problem, device)[0] if config is None else config
     declined = tuple(
         (name, why or f"{chosen} is faster for such rows") for name, why in refusals.items() if name != chosen
     )
