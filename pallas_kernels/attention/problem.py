@@ -10,8 +10,10 @@ Operands, in this order, those that a problem lacks left out:
     sinks [N] float32                             a logit per query head that joins the denominator only
 
 FORWARD returns `out [B, T, N, D]` in the operands' dtype and `lse [B, N, T]` in float32 (natural logarithm, sinks
-included; -inf for rows without a key). BACKWARD takes, after those, `out`, `lse`, `d_out` and `d_lse`, and returns
-`d_query, d_key, d_value`, then `d_bias` and `d_sinks` where the problem has bias and sinks.
+included; -inf for rows without a key, whatever their sink). BACKWARD takes, after those, `out`, `lse`, `d_out` and
+`d_lse`, and returns `d_query, d_key, d_value` in the operands' dtype, then `d_bias` in the bias's, of its shape, if the
+problem asks for it, and `d_sinks` where the problem has sinks. Queries, keys, values and `d_out` beyond their lengths
+may be NaN, and so may `d_out` and `d_lse` in rows without a key: none of it counts.
 """
 
 import dataclasses
@@ -50,6 +52,8 @@ class Attention:
     window: tuple[int | None, int | None] = (None, None)
     window_offset: int = 0
     bias: tuple[int, int, int, int] | None = None  # its shape
+    bias_dtype: jnp.dtype | None = None
+    bias_gradient: bool = False  # whether BACKWARD returns `d_bias`
     mask: tuple[int, int, int, int] | None = None  # its shape
     query_lengths: bool = False
     key_lengths: bool = False
