@@ -166,13 +166,24 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
     return weights.sum(-1, keepdims=True), d_sum
 
 
-def weights(operands: Operands, rules: Rules) -> jax.Array:
+def weights(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
     """The attention weights themselves, `[*batch, N, T, S]` in the dtype of accumulation."""
-    _, lse = forward(operands, rules)
-    rows, cols = (Chunk(0, n, n) for n in (operands.query.shape[-3], operands.key.shape[-3]))
-    ops = _tile_operands(_arrays(operands), rows, cols)
+    ops, rows, cols = _whole(operands)
     z = tiles.logits(ops, rules, rows, cols).z
     return ungrouped(decay(z, by_row(lse, ops.query.shape[-2])), -4)
+
+
+def weigh(weights: jax.Array, operands: Operands, rules: Rules) -> jax.Array:
+    """The values' sums by given weights, `[*batch, T, N, D]`."""
+    ops, _, _ = _whole(operands)
+    p = grouped(weights.astype(ops.value.dtype), ops.query.shape[-2], -3)
+    return ungrouped(einsum("...kgts,...skd->...tkgd", p, ops.value, rules), -3).astype(ops.value.dtype)
+
+
+def _whole(operands: Operands) -> tuple[Operands, Chunk, Chunk]:
+    """The operands of the one tile that is everything."""
+    rows, cols = (Chunk(0, n, n) for n in (operands.query.shape[-3], operands.key.shape[-3]))
+    return _tile_operands(_arrays(operands), rows, cols), rows, cols
 
 
 def _arrays(operands: Operands) -> Arrays:
