@@ -1,0 +1,30 @@
+"""The knobs of the forward kernel: frozen facts that `heuristics` chooses. They know no kernel."""
+
+import dataclasses
+
+WARPGROUP_ROWS = 64  # rows of a WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """A block: `warpgroups` warpgroups of 64 query rows each that share `stages` tiles of `block_kv` keys and values.
+
+    `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile. `turns`: the
+    warpgroups issue their matrix products in turns, so that one's exponentials hide behind another's products.
+    """
+
+    block_kv: int
+    warpgroups: int
+    stages: int
+    persistent: bool = True
+    turns: bool = False
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a block."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a computing thread and of one that only copies."""
+        return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[self.warpgroups]

@@ -1,0 +1,88 @@
+"""Tiles of operands that broadcast, from global memory into the registers where WGMMA puts scores.
+
+An array `[B|1, N|1, T|1, S|1]` of any alignment is read as it is, never materialised larger: a thread loads what its
+scores need, by pairs of columns where the rows are even, and nothing outside of the array.
+"""
+
+import math
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, global_address, scalar
+
+Corner = tuple[Index, Index, Index, Index]
+
+
+def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
+    """`[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
+    dtype, layout = jnp.dtype(ref.dtype), plgpu.Layout.WGMMA
+    shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)]
+    pairs = shape[3] % 2 == 0
+
+    def load_broadcast(ctx, ref, *corner):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
+        batch, head, row, column = (scalar(x) for x in corner)
+        row = arith.addi(row, arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
+        column = arith.addi(column, arith.muli(arith.remui(lane, c32(4)), c32(2)))
+        element = ir.MemRefType(ref.type).element_type
+        pair = ir.VectorType.get((2,), element)
+        base = global_address(ref)
+
+        def offset(at: ir.Value, axis: int) -> ir.Value:
+            at = arith.extui(base.type, at)
+            stride = strides[axis] * dtype.itemsize if shape[axis] > 1 else 0
+            return arith.muli(at, arith.constant(base.type, stride))
+
+        base = arith.addi(base, arith.addi(offset(batch, 0), offset(head, 1)))
+        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
+        for r in range(2):
+            at_row = arith.addi(row, c32(8 * r))
+            in_row = arith.cmpi(arith.CmpIPredicate.ult, at_row, c32(shape[2]))
+            of_row = arith.addi(base, offset(at_row, 2))
+            for j in range(columns // 8):
+                if (r and shape[2] == 1) or (j and shape[3] == 1):
+                    registers.flat[2 * j + r] = registers.flat[2 * j if shape[2] == 1 else r]
+                    continue
+                at = [arith.addi(column, c32(8 * j + e)) for e in range(2)]
+                inside = [arith.cmpi(arith.CmpIPredicate.ult, x, c32(shape[3])) for x in at]
+                if shape[2] > 1:
+                    inside = [in_row if shape[3] == 1 else arith.andi(x, in_row) for x in inside]
+                address = [arith.addi(of_row, offset(x, 3)) for x in at]
+                if pairs:
+                    word = _load(address[0], inside[0], 2 * dtype.itemsize)
+                    registers.flat[2 * j + r] = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), word.type), word))
+                else:
+                    predicates = inside if shape[2:] != (1, 1) else [None, None]
+                    count = 1 if shape[3] == 1 else 2
+                    words = [_load(address[e], predicates[e], dtype.itemsize) for e in range(count)] * (3 - count)
+                    registers.flat[2 * j + r] = vector.from_elements(pair, [arith.bitcast(element, w) for w in words])
+        signed = True if isinstance(element, ir.IntegerType) else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), dtype, layout=layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
+    return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
+
+
+def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
+    """`size` bytes as an integer, 0 without the predicate."""
+    bits = 8 * size
+    kind = {8: "h", 16: "h", 32: "r", 64: "l"}[bits]
+    word = ir.IntegerType.get_signless(max(bits, 16))
+    load = f"ld.global.b{bits} $0, [$1];"
+    if predicate is None:
+        value = llvm.inline_asm(word, [address], load, f"=&{kind},l", has_side_effects=True)
+    else:
+        text = f"mov.b{max(bits, 16)} $0, 0; @$2 {load}"
+        value = llvm.inline_asm(word, [address, predicate], text, f"=&{kind},l,b", has_side_effects=True)
+    return arith.trunci(ir.IntegerType.get_signless(8), value) if bits == 8 else value

@@ -1,0 +1,89 @@
+"""From a tile's products Q K^T to logits: scale, cap, bias, and which keys a query sees."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import elementary
+from pallas_kernels.attention import gather, schedule
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.problem import Attention
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)
+
+
+class Place(NamedTuple):
+    """Which queries, and how many of the keys exist."""
+
+    batch: jax.Array
+    head: jax.Array
+    row: jax.Array
+    key_length: Any
+
+
+class Extras(NamedTuple):
+    """What a tile's logits need beyond the products; loaded while the products are computed."""
+
+    bias: jax.Array | None
+    mask: jax.Array | None
+    segments: tuple[jax.Array, jax.Array] | None
+
+
+def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int) -> Extras:
+    """The tile of `keys` keys from `key` on."""
+    corner = place.batch, place.head, place.row, key
+    bias = gather.load_tile(refs.bias, corner, keys) if problem.bias else None
+    mask = gather.load_tile(refs.mask, corner, keys) if problem.mask else None
+    segments = None
+    if problem.segments:
+        segments = tuple(gather.load_tile(x, corner, keys) for x in (refs.query_segments, refs.key_segments))
+    return Extras(bias, mask, segments)
+
+
+def folds_scale(problem: Attention) -> bool:
+    """Whether logits are the products times a positive number, so that the maximum is found before scaling."""
+    return problem.scale > 0 and problem.soft_cap is None and problem.bias is None
+
+
+def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: jax.Array, compare: bool) -> jax.Array:
+    """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key."""
+    if not folds_scale(problem):
+        x = x * problem.scale
+    if problem.soft_cap is not None:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11 of the cap.
+        x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + elementary.exp_16bit(x * (2 / problem.soft_cap)))
+    if extras.bias is not None:
+        x = x + extras.bias.astype(jnp.float32)
+    seen = _in_bounds(problem, place, x.shape, key) if compare else []
+    if extras.mask is not None:
+        seen.append(extras.mask.astype(jnp.int32) != 0)
+    if extras.segments is not None:
+        seen.append(extras.segments[0] == extras.segments[1])
+    for condition in seen:
+        x = jnp.where(condition, x, -jnp.inf)
+    return x
+
+
+def _in_bounds(problem: Attention, place: Place, shape: tuple[int, ...], key: jax.Array) -> list[jax.Array]:
+    """Conditions on the indices; `key` is the tile's first."""
+    left, right = schedule.bounds(problem)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+    length = place.key_length - key
+
+    def bound(offset: int) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + (place.row - key + offset)
+
+    if right is not None:
+        limit = jnp.minimum(bound(right), length - 1)
+        seen = [column <= lax.broadcast_in_dim(limit, shape, [0])]
+    elif problem.key_lengths or problem.key_length % shape[1]:
+        seen = [column < length]
+    else:
+        seen = []
+    if left is not None:
+        seen.append(column >= lax.broadcast_in_dim(bound(left), shape, [0]))
+    return seen
