@@ -132,28 +132,20 @@ def flash_attention(
     batch = q.shape[:-3]
     checks.choice("causal_alignment", causal_alignment, checks.ALIGNMENTS)
     checks.choice("implementation", implementation, checks.IMPLEMENTATIONS)
-    drops = checks.of_flax(
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        deterministic=deterministic,
-        input_positions=input_positions,
-        einsums={
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-        },
-    )
+    checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum)
+    dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
     given = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    found = [None if x is None else checks.lengths(name, x, batch) for name, x in given.items()]
+    lengths = [None if x is None else checks.lengths(name, x, batch) for name, x in given.items()]
     segments = checks.segments(query_segment_ids, key_value_segment_ids, q, k)
     wide = accumulator_dtype(q.dtype)
     sink = None
     if sinks is not None:
         sink = checks.sinks(sinks, q).astype(wide).reshape((1,) * len(batch) + (q.shape[-2],))
     end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" else 0
-    if causal_alignment == "bottom_right" and any(x is not None for x in found):
+    if causal_alignment == "bottom_right" and any(x is not None for x in lengths):
         raise checks.no_lengths_at_bottom_right()
     factor = checks.scale(scale, q)
-    if not isinstance(factor, float):
+    if isinstance(factor, jax.Array):
         q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
     rules = Rules(
         scale=factor,
@@ -165,20 +157,21 @@ def flash_attention(
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )
     operands = Operands(
-        q,
-        k,
-        v,
-        None if bias is None else checks.bias(bias, q, k),
-        None if mask is None else checks.mask(mask, q, k),
-        *found,
-        *segments,
-        sink,
+        query=q,
+        key=k,
+        value=v,
+        bias=None if bias is None else checks.bias(bias, q, k),
+        mask=None if mask is None else checks.mask(mask, q, k),
+        query_lengths=lengths[0],
+        key_lengths=lengths[1],
+        query_segments=segments[0],
+        key_segments=segments[1],
+        sinks=sink,
     )
-    if drops or module is not None:
-        if implementation == "mosaic_gpu":
-            raise checks.no_kernel_shows_weights("there is dropout" if drops else "the weights are to be sown")
-        dropout = (dropout_rng, dropout_rate, broadcast_dropout) if drops else None
-        out, lse = _attention_weights.attend(operands, rules, dropout, module)
-    else:
+    if dropout is None and module is None:
         out, lse = attend(operands, rules, implementation)
+    elif implementation == "mosaic_gpu":
+        raise checks.no_kernel_shows_weights("there is dropout" if dropout else "the weights are to be sown")
+    else:
+        out, lse = _attention_weights.attend(operands, rules, dropout, module)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out

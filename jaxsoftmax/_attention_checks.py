@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def mask(x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     array = logits_like("mask", x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{NAME}: mask has dtype {array.dtype}, expected bool, or numbers of which 0 means masked.")
-    return array if array.dtype == jnp.bool_ else array != 0
+    return array.astype(bool)
 
 
 def lengths(name: str, x: Any, batch: Shape) -> jax.Array:
@@ -181,30 +181,46 @@ def no_lengths_at_bottom_right() -> ValueError:
     )
 
 
-def of_flax(
-    *, dropout_rate: Any, dropout_rng: Any, deterministic: bool, input_positions: Any, einsums: dict[str, Any]
-) -> bool:
-    """Checks what Flax passes besides; whether there is dropout."""
+class Dropout(NamedTuple):
+    """Which weights to drop."""
+
+    rng: jax.Array
+    rate: Any
+    broadcast: bool
+
+
+def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None:
+    """What to drop, or None for nothing."""
+    if isinstance(rate, (int, float)):
+        if not 0 <= rate < 1:
+            raise ValueError(f"{NAME}: dropout_rate={rate}, expected 0 <= dropout_rate < 1.")
+        if rate == 0:
+            return None
+    if rng is None:
+        raise ValueError(
+            f"{NAME}: dropout_rate={rate} needs a dropout_rng. Pass one, or deterministic=True for no dropout."
+        )
+    return Dropout(rng, rate, broadcast)
+
+
+def absent(input_positions: Any, qk_attn_weights_einsum: Any, attn_weights_value_einsum: Any) -> None:
+    """Raises for what Flax may pass and attention in one kernel cannot honour."""
     if input_positions is not None:
         raise NotImplementedError(
             f"{NAME}: input_positions were given, but positions have no meaning here. Rotate query and key before the "
-            "call, as in attention_fn=lambda q, k, v, *, input_positions, **rest: "
+            "call: attention_fn=lambda q, k, v, *, input_positions, **rest: "
             "flash_attention(rotate(q, input_positions), rotate(k, input_positions), v, **rest)."
         )
+    einsums = {
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
     for name, einsum in einsums.items():
         if einsum is not None:
             raise NotImplementedError(
                 f"{NAME}: {name} was given, but the products are inside the kernel, where no other einsum can take "
                 "their place. Leave it out, or use flax.linen.dot_product_attention."
             )
-    if isinstance(dropout_rate, (int, float)) and not 0 <= dropout_rate < 1:
-        raise ValueError(f"{NAME}: dropout_rate={dropout_rate}, expected 0 <= dropout_rate < 1.")
-    drops = not deterministic and not (isinstance(dropout_rate, (int, float)) and dropout_rate == 0)
-    if drops and dropout_rng is None:
-        raise ValueError(
-            f"{NAME}: dropout_rate={dropout_rate} needs a dropout_rng. Pass one, or deterministic=True for no dropout."
-        )
-    return drops
 
 
 def no_kernel_shows_weights(why: str) -> NotImplementedError:

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _attention_lowering as lowering
 from jaxsoftmax._attention_lowering import Part
-from jaxsoftmax._attention_sharding import head_entry
-from jaxsoftmax._sharding import common_spec, spec_of, unify_varying
+from jaxsoftmax._attention_sharding import layout
+from jaxsoftmax._sharding import spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.reference import accumulator_dtype
 
@@ -50,35 +50,28 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     return out, lse
 
 
-def kinds(primitive: Primitive, names: Sequence[str], moving: Sequence[str] = (), **_: Any) -> tuple[str, ...]:
+def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[str, ...]:
     """What each operand of a primitive is, as in `RANK`."""
-    if primitive is FORWARD:
-        return tuple(names)
-    extra = {RESIDUALS: (), TANGENT: tuple(moving), GRADIENTS: ("out", "lse")}[primitive]
-    return (*names, "out", "lse", *extra)
+    if primitive is RESIDUALS:
+        return (*names, "out", "lse")
+    return lowering.kinds(Part(primitive.name), names, **params)
 
 
-def _leading(avals: Sequence[Any], of: Sequence[str]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """The extents and the partition of the leading dimensions."""
-    ranks = [len(x.shape) - RANK[kind] for x, kind in zip(avals, of, strict=True)]
-    shape = jnp.broadcast_shapes(*(x.shape[:rank] for x, rank in zip(avals, ranks, strict=True)))
-    return tuple(shape), common_spec([spec_of(x)[:rank] for x, rank in zip(avals, ranks, strict=True)])
-
-
-def _typed(like: Any, shape: tuple[Any, ...], spec: tuple[Any, ...], dtype: Any) -> Any:
-    sharding = NamedSharding(like.sharding.mesh, P(*spec))
+def _typed(like: Any, shape: tuple[Any, ...], spec: P, dtype: Any) -> Any:
+    sharding = NamedSharding(like.sharding.mesh, spec)
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
-    query, key, value = avals[:3]
-    shape, spec = _leading(avals, kinds(primitive, **params))
+    query, _, value = avals[:3]
+    of = _kinds(primitive, **params)
+    cut = layout(of, [x.shape for x in avals], [spec_of(x) for x in avals], query.sharding.mesh.shape)
     length, heads, _ = query.shape[-3:]
-    cut = head_entry(query, key)
+    out, lse = (*cut.full, length, heads, value.shape[-1]), (*cut.full, heads, length)
     return [
-        _typed(query, (*shape, length, heads, value.shape[-1]), (*spec, None, cut, None), query.dtype),
-        _typed(query, (*shape, heads, length), (*spec, cut, None), accumulator_dtype(query.dtype)),
+        _typed(query, out, cut.spec("out", out), query.dtype),
+        _typed(query, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
     ]
 
 
@@ -90,22 +83,20 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
-    shape, spec = _leading(avals, kinds(GRADIENTS, names))
-    found: list[Any] = []
-    for name, axes in zip(wrt, kept, strict=True):
-        x = avals[names.index(name)]
-        rank = len(x.shape) - RANK[name]
-        lead = tuple(n if d in axes else 1 for d, n in enumerate(shape))
-        cuts = tuple(entry if d in axes else None for d, entry in enumerate(spec))
-        found.append(_typed(x, (*lead, *x.shape[rank:]), (*cuts, *spec_of(x)[rank:]), x.dtype))
-    return found
+    of = _kinds(GRADIENTS, names)
+    cut = layout(of, [x.shape for x in avals], [spec_of(x) for x in avals], avals[0].sharding.mesh.shape)
+    shapes = lowering.gradient_shapes(names, avals, wrt, kept)
+    return [
+        _typed(avals[names.index(name)], shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
+        for (name, shape), axes in zip(shapes.items(), kept, strict=True)
+    ]
 
 
 def _batch(
     primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Any, Any]:
     """Adds a leading dimension, where the first operand is mapped if it is among those; extent 1 if not mapped."""
-    mapped = [(x, d, RANK[k]) for x, d, k in zip(operands, dims, kinds(primitive, **params), strict=True)]
+    mapped = [(x, d, RANK[k]) for x, d, k in zip(operands, dims, _kinds(primitive, **params), strict=True)]
     at = next((d for x, d, rank in mapped if d is not None and d < x.ndim - rank), 0)
     if any(d is not None for d in dims):
         operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d, _ in mapped]
@@ -141,7 +132,7 @@ def _tangent_transpose(
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(known) + [ad.Zero(t.aval) for t in linear]
     known_and_cts = unify_varying(*known, *map(ad.instantiate_zeros, cts))
-    full, _ = _leading([jax.typeof(x) for x in known_and_cts], kinds(GRADIENTS, names))
+    full = jax.typeof(known_and_cts[-2]).shape[:-3]
     kept = tuple(tuple(d for d, n in enumerate(full) if t.aval.shape[d] == n) for t in linear)
     found = GRADIENTS.bind(*known_and_cts, names=names, wrt=moving, kept=kept, **params)
     return [None] * len(known) + list(found)

@@ -118,7 +118,7 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) 
         same = ops.query_segments[..., :, None] == ops.key_segments[..., None, :]
         conditions.append(same[..., None, None, :, :])
     if ops.mask is not None:
-        conditions.append(grouped(ops.mask, groups, -3) != 0)
+        conditions.append(grouped(ops.mask, groups, -3).astype(bool))
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 

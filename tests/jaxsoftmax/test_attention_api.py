@@ -1,17 +1,14 @@
 """`flash_attention`'s values: against the oracle over combinations of rules, and against `jax.nn`."""
 
-import inspect
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
-from jaxsoftmax import _attention_weights
 from pallas_kernels.attention import tiles
 from tests import attention_oracle
 
