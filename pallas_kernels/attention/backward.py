@@ -1,16 +1,18 @@
-"""Flash attention's backward in one pass: keys stay, queries stream past them, 5 matrix products a tile.
+"""Flash attention, backward, in one pass: keys stay, queries stream past them, five matrix products to a tile.
 
-Each warpgroup holds the gradients of 64 keys and values in registers; the scores are computed transposed, so that
-probabilities and score gradients leave the accumulator as a left operand in registers. Only the score gradients go
-through shared memory, where the block's warpgroups share them out for dQ, which is summed in float32 in device memory.
-Traffic: Q, dO once per block of keys, dQ added once per block of keys, in the L2 cache; K, V, dK, dV once.
+Each warpgroup holds the gradients of 64 keys and values in registers. The scores are computed transposed, so that
+probabilities and score gradients leave the accumulators as left operands in registers. Only the score gradients go
+through shared memory, where the block's warpgroups share out the product that gives dQ; dQ is summed in float32 in
+device memory, by the copy engine. With `deterministic`, the blocks of keys take turns at each tile of dQ.
+Traffic: K, V, dK, dV once; for each block of keys Q and dO are read and dQ is added to, mostly in the L2 cache.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,21 +20,82 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import mosaic, scopes
-from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels import elementary, mosaic, scopes
+from pallas_kernels.attention import gather, schedule
+from pallas_kernels.attention.backward_configs import CHUNK, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
+from pallas_kernels.mosaic import Index
 
-CHUNK = 64  # keys of a warpgroup, and columns of a swizzled 16-bit tile
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
+COLUMN = WGMMA.reduce(0)
+Accumulator = Any  # a reference to one in registers
+
+
+def unsupported(problem: Attention, device: Device) -> str | None:
+    """Why the kernel does not take the problem."""
+    if problem.dtype.name not in ("float16", "bfloat16"):
+        return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
+    for name in ("head_dim", "value_dim"):
+        size = getattr(problem, name)
+        if size > 128 or size % 8:
+            return f"the kernel takes {name} up to 128 in multiples of 8; it is {size}"
+    return None
+
+
+def _padded(problem: Attention) -> Attention:
+    """The problem with sizes as the copy engine and the matrix products want them."""
+    return dataclasses.replace(
+        problem,
+        query_length=_up(problem.query_length, 8),
+        key_length=_up(problem.key_length, 8),
+        head_dim=_up(problem.head_dim, CHUNK),
+        value_dim=_up(problem.value_dim, CHUNK),
+    )
+
+
+def _up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Scratch as wgmma and the copy engine want it."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def _scratch(padded: Attention, config: BackwardConfig) -> dict[str, Any]:
+    """What a block has in shared memory, by name."""
+    d, value_dim, dtype = padded.head_dim, padded.value_dim, padded.dtype
+    w, block_q, stages = config.warpgroups, config.block_q, config.stages
+    return dict(
+        k_s=_tiled((w, d // CHUNK, CHUNK, CHUNK), dtype),
+        v_s=_tiled((w, CHUNK, value_dim), dtype),
+        q_s=_tiled((stages, block_q, d), dtype),
+        do_s=_tiled((stages, block_q, value_dim), dtype),
+        lse_s=plgpu.SMEM((stages, block_q), jnp.float32),
+        delta_s=plgpu.SMEM((stages, block_q), jnp.float32),
+        ds_s=_tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
+        dq_s=_tiled((w, CHUNK, CHUNK), jnp.float32),
+        kv_full=plgpu.Barrier(num_arrivals=w * (d // CHUNK + 1)),
+        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        do_full=plgpu.Barrier(num_barriers=stages),
+        q_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+        do_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+    )
 
 
 def _recomputed(x: jax.Array) -> jax.Array:
-    """`x`, whose history the compiler does not see: what is derived from it inside a loop stays inside."""
+    """`x`, whose history the compiler does not see: what is derived from it inside a loop stays inside.
+
+    Otherwise 24 matrix descriptors are kept in registers all along the loop, which spills: D = 128, S = 2048, bf16,
+    449 TFLOP/s, and 598 like this, H200.
+    """
 
     def copy_scalar(ctx, x):
         word = ir.IntegerType.get_signless(32)
@@ -43,213 +106,483 @@ def _recomputed(x: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(mosaic.SPLAT,), return_type=result)(copy_scalar)(x)
 
 
-def unsupported(problem: Attention, device: Device) -> str | None:
-    """Why the kernel does not take the problem."""
-    return None
+def _await_turn(turns: jax.Ref, value: Index) -> None:
+    """Waits until `value` others have ended their turns."""
+
+    def await_value(ctx, turns, value):
+        text = (
+            "{ .reg .pred early; .reg .s32 ended; AGAIN: ld.acquire.gpu.global.s32 ended, [$0]; "
+            "setp.lt.s32 early, ended, $1; @early bra AGAIN; }"
+        )
+        mosaic.ptx(text, "l,r,~{memory}", [mosaic.global_address(turns), mosaic.scalar(value)])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), mosaic.SPLAT))(await_value)(turns, jnp.int32(value))
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def _end_turn(turns: jax.Ref) -> None:
+    """Lets the next one have its turn, after all that the warpgroup did before its last barrier."""
+
+    def count_turn(ctx, turns):
+        thread = arith.remui(utils.thread_idx(), mosaic.c32(mosaic.WARPGROUP))
+        leader = arith.cmpi(arith.CmpIPredicate.eq, thread, mosaic.c32(0))
+        text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
+        mosaic.ptx(text, "l,b,~{memory}", [mosaic.global_address(turns), leader])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(count_turn)(turns)
 
 
-def _scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
-    d, dv, w = problem.head_dim, problem.value_dim, config.warpgroups
-    dtype, stages = problem.dtype, config.stages
-    return dict(
-        k=_tiled((w, d // CHUNK, CHUNK, CHUNK), dtype),
-        v=_tiled((w, CHUNK, dv), dtype),
-        q=_tiled((stages, config.block_q, d), dtype),
-        do=_tiled((stages, config.block_q, dv), dtype),
-        lse=plgpu.SMEM((stages, config.block_q), jnp.float32),
-        delta=plgpu.SMEM((stages, config.block_q), jnp.float32),
-        ds=_tiled((2, w, config.block_q // CHUNK, CHUNK, CHUNK), dtype),
-        dq=_tiled((w, CHUNK, CHUNK), jnp.float32),
-        kv_full=plgpu.Barrier(num_arrivals=w * (d // CHUNK) + w),
-        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        do_full=plgpu.Barrier(num_barriers=stages),
-        q_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-        do_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-    )
+def _div(x: Index, y: int) -> Any:
+    """`max(x, 0) // y`."""
+    return max(x, 0) // y if isinstance(x, int) else lax.div(jnp.maximum(x, 0), jnp.int32(y))
 
 
-def _body(q, k, v, do, lse, delta, dq, dk, dv, s, *, problem: Attention, config: BackwardConfig):
-    w, bq, bkv, stages = config.warpgroups, config.block_q, config.block_kv, config.stages
-    d, value_dim = problem.head_dim, problem.value_dim
-    group = problem.query_heads // problem.key_heads
-    chunks = d // CHUNK
-    batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "keys"))
-    wg = lax.axis_index("warpgroup")
-    first_key = block * bkv
-    blocks_q = pl.cdiv(problem.query_length, bq)
-    lo, hi, masked_end = 0, blocks_q, 0
-    if problem.causal_offset is not None:
-        lo = jnp.clip(lax.div(first_key - problem.causal_offset, bq), 0, blocks_q)
-        masked_end = jnp.clip(lax.div(first_key + (bkv + bq - 2 - problem.causal_offset), bq), lo, blocks_q)
-    if problem.key_length % bkv:
-        last = (block == problem.key_length // bkv).astype(jnp.int32)
-        masked_end = jnp.maximum(masked_end, last * blocks_q)
+def _clip(x: Index, low: Index, high: Index) -> Any:
+    if all(isinstance(v, int) for v in (x, low, high)):
+        return min(max(x, low), high)
+    return jnp.minimum(jnp.maximum(x, low), high)
 
-    @pl.when(wg == w)
-    def _producer():
-        plgpu.set_max_registers(24 if w == 2 else 32, action="decrease")
-        for i in range(w):
-            rows = pl.ds(first_key + i * CHUNK, CHUNK)
-            for c in range(chunks):
-                plgpu.copy_gmem_to_smem(
-                    k.at[batch, rows, head, pl.ds(c * CHUNK, CHUNK)], s["k"].at[i, c], s["kv_full"]
-                )
-            plgpu.copy_gmem_to_smem(v.at[batch, rows, head], s["v"].at[i], s["kv_full"])
 
-        def step(h, i, n):
-            slot = lax.rem(n, stages)
-            n_head = head * group + h
-            rows = pl.ds(i * bq, bq)
+class Span(NamedTuple):
+    """Blocks of queries `first <= i < end`; of them `inner_first <= i < inner_end` need no comparison of indices."""
 
-            def wait(barrier):
-                pl.when(n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
+    first: Any
+    inner_first: Any
+    inner_end: Any
+    end: Any
 
-            wait(s["q_free"])
-            plgpu.copy_gmem_to_smem(q.at[batch, rows, n_head], s["q"].at[slot], s["q_full"].at[slot])
-            plgpu.copy_gmem_to_smem(lse.at[batch, n_head, rows], s["lse"].at[slot], s["q_full"].at[slot])
-            plgpu.copy_gmem_to_smem(delta.at[batch, n_head, rows], s["delta"].at[slot], s["q_full"].at[slot])
-            wait(s["do_free"])
-            plgpu.copy_gmem_to_smem(do.at[batch, rows, n_head], s["do"].at[slot], s["do_full"].at[slot])
 
-        @pl.loop(0, group)
-        def _heads(h):
-            @pl.loop(lo, hi)
-            def _blocks(i):
-                step(h, i, h * (hi - lo) + (i - lo))
+class Step(NamedTuple):
+    """One of the tiles that a block visits: `n` counts them all."""
 
-    @pl.when(wg < w)
-    def _consumer():
-        plgpu.set_max_registers({1: 248, 2: 240, 3: 160}[w], action="increase")
-        plgpu.barrier_wait(s["kv_full"])
-        tiles = (bq // CHUNK) * chunks // w  # of dQ, 64x64, for each warpgroup
+    head: Any
+    i: Any
+    n: Any
 
-        def step(h, i, dk_acc, dv_acc, masked):
-            wg = _recomputed(lax.axis_index("warpgroup"))
-            n = h * (hi - lo) + (i - lo)
-            slot, turn = lax.rem(n, stages), lax.rem(n, 2)
-            q_s, do_s = s["q"].at[slot], s["do"].at[slot]
-            ds_s = s["ds"].at[turn]
 
-            def scores(st_acc, dpt_acc):
-                plgpu.barrier_wait(s["q_full"].at[slot])
-                delta_row = plgpu.load(s["delta"].at[slot], layout=WGMMA.reduce(0), optimized=False)
-                dpt_acc[...] = lax.broadcast_in_dim(delta_row, (CHUNK, bq), [1])
-                for c in range(chunks):
-                    plgpu.wgmma(st_acc, s["k"].at[wg, c], q_s.at[:, pl.ds(c * CHUNK, CHUNK)].T)
-                plgpu.barrier_wait(s["do_full"].at[slot])
-                plgpu.wgmma(dpt_acc, s["v"].at[wg], do_s.T)
-                st = plgpu.wgmma_accumulator_load(st_acc, wait_n=1) * (problem.scale * LOG2E)
-                lse_row = plgpu.load(s["lse"].at[slot], layout=WGMMA.reduce(0), optimized=False)
-                if masked:
-                    st = jnp.where(_visible(i), st, -jnp.inf)
-                p = jnp.exp2(st - lax.broadcast_in_dim(lse_row, st.shape, [1]))
-                plgpu.wgmma(dv_acc, p.astype(problem.dtype), do_s)
-                dpt = plgpu.wgmma_accumulator_load(dpt_acc, wait_n=1)
-                ds = (p * dpt).astype(problem.dtype)
-                for c in range(bq // CHUNK):
-                    ds_s[wg, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
-                plgpu.commit_smem()
-                scopes.sync_block(w)
+def _latest_first(problem: Attention) -> bool:
+    """Whether the last block of keys has the first turn.
 
-                def dq_part(dq_acc):
-                    at = wg * tiles
-                    qc, dc = lax.div(at, chunks), lax.rem(at, chunks)
-                    for j in range(w):
-                        plgpu.wgmma(dq_acc, ds_s.at[j, qc].T, s["k"].at[j, dc])
-                    plgpu.wgmma(dk_acc, ds, q_s)
-                    part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                    plgpu.barrier_arrive(s["do_free"].at[slot])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    s["dq"][wg] = part
-                    plgpu.commit_smem()
-                    rows, columns = pl.ds(i * bq + qc * CHUNK, CHUNK), pl.ds(dc * CHUNK, CHUNK)
-                    plgpu.copy_smem_to_gmem(
-                        s["dq"].at[wg], dq.at[batch, head * group + h, rows, columns], reduction_op="add"
-                    )
+    Under a bound on the right it begins at the last queries, so that nobody waits for blocks that come before.
+    """
+    return problem.deterministic and schedule.bounds(problem)[1] is not None
 
-                pl.run_scoped(dq_part, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
 
-            pl.run_scoped(scores, plgpu.ACC((CHUNK, bq), jnp.float32), plgpu.ACC((CHUNK, bq), jnp.float32))
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(s["q_free"].at[slot])
+def _span(problem: Attention, config: BackwardConfig, key: Index, keys: Index, queries: Index) -> Span:
+    """The blocks of queries that see some of the keys from `key` on, `keys` and `queries` blocks being all there are."""
+    left, right = schedule.bounds(problem)
+    block_q, last = config.block_q, key + (config.block_kv - 1)
+    first, inner_first, inner_end, end = 0, 0, queries, queries
+    if right is not None:
+        first = _div(key - right, block_q)
+        inner_first = _div(last - right + (block_q - 1), block_q)
+    if left is not None:
+        end = _clip(_div(last - left + block_q, block_q), 0, queries)
+        inner_end = _div(key - left + 1, block_q)
+    first = _clip(first, 0, end)
+    if problem.key_lengths or problem.key_length % config.block_kv:
+        end = first + (end - first) * (key < keys).astype(jnp.int32)
+        inner_first = jnp.maximum(inner_first, end * (last >= keys).astype(jnp.int32))
+    inner_first = _clip(inner_first, first, end)
+    return Span(first, inner_first, _clip(inner_end, inner_first, end), end)
 
-        def _visible(i):
-            keys = plgpu.broadcasted_iota(jnp.int32, (CHUNK, bq), 0, layout=WGMMA) + (first_key + wg * CHUNK)
-            see = None
-            if problem.causal_offset is not None:
-                rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK, bq), 1, layout=WGMMA) + i * bq
-                see = keys <= rows + problem.causal_offset
-            if problem.key_length % bkv:
-                inside = keys < problem.key_length
-                see = inside if see is None else see & inside
-            return see
 
-        def zeros(columns):
-            return plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA)
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of threads: the problem, its references, and which keys are its own."""
 
-        def all_steps(accs):
-            def loop(h, start, stop, masked):
-                pl.loop(start, stop)(lambda i: step(h, i, *accs, masked))
+    problem: Attention
+    config: BackwardConfig
+    refs: SimpleNamespace  # operands, results and scratch
+    batch: jax.Array
+    key_head: jax.Array
+    index: jax.Array  # of the block of keys
+    keys: Any  # how many there are
+    span: Span
 
-            def of_head(h):
-                if problem.causal_offset is not None or problem.key_length % bkv:
-                    loop(h, lo, masked_end, True)
-                    loop(h, masked_end, hi, False)
-                else:
-                    loop(h, lo, hi, False)
+    @classmethod
+    def of(cls, problem: Attention, config: BackwardConfig, refs: SimpleNamespace) -> "Block":
+        batch, key_head, index = (lax.axis_index(name) for name in ("batch", "key_head", "block"))
+        if _latest_first(problem):
+            index = _div(problem.key_length - 1, config.block_kv) - index
+        keys, queries = problem.key_length, -(-problem.query_length // config.block_q)
+        if problem.key_lengths:
+            keys = jnp.minimum(refs.key_lengths[batch], keys)
+        if problem.query_lengths:
+            queries = jnp.minimum(_div(refs.query_lengths[batch] + (config.block_q - 1), config.block_q), queries)
+        span = _span(problem, config, index * config.block_kv, keys, queries)
+        return cls(problem, config, refs, batch, key_head, index, keys, span)
 
-            of_head(0) if group == 1 else pl.loop(0, group)(of_head)
+    @property
+    def first_key(self) -> jax.Array:
+        return self.index * self.config.block_kv
 
-        dk_sum, dv_sum = pl.run_state(all_steps)((plgpu.ACC.init(zeros(d)), plgpu.ACC.init(zeros(value_dim))))
-        scopes.sync_block(w)
-        rows = pl.ds(first_key + wg * CHUNK, CHUNK)
-        s["v"][wg] = dv_sum.astype(problem.dtype)
-        for c in range(chunks):
-            part = dk_sum[:, c * CHUNK : (c + 1) * CHUNK] * problem.scale
-            s["k"][wg, c] = part.astype(problem.dtype)
+    @property
+    def group(self) -> int:
+        return self.problem.query_heads // self.problem.key_heads
+
+    @property
+    def chunks(self) -> int:
+        return self.refs.k_s.shape[1]
+
+    @property
+    def steps(self) -> Any:
+        return self.group * (self.span.end - self.span.first)
+
+    def each_step(self, visit: Callable[[Step, bool], None]) -> None:
+        """`visit(step, compare)` for each head of the group and block of queries that sees the keys."""
+        first, inner_first, inner_end, end = self.span
+        left, right = schedule.bounds(self.problem)
+        ragged = self.problem.key_lengths or self.problem.key_length % self.config.block_kv != 0
+
+        def of_head(h: Any) -> None:
+            def piece(start: Any, stop: Any, compare: bool) -> None:
+                def one(i: jax.Array) -> None:
+                    visit(Step(self.key_head * self.group + h, i, h * (end - first) + (i - first)), compare)
+
+                pl.loop(start, stop)(one)
+
+            if right is not None or ragged:
+                piece(first, inner_first, True)
+            piece(inner_first, inner_end, False)
+            if left is not None:
+                piece(inner_end, end, True)
+
+        if self.group == 1:
+            of_head(0)
+        else:
+            pl.loop(0, self.group)(of_head)
+
+
+def _copy_operands(block: Block) -> None:
+    """The copying warpgroup: keys and values once, then the queries' side, slot after slot."""
+    config, refs, batch = block.config, block.refs, block.batch
+    stages, block_q = config.stages, config.block_q
+    for i in range(config.warpgroups):
+        rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
+        for c in range(block.chunks):
+            columns = pl.ds(c * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(refs.key.at[batch, rows, block.key_head, columns], refs.k_s.at[i, c], refs.kv_full)
+        plgpu.copy_gmem_to_smem(refs.value.at[batch, rows, block.key_head], refs.v_s.at[i], refs.kv_full)
+
+    def copy(step: Step, _: bool) -> None:
+        slot, rows = lax.rem(step.n, stages), pl.ds(step.i * block_q, block_q)
+
+        def await_free(barrier: jax.Ref) -> None:
+            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
+
+        await_free(refs.q_free)
+        full = refs.q_full.at[slot]
+        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.q_s.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_s.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_s.at[slot], full)
+        await_free(refs.do_free)
+        plgpu.copy_gmem_to_smem(refs.d_out.at[batch, rows, step.head], refs.do_s.at[slot], refs.do_full.at[slot])
+
+    first, _, _, end = block.span
+
+    def of_head(h: Any) -> None:
+        def one(i: jax.Array) -> None:
+            copy(Step(block.key_head * block.group + h, i, h * (end - first) + (i - first)), False)
+
+        pl.loop(first, end)(one)
+
+    of_head(0) if block.group == 1 else pl.loop(0, block.group)(of_head)
+
+
+def _probabilities(
+    block: Block, step: Step, warpgroup: Any, x: jax.Array, compare: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """From products K Q^T to the transposed probabilities, and the soft cap's derivative."""
+    problem, refs = block.problem, block.refs
+    key, row = block.first_key + warpgroup * CHUNK, step.i * block.config.block_q
+    extras = {}
+    for name in ("bias", "mask", "query_segments", "key_segments"):
+        if hasattr(refs, name):
+            extras[name] = gather.load_tile(getattr(refs, name), (block.batch, step.head, key, row), x.shape[1])
+    slope = None
+    if problem.soft_cap is None:
+        x = x * (problem.scale * LOG2E)
+    else:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
+        bent = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
+        x, slope = bent * (problem.soft_cap * LOG2E), 1.0 - bent * bent
+    if problem.bias:
+        x = x + extras["bias"].astype(jnp.float32) * LOG2E
+    if compare:
+        x = _in_bounds(block, x, key, row)
+    seen = []
+    if problem.mask:
+        seen.append(extras["mask"].astype(jnp.int32) != 0)
+    if problem.segments:
+        seen.append(extras["query_segments"] == extras["key_segments"])
+    for condition in seen:
+        x = jnp.where(condition, x, -jnp.inf)
+    lse = plgpu.load(refs.lse_s.at[lax.rem(step.n, block.config.stages)], layout=COLUMN, optimized=False)
+    return jnp.exp2(x - lax.broadcast_in_dim(lse, x.shape, [1])), slope
+
+
+def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:
+    """`x` with -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
+    left, right = schedule.bounds(block.problem)
+    ragged = block.problem.key_lengths or block.problem.key_length % block.config.block_kv
+    limits = [block.keys - key if ragged else CHUNK]
+    limits += [row - key + right if right is not None else 0, row - key + left if left is not None else 0]
+
+    def mask_tile(ctx, x, keys, most, least):
+        registers = x.registers.copy()
+        lane = arith.remui(utils.thread_idx(), mosaic.c32(32))
+        warp = arith.divui(arith.remui(utils.thread_idx(), mosaic.c32(mosaic.WARPGROUP)), mosaic.c32(32))
+        first = arith.addi(arith.muli(warp, mosaic.c32(16)), arith.divui(lane, mosaic.c32(4)))
+        column = arith.muli(arith.remui(lane, mosaic.c32(4)), mosaic.c32(2))
+        outside = utils.c(-math.inf, ir.F32Type.get())
+        keys, most, least = (mosaic.scalar(v) for v in (keys, most, least))
+        for r in range(2):
+            at = arith.addi(first, mosaic.c32(8 * r))
+            # The register's column is a constant, so that each comparison is one instruction.
+            lowest = arith.subi(arith.subi(at, most), column)
+            highest = arith.subi(arith.subi(at, least), column)
+            exists = arith.cmpi(arith.CmpIPredicate.slt, at, keys)
+            for j in range(shape[1] // 8):
+                values = []
+                for e, value in enumerate(mosaic.elements(registers.flat[2 * j + r])):
+                    tests = [exists] if ragged else []
+                    constant = mosaic.c32(8 * j + e)
+                    if right is not None:
+                        tests.append(arith.cmpi(arith.CmpIPredicate.sge, constant, lowest))
+                    if left is not None:
+                        tests.append(arith.cmpi(arith.CmpIPredicate.sle, constant, highest))
+                    for test in tests:
+                        value = arith.select(test, value, outside)
+                    values.append(value)
+                registers.flat[2 * j + r] = vector.from_elements(registers.flat[2 * j + r].type, values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    shape = x.shape
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA)
+    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[mosaic.SPLAT] * 3), return_type=result)
+    return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))
+
+
+def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], compare: bool) -> None:
+    """One tile: adds to dK and dV in registers and to dQ in device memory."""
+    problem, config, refs = block.problem, block.config, block.refs
+    dk_sum, dv_sum = sums
+    warpgroup = _recomputed(lax.axis_index("warpgroup"))
+    slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
+    q_s, do_s, ds_s = refs.q_s.at[slot], refs.do_s.at[slot], refs.ds_s.at[turn]
+    shape, dtype = (CHUNK, config.block_q), problem.dtype
+
+    def products(logits: Accumulator, dp_sum: Accumulator) -> None:
+        plgpu.barrier_wait(refs.q_full.at[slot])
+        # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
+        delta = plgpu.load(refs.delta_s.at[slot], layout=COLUMN, optimized=False)
+        dp_sum[...] = lax.broadcast_in_dim(delta, shape, [1])
+        for c in range(block.chunks):
+            plgpu.wgmma(logits, refs.k_s.at[warpgroup, c], q_s.at[:, pl.ds(c * CHUNK, CHUNK)].T)
+        plgpu.barrier_wait(refs.do_full.at[slot])
+        plgpu.wgmma(dp_sum, refs.v_s.at[warpgroup], do_s.T)
+        x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
+        p, slope = _probabilities(block, step, warpgroup, x, compare)
+        plgpu.wgmma(dv_sum, p.astype(dtype), do_s)
+        if slope is not None:
+            p = p * slope
+        ds = (p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)).astype(dtype)
+        for c in range(config.block_q // CHUNK):
+            ds_s[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s["v"].at[wg], dv.at[batch, rows, head])
-        for c in range(chunks):
-            plgpu.copy_smem_to_gmem(s["k"].at[wg, c], dk.at[batch, rows, head, pl.ds(c * CHUNK, CHUNK)])
+        scopes.sync_block(config.warpgroups)
+        pl.run_scoped(lambda dq_sum: share_of_dq(ds, dq_sum), plgpu.ACC((CHUNK, CHUNK), jnp.float32))
+
+    def share_of_dq(ds: jax.Array, dq_sum: Accumulator) -> None:
+        rows, columns = lax.div(warpgroup, block.chunks), lax.rem(warpgroup, block.chunks)
+        for other in range(config.warpgroups):
+            plgpu.wgmma(dq_sum, ds_s.at[other, rows].T, refs.k_s.at[other, columns])
+        plgpu.wgmma(dk_sum, ds, q_s)
+        part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
+        plgpu.barrier_arrive(refs.do_free.at[slot])
+        _finish_adding(block, step, warpgroup)
+        refs.dq_s[warpgroup] = part
+        plgpu.commit_smem()
+        if problem.bias:
+            _store_scores(block, step, warpgroup, ds_s)
+        if problem.deterministic:
+            _await_turn(refs.turns.at[warpgroup, block.batch, step.head, step.i], _turn(block, step.i))
+        at = pl.ds(step.i * config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(
+            refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at], reduction_op="add"
+        )
+
+    pl.run_scoped(products, *[plgpu.ACC(shape, jnp.float32)] * 2)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(refs.q_free.at[slot])
+
+
+def _store_scores(block: Block, step: Step, warpgroup: jax.Array, ds_s: jax.Ref) -> None:
+    """Writes the gradient of a tile's logits, which is the bias' before its reduction."""
+    keys = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
+    for c in range(block.config.block_q // CHUNK):
+        rows = pl.ds(step.i * block.config.block_q + c * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(ds_s.at[warpgroup, c], block.refs.d_logits.at[block.batch, step.head, keys, rows])
+
+
+def _turn(block: Block, i: jax.Array) -> Any:
+    """How many blocks of keys add to a block of queries before this one."""
+    left, right = schedule.bounds(block.problem)
+    block_q, block_kv = block.config.block_q, block.config.block_kv
+    if right is None:
+        return block.index - (0 if left is None else _div(i * block_q + left, block_kv))
+    last = jnp.minimum(_div(i * block_q + (block_q - 1 + right), block_kv), _div(block.keys - 1, block_kv))
+    return last - block.index
+
+
+def _finish_adding(block: Block, step: Step, warpgroup: jax.Array) -> None:
+    """Waits until the tile of dQ of the step before may be overwritten, and ends that turn."""
+    if not block.problem.deterministic:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(step.n > 0)
+    def _():
+        new_head = (step.i == block.span.first).astype(jnp.int32)
+        before = step.i - 1 + new_head * (block.span.end - block.span.first)
+        _end_turn(block.refs.turns.at[warpgroup, block.batch, step.head - new_head, before])
+
+
+def _compute(block: Block) -> None:
+    """A computing warpgroup: the gradients of its 64 keys and values."""
+    problem, refs = block.problem, block.refs
+    warpgroup = lax.axis_index("warpgroup")
+    widths = refs.q_s.shape[2], refs.do_s.shape[2]
+    zeros = [plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths]
+    plgpu.barrier_wait(refs.kv_full)
+
+    def walk(sums: Any) -> None:
+        block.each_step(lambda step, compare: _gradients(block, step, sums, compare))
+
+    dk, dv = pl.run_state(walk)(tuple(plgpu.ACC.init(x) for x in zeros))
+    if problem.deterministic:
         plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(block.steps > 0)
+        def _():
+            last = block.key_head * block.group + (block.group - 1)
+            _end_turn(refs.turns.at[warpgroup, block.batch, last, block.span.end - 1])
+
+    scopes.sync_block(block.config.warpgroups)
+    refs.v_s[warpgroup] = dv.astype(problem.dtype)
+    for c in range(block.chunks):
+        refs.k_s[warpgroup, c] = (dk[:, c * CHUNK : (c + 1) * CHUNK] * problem.scale).astype(problem.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
+    plgpu.copy_smem_to_gmem(refs.v_s.at[warpgroup], refs.d_value.at[block.batch, rows, block.key_head])
+    for c in range(block.chunks):
+        columns = pl.ds(c * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(
+            refs.k_s.at[warpgroup, c], refs.d_key.at[block.batch, rows, block.key_head, columns]
+        )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace) -> None:
+    block, warpgroup = Block.of(problem, config, refs), lax.axis_index("warpgroup")
+    computing, copying = config.registers
+
+    @pl.when(warpgroup == config.warpgroups)
+    def _():
+        plgpu.set_max_registers(copying, action="decrease")
+        _copy_operands(block)
+
+    @pl.when(warpgroup < config.warpgroups)
+    def _():
+        plgpu.set_max_registers(computing, action="increase")
+        _compute(block)
+
+
+def _operands(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
+    """The operands by name."""
+    present = dict(
+        query=True, key=True, value=True, bias=problem.bias, mask=problem.mask, query_lengths=problem.query_lengths,
+        key_lengths=problem.key_lengths, query_segments=problem.segments, key_segments=problem.segments,
+        sinks=problem.sinks, out=True, lse=True, d_out=True, d_lse=True,
+    )  # fmt: skip
+    return SimpleNamespace(**dict(zip([name for name, here in present.items() if here], operands, strict=True)))
+
+
+def _pad(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
+    widths = [(0, to - at) for at, to in zip(x.shape, shape, strict=True)]
+    return jnp.pad(x, widths, constant_values=fill) if any(w for _, w in widths) else x
+
+
+def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """`[B, T, N, H]` with zeros beyond the lengths, where there may be NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
+    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    query, key, value, out, lse, d_out, d_lse = operands
-    bq = config.block_q
-    padded = pl.cdiv(problem.query_length, bq) * bq
-    pad = [(0, 0), (0, 0), (0, padded - problem.query_length)]
-    delta = jnp.einsum("btnd,btnd->bnt", d_out.astype(jnp.float32), out.astype(jnp.float32)) - d_lse
-    lse = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), pad, constant_values=jnp.inf)
-    delta = jnp.pad(-delta, pad)
-    dq_sum = jax.new_ref(
-        jnp.zeros((problem.batch, problem.query_heads, padded, problem.head_dim), jnp.float32)
+    ops, padded = _operands(problem, operands), _padded(problem)
+    b, n, t, s = problem.batch, problem.query_heads, padded.query_length, padded.key_length
+    rows = _up(problem.query_length, config.block_q)
+    lse, delta = ops.lse, jnp.einsum("btnd,btnd->bnt", ops.d_out, ops.out, preferred_element_type=jnp.float32)
+    delta = ops.d_lse - delta
+    nothing = lse == -jnp.inf
+    if problem.query_lengths:
+        nothing |= (jnp.arange(problem.query_length) >= ops.query_lengths[:, None])[:, None, :]
+    delta = jnp.where(nothing, 0.0, delta)
+    query, d_out = (_without_padding(x, getattr(ops, "query_lengths", None)) for x in (ops.query, ops.d_out))
+    key, value = (_without_padding(x, getattr(ops, "key_lengths", None)) for x in (ops.key, ops.value))
+    inputs: dict[str, Any] = dict(
+        query=_pad(query, (b, t, n, padded.head_dim)),
+        key=_pad(key, (b, s, problem.key_heads, padded.head_dim)),
+        value=_pad(value, (b, s, problem.key_heads, padded.value_dim)),
+        d_out=_pad(d_out, (b, t, n, padded.value_dim)),
+        lse=_pad(jnp.where(nothing, jnp.inf, lse * LOG2E), (b, n, rows), jnp.inf),
+        delta=_pad(delta, (b, n, rows)),
     )
-    scratch = _scratch(problem, config)
-
-    def body(q, k, v, do, lse, delta, dq, dk, dv, *s):
-        _body(
-            q, k, v, do, lse, delta, dq, dk, dv, dict(zip(scratch, s, strict=True)), problem=problem, config=config
-        )
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
-        grid=(problem.batch, problem.key_heads, pl.cdiv(problem.key_length, config.block_kv)),
-        grid_names=("batch", "head", "keys"),
+    for name in ("bias", "mask"):
+        if hasattr(ops, name):
+            inputs[name] = jnp.swapaxes(getattr(ops, name), 2, 3)
+    for name in ("query_lengths", "key_lengths"):
+        if hasattr(ops, name):
+            inputs[name] = getattr(ops, name)
+    if problem.segments:
+        inputs["query_segments"] = ops.query_segments[:, None, None, :]
+        inputs["key_segments"] = ops.key_segments[:, None, :, None]
+    inputs["d_query"] = jax.new_ref(jnp.zeros((b, n, rows, padded.head_dim), jnp.float32))
+    if problem.deterministic:
+        inputs["turns"] = jax.new_ref(jnp.zeros((config.warpgroups, b, n, rows // config.block_q), jnp.int32))
+    if problem.bias:
+        inputs["d_logits"] = jax.new_ref(jnp.zeros((b, n, s, t), problem.dtype))
+    scratch = _scratch(padded, config)
+    names = [*inputs, "d_key", "d_value", *scratch]
+    d_key, d_value = plgpu.kernel(
+        lambda *refs: _body(problem, config, SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        out_type=[jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")],
+        grid=(b, problem.key_heads, -(-problem.key_length // config.block_kv)),
+        grid_names=("batch", "key_head", "block"),
         scratch_types=list(scratch.values()),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="attention_backward",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-    )
-    dk, dv = kernel(query, key, value, d_out, lse, delta, dq_sum)
-    dq = (dq_sum[...][:, :, : problem.query_length] * problem.scale).astype(query.dtype)
-    return jnp.swapaxes(dq, 1, 2), dk, dv
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+    )(*inputs.values())
+    d_query = inputs["d_query"][...][:, :, : problem.query_length, : problem.head_dim] * problem.scale
+    results = [
+        jnp.swapaxes(d_query.astype(problem.dtype), 1, 2),
+        d_key[:, : problem.key_length, :, : problem.head_dim],
+        d_value[:, : problem.key_length, :, : problem.value_dim],
+    ]
+    if problem.bias:
+        d_logits = jnp.swapaxes(inputs["d_logits"][...][:, :, : problem.key_length, : problem.query_length], 2, 3)
+        axes = tuple(d for d in range(4) if problem.bias[d] == 1)
+        results.append(d_logits.astype(jnp.float32).sum(axes, keepdims=True).astype(ops.bias.dtype))
+    if problem.sinks:
+        weight = jnp.where(nothing, 0.0, jnp.exp(ops.sinks[:, None] - jnp.where(nothing, 0.0, lse)))
+        results.append((weight * delta).sum((0, 2)).astype(ops.sinks.dtype))
+    return tuple(results)
