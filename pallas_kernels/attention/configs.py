@@ -11,6 +11,7 @@ class ForwardConfig:
 
     `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile. `turns`: the
     warpgroups issue their matrix products in turns, so that one's exponentials hide behind another's products.
+    `section_mib`: keys and values that blocks at work at one time should share, in the cache.
     """
 
     block_kv: int
@@ -18,6 +19,7 @@ class ForwardConfig:
     stages: int
     persistent: bool = True
     turns: bool = False
+    section_mib: int = 16
 
     @property
     def block_q(self) -> int:

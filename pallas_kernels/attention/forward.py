@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import elementary, hardware, monoid
-from pallas_kernels.attention import schedule, scores
+from pallas_kernels.attention import gather, schedule, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
@@ -59,15 +59,17 @@ def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) ->
     me = lax.axis_index("block")
 
     def take(i: jax.Array, steps: jax.Array) -> jax.Array:
-        tile = block.deal[me, i + 1] if config.persistent else block.deal[me]
+        tile = gather.uniform(block.deal[me, i + 1] if config.persistent else block.deal[me])
         head = lax.div(tile, jnp.int32(per_head))
         row = lax.rem(tile, jnp.int32(per_head)) * config.block_q
         batch = lax.div(head, jnp.int32(problem.query_heads))
-        length = jnp.clip(block.key_lengths[batch], 0, problem.key_length) if problem.key_lengths else problem.key_length
+        length = problem.key_length
+        if problem.key_lengths:
+            length = jnp.clip(gather.uniform(block.key_lengths[batch]), 0, problem.key_length)
         span = schedule.span(problem, config.block_kv, row, config.block_q, length)
         if problem.query_lengths:
             # Rows past the length are not worth more than the one tile that everybody visits.
-            worth = jnp.maximum(block.query_lengths[batch] - row, 0) * problem.key_length
+            worth = jnp.maximum(gather.uniform(block.query_lengths[batch]) - row, 0) * problem.key_length
             span = span._replace(end=jnp.minimum(span.end, span.first + 1 + worth))
         visit(Place(batch, lax.rem(head, jnp.int32(problem.query_heads)), row, length), span, steps)
         return steps + (span.end - span.first)
@@ -138,6 +140,10 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
     def extras(i: jax.Array) -> Extras:
         return scores.load_extras(block.problem, block, place, key(i), config.block_kv)
 
+    def await_values(i: jax.Array) -> None:
+        wait = functools.partial(plgpu.barrier_wait, block.value_full.at[slot(i)])
+        pl.when(i > 0)(wait) if block.problem.key_lengths else wait()  # `_clear_values` has waited for the first tile
+
     def first(products: Any) -> tuple[jax.Array, Extras]:
         at = slot(jnp.int32(0))
         plgpu.barrier_wait(block.key_full.at[at])
@@ -149,7 +155,7 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
         plgpu.barrier_arrive(block.key_empty.at[at])
         return x, more
 
-    def step(i: jax.Array, carry: tuple[State, jax.Array], compare: bool) -> tuple[State, jax.Array]:
+    def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, at, before = carry[0], slot(i), slot(i - 1)
 
         def multiply(products: Any, out: Any) -> tuple[State, jax.Array]:
@@ -157,7 +163,7 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
             # under way would make ptxas wait for each product.
             out[...], weights = lax.optimization_barrier((state.out, carry[1]))
             plgpu.barrier_wait(block.key_full.at[at])
-            plgpu.barrier_wait(block.value_full.at[before])
+            await_values(i - 1)
             _take_turn(block)
             plgpu.wgmma(products, query, block.key_smem.at[at].T)
             plgpu.wgmma(out, weights, block.value_smem.at[before])
@@ -165,7 +171,7 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
             more = extras(i)
             x = plgpu.wgmma_accumulator_load(products, wait_n=1)
             plgpu.barrier_arrive(block.key_empty.at[at])
-            new, new_weights, decay = _softmax(block, place, state, x, more, key(i), compare)
+            new, new_weights, decay = _softmax(block, place, state, x, more, key(i), _at_edge(block.problem, span, i))
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
             plgpu.barrier_arrive(block.value_empty.at[before])
             return new._replace(out=summed * lax.broadcast_in_dim(decay, summed.shape, [0])), new_weights
@@ -175,17 +181,16 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
     if block.problem.key_lengths:
         _clear_values(block, slot(jnp.int32(0)), place.key_length - key(jnp.int32(0)))
     x, more = pl.run_scoped(first, scores_type)
-    state, weights, _ = _softmax(block, place, _empty(value_dim), x, more, key(jnp.int32(0)), compare=True)
+    state, weights, _ = _softmax(block, place, _empty(value_dim), x, more, key(jnp.int32(0)), True)
     carry, count = (state, weights), span.end - span.first
-    for start, stop, compare in _sections(block.problem, span, count):
-        carry = lax.fori_loop(start, stop, functools.partial(step, compare=compare), carry)
+    carry = lax.fori_loop(1, count, step, carry)
     plgpu.barrier_arrive(block.query_empty.at[lax.axis_index("warpgroup")])
     state, weights = carry
     at = slot(count - 1)
 
     def last(out: Any) -> jax.Array:
         out[...] = state.out
-        plgpu.barrier_wait(block.value_full.at[at])
+        await_values(count - 1)
         plgpu.wgmma(out, weights, block.value_smem.at[at])
         return out[...]
 
@@ -194,20 +199,13 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
     return state
 
 
-def _sections(problem: Attention, span: Span, steps: jax.Array) -> Iterator[tuple[jax.Array, jax.Array, bool]]:
-    """Steps 1 ... `steps`, cut where comparisons of indices end and begin again: `(start, stop, compare)`."""
+def _at_edge(problem: Attention, span: Span, i: jax.Array) -> jax.Array | None:
+    """Whether some of the block's queries do not see all keys of step `i`'s tile; None: that cannot be."""
     left, right = schedule.bounds(problem)
-    start = jnp.int32(1)
-    if right is not None:
-        inner = jnp.clip(span.end - span.inner_end, 1, steps)
-        yield start, inner, True
-        start = inner
-    if left is None:
-        yield start, steps, False
-        return
-    inner = jnp.clip(span.end - span.inner_first, start, steps)
-    yield start, inner, False
-    yield inner, steps, True
+    tile = span.end - 1 - i
+    after = None if right is None else tile >= span.inner_end
+    before = None if left is None else tile < span.inner_first
+    return before if after is None else after if before is None else before | after
 
 
 def _empty(value_dim: int) -> State:
@@ -218,14 +216,14 @@ def _empty(value_dim: int) -> State:
 
 
 def _softmax(
-    block: Block, place: Place, state: State, x: jax.Array, extras: Extras, key: jax.Array, compare: bool
+    block: Block, place: Place, state: State, x: jax.Array, extras: Extras, key: jax.Array, edge: Any
 ) -> tuple[State, jax.Array, jax.Array]:
     """The state with a tile's maximum and sum, the tile's weights, and the decay that the state's output still needs.
 
     This is `monoid.combine`, but the tile's weights are taken against the common maximum at once: no second factor.
     """
     problem = block.problem
-    x = scores.logits(problem, place, extras, x, key, compare)
+    x = scores.logits(problem, place, extras, x, key, edge)
     factor = LOG2E * (problem.scale if scores.folds_scale(problem) else 1.0)
     maximum = jnp.maximum(state.max, _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor)
     decay = monoid.decay(state.max, maximum, exp=jnp.exp2)

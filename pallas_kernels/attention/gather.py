@@ -50,8 +50,9 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
             in_row = arith.cmpi(arith.CmpIPredicate.ult, at_row, c32(shape[2]))
             of_row = arith.addi(base, offset(at_row, 2))
             for j in range(columns // 8):
-                if (r and shape[2] == 1) or (j and shape[3] == 1):
-                    registers.flat[2 * j + r] = registers.flat[2 * j if shape[2] == 1 else r]
+                same = 2 * (j if shape[3] > 1 else 0) + (r if shape[2] > 1 else 0)
+                if same != 2 * j + r:
+                    registers.flat[2 * j + r] = registers.flat[same]
                     continue
                 at = [arith.addi(column, c32(8 * j + e)) for e in range(2)]
                 inside = [arith.cmpi(arith.CmpIPredicate.ult, x, c32(shape[3])) for x in at]
@@ -72,6 +73,21 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), dtype, layout=layout)
     operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
     return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
+
+
+def uniform(x: jax.Array) -> jax.Array:
+    """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
+
+    def first_lane(ctx, x):
+        i32 = ir.IntegerType.get_signless(32)
+        value = llvm.inline_asm(
+            i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    first_lane.interpret = lambda x: ({}, [x])
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
 
 
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:

@@ -12,9 +12,6 @@ from jax import lax
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention
 
-# Keys and values that blocks at work at one time share should stay in the cache.
-SECTION_BYTES = 16 * 2**20
-
 Int = jax.Array | int
 
 
@@ -73,7 +70,7 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     group = problem.query_heads // problem.key_heads
     head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
     heads = problem.batch * problem.query_heads
-    section = min(heads, group * max(SECTION_BYTES // head_bytes, 1))
+    section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
     rows = [i * config.block_q for i in range(per_head)]
     spans = [span(problem, config.block_kv, row, config.block_q, problem.key_length) for row in rows]
     length = np.array([s.end - s.first for s in spans])

@@ -49,8 +49,11 @@ def folds_scale(problem: Attention) -> bool:
     return problem.scale > 0 and problem.soft_cap is None and problem.bias is None
 
 
-def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: jax.Array, compare: bool) -> jax.Array:
-    """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key."""
+def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: jax.Array, edge: Any) -> jax.Array:
+    """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
+
+    `edge`: whether indices need comparing; None: never.
+    """
     if not folds_scale(problem):
         x = x * problem.scale
     if problem.soft_cap is not None:
@@ -58,12 +61,21 @@ def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: 
         x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + elementary.exp_16bit(x * (2 / problem.soft_cap)))
     if extras.bias is not None:
         x = x + extras.bias.astype(jnp.float32)
-    seen = _in_bounds(problem, place, x.shape, key) if compare else []
+    seen = []
     if extras.mask is not None:
         seen.append(extras.mask.astype(jnp.int32) != 0)
     if extras.segments is not None:
         seen.append(extras.segments[0] == extras.segments[1])
-    for condition in seen:
+    x = _only(x, seen)
+    if edge is True:
+        return _only(x, _in_bounds(problem, place, x.shape, key))
+    if edge is None:
+        return x
+    return lax.cond(edge, lambda x: _only(x, _in_bounds(problem, place, x.shape, key)), lambda x: x, x)
+
+
+def _only(x: jax.Array, conditions: list[jax.Array]) -> jax.Array:
+    for condition in conditions:
         x = jnp.where(condition, x, -jnp.inf)
     return x
 
