@@ -107,6 +107,21 @@ def gradients(
     return result
 
 
+def gradient_terms(query: Any, key: Any, value: Any, *, d_out: Any, **rules: Any) -> dict[str, Array]:
+    """The size of what the gradients of `gradients` are sums and differences of."""
+    q, k, v, _, _ = _inputs(query, key, value, None, None, rules)
+    found, _ = _forward(q, k, v, None, None, None, None, rules)
+    group, d_out = q.shape[2] // k.shape[2], np.abs(np.asarray(d_out, np.float64))
+    pull = np.einsum("btnd,btnd->bnt", d_out, np.abs(found.out))
+    d_z = found.weights * (np.einsum("btnd,bsnd->bnts", d_out, np.abs(_repeat(v, group))) + pull[..., None])
+    d_scores = d_z * q.shape[-1] ** -0.5
+    return {
+        "query": np.einsum("bnts,bsnh->btnh", d_scores, np.abs(_repeat(k, group))),
+        "key": _unrepeat(np.einsum("bnts,btnh->bsnh", d_scores, np.abs(q)), group),
+        "value": _unrepeat(np.einsum("bnts,btnd->bsnd", found.weights, d_out), group),
+    }
+
+
 def _inputs(query: Any, key: Any, value: Any, bias: Any, sinks: Any, rules: dict[str, Any]) -> list[Any]:
     """Everything widened, and zeros for what lies beyond the lengths."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (query, key, value))
