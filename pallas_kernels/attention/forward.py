@@ -174,7 +174,12 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
             new, new_weights, decay = _softmax(block, place, state, x, more, key(i), _at_edge(block.problem, span, i))
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
             plgpu.barrier_arrive(block.value_empty.at[before])
-            return new._replace(out=summed * lax.broadcast_in_dim(decay, summed.shape, [0])), new_weights
+            scaled = lambda x: x * lax.broadcast_in_dim(decay, x.shape, [0])
+            if config.slack:
+                summed = lax.cond(gather.any_lane(decay != 1.0), scaled, lambda x: x, summed)
+            else:
+                summed = scaled(summed)
+            return new._replace(out=summed), new_weights
 
         return pl.run_scoped(multiply, scores_type, out_type)
 
@@ -225,7 +230,11 @@ def _softmax(
     problem = block.problem
     x = scores.logits(problem, place, extras, x, key, edge)
     factor = LOG2E * (problem.scale if scores.folds_scale(problem) else 1.0)
-    maximum = jnp.maximum(state.max, _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor)
+    maximum = _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor
+    if block.config.slack:
+        maximum = jnp.where(maximum > state.max + float(block.config.slack), maximum, state.max)
+    else:
+        maximum = jnp.maximum(state.max, maximum)
     decay = monoid.decay(state.max, maximum, exp=jnp.exp2)
     weights = monoid.decay(x * factor, lax.broadcast_in_dim(maximum, x.shape, [0]), exp=jnp.exp2)
     total = state.sum * lax.broadcast_in_dim(decay, state.sum.shape, [0]) + _fold_columns(jnp.add, weights, PARTIAL_SUMS)
@@ -233,11 +242,11 @@ def _softmax(
 
 
 def _fold_columns(operation: Callable[..., jax.Array], x: jax.Array, columns: int) -> jax.Array:
-    """Halves the columns until `columns` are left: a tree, where a reduction of Mosaic's is one long chain."""
-    while x.shape[1] > columns:
-        half = x.shape[1] // 2
-        x = operation(x[:, :half], x[:, half:])
-    return x
+    """A tree over groups of `columns` columns, where a reduction of Mosaic's is one long chain."""
+    parts = [x[:, start : start + columns] for start in range(0, x.shape[1], columns)]
+    while len(parts) > 1:
+        parts = [operation(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 def _clear_values(block: Block, slot: jax.Array, length: jax.Array) -> None:

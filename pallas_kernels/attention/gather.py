@@ -4,6 +4,7 @@ An array `[B|1, N|1, T|1, S|1]` of any alignment is read as it is, never materia
 scores need, by pairs of columns where the rows are even, and nothing outside of the array.
 """
 
+import functools
 import math
 
 import jax
@@ -88,6 +89,22 @@ def uniform(x: jax.Array) -> jax.Array:
     first_lane.interpret = lambda x: ({}, [x])
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
+
+
+def any_lane(x: jax.Array) -> jax.Array:
+    """Whether `x`, one number a row, holds in any row of the warp."""
+
+    def vote(ctx, x):
+        i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
+        held = functools.reduce(arith.ori, [r if r.type == i1 else vector.extract(r, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])) for r in x.registers.flat])
+        value = llvm.inline_asm(
+            i32, [held], "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }", "=r,b", has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    vote.interpret = lambda x: ({}, [jnp.int32(x.any())])
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote)(x) != 0
 
 
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
