@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import hardware
+from pallas_kernels.attention import backward, forward, heuristics
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
@@ -18,7 +19,10 @@ class Kernel(NamedTuple):
     configs: Callable[[Attention, Device], tuple[Any, ...]]  # the best first
 
 
-KERNELS: dict[Op, Kernel] = {}
+KERNELS = {
+    Op.FORWARD: Kernel(forward, heuristics.forward),
+    Op.BACKWARD: Kernel(backward, heuristics.backward),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +45,11 @@ class Decision:
 def decide(problem: Attention, device: Device, *, config: Any = None) -> Decision:
     """The kernel for `problem` on `device`, if it accepts; `config` overrides the choice of the heuristic."""
     name = str(problem.op)
-    if problem.op not in KERNELS:
-        return _declined(problem, device, name, "is not written yet")
     kernel = KERNELS[problem.op]
     why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device)
     if why is not None:
-        return _declined(problem, device, name, why)
+        return Decision(problem, device, None, None, "no kernel takes the problem", ((name, why),))
     source = "asked for"
     if config is None:
         config, source = kernel.configs(problem, device)[0], "by the heuristic"
     return Decision(problem, device, name, config, f"it takes the problem; config {source}", ())
-
-
-def _declined(problem: Attention, device: Device, name: str, why: str) -> Decision:
-    return Decision(problem, device, None, None, "no kernel takes the problem", ((name, why),))

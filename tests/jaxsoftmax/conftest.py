@@ -16,7 +16,6 @@ from jax.interpreters import mlir
 
 from jaxsoftmax import _attention_lowering, _attention_primitives, _lowering, _primitives
 from pallas_kernels import dispatch
-from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.operands import Operands, Rules
@@ -126,6 +125,8 @@ class AttentionStandIns:
 @pytest.fixture
 def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionStandIns]:
     """Attention kernels on the CPU."""
+    from pallas_kernels.attention import dispatch as attention_dispatch
+
     record = AttentionStandIns([])
 
     def decide(problem: Attention, device: Device, **_: Any) -> AttentionStandIn:
