@@ -26,7 +26,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import elementary, hardware, mosaic, scopes
 from pallas_kernels.attention import gather, schedule
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, BackwardConfig
+from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import Index
@@ -129,7 +130,8 @@ def _await_turn(turns: jax.Ref, value: Index, ended: jax.Array) -> None:
     def await_turns(ctx, turns, value, ended):
         text = (
             "{ .reg .pred early; .reg .s32 now; mov.s32 now, $2; "
-            "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; MINE: }"
+            "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
+            "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; MINE: }"
         )
         operands = [mosaic.global_address(turns), mosaic.scalar(value), mosaic.scalar(ended)]
         mosaic.ptx(text, "l,r,r,~{memory}", operands)
@@ -192,7 +194,7 @@ def _latest_first(problem: Attention) -> bool:
 
 
 def _span(problem: Attention, config: BackwardConfig, key: Index, keys: Index, queries: Index) -> Span:
-    """The blocks of queries that see some of the keys from `key` on, `keys` and `queries` blocks being all there are."""
+    """The blocks of queries that see some of the keys from `key` on; all there are: `keys`, and `queries` blocks."""
     left, right = schedule.bounds(problem)
     block_q, last = config.block_q, key + (config.block_kv - 1)
     first, inner_first, inner_end, end = 0, 0, queries, queries
