@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -126,3 +127,30 @@ def _block_sync(machine: Any, static: Any) -> None:
 
 def _sync_cluster(machine: Any, static: Any) -> None:
     machine.cluster_sync()
+
+
+def _copy_scalar(machine: Any, static: Any, x: Any) -> list[Any]:
+    return [x]
+
+
+def _load_turns(machine: Any, static: Any, turns: Any) -> list[Any]:
+    return [machine.atomic_add(turns, np.zeros((), np.int32))]
+
+
+def _await_turns(machine: Any, static: Any, turns: Any, value: Any, ended: Any) -> None:
+    """Blocks run one after another here: whoever has to wait for a later one would wait forever."""
+    machine.demand_at_least(turns, value)
+
+
+def _count_turn(machine: Any, static: Any, turns: Any) -> None:
+    machine.atomic_add(turns, np.ones((), np.int32))
+
+
+def _mask_tile(machine: Any, static: Any, x: Any, keys: Any, most: Any, least: Any) -> list[Any]:
+    at, column = np.indices(static.shape)
+    seen = at < keys if static.ragged else at >= 0
+    if static.right is not None:
+        seen &= at - column <= most
+    if static.left is not None:
+        seen &= at - column >= least
+    return [jnp.where(seen, x, -jnp.inf)]
