@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, global_address, scalar
+from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, elements, global_address, scalar
 
 Corner = tuple[Index, Index, Index, Index]
 
@@ -29,7 +29,6 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     pairs = shape[3] % 2 == 0
 
     def load_broadcast(ctx, ref, *corner):
-        i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
         warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
         batch, head, row, column = (scalar(x) for x in corner)
@@ -62,7 +61,9 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
                 address = [arith.addi(of_row, offset(x, 3)) for x in at]
                 if pairs:
                     word = _load(address[0], inside[0], 2 * dtype.itemsize)
-                    registers.flat[2 * j + r] = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), word.type), word))
+                    registers.flat[2 * j + r] = vector.bitcast(
+                        pair, vector.broadcast(ir.VectorType.get((1,), word.type), word)
+                    )
                 else:
                     predicates = inside if shape[2:] != (1, 1) else [None, None]
                     count = 1 if shape[3] == 1 else 2
@@ -76,14 +77,48 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
 
 
+def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
+    """`x [64, n]` where `low <= column <= high`, one pair of bounds a row, and -inf elsewhere.
+
+    A thread compares its bounds with constants: no registers for the indices of columns.
+    """
+
+    def keep(ctx, x, high, *low):
+        column = arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2))
+        tops, *bottoms = ([arith.subi(r, column) for r in _numbers(rows)] for rows in (high, *low))
+        registers = np.empty_like(x.registers)
+        outside = utils.c(-math.inf, ir.F32Type.get())
+        for i, pair in enumerate(x.registers.flat):
+            kept = []
+            for e, value in enumerate(elements(pair)):
+                at = c32(8 * (i // 2) + e)
+                seen = arith.cmpi(arith.CmpIPredicate.sge, tops[i % 2], at)
+                for bottom in bottoms:
+                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bottom[i % 2], at))
+                kept.append(arith.select(seen, value, outside))
+            registers.flat[i] = vector.from_elements(pair.type, kept)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    def model(x, high, *low):
+        column = np.arange(x.shape[1])
+        seen = column <= high[:, None]
+        for bound in low:
+            seen &= column >= bound[:, None]
+        return {}, [jnp.where(seen, x, -jnp.inf)]
+
+    keep.interpret = model
+    bounds = (high,) if low is None else (high, low)
+    wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
+    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(keep)(x, *bounds)
+
+
 def uniform(x: jax.Array) -> jax.Array:
     """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
 
     def first_lane(ctx, x):
         i32 = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(
-            i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True
-        )
+        value = llvm.inline_asm(i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     first_lane.interpret = lambda x: ({}, [x])
@@ -91,20 +126,24 @@ def uniform(x: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
 
 
-def any_lane(x: jax.Array) -> jax.Array:
-    """Whether `x`, one number a row, holds in any row of the warp."""
+def any_row(x: jax.Array) -> jax.Array:
+    """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
 
     def vote(ctx, x):
-        i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
-        held = functools.reduce(arith.ori, [r if r.type == i1 else vector.extract(r, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])) for r in x.registers.flat])
-        value = llvm.inline_asm(
-            i32, [held], "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }", "=r,b", has_side_effects=True
-        )
+        i32 = ir.IntegerType.get_signless(32)
+        held = functools.reduce(arith.ori, _numbers(x))
+        text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
+        value = llvm.inline_asm(i32, [held], text, "=r,b", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     vote.interpret = lambda x: ({}, [jnp.int32(x.any())])
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote)(x) != 0
+
+
+def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
+    """A thread's numbers of an array with one number a row: of its upper and of its lower row."""
+    return [x for r in rows.registers.flat for x in (elements(r) if isinstance(r.type, ir.VectorType) else [r])]
 
 
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:

@@ -17,12 +17,13 @@ ROW = WGMMA.reduce(1)
 
 
 class Place(NamedTuple):
-    """Which queries, and how many of the keys exist."""
+    """The head and the first row of some queries, and how many queries and keys there are."""
 
     batch: jax.Array
     head: jax.Array
     row: jax.Array
-    key_length: Any
+    queries: Any
+    keys: Any
 
 
 class Extras(NamedTuple):
@@ -66,36 +67,21 @@ def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: 
         seen.append(extras.mask.astype(jnp.int32) != 0)
     if extras.segments is not None:
         seen.append(extras.segments[0] == extras.segments[1])
-    x = _only(x, seen)
-    if edge is True:
-        return _only(x, _in_bounds(problem, place, x.shape, key))
+    for condition in seen:
+        x = jnp.where(condition, x, -jnp.inf)
     if edge is None:
         return x
-    return lax.cond(edge, lambda x: _only(x, _in_bounds(problem, place, x.shape, key)), lambda x: x, x)
+    if edge is True:
+        return _in_bounds(problem, place, x, key)
+    return lax.cond(edge, lambda x: _in_bounds(problem, place, x, key), lambda x: x, x)
 
 
-def _only(x: jax.Array, conditions: list[jax.Array]) -> jax.Array:
-    for condition in conditions:
-        x = jnp.where(condition, x, -jnp.inf)
-    return x
-
-
-def _in_bounds(problem: Attention, place: Place, shape: tuple[int, ...], key: jax.Array) -> list[jax.Array]:
-    """Conditions on the indices; `key` is the tile's first."""
+def _in_bounds(problem: Attention, place: Place, x: jax.Array, key: jax.Array) -> jax.Array:
+    """`x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
     left, right = schedule.bounds(problem)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-    length = place.key_length - key
-
-    def bound(offset: int) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + (place.row - key + offset)
-
-    if right is not None:
-        limit = jnp.minimum(bound(right), length - 1)
-        seen = [column <= lax.broadcast_in_dim(limit, shape, [0])]
-    elif problem.key_lengths or problem.key_length % shape[1]:
-        seen = [column < length]
-    else:
-        seen = []
-    if left is not None:
-        seen.append(column >= lax.broadcast_in_dim(bound(left), shape, [0]))
-    return seen
+    if left is None and right is None and not problem.key_lengths and problem.key_length % x.shape[1] == 0:
+        return x
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
+    right = problem.key_length if right is None else right
+    high = jnp.minimum(row + (place.row - key + right), place.keys - 1 - key)
+    return gather.keep_columns(x, None if left is None else row + (place.row - key + left), high)

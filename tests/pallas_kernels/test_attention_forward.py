@@ -4,9 +4,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-import aot
 import attention_oracle
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,7 +55,11 @@ def operands_of(p: Attention, seed: int = 0) -> dict[str, Any]:
     """Random operands; what lies past the keys' lengths is NaN."""
     rng = np.random.default_rng(seed)
     b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
-    dims = {"query": (b, t, n, p.head_dim), "key": (b, s, p.key_heads, p.head_dim), "value": (b, s, p.key_heads, p.value_dim)}
+    dims = {
+        "query": (b, t, n, p.head_dim),
+        "key": (b, s, p.key_heads, p.head_dim),
+        "value": (b, s, p.key_heads, p.value_dim),
+    }
     arrays: dict[str, Any] = {name: rng.standard_normal(shape).astype(p.dtype) for name, shape in dims.items()}
     if p.bias:
         arrays["bias"] = rng.standard_normal(p.bias).astype(np.float32)
@@ -116,7 +118,9 @@ def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f
 
 def cases() -> list[Attention]:
     """Every kind at some lengths and sizes of heads, and the plain kinds at all of them."""
-    rotations = zip(KINDS, itertools.cycle(LENGTHS[5:]), itertools.cycle(DIMS[:5]), itertools.cycle(("bfloat16", "float16")))
+    rotations = zip(
+        KINDS, itertools.cycle(LENGTHS[5:]), itertools.cycle(DIMS[:5]), itertools.cycle(("bfloat16", "float16"))
+    )
     found = [problem_of(*facts) for facts in rotations]
     found += [problem_of(kind, (113, 239), (128, 128), "bfloat16") for kind in KINDS]
     for kind in ("full", "causal"):
@@ -142,7 +146,9 @@ def test_matches_the_oracle(p):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal_offset", [None, 0])
 def test_results_repeat_bit_by_bit(head_dim, causal_offset):
-    p = dataclasses.replace(problem_of("full", (2048, 2048), (head_dim, head_dim), "bfloat16"), causal_offset=causal_offset)
+    p = dataclasses.replace(
+        problem_of("full", (2048, 2048), (head_dim, head_dim), "bfloat16"), causal_offset=causal_offset
+    )
     arrays = [jnp.asarray(x) for x in operands_of(p).values()]
     config = heuristics.forward(p, hardware.H200)[0]
     first = [np.asarray(x) for x in forward.run(p, config, *arrays)]
