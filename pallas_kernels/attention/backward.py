@@ -9,6 +9,7 @@ Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -440,12 +441,20 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
         plgpu.commit_smem()
         if problem.bias:
             _store_scores(block, step, warpgroup, ds_s)
-        if ended is not None:
-            _await_turn(turns, _turn(block, step.i), ended)
         at = pl.ds(step.i * config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(
-            refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at], reduction_op="add"
-        )
+        source, target = refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
+
+        def add() -> None:
+            plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
+
+        if ended is None:
+            return add()
+        before = _turn(block, step.i)
+        _await_turn(turns, before, ended)
+        if not _first_stores(problem, config):
+            return add()
+        pl.when(before == 0)(lambda: plgpu.copy_smem_to_gmem(source, target))
+        pl.when(before > 0)(add)
 
     pl.run_scoped(products, *[plgpu.ACC(shape, jnp.float32)] * 2)
     plgpu.wgmma_wait(0)
@@ -468,6 +477,26 @@ def _turn(block: Block, i: jax.Array) -> Any:
         return block.index - (0 if left is None else _div(i * block_q + left, block_kv))
     last = jnp.minimum(_div(i * block_q + (block_q - 1 + right), block_kv), _div(block.keys - 1, block_kv))
     return last - block.index
+
+
+@functools.lru_cache(maxsize=64)
+def _first_stores(problem: Attention, config: BackwardConfig) -> bool:
+    """Whether each block of queries has a first one that adds to its dQ, and is known to: it need not be zero before.
+
+    D = 128, S = 2048, bf16: zeros take 40 us, 3 % of all, H200.
+    """
+    if not problem.deterministic or problem.key_lengths or problem.query_lengths:
+        return False
+    left, right = schedule.bounds(problem)
+    block_q, block_kv = config.block_q, config.block_kv
+    for row in range(0, problem.query_length, block_q):
+        first = 0 if left is None else _div(row + left, block_kv)
+        last = -(-problem.key_length // block_kv) - 1
+        if right is not None:
+            last = min(last, (row + block_q - 1 + right) // block_kv)
+        if first > last:
+            return False
+    return True
 
 
 def _end_last_turn(block: Block, step: Step, warpgroup: jax.Array) -> None:
@@ -599,7 +628,12 @@ def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tup
     if problem.segments:
         inputs["query_segments"] = ops.query_segments[:, None, None, :]
         inputs["key_segments"] = ops.key_segments[:, None, :, None]
-    inputs["d_query"] = jax.new_ref(jnp.zeros((b, n, rows, padded.head_dim), jnp.float32))
+    outputs = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
+    dq_sum = jax.ShapeDtypeStruct((b, n, rows, padded.head_dim), jnp.float32)
+    if _first_stores(problem, config):
+        outputs["d_query"] = dq_sum
+    else:
+        inputs["d_query"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
     if problem.deterministic:
         inputs["turns"] = jax.new_ref(jnp.zeros((config.warpgroups, b, n, rows // config.block_q), jnp.int32))
     if problem.bias:
@@ -607,10 +641,10 @@ def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tup
     scratch = _scratch(padded, config)
     tiles = b * problem.key_heads * -(-problem.key_length // config.block_kv)
     grid = min(tiles, hardware.current().sm_count) if config.persistent else tiles
-    names = [*inputs, "d_key", "d_value", *scratch]
-    d_key, d_value = plgpu.kernel(
+    names = [*inputs, *outputs, *scratch]
+    d_key, d_value, *d_query = plgpu.kernel(
         lambda *refs: _body(problem, config, SimpleNamespace(**dict(zip(names, refs, strict=True))), tiles, grid),
-        out_type=[jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")],
+        out_type=list(outputs.values()),
         grid=(grid,),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
@@ -619,7 +653,8 @@ def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tup
         kernel_name="attention_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(*inputs.values())
-    d_query = inputs["d_query"][...][:, :, : problem.query_length, : problem.head_dim] * problem.scale
+    sums = d_query[0] if d_query else inputs["d_query"][...]
+    d_query = sums[:, :, : problem.query_length, : problem.head_dim] * problem.scale
     results = [
         jnp.swapaxes(d_query.astype(problem.dtype), 1, 2),
         d_key[:, : problem.key_length, :, : problem.head_dim],

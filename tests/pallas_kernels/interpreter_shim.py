@@ -10,7 +10,8 @@ of the function given to `plgpu.inline_mgpu` (`models` says it for those that ha
 Models run when the kernel is lowered: they may close over static values only, never over traced arrays.
 
 Also added: reads of a cluster peer's shared memory, `async_store_smem`, TMA copies that add, predicated ones (which
-pipelines with outputs need), `run_state`, and WGMMA with its left operand in registers. Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently.
+pipelines with outputs need), `run_state`, and WGMMA with its left operand in registers. Grid points run one after
+another in the interpreter, the threads and CTAs of one cluster concurrently.
 """
 
 import functools
