@@ -49,6 +49,7 @@ def main() -> None:
     for length in (4096, 8192, 16384):
         x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
         memory = jax.jit(hvp).lower((x,) * 3, (x,) * 3).compile().memory_analysis()
+        assert memory is not None
         sizes.append(memory.temp_size_in_bytes)
         print(
             f"  T = {length:6d}: {sizes[-1] / 1e6:7.1f} MB; a matrix of weights alone is {length**2 * 4 / 1e6:7.1f} MB"

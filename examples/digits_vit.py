@@ -58,8 +58,8 @@ class Run(NamedTuple):
 
 
 def train(attention: dict[str, Any], steps: int) -> Run:
-    digits = load_digits()
-    images, labels = jnp.asarray(digits.images / 16, jnp.float32), jnp.asarray(digits.target)
+    pixels, target = load_digits(return_X_y=True)
+    images, labels = jnp.asarray(pixels.reshape(-1, 8, 8) / 16, jnp.float32), jnp.asarray(target)
     order = np.random.default_rng(0).permutation(len(images))
     held_out, known = order[:297], order[297:]
     model = ViT(attention, nnx.Rngs(0))

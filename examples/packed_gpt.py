@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -30,9 +31,9 @@ HEAD = WIDTH // HEADS
 class Batch(NamedTuple):
     """Bytes `[batch, length + 1]`, and of each the document and the position in it."""
 
-    tokens: np.ndarray
-    documents: np.ndarray
-    positions: np.ndarray
+    tokens: jax.Array
+    documents: jax.Array
+    positions: jax.Array
 
 
 def ours(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.Array:
@@ -99,7 +100,7 @@ def batches(length: int, rows: int) -> Iterator[Batch]:
             start = end
             if start == len(tokens):
                 break
-        yield Batch(*(x.reshape(rows, length + 1) for x in (tokens, documents, positions)))
+        yield Batch(*(jnp.asarray(x.reshape(rows, length + 1)) for x in (tokens, documents, positions)))
 
 
 class Run(NamedTuple):
@@ -122,15 +123,16 @@ def train(attend: Callable[..., jax.Array], steps: int, length: int, rows: int) 
 
     graph, state = nnx.split(model)
     gradient = jax.jit(jax.grad(lambda state, batch: loss_of(nnx.merge(graph, state), batch)))
-    losses, start = [], time.perf_counter()
+    losses, start, megabytes = [], time.perf_counter(), 0.0
     for i, batch in enumerate(itertools.islice(batches(length, rows), steps)):
         if i == 0:
             memory = gradient.lower(state, batch).compile().memory_analysis()
+            megabytes = memory.temp_size_in_bytes / 1e6 if memory else float("nan")
         losses.append(float(step(model, optimizer, batch)))
         if i == 0:
             start = time.perf_counter()  # compiled
     seconds = (time.perf_counter() - start) / max(1, steps - 1)
-    return Run(np.array(losses), rows * length / seconds, memory.temp_size_in_bytes / 1e6)
+    return Run(np.array(losses), rows * length / seconds, megabytes)
 
 
 def plot(runs: dict[str, Run], path: str) -> None:
