@@ -603,8 +603,10 @@ def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tup
     ops, padded = _operands(problem, operands), _padded(problem)
     b, n, t, s = problem.batch, problem.query_heads, padded.query_length, padded.key_length
     rows = _up(problem.query_length, config.block_q)
-    lse, delta = ops.lse, jnp.einsum("btnd,btnd->bnt", ops.d_out, ops.out, preferred_element_type=jnp.float32)
-    delta = ops.d_lse - delta
+    lse = ops.lse
+    # Written as a product and a sum, not as a dot: XLA may give those to cuBLAS, and round.
+    pull = (ops.d_out.astype(jnp.float32) * ops.out.astype(jnp.float32)).sum(-1)
+    delta = ops.d_lse - jnp.swapaxes(pull, 1, 2)
     nothing = lse == -jnp.inf
     if problem.query_lengths:
         nothing |= (jnp.arange(problem.query_length) >= ops.query_lengths[:, None])[:, None, :]

@@ -115,7 +115,7 @@ def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
-    """Query's, key's and value's gradients with what XLA rounds to the operands' dtype rounded, without a soft cap."""
+    """The gradients with what XLA rounds to the operands' dtype rounded, without a soft cap."""
     group = p.query_heads // p.key_heads
     q, k, v, d_out = (np.nan_to_num(x.astype(np.float64)) for x in (*(arrays[n] for n in QKV), d_out))
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
@@ -126,11 +126,14 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
     d_scores = truth.weights * (np.einsum("btnd,bsnd->bnts", d_out, v) - pull[..., None])
     weights, d_scores = (x.astype(p.dtype).astype(np.float64) for x in (truth.weights, d_scores))
     of_group = lambda x: x.reshape(*x.shape[:2], p.key_heads, group, -1).sum(3)
-    return {
+    found = {
         "query": (np.einsum("bnts,bsnh->btnh", d_scores, k) * p.scale).astype(p.dtype),
         "key": of_group(np.einsum("bnts,btnh->bsnh", d_scores, q) * p.scale).astype(p.dtype),
         "value": of_group(np.einsum("bnts,btnd->bsnd", weights, d_out)).astype(p.dtype),
     }
+    if p.bias:
+        found["bias"] = d_scores.sum(tuple(d for d in range(4) if p.bias[d] == 1), keepdims=True).astype(p.dtype)
+    return found
 
 
 def check(p: Attention, config: BackwardConfig, run: Any = lambda f, *operands: f(*operands)) -> list[Any]:
@@ -195,9 +198,12 @@ def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
 INTERPRETED = {
     "full": ("full", (70, 130), (64, 64), {"deterministic": False}),
     "causal": ("causal", (130, 130), (64, 64), {"deterministic": True, "heads": (2, 1)}),
-    "persistent": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
+    "turns": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
+    "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
+    "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
+    "segments": ("segments", (70, 90), (64, 64), {"deterministic": False, "soft_cap": 3.0}),
 }
 
 
