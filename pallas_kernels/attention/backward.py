@@ -207,8 +207,8 @@ def _span(problem: Attention, config: BackwardConfig, key: Index, keys: Index, q
         inner_end = _div(key - left + 1, block_q)
     first = _clip(first, 0, end)
     if problem.key_lengths or problem.key_length % config.block_kv:
-        end = first + (end - first) * (key < keys).astype(jnp.int32)
-        inner_first = jnp.maximum(inner_first, end * (last >= keys).astype(jnp.int32))
+        end = first + (end - first) * jnp.int32(key < keys)
+        inner_first = jnp.maximum(inner_first, end * jnp.int32(last >= keys))
     inner_first = _clip(inner_first, first, end)
     return Span(first, inner_first, _clip(inner_end, inner_first, end), end)
 
