@@ -29,4 +29,4 @@ class ForwardConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a computing thread and of one that only copies."""
-        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
+        return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[self.warpgroups]

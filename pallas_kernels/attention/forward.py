@@ -94,11 +94,35 @@ def _copy(block: Block) -> None:
             plgpu.barrier_wait(block.key_empty.at[slot])
             plgpu.copy_gmem_to_smem(block.key.at[at], block.key_smem.at[slot], block.key_full.at[slot])
             plgpu.barrier_wait(block.value_empty.at[slot])
-            plgpu.copy_gmem_to_smem(block.value.at[at], block.value_smem.at[slot], block.value_full.at[slot])
+            _copy_values(block, at, slot, place.keys - (span.end - 1 - i) * config.block_kv)
 
         lax.fori_loop(0, span.end - span.first, copy, None)
 
     _each_tile(block, visit)
+
+
+def _copy_values(block: Block, at: Any, slot: jax.Array, length: jax.Array) -> None:
+    """A tile of values, of which `length` exist: others are zeroed, as they may be NaN."""
+    whole = functools.partial(
+        plgpu.copy_gmem_to_smem, block.value.at[at], block.value_smem.at[slot], block.value_full.at[slot]
+    )
+    if not block.problem.key_lengths:
+        return whole()
+    pl.when(length >= block.config.block_kv)(whole)
+
+    @pl.when(length < block.config.block_kv)
+    def part():
+        plgpu.copy_gmem_to_smem(block.value.at[at], block.value_smem.at[slot], block.landed)
+        plgpu.barrier_wait(block.landed)
+        columns = memory.columns_of_tile(block.value_smem.shape[-1])
+        for start in range(0, block.config.block_kv, WARPGROUP_ROWS):
+            for column in range(0, block.value_smem.shape[-1], columns):
+                piece = block.value_smem.at[slot, pl.ds(start, WARPGROUP_ROWS), pl.ds(column, columns)]
+                values = plgpu.load(piece, layout=WGMMA, optimized=False)
+                row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
+                piece[...] = jnp.where(row < length - start, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(block.value_full.at[slot])
 
 
 def _compute(block: Block) -> None:
@@ -150,10 +174,6 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
     def key(i: jax.Array) -> jax.Array:
         return (span.end - 1 - i) * config.block_kv
 
-    def await_values(i: jax.Array) -> None:
-        wait = functools.partial(plgpu.barrier_wait, block.value_full.at[slot(i)])
-        pl.when(i > 0)(wait) if problem.key_lengths else wait()  # `_clear_values` has waited for the first tile
-
     def logits(i: jax.Array, edge: Any, products: Callable[[], jax.Array]) -> jax.Array:
         extras = scores.load_extras(problem, block, place, key(i), config.block_kv)
         x = products()
@@ -173,10 +193,14 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
             # The left operand must not change registers once products are under way: ptxas would serialise them all.
             out[...], weights = lax.optimization_barrier((state.out, carry[1]))
             plgpu.barrier_wait(block.key_full.at[slot(i)])
-            await_values(i - 1)
+            plgpu.barrier_wait(block.value_full.at[before])
             plgpu.wgmma(products, query, block.key_smem.at[slot(i)].T)
             plgpu.wgmma(out, weights, block.value_smem.at[before])
-            x = logits(i, _at_edge(problem, span, i), lambda: plgpu.wgmma_accumulator_load(products, wait_n=1))
+            x = logits(
+                i,
+                schedule.at_edge(problem, span, span.end - 1 - i),
+                lambda: plgpu.wgmma_accumulator_load(products, wait_n=1),
+            )
             new, new_weights, decay = fold(problem, config.slack, state, x)
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
             plgpu.barrier_arrive(block.value_empty.at[before])
@@ -186,12 +210,10 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
 
     def last(out: Any) -> jax.Array:
         out[...] = state.out
-        await_values(count - 1)
+        plgpu.barrier_wait(block.value_full.at[slot(count - 1)])
         plgpu.wgmma(out, weights, block.value_smem.at[slot(count - 1)])
         return out[...]
 
-    if problem.key_lengths:
-        _clear_values(block, slot(jnp.int32(0)), place.keys - key(jnp.int32(0)))
     state, weights, _ = fold(problem, config.slack, empty(value_dim), pl.run_scoped(first, products_type))
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
@@ -205,29 +227,6 @@ def _decayed(config: ForwardConfig, out: jax.Array, decay: jax.Array) -> jax.Arr
     if not config.slack:
         return out * by_row(decay, out)
     return lax.cond(gather.any_row(decay != 1.0), lambda x: x * by_row(decay, x), lambda x: x, out)
-
-
-def _at_edge(problem: Attention, span: Span, i: jax.Array) -> jax.Array | None:
-    """Whether some of the rows do not see all keys of step `i`'s tile; None: that cannot be."""
-    left, right = schedule.bounds(problem)
-    tile = span.end - 1 - i
-    after = None if right is None else tile >= span.inner_end
-    before = None if left is None else tile < span.inner_first
-    return before if after is None else after if before is None else before | after
-
-
-def _clear_values(block: Block, slot: jax.Array, length: jax.Array) -> None:
-    """Zeroes values past the sequence's length, which may be NaN. All warpgroups write the same zeros."""
-    plgpu.barrier_wait(block.value_full.at[slot])
-
-    @pl.when(length < block.config.block_kv)
-    def clear():
-        for start in range(0, block.config.block_kv, WARPGROUP_ROWS):
-            at = block.value_smem.at[slot, pl.ds(start, WARPGROUP_ROWS)]
-            values = plgpu.load(at, layout=WGMMA, optimized=False)
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
-            at[...] = jnp.where(row < length - start, values, jnp.zeros_like(values))
-        plgpu.commit_smem()
 
 
 def _write(block: Block, place: Place, state: State) -> None:

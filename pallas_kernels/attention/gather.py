@@ -83,7 +83,7 @@ def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
     A thread compares its bounds with constants: no registers for the indices of columns.
     """
 
-    def keep(ctx, x, high, *low):
+    def keep_between(ctx, x, high, *low):
         column = arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2))
         tops, *bottoms = ([arith.subi(r, column) for r in _numbers(rows)] for rows in (high, *low))
         registers = np.empty_like(x.registers)
@@ -99,18 +99,10 @@ def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
             registers.flat[i] = vector.from_elements(pair.type, kept)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    def model(x, high, *low):
-        column = np.arange(x.shape[1])
-        seen = column <= high[:, None]
-        for bound in low:
-            seen &= column >= bound[:, None]
-        return {}, [jnp.where(seen, x, -jnp.inf)]
-
-    keep.interpret = model
     bounds = (high,) if low is None else (high, low)
     wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(keep)(x, *bounds)
+    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(keep_between)(x, *bounds)
 
 
 def uniform(x: jax.Array) -> jax.Array:
@@ -121,7 +113,6 @@ def uniform(x: jax.Array) -> jax.Array:
         value = llvm.inline_asm(i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
-    first_lane.interpret = lambda x: ({}, [x])
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
 
@@ -129,16 +120,15 @@ def uniform(x: jax.Array) -> jax.Array:
 def any_row(x: jax.Array) -> jax.Array:
     """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
 
-    def vote(ctx, x):
+    def vote_any(ctx, x):
         i32 = ir.IntegerType.get_signless(32)
         held = functools.reduce(arith.ori, _numbers(x))
         text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
         value = llvm.inline_asm(i32, [held], text, "=r,b", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
-    vote.interpret = lambda x: ({}, [jnp.int32(x.any())])
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote)(x) != 0
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote_any)(x) != 0
 
 
 def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:

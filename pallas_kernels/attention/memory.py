@@ -43,6 +43,7 @@ def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dty
         "key_full": plgpu.Barrier(num_barriers=stages),
         "key_empty": plgpu.Barrier(num_arrivals=w, num_barriers=stages),
         "value_full": plgpu.Barrier(num_barriers=stages),
+        "landed": plgpu.Barrier(),
         "value_empty": plgpu.Barrier(num_arrivals=w, num_barriers=stages),
     }
 

@@ -47,6 +47,14 @@ def span(problem: Attention, block_kv: int, row: Int, rows: int, key_length: Int
     return Span(first, inner_first, inner_end, _max(end, first + 1))
 
 
+def at_edge(problem: Attention, span: Span, tile: jax.Array) -> jax.Array | None:
+    """Whether some of the span's queries do not see all keys of the tile; None: that cannot be."""
+    left, right = bounds(problem)
+    after = None if right is None else tile >= span.inner_end
+    before = None if left is None else tile < span.inner_first
+    return before if after is None else after if before is None else before | after
+
+
 def _div(x: Int, y: int) -> Int:
     return x // y if isinstance(x, int) else lax.div(x, jnp.int32(y))
 

@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 from typing import Any
 
+import aot
 import attention_oracle
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -155,3 +157,73 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
     for _ in range(5):
         for a, b in zip(first, forward.run(p, config, *arrays), strict=True):
             np.testing.assert_array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
+    p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
+    check(dataclasses.replace(p, batch=2), ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        ForwardConfig(block_kv=128, warpgroups=3, stages=2),
+        ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, persistent=False),
+    ],
+    ids=str,
+)
+def test_configs_in_the_interpreter(config, interpreted):
+    check(problem_of("window-left", (200, 300), (64, 64), "float16", heads=(2, 2)), config, interpreted)
+
+
+# Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
+_MAY_SPILL = 32
+
+
+def compiled_cases() -> list[Attention]:
+    found = [problem_of(k, (2048, 2048), (d, d), "bfloat16") for k in ("full", "causal") for d in (64, 128, 256)]
+    found += [problem_of(kind, (1000, 1003), DIMS[i % 5], "float16") for i, kind in enumerate(KINDS)]
+    return found
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("p", compiled_cases(), ids=name_of)
+def test_compiles_without_spills(p):
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
+    plain = name_of(p).split("-scale-")[-1] in ("", "causal_offset") or name_of(p).endswith("-scale")
+    for config in heuristics.forward(p, hardware.H200):
+        (report,) = aot.compile_for_h200(lambda *a, config=config: forward.run(p, config, *a), *operands)
+        assert report.spill_bytes <= (0 if plain else _MAY_SPILL), report.ptxas_log
+        assert not [line for line in report.complaints if "C7519" not in line], report.complaints
+        assert report.smem <= hardware.H200.smem_per_cta
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "window", "window-left", "window-nothing"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("rows, block_kv", [(64, 64), (192, 128)])
+def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
+    p = problem_of(kind, lengths, (64, 64), "bfloat16")
+    left, right = schedule.bounds(p)
+    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
+    seen = (j >= i + (-np.inf if left is None else left)) & (j <= i + (np.inf if right is None else right))
+    for row in range(0, p.query_length, rows):
+        span = schedule.span(p, block_kv, row, rows, p.key_length)
+        mine = seen[row : row + rows]
+        visited = np.zeros(p.key_length, bool)
+        visited[span.first * block_kv : span.end * block_kv] = True
+        assert span.end > span.first
+        assert not mine[:, ~visited].any()
+        assert mine[:, max(span.first, span.inner_first) * block_kv : min(span.end, span.inner_end) * block_kv].all()
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_every_tile_is_dealt_once(kind):
+    p = problem_of(kind, (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
+    config = ForwardConfig(block_kv=128, warpgroups=2, stages=2)
+    table = schedule.deal(p, config, 7)
+    dealt = np.concatenate([row[1 : 1 + row[0]] for row in table])
+    np.testing.assert_array_equal(np.sort(dealt), np.arange(2 * 6 * 8))
