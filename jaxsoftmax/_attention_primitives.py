@@ -96,19 +96,17 @@ def _batch(
     primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Any, Any]:
     """Adds a leading dimension, where the first operand is mapped if it is among those; extent 1 if not mapped."""
-    mapped = [(x, d, RANK[k]) for x, d, k in zip(operands, dims, _kinds(primitive, **params), strict=True)]
-    at = next((d for x, d, rank in mapped if d is not None and d < x.ndim - rank), 0)
-    if any(d is not None for d in dims):
-        operands = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d, _ in mapped]
-        if primitive is GRADIENTS:
-            params["kept"] = tuple((*(d + (d >= at) for d in axes), at) for axes in params["kept"])
-        at_all: int | None = at
-    else:
-        at_all = None
-    out = primitive.bind(*unify_varying(*operands), **params)
-    if primitive is RESIDUALS and at_all is not None:
-        return out, [at_all, at_all]
-    return out, [at_all] * len(out)
+    if all(d is None for d in dims):
+        out = primitive.bind(*unify_varying(*operands), **params)
+        return out, [None] * len(out)
+    ranks = [RANK[kind] for kind in _kinds(primitive, **params)]
+    mapped = list(zip(operands, dims, strict=True))
+    at = next((d for (x, d), rank in zip(mapped, ranks, strict=True) if d is not None and d < x.ndim - rank), 0)
+    if primitive is GRADIENTS:
+        params["kept"] = tuple((*(d + (d >= at) for d in axes), at) for axes in params["kept"])
+    aligned = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in mapped]
+    out = primitive.bind(*unify_varying(*aligned), **params)
+    return out, [at] * len(out)
 
 
 def _residuals_jvp(
