@@ -38,14 +38,9 @@ def unsupported(problem: Attention, device: Device) -> str | None:
         size = getattr(problem, name)
         if size > 256 or size % 8:
             return f"the kernel takes {name} up to 256 in multiples of 8; it is {size}"
+    if 0 in (problem.batch, problem.query_heads, problem.query_length, problem.key_length):
+        return "there is nothing to do"
     return None
-
-
-def _span(block: Block, place: Place, rows: int) -> Span:
-    """The tiles of keys for `rows` rows: as if past the last query there were nothing to see."""
-    span = schedule.span(block.problem, block.config.block_kv, place.row, rows, place.keys)
-    worth = jnp.maximum(place.queries - place.row, 0) * block.problem.key_length
-    return span._replace(end=jnp.minimum(span.end, span.first + 1 + worth))
 
 
 def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) -> None:
@@ -65,7 +60,7 @@ def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) ->
         if problem.key_lengths:
             keys = jnp.clip(gather.uniform(block.key_lengths[batch]), 0, keys)
         place = Place(batch, lax.rem(head, jnp.int32(problem.query_heads)), row, queries, keys)
-        span = _span(block, place, config.block_q)
+        span = schedule.span(problem, config.block_kv, row, config.block_q, queries, keys)
         visit(place, span, steps)
         return steps + (span.end - span.first)
 
@@ -135,7 +130,7 @@ def _compute(block: Block) -> None:
 
     def visit(place: Place, span: Span, steps: jax.Array) -> None:
         place = place._replace(row=place.row + warpgroup * WARPGROUP_ROWS)
-        own = _span(block, place, WARPGROUP_ROWS)
+        own = schedule.span(block.problem, block.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
         first = jnp.minimum(own.first, span.end - 1)
         own = own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
         plgpu.barrier_wait(block.query_full.at[warpgroup])

@@ -33,18 +33,19 @@ class Span(NamedTuple):
     end: Any
 
 
-def span(problem: Attention, block_kv: int, row: Int, rows: int, key_length: Int) -> Span:
-    """What queries `row ... row + rows` see of the first `key_length` keys; one tile at least."""
+def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> Span:
+    """What queries `row ... row + rows` of `queries` see of `keys` keys: one tile at least, past the last query one."""
     left, right = bounds(problem)
     first, inner_first = 0, 0
-    inner_end, end = _div(key_length, block_kv), _div(key_length + block_kv - 1, block_kv)
+    inner_end, end = _div(keys, block_kv), _div(keys + block_kv - 1, block_kv)
     if right is not None:
         end = _min(end, _div(_max(row + rows + right, 0) + block_kv - 1, block_kv))
         inner_end = _min(inner_end, _div(_max(row + right + 1, 0), block_kv))
     if left is not None:
         first = _min(_div(_max(row + left, 0), block_kv), _div(problem.key_length - 1, block_kv))
         inner_first = _div(_max(row + rows - 1 + left, 0) + block_kv - 1, block_kv)
-    return Span(first, inner_first, inner_end, _max(end, first + 1))
+    alive = _min(_max(queries - row, 0), 1) * -(-problem.key_length // block_kv)
+    return Span(first, inner_first, inner_end, _min(_max(end, first + 1), first + 1 + alive))
 
 
 def at_edge(problem: Attention, span: Span, tile: jax.Array) -> jax.Array | None:
@@ -80,7 +81,9 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     heads = problem.batch * problem.query_heads
     section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
     rows = [i * config.block_q for i in range(per_head)]
-    spans = [span(problem, config.block_kv, row, config.block_q, problem.key_length) for row in rows]
+    spans = [
+        span(problem, config.block_kv, row, config.block_q, problem.query_length, problem.key_length) for row in rows
+    ]
     length = np.array([s.end - s.first for s in spans])
     longest_first = np.argsort(-length, kind="stable")
     sections = [

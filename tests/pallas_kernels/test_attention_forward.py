@@ -211,13 +211,20 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
     i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
     seen = (j >= i + (-np.inf if left is None else left)) & (j <= i + (np.inf if right is None else right))
     for row in range(0, p.query_length, rows):
-        span = schedule.span(p, block_kv, row, rows, p.key_length)
+        span = schedule.span(p, block_kv, row, rows, p.query_length, p.key_length)
         mine = seen[row : row + rows]
         visited = np.zeros(p.key_length, bool)
         visited[span.first * block_kv : span.end * block_kv] = True
         assert span.end > span.first
         assert not mine[:, ~visited].any()
         assert mine[:, max(span.first, span.inner_first) * block_kv : min(span.end, span.inner_end) * block_kv].all()
+
+
+def test_spans_of_long_sequences():
+    length = 2**20
+    p = problem_of("full", (length, length), (64, 64), "bfloat16")
+    span = jax.jit(lambda row: schedule.span(p, 128, row, 64, length, length))(jnp.int32(0))
+    assert (int(span.first), int(span.end)) == (0, length // 128)
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
