@@ -1,13 +1,25 @@
-"""Softmax, log_softmax and logsumexp for JAX at memory speed on Hopper GPUs, with every JAX transformation."""
+"""Softmax and its kin, and flash attention, for JAX: as fast as a Hopper GPU allows, with every transformation."""
 
 from jaxsoftmax._api import log_softmax as log_softmax
 from jaxsoftmax._api import logsumexp as logsumexp
 from jaxsoftmax._api import merge as merge
 from jaxsoftmax._api import softmax as softmax
+from jaxsoftmax._attention import flash_attention as flash_attention
+from jaxsoftmax._attention_explain import explain_attention as explain_attention
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "Stats", "explain", "log_softmax", "logsumexp", "merge", "softmax"]
+__all__ = [
+    "Explanation",
+    "Stats",
+    "explain",
+    "explain_attention",
+    "flash_attention",
+    "log_softmax",
+    "logsumexp",
+    "merge",
+    "softmax",
+]

@@ -6,8 +6,9 @@ cut exchange a few numbers each (`_collective`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,34 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
+
+
+class Piece(NamedTuple):
+    """One device's part: the operands' and outputs' cuts, and what computes it."""
+
+    ins: Sequence[P]
+    outs: Sequence[P]
+    run: Callable[..., list[jax.Array]]
+
+
+class Cuttable(Protocol):
+    """An operation that can be computed in pieces."""
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """All of it."""
+        ...
+
+    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
+        """A part of it, for operands cut so on a mesh with axes of these sizes."""
+        ...
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """How cuts of one operand go with those of others."""
+        ...
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Whether parts of operands, each cut in so many pieces along its axes, are a whole problem by themselves."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +70,20 @@ class RowOp:
         out = P(*(entry for d, entry in enumerate(full) if d not in self.axes))
         return ins, [out, out], names
 
-    def run(self, names: Names, *operands: jax.Array) -> list[jax.Array]:
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """Everything on one device."""
+        return self._run((), *operands)
+
+    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
         """One device's part."""
+        ins, outs, names = self.specs(shapes, specs)
+        return Piece(ins, outs, functools.partial(self._run, names))
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Equal cuts between rows."""
+        return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
+
+    def _run(self, names: Names, *operands: jax.Array) -> list[jax.Array]:
         out = self.across(names, *operands) if names else self.local(*operands)
         return [out] if self.keeps_axes else list(out)
 
@@ -93,20 +134,29 @@ def unify_varying(*operands: jax.Array) -> list[jax.Array]:
     ]
 
 
-def lower(ctx: mlir.LoweringRuleContext, op: RowOp, *operands: Any) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
     """Lowers `op` in pieces, as the operands' shardings ask."""
 
     def pieces(*xs: jax.Array) -> list[jax.Array]:
         avals = [jax.typeof(x) for x in xs]
         if _is_local(ctx):
-            return op.run((), *xs)
-        if any(mesh_axes(entry) for aval in avals for entry in spec_of(aval)):
-            ins, outs, names = op.specs([a.shape for a in avals], [spec_of(a) for a in avals])
-            local = lambda *shards: op.run(names, *shards)
-            return jax.shard_map(local, in_specs=tuple(ins), out_specs=outs, check_vma=False)(*xs)
+            return op.whole(*xs)
+        if is_explicit(avals):
+            mesh = avals[0].sharding.mesh
+            ins, outs, run = op.piece([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
+            placed = [
+                x if spec_of(a) == tuple(spec) else jax.reshard(x, spec)
+                for x, a, spec in zip(xs, avals, ins, strict=True)
+            ]
+            return jax.shard_map(run, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*placed)
         return _partitioned(op)(*xs)
 
     return mlir.lower_fun(pieces)(_with_mesh(ctx), *operands)
+
+
+def is_explicit(avals: Sequence[Any]) -> bool:
+    """Whether the operands' types say how they are cut."""
+    return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))
 
 
 def _is_local(ctx: mlir.LoweringRuleContext) -> bool:
@@ -116,20 +166,20 @@ def _is_local(ctx: mlir.LoweringRuleContext) -> bool:
     return getattr(context, "num_devices", None) == 1
 
 
-def _partitioned(op: RowOp) -> Any:
+def _partitioned(op: Cuttable) -> Any:
     @custom_partitioning
     def call(*operands: jax.Array) -> list[jax.Array]:
-        return op.run((), *operands)
+        return op.whole(*operands)
 
     def partition(mesh: Mesh | AbstractMesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
         if mesh.empty:
             return _partition_unnamed(op, mesh, args, results)
-        ins, outs, names = op.specs([a.shape for a in args], [spec_of(a) for a in args])
+        ins, outs, run = op.piece([a.shape for a in args], [spec_of(a) for a in args], mesh.shape)
 
         def shard(*operands: jax.Array) -> list[jax.Array]:
             # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return op.run(names, *operands)
+                return run(*operands)
 
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
         return mesh, shard, list(named(outs)), named(ins)
@@ -138,14 +188,14 @@ def _partitioned(op: RowOp) -> Any:
     return call
 
 
-def _partition_unnamed(op: RowOp, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Inside a partly manual region the Auto axes have no names: cuts between rows stay, others are replicated."""
+def _partition_unnamed(op: Cuttable, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Inside a partly manual region the Auto axes have no names: cuts into whole problems stay, others do not."""
     pieces = [tuple(n // m for n, m in zip(a.shape, a.sharding.shard_shape(a.shape), strict=True)) for a in args]
-    rows_only = len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in op.axes)
+    stays = op.is_whole_in(pieces)
     whole = NamedSharding(Mesh(jax.devices()[:1], ("all",)), P())
-    ins = tuple(a.sharding if rows_only else whole for a in args)
-    outs = [r.sharding if rows_only else whole for r in results]
-    return mesh, lambda *operands: op.run((), *operands), outs, ins
+    ins = tuple(a.sharding if stays else whole for a in args)
+    outs = [r.sharding if stays else whole for r in results]
+    return mesh, op.whole, outs, ins
 
 
 def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:

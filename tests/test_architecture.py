@@ -26,7 +26,12 @@ OURS = {*OURS_BELOW, "tests"}
 
 # The exponential of a difference of maxima is `monoid.decay`; `mosaic` defines exponentials to hand to it, and `seeds`
 # is the literature in plain NumPy.
-MAY_EXPONENTIATE = {"pallas_kernels/monoid.py", "pallas_kernels/elementary.py", "pallas_kernels/seeds.py"}
+MAY_EXPONENTIATE = {
+    "pallas_kernels/monoid.py",
+    "pallas_kernels/elementary.py",
+    "pallas_kernels/seeds.py",
+    "pallas_kernels/attention/seeds.py",
+}
 
 MAX_MODULE_LINES = 300
 MAX_FUNCTION_LINES = 90
@@ -105,7 +110,8 @@ def test_files_and_functions_stay_readable(source):
     length = len((ROOT / source).read_text().splitlines())
     assert length <= MAX_MODULE_LINES
     for function in _functions(source):
-        lines = function.end_lineno - function.lineno + 1
+        docstring = len((ast.get_docstring(function, clean=False) or "").splitlines())
+        lines = function.end_lineno - function.lineno + 1 - docstring
         assert lines <= MAX_FUNCTION_LINES, f"{function.name} has {lines} lines"
 
 

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TINY = {"char_model.py": ["--steps", "40", "--sample", "20"]}
+TINY = {
+    "char_model.py": ["--steps", "40", "--sample", "20"],
+    "digits_vit.py": ["--steps", "200"],
+    "packed_gpt.py": ["--steps", "30", "--length", "64"],
+}
 
 
 def _run(example: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:

@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax import _lowering, _primitives
+from jaxsoftmax import _attention_lowering, _attention_primitives, _lowering, _primitives
 from pallas_kernels import dispatch
+from pallas_kernels.attention import problem as attention_problem
+from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Op, Problem
 
@@ -63,6 +68,81 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     yield record
     for op, primitive in _primitives.BY_OP.items():
         mlir.register_lowering(primitive, functools.partial(_lowering.reference_rule, op), platform="cpu")
+    jax.clear_caches()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionStandIn:
+    """A decision for an attention kernel that is the reference in disguise, on operands as `problem` gives them."""
+
+    problem: Attention
+    kernel: str | None = "stand-in"
+    declined: tuple[tuple[str, str], ...] = ()
+    config: Any = None
+    reason: str = "it is the only one"
+
+    def run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        p = self.problem
+        shapes = {
+            "query": (p.batch, p.query_length, p.query_heads, p.head_dim),
+            "key": (p.batch, p.key_length, p.key_heads, p.head_dim),
+            "value": (p.batch, p.key_length, p.key_heads, p.value_dim),
+            "bias": p.bias,
+            "mask": p.mask,
+            "query_lengths": (p.batch,) if p.query_lengths else None,
+            "key_lengths": (p.batch,) if p.key_lengths else None,
+            "query_segments": (p.batch, p.query_length) if p.segments else None,
+            "key_segments": (p.batch, p.key_length) if p.segments else None,
+            "sinks": (p.query_heads,) if p.sinks else None,
+        }
+        present = {name: shape for name, shape in shapes.items() if shape is not None}
+        operands = dict(zip(present, arrays, strict=False))
+        assert {name: x.shape for name, x in operands.items()} == present
+        assert "mask" not in operands or operands["mask"].dtype == jnp.int8
+        assert p.head_dim % 8 == p.value_dim % 8 == 0
+        if p.sinks:
+            operands["sinks"] = operands["sinks"][None]
+        rules = Rules(p.scale, p.soft_cap, p.causal_offset, p.window, p.window_offset)
+        if p.op is attention_problem.Op.FORWARD:
+            return attention_reference.forward(Operands(**operands), rules)
+        wanted = ["query", "key", "value", *(["bias"] if p.bias_gradient else []), *(["sinks"] if p.sinks else [])]
+        of = {name: operands[name].shape for name in wanted}
+        rest = arrays[len(present) :]
+        assert [x.shape[:2] for x in rest[1::2]] == [(p.batch, p.query_heads)] * 2
+        found = attention_reference.backward(Operands(**operands), rules, *rest, shapes=of)
+        return tuple(x[0] if name == "sinks" else x for name, x in zip(wanted, found, strict=True))
+
+
+@dataclasses.dataclass
+class AttentionStandIns:
+    problems: list[Attention]
+    accepts: Callable[[Attention], bool] = lambda _: True
+
+    def ran(self, op: attention_problem.Op) -> list[Attention]:
+        return [p for p in self.problems if p.op is op]
+
+
+@pytest.fixture
+def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionStandIns]:
+    """Attention kernels on the CPU."""
+    from pallas_kernels.attention import dispatch as attention_dispatch
+
+    record = AttentionStandIns([])
+
+    def decide(problem: Attention, device: Device, **_: Any) -> AttentionStandIn:
+        record.problems.append(problem)
+        if record.accepts(problem):
+            return AttentionStandIn(problem)
+        return AttentionStandIn(problem, None, (("attention", "it is not for this"),))
+
+    monkeypatch.setattr(attention_dispatch, "decide", decide)
+    parts = {part: _attention_primitives.BY_PART[part] for part in _attention_lowering.OPS}
+    for part, primitive in parts.items():
+        mlir.register_lowering(primitive, functools.partial(_attention_lowering.kernel_rule, part), platform="cpu")
+    jax.clear_caches()
+    yield record
+    for part, primitive in parts.items():
+        mlir.register_lowering(primitive, functools.partial(_attention_lowering.reference_rule, part), platform="cpu")
     jax.clear_caches()
 
 

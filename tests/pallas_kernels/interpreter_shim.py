@@ -9,8 +9,9 @@ of the function given to `plgpu.inline_mgpu` (`models` says it for those that ha
   there. It gets a `simulated_gpu.Machine`, references as handles, arrays as arrays. None means no results.
 Models run when the kernel is lowered: they may close over static values only, never over traced arrays.
 
-Also added: reads of a cluster peer's shared memory, `async_store_smem`, and predicated TMA copies (which pipelines with
-outputs need). Grid points run one after another in the interpreter, the threads and CTAs of one cluster concurrently.
+Also added: reads of a cluster peer's shared memory, `async_store_smem`, TMA copies that add, predicated ones (which
+pipelines with outputs need), `run_state`, and WGMMA with its left operand in registers. Grid points run one after
+another in the interpreter, the threads and CTAs of one cluster concurrently.
 """
 
 import functools
@@ -28,6 +29,7 @@ from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state import discharge
 from jax._src.state import types as state_types
 from simulated_gpu import Machine, Ref, Token
 
@@ -39,15 +41,22 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
     """JAX's interpreter with the operations that the module's docstring names."""
 
     def interpret(self, jaxpr: Any, token: Token, *arguments: Any) -> tuple[Token, list[Any]]:
-        if not any(eqn.primitive is gpu_primitives.async_store_smem_p for eqn in jaxpr.eqns):
+        ours = {
+            gpu_primitives.async_store_smem_p: self._async_store_smem,
+            gpu_primitives.wgmma_accumulator_store_p: self._store_accumulator,
+            gpu_primitives.wgmma_ref_p: self._multiply_registers,
+            discharge.run_state_p: self._run_state,
+        }
+        if not any(_is_ours(eqn, ours) for eqn in jaxpr.eqns):
             return super().interpret(jaxpr, token, *arguments)
         sentinel = jaxpr_interpret._SENTINEL if self.interpret_params.skip_floating_point_ops else None
         env = interpret_utils.JaxprEnv(
             vars=(*jaxpr.constvars, *jaxpr.invars), values=arguments, sentinel_for_floating_point_values=sentinel
         )
         for eqn in jaxpr.eqns:
-            if eqn.primitive is gpu_primitives.async_store_smem_p:
-                token = self._async_store_smem(eqn, token, env.read_many(eqn.invars))
+            if _is_ours(eqn, ours):
+                token, results = ours[eqn.primitive](eqn, token, env.read_many(eqn.invars))
+                env.write_many(eqn.outvars, results)
                 continue
             used = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, jax_core.Var)))
             kept = [v for v in eqn.outvars if not isinstance(v, jax_core.DropVar)]
@@ -56,7 +65,57 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             env.write_many(kept, results)
         return token, env.read_many(jaxpr.outvars)
 
-    def _async_store_smem(self, eqn: Any, token: Token, values: list[Any]) -> Token:
+    def _in_registers(self, eqn: Any, token: Token, value: Any) -> tuple[Token, Any]:
+        """A buffer of the thread's own that holds `value`."""
+        space = memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
+        token, request = gpu_callbacks.call_make_allocation_request_array(
+            token=token, compute_unit=self.thread, memory_space_id=space, initial_ref_count=1
+        )
+        return gpu_callbacks.call_allocate_buffer(
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_request_as_array=request,
+            value=value,
+            source_info=eqn.source_info,
+        )
+
+    def _forget(self, eqn: Any, token: Token, key: Any) -> Token:
+        return gpu_callbacks.call_deallocate_buffer(
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_key_as_array=key,
+            source_info=eqn.source_info,
+        )
+
+    def _run_state(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        refs, results = [], []
+        for variable, value in zip(eqn.invars, values, strict=True):
+            if not isinstance(variable.aval, state_types.AbstractRef):
+                token, value = self._in_registers(eqn, token, value)
+            refs.append(value)
+        token, _ = self.interpret(eqn.params["jaxpr"], token, *refs)
+        for variable, ref in zip(eqn.invars, refs, strict=True):
+            if not isinstance(variable.aval, state_types.AbstractRef):
+                machine = Machine(self, token, eqn.source_info)
+                value, token = machine.load(Ref(ref, (), variable.aval)), machine.token
+                token, ref = self._forget(eqn, token, ref), value
+            results.append(ref)
+        return token, results
+
+    def _multiply_registers(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        total, left, *rest = values
+        token, left = self._in_registers(eqn, token, left)
+        token, results = self._interpret_wgmma_ref_p(eqn, token, lambda: [total, left, *rest])
+        return self._forget(eqn, token, left), results
+
+    def _store_accumulator(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        machine = Machine(self, token, eqn.source_info)
+        machine.set_registers(Ref(values[0], (), eqn.invars[1].aval), values[1])
+        return machine.token, [values[1]]
+
+    def _async_store_smem(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
         source, ref, barrier, peer_index, *leaves = values
         ref_tree, barrier_tree = eqn.params["ref_transforms_treedef"], eqn.params["barrier_transforms_treedef"]
         if eqn.params["atomic"] is not None:
@@ -66,7 +125,7 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
         barrier_transforms = jax.tree.unflatten(barrier_tree, leaves[ref_tree.num_leaves :])
         machine.store(machine.peer(_ref(eqn.invars[1].aval, ref, ref_transforms), **peer), source)
         machine.arrive(machine.peer(Ref(barrier, barrier_transforms, eqn.invars[2].aval), **peer))
-        return machine.token
+        return machine.token, []
 
     def _interpret_get_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, Any]:
         values = get_invals()
@@ -108,11 +167,23 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
     def _interpret_copy_smem_to_gmem_p(
         self, eqn: Any, token: Token, *operands: Any, has_user_predicate: bool, **params: Any
     ) -> tuple[Token, list[Any]]:
+        if params.get("reduction_op") is not None:
+            return self._add_smem_to_gmem(eqn, token, *operands, **params), []
         copy = functools.partial(super()._interpret_copy_smem_to_gmem_p, eqn, has_user_predicate=False, **params)
         if not has_user_predicate:
             return copy(token, *operands)
         *operands, predicate = operands
         return lax.cond(predicate, lambda t: copy(t, *operands)[0], lambda t: t, token), []
+
+    def _add_smem_to_gmem(self, eqn: Any, token: Token, source: Any, target: Any, *leaves: Any, **params: Any) -> Token:
+        """A copy that adds to its target: done at once, in whatever order."""
+        assert params["reduction_op"] == "add"
+        trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst")]
+        machine, count = Machine(self, token, eqn.source_info), trees[0].num_leaves
+        parts = zip(trees, (leaves[:count], leaves[count:]), (source, target), eqn.invars[:2], strict=True)
+        source, target = (_ref(v.aval, value, jax.tree.unflatten(tree, part)) for tree, part, value, v in parts)
+        machine.atomic_add(target, machine.load(source))
+        return machine.token
 
     def _interpret_copy_gmem_to_smem_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, list[Any]]:
         copy, values = super()._interpret_copy_gmem_to_smem_p, get_invals()
@@ -130,6 +201,12 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             return machine.token
 
         return lax.cond(predicate, lambda t: copy(eqn, t, lambda: values)[0], skip, token), []
+
+
+def _is_ours(eqn: Any, ours: Any) -> bool:
+    if eqn.primitive is gpu_primitives.wgmma_ref_p:  # only with a left operand in registers
+        return not isinstance(eqn.invars[1].aval, state_types.AbstractRef)
+    return eqn.primitive in ours
 
 
 def _hardware_exp2(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -151,3 +152,57 @@ def _block_sync(machine: Any, static: Any) -> None:
 
 def _sync_cluster(machine: Any, static: Any) -> None:
     machine.cluster_sync()
+
+
+def _copy_scalar(machine: Any, static: Any, x: Any) -> list[Any]:
+    return [x]
+
+
+def _load_turns(machine: Any, static: Any, turns: Any) -> list[Any]:
+    return [machine.atomic_add(turns, np.zeros((), np.int32))]
+
+
+def _await_turns(machine: Any, static: Any, turns: Any, value: Any, ended: Any) -> None:
+    """Blocks run one after another here: whoever has to wait for a later one would wait forever."""
+    machine.demand_at_least(turns, value)
+
+
+def _count_turn(machine: Any, static: Any, turns: Any) -> None:
+    machine.atomic_add(turns, np.ones((), np.int32))
+
+
+def _mask_tile(machine: Any, static: Any, x: Any, keys: Any, most: Any, least: Any) -> list[Any]:
+    at, column = np.indices(static.shape)
+    seen = at < keys if static.ragged else at >= 0
+    if static.right is not None:
+        seen &= at - column <= most
+    if static.left is not None:
+        seen &= at - column >= least
+    return [jnp.where(seen, x, -jnp.inf)]
+
+
+def _load_broadcast(machine: Any, static: Any, ref: Any, *corner: Any) -> list[Any]:
+    """A tile of an array with broadcast extents: zeros past its end."""
+    rows, columns = np.arange(64)[:, None] + corner[2], np.arange(static.columns)[None, :] + corner[3]
+    at = (corner[0], corner[1], rows, columns)
+    inside = True
+    for extent, index in zip(static.shape[2:], at[2:], strict=True):
+        inside = inside & ((index < extent) | (extent == 1))
+    index = tuple(i * (extent > 1) for extent, i in zip(static.shape, at, strict=True))
+    return [machine.gather(ref, index, inside & (rows >= 0) & (columns >= 0), 0)]
+
+
+def _keep_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> list[Any]:
+    column = np.arange(x.shape[1])
+    seen = column <= high[:, None]
+    for bound in low:
+        seen &= column >= bound[:, None]
+    return [jnp.where(seen, x, -jnp.inf)]
+
+
+def _first_lane(machine: Any, static: Any, x: Any) -> list[Any]:
+    return [x]
+
+
+def _vote_any(machine: Any, static: Any, x: Any) -> list[Any]:
+    return [x.any().astype(np.int32)]

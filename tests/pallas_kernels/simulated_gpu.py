@@ -85,6 +85,23 @@ class Machine:
         step = functools.partial(_scatter, source_info=self._source_info)
         self.token = self._touch(step, gpu_callbacks.TOKEN_SHAPE_DTYPE, ref, index=index, inside=inside, value=value)
 
+    def atomic_add(self, ref: Ref, value: Any) -> jax.Array:
+        """`ref += value` at once, and what `ref` was: no race with others that do the same."""
+        value = jnp.asarray(value, ref.dtype)
+        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(value.shape, ref.dtype))
+        self.token, before = callback.io_callback(
+            _atomic_add, result, token=self.token, key=ref.key, transforms=ref.transforms, value=value, **self._where
+        )
+        return before
+
+    def set_registers(self, ref: Ref, value: Any) -> None:
+        """Overwrites an accumulator, which nobody else can touch."""
+        self._call(_set_registers, key=ref.key, value=value)
+
+    def demand_at_least(self, ref: Ref, value: Any) -> None:
+        """Fails where a number is still too small."""
+        self._call(_demand_at_least, key=ref.key, transforms=ref.transforms, value=jnp.int32(value))
+
     def peer(self, ref: Ref, **coordinates: Any) -> Ref:
         """`ref` (data or barrier) in the shared memory of the cluster's CTA at `coordinates` (axis name to index)."""
         interpreter = self._interpreter
@@ -263,6 +280,33 @@ def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: i
         barrier.wait(thread)
     else:
         barrier.arrive(thread, shared.incr_clock(thread) if shared.detect_races else None)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _atomic_add(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any) -> Any:
+    del mesh_location, thread
+    shared, key, view = _resolve(key, transforms)
+    with shared.lock:
+        before = np.array(shared.mem[key].content[view])
+        shared.mem[key].content[view] = before + np.asarray(value)
+    return token, before
+
+
+@gpu_callbacks.fail_on_exception
+def _set_registers(*, token: Any, mesh_location: Any, thread: Any, key: Any, value: Any) -> Any:
+    del mesh_location, thread
+    shared, key, _ = _resolve(key, ())
+    shared.mem[key].content[...] = np.asarray(value)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _demand_at_least(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any) -> Any:
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
+    if (found := int(shared.mem[key].content[view])) < value:
+        raise ValueError(f"{thread} would wait forever: {found} had their turn, {value} come before")
     return token
 
 

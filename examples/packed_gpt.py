@@ -1,0 +1,174 @@
+"""Trains a small GPT on packed documents, with `jaxsoftmax.flash_attention` and with `jax.nn`'s attention.
+
+The documents are the standard library's source files, laid end to end in rows of fixed length: no padding, and no
+token sees another document, as segment ids tell. Query heads share key heads in groups. `jax.nn` needs the same rule as
+a mask of every query with every key. The losses must fall and agree, or the exit status is 1.
+
+    python examples/packed_gpt.py --steps 300 --plot loss.svg
+"""
+
+import argparse
+import itertools
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxsoftmax
+
+WIDTH, HEADS, KEY_HEADS, LAYERS = 64, 4, 2, 2
+HEAD = WIDTH // HEADS
+
+
+class Batch(NamedTuple):
+    """Bytes `[batch, length + 1]`, and of each the document and the position in it."""
+
+    tokens: jax.Array
+    documents: jax.Array
+    positions: jax.Array
+
+
+def ours(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.Array:
+    """Causal attention within documents: the ids are all there is to say."""
+    return jaxsoftmax.flash_attention(q, k, v, is_causal=True, query_segment_ids=documents)
+
+
+def theirs(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.Array:
+    """The same with a mask `[batch, 1, length, length]`."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)
+
+
+class Block(nnx.Module):
+    def __init__(self, attend: Callable[..., jax.Array], rngs: nnx.Rngs):
+        self.attend = attend
+        self.query = nnx.LinearGeneral(WIDTH, (HEADS, HEAD), rngs=rngs)
+        self.key, self.value = (nnx.LinearGeneral(WIDTH, (KEY_HEADS, HEAD), rngs=rngs) for _ in range(2))
+        self.out = nnx.LinearGeneral((HEADS, HEAD), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2)])
+        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, documents: jax.Array) -> jax.Array:
+        h = self.norms[0](x)
+        x = x + self.out(self.attend(self.query(h), self.key(h), self.value(h), documents))
+        return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nnx.Module):
+    def __init__(self, length: int, attend: Callable[..., jax.Array], rngs: nnx.Rngs):
+        self.bytes, self.positions = nnx.Embed(256, WIDTH, rngs=rngs), nnx.Embed(length, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(attend, rngs) for _ in range(LAYERS)])
+        self.norm, self.head = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 256, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, documents: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.bytes(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x, documents)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: GPT, batch: Batch) -> jax.Array:
+    """The mean over bytes whose successor is in the same document."""
+    logits = model(batch.tokens[:, :-1], batch.documents[:, :-1], batch.positions[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
+    return losses.mean(where=batch.documents[:, 1:] == batch.documents[:, :-1])
+
+
+def batches(length: int, rows: int) -> Iterator[Batch]:
+    """Pieces of random files, end to end."""
+    files = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    files = [np.frombuffer(file, np.uint8) for file in files if len(file) > 64]
+    rng = np.random.default_rng(0)
+    while True:
+        tokens = np.empty(rows * (length + 1), np.int32)
+        documents, positions = np.empty_like(tokens), np.empty_like(tokens)
+        start = 0
+        for document in itertools.count():
+            file = files[rng.integers(len(files))]
+            at = rng.integers(len(file) - 64)
+            piece = file[at : at + int(rng.integers(16, length))][: len(tokens) - start]
+            end = start + len(piece)
+            tokens[start:end], documents[start:end], positions[start:end] = piece, document, np.arange(len(piece))
+            start = end
+            if start == len(tokens):
+                break
+        yield Batch(*(jnp.asarray(x.reshape(rows, length + 1)) for x in (tokens, documents, positions)))
+
+
+class Run(NamedTuple):
+    """A finished training."""
+
+    losses: np.ndarray
+    tokens_per_second: float
+    megabytes: float
+
+
+def train(attend: Callable[..., jax.Array], steps: int, length: int, rows: int) -> Run:
+    model = GPT(length, attend, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: GPT, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    graph, state = nnx.split(model)
+    gradient = jax.jit(jax.grad(lambda state, batch: loss_of(nnx.merge(graph, state), batch)))
+    losses, start, megabytes = [], time.perf_counter(), 0.0
+    for i, batch in enumerate(itertools.islice(batches(length, rows), steps)):
+        if i == 0:
+            memory = gradient.lower(state, batch).compile().memory_analysis()
+            megabytes = memory.temp_size_in_bytes / 1e6 if memory else float("nan")
+        losses.append(float(step(model, optimizer, batch)))
+        if i == 0:
+            start = time.perf_counter()  # compiled
+    seconds = (time.perf_counter() - start) / max(1, steps - 1)
+    return Run(np.array(losses), rows * length / seconds, megabytes)
+
+
+def plot(runs: dict[str, Run], path: str) -> None:
+    """The loss curves, one over the other."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
+        axes.plot(run.losses, style, label=name)
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--length", type=int, default=256, help="tokens in a row")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--plot", help="a file for the loss curves")
+    args = parser.parse_args()
+
+    runs = {}
+    print(f"{'':<12}{'first loss':>12}{'last loss':>12}{'tokens/s':>12}{'temporary MB':>14}")
+    for name, attend in (("jaxsoftmax", ours), ("jax.nn", theirs)):
+        run = runs[name] = train(attend, args.steps, args.length, args.rows)
+        last = run.losses[-10:].mean()
+        print(f"{name:<12}{run.losses[0]:>12.4f}{last:>12.4f}{run.tokens_per_second:>12.0f}{run.megabytes:>14.1f}")
+    if args.plot:
+        plot(runs, args.plot)
+    mine, other = (run.losses for run in runs.values())
+    fell, agree = mine[-10:].mean() < 0.9 * mine[0], np.abs(mine - other).max() < 0.02
+    print(f"largest difference between the loss curves: {np.abs(mine - other).max():.1e}")
+    print(f"The loss {'fell' if fell else 'DID NOT FALL'}; the curves {'agree' if agree else 'DISAGREE'}.")
+    return 0 if fell and agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The public function of attention: canonicalise, validate, bind."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax import _attention_checks as checks
+from jaxsoftmax import _attention_weights
+from jaxsoftmax._attention_primitives import attend
+from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.reference import accumulator_dtype
+
+ArrayLike = jax.typing.ArrayLike
+
+
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    causal_alignment: str = "top_left",
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    precision: Any = None,
+    dtype: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    deterministic: bool = False,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    input_positions: Any = None,
+) -> Any:
+    """Attention, `softmax(scale * query key^T + bias) value`: `jax.nn.dot_product_attention`, by Hopper kernels.
+
+    Below, T is the number of queries, S that of keys, N and K the heads of query and key, H and D the head dimensions
+    of query and value. Head n of the query reads head `n // (N // K)` of key and value: multi-head attention for
+    K = N, multi-query for K = 1, grouped in between.
+
+    16-bit inputs are multiplied as they are and accumulated in float32; weights are rounded to the inputs' dtype before
+    they meet the values. float32 is multiplied in full (no TF32) unless `precision` or JAX's default says otherwise;
+    it and float64 run as XLA programs, chunked over keys.
+
+    Masking: a key takes part if `mask`, `is_causal`, the window, both lengths and the segment ids all allow it. A query
+    that sees no key (beyond its length, fully masked, or with logits of only -inf) has output 0, logsumexp -inf and no
+    gradient; `jax.nn` gives it the mean of all values, unless it is beyond its length. Queries, keys and values beyond
+    their lengths may be NaN; any other NaN or +inf in a logit makes its row NaN, and NaN in a value spreads to every
+    query of its sequence, as a weight of 0 does not cancel it.
+
+    Derivatives of every order exist, in forward and reverse mode, with respect to query, key, value, bias, sinks and an
+    array for scale; the logsumexp has its derivative too. The first reverse pass is one fused kernel, and forward mode
+    and higher orders are XLA programs. Under `jax.checkpoint` the results have the names `"flash_attention_out"` and
+    `"flash_attention_lse"`: a policy that saves both runs the forward kernel once.
+
+    Memory beyond inputs and outputs is the logsumexp, O(T), for every order of derivative: nothing is of size T * S,
+    keys and values are not repeated for groups of heads or under `jax.vmap`, nor is a bias or mask broadcast. The
+    exceptions are `module` and dropout.
+
+    Flax: `nnx.MultiHeadAttention(..., attention_fn=flash_attention)`, and so for `linen`, work unchanged. With dropout
+    at work, or where the weights are to be sown in `module`, XLA computes them in memory of size T * S, and drops what
+    Flax's own function would for the same `dropout_rng`.
+
+    Source: Dao et al. 2022, "FlashAttention", https://arxiv.org/abs/2205.14135; Dao 2023, "FlashAttention-2",
+    https://arxiv.org/abs/2307.08691; Shah et al. 2024, "FlashAttention-3", https://arxiv.org/abs/2407.08608.
+
+    Args:
+        query: `[*batch, T, N, H]`, bfloat16, float16, float32 or float64.
+        key: `[*batch, S, K, H]` of the same dtype; N is a multiple of K.
+        value: `[*batch, S, K, D]` of the same dtype.
+        bias: Real numbers that broadcast to `[*batch, N, T, S]`, added to the scaled (and capped) logits in the dtype
+            of accumulation. Its gradient has its shape.
+        mask: Bools, or numbers of which 0 means masked, that broadcast to `[*batch, N, T, S]`.
+        scale: The logits' factor, `1 / sqrt(H)` by default. A number is fused in. An array that broadcasts to query
+            (traced, or one factor per head) is multiplied into it beforehand, rounded to its dtype, and differentiable.
+        is_causal: Whether a query sees only keys up to its own position, as `causal_alignment` counts it.
+        query_seq_lengths: Integers `[*batch]`: how many queries count.
+        key_value_seq_lengths: Integers `[*batch]`: how many keys and values count.
+        local_window_size: How many keys to each side of its position a query sees: one number, or `(left, right)`, in
+            which None is unbounded.
+        return_residual: Whether to return the logsumexp too.
+        implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back
+            (forward mode and higher orders excepted, which have no kernel).
+        causal_alignment: Which key is at the position of query i, for `is_causal` and the window: "top_left" for key i,
+            as in `jax.nn`, or "bottom_right" for key `i + S - T`, as in FlashAttention, which suits a cache of keys.
+        logits_soft_cap: Bends logits before bias and mask, to `cap * tanh(logits / cap)`.
+        sinks: A logit for each query head, `[N]`, which joins the denominator only.
+        query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences.
+        key_value_segment_ids: Integers `[*batch, S]`; those of the queries by default, if T = S.
+        precision: Of XLA's matrix products, as in `jax.lax.dot`.
+        dtype: Converts query, key and value.
+        dropout_rate: The share of the weights that is dropped unless `deterministic`.
+        dropout_rng: A random key for dropout.
+        broadcast_dropout: Whether batch and heads drop the same weights.
+        deterministic: Whether nothing is dropped. (The derivative is deterministic in any case.)
+        module: A Flax module in which to sow the weights, as "attention_weights".
+        force_fp32_for_softmax: Accepted for Flax; the softmax is float32 or wider in any case.
+        qk_attn_weights_einsum: Accepted for Flax; must be None.
+        attn_weights_value_einsum: Accepted for Flax; must be None.
+        input_positions: Accepted for Flax; must be None. Rotate query and key before the call.
+
+    Returns:
+        `[*batch, T, N, D]` of the inputs' dtype; with `return_residual` a pair of it and the logsumexp of each row's
+        logits (natural logarithm, sinks included), `[*batch, T, N]`, float32, or float64 for float64.
+
+    Raises:
+        TypeError: a dtype is not one of the above, or query, key and value differ in theirs.
+        ValueError: an argument's shape or value does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call, raised when it is compiled; or
+            a Flax argument that attention in one kernel cannot honour.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((2, 5, 4, 8))
+    >>> out, lse = flash_attention(x, x[:, :, :2], x[:, :, :2], is_causal=True, return_residual=True)
+    >>> out.shape, lse.shape
+    ((2, 5, 4, 8), (2, 5, 4))
+    """
+    q, k, v = checks.inputs(query, key, value, dtype)
+    batch = q.shape[:-3]
+    checks.choice("causal_alignment", causal_alignment, checks.ALIGNMENTS)
+    checks.choice("implementation", implementation, checks.IMPLEMENTATIONS)
+    checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum)
+    dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
+    given = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    lengths = [None if x is None else checks.lengths(name, x, batch) for name, x in given.items()]
+    segments = checks.segments(query_segment_ids, key_value_segment_ids, q, k)
+    wide = accumulator_dtype(q.dtype)
+    sink = None
+    if sinks is not None:
+        sink = checks.sinks(sinks, q).astype(wide).reshape((1,) * len(batch) + (q.shape[-2],))
+    end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" else 0
+    if causal_alignment == "bottom_right" and any(x is not None for x in lengths):
+        raise checks.no_lengths_at_bottom_right()
+    factor = checks.scale(scale, q)
+    if isinstance(factor, jax.Array):
+        q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
+    rules = Rules(
+        scale=factor,
+        soft_cap=checks.soft_cap(logits_soft_cap),
+        causal_offset=end if is_causal else None,
+        window=checks.window(local_window_size),
+        window_offset=end if local_window_size is not None else 0,
+        # Lowering runs outside the caller's default_matmul_precision context.
+        precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
+    )
+    operands = Operands(
+        query=q,
+        key=k,
+        value=v,
+        bias=None if bias is None else checks.bias(bias, q, k),
+        mask=None if mask is None else checks.mask(mask, q, k),
+        query_lengths=lengths[0],
+        key_lengths=lengths[1],
+        query_segments=segments[0],
+        key_segments=segments[1],
+        sinks=sink,
+    )
+    if dropout is None and module is None:
+        out, lse = attend(operands, rules, implementation)
+    elif implementation == "mosaic_gpu":
+        raise checks.no_kernel_shows_weights("there is dropout" if dropout else "the weights are to be sown")
+    else:
+        out, lse = _attention_weights.attend(operands, rules, dropout, module)
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out

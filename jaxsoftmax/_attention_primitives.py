@@ -1,0 +1,181 @@
+"""The primitives of attention: what JAX's transformations know of `flash_attention`.
+
+`flash_attention` gives output and logsumexp, and `flash_attention_residuals`, the identity on them, carries the
+derivative: its JVP rule binds the linear `flash_attention_tangent`, whose transposition binds
+`flash_attention_gradients`. Reverse mode is thus one forward and one backward primitive, and as both linear ones have
+JVP rules in turn (the chunked reference's), every mode and order exists.
+
+The operands have any number of leading dimensions, the same for all, that broadcast against each other: vmap adds one,
+of extent 1 where an operand is not mapped, so that keys and values shared by a batch are never copied.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax import _attention_lowering as lowering
+from jaxsoftmax._attention_lowering import Part
+from jaxsoftmax._attention_sharding import layout
+from jaxsoftmax._sharding import spec_of, unify_varying
+from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
+from pallas_kernels.reference import accumulator_dtype
+
+SAVED_NAMES = {"out": "flash_attention_out", "lse": "flash_attention_lse"}
+
+FORWARD = Primitive("flash_attention")
+RESIDUALS = Primitive("flash_attention_residuals")
+TANGENT = Primitive("flash_attention_tangent")
+GRADIENTS = Primitive("flash_attention_gradients")
+
+BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIENTS}
+
+
+def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """Output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
+    names = operands.present
+    arrays = unify_varying(*(getattr(operands, name) for name in names))
+    params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
+    # A policy that saves by name must find the names in the primal computation, which has no derivative of its own.
+    found = FORWARD.bind(*(jax.lax.stop_gradient(x) for x in arrays), **params)
+    named = [checkpoint_name(x, name) for x, name in zip(found, SAVED_NAMES.values(), strict=True)]
+    out, lse = RESIDUALS.bind(*arrays, *named, **params)
+    return out, lse
+
+
+def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[str, ...]:
+    """What each operand of a primitive is, as in `RANK`."""
+    if primitive is RESIDUALS:
+        return (*names, "out", "lse")
+    return lowering.kinds(Part(primitive.name), names, **params)
+
+
+def _typed(like: Any, shape: tuple[Any, ...], spec: P, dtype: Any) -> Any:
+    sharding = NamedSharding(like.sharding.mesh, spec)
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
+    """The types of output and logsumexp, or of their tangents."""
+    query, _, value = avals[:3]
+    of = _kinds(primitive, **params)
+    cut = layout(of, [x.shape for x in avals], [spec_of(x) for x in avals], query.sharding.mesh.shape)
+    length, heads, _ = query.shape[-3:]
+    out, lse = (*cut.full, length, heads, value.shape[-1]), (*cut.full, heads, length)
+    return [
+        _typed(query, out, cut.spec("out", out), query.dtype),
+        _typed(query, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
+    ]
+
+
+def _residual_avals(*avals: Any, **_: Any) -> list[Any]:
+    return list(avals[-2:])
+
+
+def _gradient_avals(
+    *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
+) -> list[Any]:
+    """The types of the gradients: an operand's own, but for the leading axes that are kept."""
+    of = _kinds(GRADIENTS, names)
+    cut = layout(of, [x.shape for x in avals], [spec_of(x) for x in avals], avals[0].sharding.mesh.shape)
+    shapes = lowering.gradient_shapes(names, avals, wrt, kept)
+    return [
+        _typed(avals[names.index(name)], shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
+        for (name, shape), axes in zip(shapes.items(), kept, strict=True)
+    ]
+
+
+def _batch(
+    primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Any, Any]:
+    """Adds a leading dimension, where the first operand is mapped if it is among those; extent 1 if not mapped."""
+    if all(d is None for d in dims):
+        out = primitive.bind(*unify_varying(*operands), **params)
+        return out, [None] * len(out)
+    ranks = [RANK[kind] for kind in _kinds(primitive, **params)]
+    mapped = list(zip(operands, dims, strict=True))
+    at = next((d for (x, d), rank in zip(mapped, ranks, strict=True) if d is not None and d < x.ndim - rank), 0)
+    if primitive is GRADIENTS:
+        params["kept"] = tuple((*(d + (d >= at) for d in axes), at) for axes in params["kept"])
+    aligned = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in mapped]
+    out = primitive.bind(*unify_varying(*aligned), **params)
+    return out, [at] * len(out)
+
+
+def _residuals_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: tuple[str, ...], **params: Any
+) -> tuple[Any, Any]:
+    """The forward half of the derivative: output and logsumexp as they are, and the linear primitive at them."""
+    out, lse = RESIDUALS.bind(*primals, names=names, **params)
+    by_name = dict(zip(names, tangents[: len(names)], strict=True))
+    moving = tuple(name for name in DIFFERENTIABLE if name in by_name and type(by_name[name]) is not ad.Zero)
+    if not moving:
+        return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
+    operands = unify_varying(*primals[: len(names)], out, lse, *(by_name[name] for name in moving))
+    return [out, lse], TANGENT.bind(*operands, names=names, moving=moving, **params)
+
+
+def _tangent_transpose(
+    cts: Sequence[Any], *operands: Any, names: tuple[str, ...], moving: tuple[str, ...], **params: Any
+) -> Any:
+    """The backward half of the derivative."""
+    known, linear = operands[: len(names) + 2], operands[len(names) + 2 :]
+    if all(type(ct) is ad.Zero for ct in cts):
+        return [None] * len(known) + [ad.Zero(t.aval) for t in linear]
+    known_and_cts = unify_varying(*known, *map(ad.instantiate_zeros, cts))
+    full = jax.typeof(known_and_cts[-2]).shape[:-3]
+    kept = tuple(tuple(d for d, n in enumerate(full) if t.aval.shape[d] == n) for t in linear)
+    found = GRADIENTS.bind(*known_and_cts, names=names, wrt=moving, kept=kept, **params)
+    return [None] * len(known) + list(found)
+
+
+def _reference_jvp(
+    primitive: Primitive, part: Part, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    """Higher orders: what is linear stays the primitive, the rest is the reference's derivative."""
+    found = primitive.bind(*primals, **params)
+    still = [type(t) is ad.Zero for t in tangents]
+    if all(still):
+        return found, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in found]
+    linear = len(params["names"]) + 2
+    if all(still[:linear]):
+        cotangents = [ad.instantiate_zeros(t) for t in tangents[linear:]]
+        return found, primitive.bind(*unify_varying(*primals[:linear], *cotangents), **params)
+    moving = [i for i, zero in enumerate(still) if not zero]
+    params.pop("implementation")
+
+    def reference(*moved: jax.Array) -> Any:
+        operands = list(primals)
+        for i, x in zip(moving, moved, strict=True):
+            operands[i] = x
+        return list(lowering.REFERENCE[part](*operands, **params))
+
+    return found, jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _register() -> None:
+    for primitive in (FORWARD, RESIDUALS, TANGENT, GRADIENTS):
+        primitive.multiple_results = True
+        primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+        batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    FORWARD.def_abstract_eval(functools.partial(_forward_avals, FORWARD))
+    TANGENT.def_abstract_eval(functools.partial(_forward_avals, TANGENT))
+    RESIDUALS.def_abstract_eval(_residual_avals)
+    GRADIENTS.def_abstract_eval(_gradient_avals)
+    ad.primitive_jvps[RESIDUALS] = _residuals_jvp
+    ad.primitive_transposes[TANGENT] = _tangent_transpose
+    mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
+    for part in (Part.TANGENT, Part.GRADIENTS):
+        ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part], part)
+    for part, primitive in BY_PART.items():
+        lowering.register(primitive, part)
+
+
+_register()

@@ -1,0 +1,156 @@
+"""Attention cut over batch and heads: which part each device computes, and what it must add up with others.
+
+Forward, nothing crosses the wire. Backward, only gradients of what devices share are summed: of keys and values that
+heads on several devices read, of a bias that is broadcast along what is cut, of sinks.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax._sharding import Entry, Names, Piece, Shape, Spec, common_spec, mesh_axes
+from pallas_kernels.attention.operands import RANK
+
+# Where the heads are among an operand's last axes: as many as the query has, or as the key has.
+_QUERY_HEADS = dict(query=1, out=1, bias=0, mask=0, sinks=0, lse=0)
+_KEY_HEADS = dict(key=1, value=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a call is cut: its leading axes, the query's heads and the key's, and whether devices share a key head."""
+
+    full: Shape
+    lead: Spec
+    heads: Entry
+    key_heads: Entry
+    shares: bool
+
+    def spec(self, kind: str, shape: Shape, kept: Sequence[int] | None = None) -> P:
+        """The cut of an operand, or of a result that keeps only some of the leading axes."""
+        rank = len(shape) - RANK[kind]
+        lead = tuple(
+            entry if shape[d] != 1 and (kept is None or d in kept) else None for d, entry in enumerate(self.lead)
+        )
+        core: list[Entry] = [None] * RANK[kind]
+        if kind in _QUERY_HEADS and shape[rank + _QUERY_HEADS[kind]] != 1:
+            core[_QUERY_HEADS[kind]] = self.heads
+        if kind in _KEY_HEADS:
+            core[_KEY_HEADS[kind]] = self.key_heads
+        return P(*lead, *core)
+
+
+def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Layout:
+    """The cut that suits operands that come cut so: the leading axes' and the heads' stay, others do not."""
+    ranks = [len(shape) - RANK[kind] for kind, shape in zip(kinds, shapes, strict=True)]
+    full = tuple(jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True))))
+    lead = common_spec([spec[:rank] for spec, rank in zip(specs, ranks, strict=True)])
+    heads = specs[kinds.index("query")][-2]
+    queries, keys = (shapes[kinds.index(name)][-2] for name in ("query", "key"))
+    taken = {name for entry in lead for name in mesh_axes(entry)}
+    if heads is None or not taken.isdisjoint(mesh_axes(heads)):
+        return Layout(full, lead, None, None, False)
+    parts = math.prod(sizes[name] for name in mesh_axes(heads))
+    if keys % parts == 0:
+        return Layout(full, lead, heads, heads, False)
+    if queries % parts == 0 and (queries // keys) % (queries // parts) == 0:
+        return Layout(full, lead, heads, None, True)
+    return Layout(full, lead, None, None, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """A part of an attention call to be cut. `kept[i]`: the leading axes of result i, None for all of them."""
+
+    kinds: tuple[str, ...]
+    results: tuple[str, ...]
+    kept: tuple[tuple[int, ...] | None, ...]
+    result_shapes: tuple[Shape, ...]
+    run: Callable[..., Any]
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """Everything on one device."""
+        return list(self.run(*operands))
+
+    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
+        """One device's part."""
+        cut = layout(self.kinds, shapes, specs, sizes)
+        ins = [cut.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
+        results = list(zip(self.results, self.result_shapes, self.kept, strict=True))
+        outs = [cut.spec(kind, shape, kept) for kind, shape, kept in results]
+        heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
+        sums = [self._sums(cut, *result) for result in results]
+        return Piece(ins, outs, functools.partial(self._part, cut, heads, sums))
+
+    def _sums(self, cut: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
+        """The mesh axes over which a result is to be added up."""
+        if kept is None:
+            return ()
+        names = [name for d, entry in enumerate(cut.lead) if d not in kept for name in mesh_axes(entry)]
+        is_shared = cut.shares if kind in _KEY_HEADS else kind == "bias" and shape[-3] == 1
+        return (*names, *(mesh_axes(cut.heads) if is_shared else ()))
+
+    def _part(
+        self, cut: Layout, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
+    ) -> list[jax.Array]:
+        if not cut.shares:
+            found = self.whole(*operands)
+            return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
+        names = mesh_axes(cut.heads)
+        local = operands[self.kinds.index("query")].shape[-2]
+        mine = jax.lax.axis_index(names) * local // (heads[0] // heads[1])
+        found = self.whole(
+            *(
+                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in _KEY_HEADS else x
+                for kind, x in zip(self.kinds, operands, strict=True)
+            )
+        )
+        placed = [
+            jax.lax.dynamic_update_slice_in_dim(
+                jnp.zeros((*x.shape[:-2], heads[1], x.shape[-1]), x.dtype), x, mine, x.ndim - 2
+            )
+            if kind in _KEY_HEADS
+            else x
+            for kind, x in zip(self.results, found, strict=True)
+        ]
+        return [jax.lax.psum(x, names) if names else x for x, names in zip(placed, sums, strict=True)]
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """A factor for each leading axis, one for the heads; everything else goes uncut."""
+        ranks = [len(shape) - RANK[kind] for kind, shape in zip(self.kinds, shapes, strict=True)]
+        full = jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True)))
+        same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
+
+        def mapping(i: int, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> ArrayMapping:
+            rank = len(shape) - RANK[kind]
+            factors = [
+                f"b{d}" if shape[d] == full[d] and (kept is None or d in kept) else f"one{i}_{d}" for d in range(rank)
+            ]
+            core = [f"own{i}_{d}" for d in range(RANK[kind])]
+            if kind in _QUERY_HEADS and shape[rank + _QUERY_HEADS[kind]] != 1:
+                core[_QUERY_HEADS[kind]] = "heads"
+            if kind in _KEY_HEADS:
+                core[_KEY_HEADS[kind]] = "heads" if same else "key_heads"
+            return ArrayMapping(*factors, *core)
+
+        everything = [
+            *((kind, shape, None) for kind, shape in zip(self.kinds, shapes, strict=True)),
+            *zip(self.results, self.result_shapes, self.kept, strict=True),
+        ]
+        mappings = [mapping(i, *each) for i, each in enumerate(everything)]
+        return SdyShardingRule(tuple(mappings[: len(shapes)]), tuple(mappings[len(shapes) :]))
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Equal cuts of the leading axes, and no other."""
+        leads = {piece[: len(piece) - RANK[kind]] for kind, piece in zip(self.kinds, pieces, strict=True)}
+        uncut = all(
+            n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]
+        )
+        return len(leads) == 1 and uncut

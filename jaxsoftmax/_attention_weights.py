@@ -1,0 +1,25 @@
+"""Attention with its weights in memory, for what needs them: dropout, and showing them to a Flax module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._attention_checks import Dropout
+from jaxsoftmax._attention_primitives import attend as flash
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.operands import Operands, Rules
+
+
+def attend(operands: Operands, rules: Rules, dropout: Dropout | None, module: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp as the primitive gives them, but for dropout; the same random numbers as Flax's."""
+    _, lse = flash(operands, rules, "xla")
+    weights = reference.weights(operands, rules, lse)
+    if module is not None:
+        # Both of Flax's module systems know this collection; nnx's type for it has the same name.
+        module.sow("intermediates", "attention_weights", weights.astype(operands.value.dtype))
+    if dropout is not None:
+        keep = 1.0 - dropout.rate
+        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if dropout.broadcast else weights.shape
+        weights = jnp.where(jax.random.bernoulli(dropout.rng, keep, shape), weights / keep, 0.0)
+    return reference.weigh(weights, operands, rules), lse

@@ -1,0 +1,1 @@
+"""Flash attention on Hopper: what a call is, its references, its kernels."""

@@ -1,0 +1,55 @@
+"""The one place that chooses: whether a kernel runs an attention call, with which config, and why."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import hardware
+from pallas_kernels.attention import backward, backward_configs, forward, heuristics
+from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.hardware import Device
+
+
+class Kernel(NamedTuple):
+    """A kernel: a module with `unsupported(problem, device)` and `run(problem, config, *operands)`, and its configs."""
+
+    module: Any
+    configs: Callable[[Attention, Device], tuple[Any, ...]]  # the best first
+
+
+KERNELS = {
+    Op.FORWARD: Kernel(forward, heuristics.forward),
+    Op.BACKWARD: Kernel(backward, backward_configs.backward),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The kernel a problem gets, or none, and the reasons in words."""
+
+    problem: Attention
+    device: Device
+    kernel: str | None  # None: no kernel takes the problem
+    config: Any
+    reason: str
+    declined: tuple[tuple[str, str], ...]  # (kernel, why not)
+
+    def run(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs the chosen kernel on operands in the order that `problem` gives."""
+        assert self.kernel is not None, self.reason
+        return tuple(KERNELS[self.problem.op].module.run(self.problem, self.config, *operands))
+
+
+def decide(problem: Attention, device: Device, *, config: Any = None) -> Decision:
+    """The kernel for `problem` on `device`, if it accepts; `config` overrides the choice of the heuristic."""
+    name = str(problem.op)
+    kernel = KERNELS[problem.op]
+    why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device)
+    if why is not None:
+        return Decision(problem, device, None, None, "no kernel takes the problem", ((name, why),))
+    source = "asked for"
+    if config is None:
+        config, source = kernel.configs(problem, device)[0], "by the heuristic"
+    return Decision(problem, device, name, config, f"it takes the problem; config {source}", ())

@@ -1,0 +1,295 @@
+"""Flash attention, forward: softmax(Q K^T) V in one walk over the keys, scores never leaving the registers.
+
+A block of threads holds rows of queries; one warpgroup copies tiles of keys and values into shared memory, the others
+fold them into the running (maximum, sum, output) of the online softmax. A tile's scores are multiplied while the
+tensor cores still work on the output of the tile before.
+Traffic: Q read once, K and V once per block of queries (mostly from the cache), out and lse written once.
+Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
+"""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import hardware
+from pallas_kernels.attention import gather, memory, schedule, scores
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
+from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.schedule import Span
+from pallas_kernels.attention.scores import ROW, WGMMA, Place
+from pallas_kernels.attention.state import State, by_row, empty, finish, fold
+from pallas_kernels.hardware import Device
+
+Block = SimpleNamespace  # `problem`, `config`, and the references of operands and scratch by their names
+
+
+def unsupported(problem: Attention, device: Device) -> str | None:
+    """Why the kernel does not take the problem."""
+    if problem.dtype.name not in ("bfloat16", "float16"):
+        return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
+    for name in ("head_dim", "value_dim"):
+        size = getattr(problem, name)
+        if size > 256 or size % 8:
+            return f"the kernel takes {name} up to 256 in multiples of 8; it is {size}"
+    if 0 in (problem.batch, problem.query_heads, problem.query_length, problem.key_length):
+        return "there is nothing to do"
+    return None
+
+
+def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) -> None:
+    """`visit(place, span, steps)` for each tile of queries of this block, after `steps` tiles of keys."""
+    problem, config = block.problem, block.config
+    per_head = -(-problem.query_length // config.block_q)
+    me = lax.axis_index("block")
+
+    def take(i: jax.Array, steps: jax.Array) -> jax.Array:
+        tile = gather.uniform(block.deal[me, i + 1] if config.persistent else block.deal[me])
+        head = lax.div(tile, jnp.int32(per_head))
+        row = lax.rem(tile, jnp.int32(per_head)) * config.block_q
+        batch = lax.div(head, jnp.int32(problem.query_heads))
+        queries, keys = problem.query_length, problem.key_length
+        if problem.query_lengths:
+            queries = jnp.clip(gather.uniform(block.query_lengths[batch]), 0, queries)
+        if problem.key_lengths:
+            keys = jnp.clip(gather.uniform(block.key_lengths[batch]), 0, keys)
+        place = Place(batch, lax.rem(head, jnp.int32(problem.query_heads)), row, queries, keys)
+        span = schedule.span(problem, config.block_kv, row, config.block_q, queries, keys)
+        visit(place, span, steps)
+        return steps + (span.end - span.first)
+
+    if config.persistent:
+        lax.fori_loop(0, block.deal[me, 0], take, jnp.int32(0))
+    else:
+        take(jnp.int32(0), jnp.int32(0))
+
+
+def _copy(block: Block) -> None:
+    """The copying warpgroup: queries, then keys and values from the last visible tile to the first."""
+    problem, config = block.problem, block.config
+    group = problem.query_heads // problem.key_heads
+
+    def visit(place: Place, span: Span, steps: jax.Array) -> None:
+        key_head = lax.div(place.head, jnp.int32(group))
+        for w in range(config.warpgroups):
+            plgpu.barrier_wait(block.query_empty.at[w])
+            rows = pl.ds(place.row + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            at = block.query.at[place.batch, rows, place.head]
+            plgpu.copy_gmem_to_smem(at, block.query_smem.at[w], block.query_full.at[w])
+
+        def copy(i: jax.Array, _: None) -> None:
+            slot = lax.rem(steps + i, jnp.int32(config.stages))
+            at = place.batch, pl.ds((span.end - 1 - i) * config.block_kv, config.block_kv), key_head
+            plgpu.barrier_wait(block.key_empty.at[slot])
+            plgpu.copy_gmem_to_smem(block.key.at[at], block.key_smem.at[slot], block.key_full.at[slot])
+            plgpu.barrier_wait(block.value_empty.at[slot])
+            _copy_values(block, at, slot, place.keys - (span.end - 1 - i) * config.block_kv)
+
+        lax.fori_loop(0, span.end - span.first, copy, None)
+
+    _each_tile(block, visit)
+
+
+def _copy_values(block: Block, at: Any, slot: jax.Array, length: jax.Array) -> None:
+    """A tile of values, of which `length` exist: others are zeroed, as they may be NaN."""
+    whole = functools.partial(
+        plgpu.copy_gmem_to_smem, block.value.at[at], block.value_smem.at[slot], block.value_full.at[slot]
+    )
+    if not block.problem.key_lengths:
+        return whole()
+    pl.when(length >= block.config.block_kv)(whole)
+
+    @pl.when(length < block.config.block_kv)
+    def part():
+        plgpu.copy_gmem_to_smem(block.value.at[at], block.value_smem.at[slot], block.landed)
+        plgpu.barrier_wait(block.landed)
+        columns = memory.columns_of_tile(block.value_smem.shape[-1])
+        for start in range(0, block.config.block_kv, WARPGROUP_ROWS):
+            for column in range(0, block.value_smem.shape[-1], columns):
+                piece = block.value_smem.at[slot, pl.ds(start, WARPGROUP_ROWS), pl.ds(column, columns)]
+                values = plgpu.load(piece, layout=WGMMA, optimized=False)
+                row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
+                piece[...] = jnp.where(row < length - start, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(block.value_full.at[slot])
+
+
+def _compute(block: Block) -> None:
+    """A computing warpgroup."""
+    warpgroup = lax.axis_index("warpgroup")
+    for slot in range(block.config.stages):
+        plgpu.barrier_arrive(block.key_empty.at[slot])
+        plgpu.barrier_arrive(block.value_empty.at[slot])
+    plgpu.barrier_arrive(block.query_empty.at[warpgroup])
+
+    def visit(place: Place, span: Span, steps: jax.Array) -> None:
+        place = place._replace(row=place.row + warpgroup * WARPGROUP_ROWS)
+        own = schedule.span(block.problem, block.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
+        first = jnp.minimum(own.first, span.end - 1)
+        own = own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
+        plgpu.barrier_wait(block.query_full.at[warpgroup])
+        begin, stop = steps + (span.end - own.end), steps + (span.end - own.first)
+        _pass_over(block, steps, begin)
+        state = _fold_keys(block, place, own, begin)
+        _pass_over(block, stop, steps + (span.end - span.first))
+        _write(block, place, state)
+
+    _each_tile(block, visit)
+
+
+def _pass_over(block: Block, start: jax.Array, stop: jax.Array) -> None:
+    """Steps whose keys the block's other warpgroups see, but not this one."""
+
+    def step(i: jax.Array, _: None) -> None:
+        slot = lax.rem(i, jnp.int32(block.config.stages))
+        for kind in ("key", "value"):
+            plgpu.barrier_wait(getattr(block, f"{kind}_full").at[slot])
+            plgpu.barrier_arrive(getattr(block, f"{kind}_empty").at[slot])
+
+    lax.fori_loop(start, stop, step, None)
+
+
+def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> State:
+    """All tiles of keys that a warpgroup's rows see folded into their state."""
+    config, problem, value_dim = block.config, block.problem, block.value_smem.shape[-1]
+    query = block.query_smem.at[lax.axis_index("warpgroup")]
+    products_type = plgpu.ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32)
+    out_type = plgpu.ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
+    count = span.end - span.first
+
+    def slot(i: jax.Array) -> jax.Array:
+        return lax.rem(steps + i, jnp.int32(config.stages))
+
+    def key(i: jax.Array) -> jax.Array:
+        return (span.end - 1 - i) * config.block_kv
+
+    def logits(i: jax.Array, edge: Any, products: Callable[[], jax.Array]) -> jax.Array:
+        extras = scores.load_extras(problem, block, place, key(i), config.block_kv)
+        x = products()
+        plgpu.barrier_arrive(block.key_empty.at[slot(i)])
+        return scores.logits(problem, place, extras, x, key(i), edge)
+
+    def first(products: Any) -> jax.Array:
+        i = jnp.int32(0)
+        plgpu.barrier_wait(block.key_full.at[slot(i)])
+        plgpu.wgmma(products, query, block.key_smem.at[slot(i)].T)
+        return logits(i, True, lambda: products[...])
+
+    def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state, before = carry[0], slot(i - 1)
+
+        def multiply(products: Any, out: Any) -> tuple[State, jax.Array]:
+            # The left operand must not change registers once products are under way: ptxas would serialise them all.
+            out[...], weights = lax.optimization_barrier((state.out, carry[1]))
+            plgpu.barrier_wait(block.key_full.at[slot(i)])
+            plgpu.barrier_wait(block.value_full.at[before])
+            plgpu.wgmma(products, query, block.key_smem.at[slot(i)].T)
+            plgpu.wgmma(out, weights, block.value_smem.at[before])
+            x = logits(
+                i,
+                schedule.at_edge(problem, span, span.end - 1 - i),
+                lambda: plgpu.wgmma_accumulator_load(products, wait_n=1),
+            )
+            new, new_weights, decay = fold(problem, config.slack, state, x)
+            summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
+            plgpu.barrier_arrive(block.value_empty.at[before])
+            return new._replace(out=_decayed(config, summed, decay)), new_weights
+
+        return pl.run_scoped(multiply, products_type, out_type)
+
+    def last(out: Any) -> jax.Array:
+        out[...] = state.out
+        plgpu.barrier_wait(block.value_full.at[slot(count - 1)])
+        plgpu.wgmma(out, weights, block.value_smem.at[slot(count - 1)])
+        return out[...]
+
+    state, weights, _ = fold(problem, config.slack, empty(value_dim), pl.run_scoped(first, products_type))
+    # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
+    state, weights = lax.fori_loop(1, count, step, (state, weights))
+    plgpu.barrier_arrive(block.query_empty.at[lax.axis_index("warpgroup")])
+    state = state._replace(out=pl.run_scoped(last, out_type))
+    plgpu.barrier_arrive(block.value_empty.at[slot(count - 1)])
+    return state
+
+
+def _decayed(config: ForwardConfig, out: jax.Array, decay: jax.Array) -> jax.Array:
+    if not config.slack:
+        return out * by_row(decay, out)
+    return lax.cond(gather.any_row(decay != 1.0), lambda x: x * by_row(decay, x), lambda x: x, out)
+
+
+def _write(block: Block, place: Place, state: State) -> None:
+    """Divides by the sums, and writes a warpgroup's rows, as many columns at a time as there is shared memory for."""
+    problem, warpgroup = block.problem, lax.axis_index("warpgroup")
+    hidden = None
+    if problem.query_lengths:
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
+        hidden = row >= place.queries - place.row
+    unseen, factor, lse = finish(state, block.sinks[place.head] if problem.sinks else None, hidden)
+    rows, columns = pl.ds(place.row, WARPGROUP_ROWS), block.out_smem.shape[-1]
+    for start in range(0, state.out.shape[1], columns):
+        out = state.out[:, start : start + columns]
+        out = jnp.where(by_row(unseen, out), jnp.zeros_like(out), out * by_row(factor, out))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block.out_smem[warpgroup] = out.astype(problem.dtype)
+        if start == 0:
+            block.lse_smem[warpgroup] = lse
+        plgpu.commit_smem()
+        at = block.out.at[place.batch, rows, place.head, pl.ds(start, columns)]
+        plgpu.copy_smem_to_gmem(block.out_smem.at[warpgroup], at)
+        if start == 0:
+            plgpu.copy_smem_to_gmem(block.lse_smem.at[warpgroup], block.lse.at[place.batch, place.head, rows])
+
+
+def _body(
+    *operands: jax.Ref, problem: Attention, config: ForwardConfig, names: tuple[str, ...], **scratch: jax.Ref
+) -> None:
+    block = Block(problem=problem, config=config, **dict(zip(names, operands, strict=True)), **scratch)
+    computing, copying = config.registers
+
+    @pl.when(lax.axis_index("warpgroup") < config.warpgroups)
+    def compute():
+        plgpu.set_max_registers(computing, action="increase")
+        _compute(block)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(lax.axis_index("warpgroup") == config.warpgroups)
+    def copy():
+        plgpu.set_max_registers(copying, action="decrease")
+        _copy(block)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel."""
+    names = memory.names(problem)
+    arrays = memory.addressable(dict(zip(names, operands, strict=True)))
+    if config.persistent:
+        blocks = hardware.current().sm_count
+        deal = schedule.deal(problem, config, blocks)
+    else:
+        deal, _ = schedule.order(problem, config)
+        blocks = len(deal)
+    query_length, head_dim, value_dim = arrays["query"].shape[1], arrays["query"].shape[3], arrays["value"].shape[3]
+    batch, heads, rows = problem.batch, problem.query_heads, -(-problem.query_length // config.block_q) * config.block_q
+    out, lse = plgpu.kernel(
+        functools.partial(_body, problem=problem, config=config, names=(*names, "deal", "out", "lse")),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, query_length, heads, value_dim), problem.dtype),
+            jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=memory.scratch(config, head_dim, value_dim, problem.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="attention",
+    )(*(arrays[name] for name in names), deal)
+    return out[:, : problem.query_length, :, : problem.value_dim], lse[:, :, : problem.query_length]

@@ -1,0 +1,150 @@
+"""Tiles of operands that broadcast, from global memory into the registers where WGMMA puts scores.
+
+An array `[B|1, N|1, T|1, S|1]` of any alignment is read as it is, never materialised larger: a thread loads what its
+scores need, by pairs of columns where the rows are even, and nothing outside of the array.
+"""
+
+import functools
+import math
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, elements, global_address, scalar
+
+Corner = tuple[Index, Index, Index, Index]
+
+
+def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
+    """`[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
+    dtype, layout = jnp.dtype(ref.dtype), plgpu.Layout.WGMMA
+    shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)]
+    pairs = shape[3] % 2 == 0
+
+    def load_broadcast(ctx, ref, *corner):
+        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
+        batch, head, row, column = (scalar(x) for x in corner)
+        row = arith.addi(row, arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
+        column = arith.addi(column, arith.muli(arith.remui(lane, c32(4)), c32(2)))
+        element = ir.MemRefType(ref.type).element_type
+        pair = ir.VectorType.get((2,), element)
+        base = global_address(ref)
+
+        def offset(at: ir.Value, axis: int) -> ir.Value:
+            at = arith.extui(base.type, at)
+            stride = strides[axis] * dtype.itemsize if shape[axis] > 1 else 0
+            return arith.muli(at, arith.constant(base.type, stride))
+
+        base = arith.addi(base, arith.addi(offset(batch, 0), offset(head, 1)))
+        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
+        for r in range(2):
+            at_row = arith.addi(row, c32(8 * r))
+            in_row = arith.cmpi(arith.CmpIPredicate.ult, at_row, c32(shape[2]))
+            of_row = arith.addi(base, offset(at_row, 2))
+            for j in range(columns // 8):
+                same = 2 * (j if shape[3] > 1 else 0) + (r if shape[2] > 1 else 0)
+                if same != 2 * j + r:
+                    registers.flat[2 * j + r] = registers.flat[same]
+                    continue
+                at = [arith.addi(column, c32(8 * j + e)) for e in range(2)]
+                inside = [arith.cmpi(arith.CmpIPredicate.ult, x, c32(shape[3])) for x in at]
+                if shape[2] > 1:
+                    inside = [in_row if shape[3] == 1 else arith.andi(x, in_row) for x in inside]
+                address = [arith.addi(of_row, offset(x, 3)) for x in at]
+                if pairs:
+                    word = _load(address[0], inside[0], 2 * dtype.itemsize)
+                    registers.flat[2 * j + r] = vector.bitcast(
+                        pair, vector.broadcast(ir.VectorType.get((1,), word.type), word)
+                    )
+                else:
+                    predicates = inside if shape[2:] != (1, 1) else [None, None]
+                    count = 1 if shape[3] == 1 else 2
+                    words = [_load(address[e], predicates[e], dtype.itemsize) for e in range(count)] * (3 - count)
+                    registers.flat[2 * j + r] = vector.from_elements(pair, [arith.bitcast(element, w) for w in words])
+        signed = True if isinstance(element, ir.IntegerType) else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), dtype, layout=layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
+    return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
+
+
+def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
+    """`x [64, n]` where `low <= column <= high`, one pair of bounds a row, and -inf elsewhere.
+
+    A thread compares its bounds with constants: no registers for the indices of columns.
+    """
+
+    def keep_between(ctx, x, high, *low):
+        column = arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2))
+        tops, *bottoms = ([arith.subi(r, column) for r in _numbers(rows)] for rows in (high, *low))
+        registers = np.empty_like(x.registers)
+        outside = utils.c(-math.inf, ir.F32Type.get())
+        for i, pair in enumerate(x.registers.flat):
+            kept = []
+            for e, value in enumerate(elements(pair)):
+                at = c32(8 * (i // 2) + e)
+                seen = arith.cmpi(arith.CmpIPredicate.sge, tops[i % 2], at)
+                for bottom in bottoms:
+                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bottom[i % 2], at))
+                kept.append(arith.select(seen, value, outside))
+            registers.flat[i] = vector.from_elements(pair.type, kept)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    bounds = (high,) if low is None else (high, low)
+    wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
+    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(keep_between)(x, *bounds)
+
+
+def uniform(x: jax.Array) -> jax.Array:
+    """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
+
+    def first_lane(ctx, x):
+        i32 = ir.IntegerType.get_signless(32)
+        value = llvm.inline_asm(i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
+
+
+def any_row(x: jax.Array) -> jax.Array:
+    """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
+
+    def vote_any(ctx, x):
+        i32 = ir.IntegerType.get_signless(32)
+        held = functools.reduce(arith.ori, _numbers(x))
+        text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
+        value = llvm.inline_asm(i32, [held], text, "=r,b", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote_any)(x) != 0
+
+
+def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
+    """A thread's numbers of an array with one number a row: of its upper and of its lower row."""
+    return [x for r in rows.registers.flat for x in (elements(r) if isinstance(r.type, ir.VectorType) else [r])]
+
+
+def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
+    """`size` bytes as an integer, 0 without the predicate."""
+    bits = 8 * size
+    kind = {8: "h", 16: "h", 32: "r", 64: "l"}[bits]
+    word = ir.IntegerType.get_signless(max(bits, 16))
+    load = f"ld.global.b{bits} $0, [$1];"
+    if predicate is None:
+        value = llvm.inline_asm(word, [address], load, f"=&{kind},l", has_side_effects=True)
+    else:
+        text = f"mov.b{max(bits, 16)} $0, 0; @$2 {load}"
+        value = llvm.inline_asm(word, [address, predicate], text, f"=&{kind},l,b", has_side_effects=True)
+    return arith.trunci(ir.IntegerType.get_signless(8), value) if bits == 8 else value

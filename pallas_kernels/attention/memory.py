@@ -1,0 +1,72 @@
+"""The forward kernel's shared memory and barriers, and what its copies ask of the operands' sizes."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import hardware
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
+from pallas_kernels.attention.problem import Attention
+
+RESERVED_BYTES = 4096  # barriers, lse and alignment
+
+
+def columns_of_tile(size: int) -> int:
+    """Columns of a swizzled tile of 16-bit numbers that divides `size` columns."""
+    return next(c for c in (64, 32, 16) if size % c == 0)
+
+
+def tiled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory as the tensor cores read it."""
+    columns = columns_of_tile(shape[-1])
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
+    """Shared memory and barriers of a block; the output leaves through what the rest leaves free."""
+    w, stages = config.warpgroups, config.stages
+    taken = dtype.itemsize * (w * WARPGROUP_ROWS * head_dim + stages * config.block_kv * (head_dim + value_dim))
+    free = (hardware.H200.smem_per_cta - RESERVED_BYTES - taken) // (w * WARPGROUP_ROWS * dtype.itemsize)
+    tile = columns_of_tile(value_dim)
+    columns = next((c for c in range(value_dim, 0, -tile) if c <= free and value_dim % c == 0), tile)
+    return {
+        "query_smem": tiled((w, WARPGROUP_ROWS, head_dim), dtype),
+        "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
+        "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
+        "out_smem": tiled((w, WARPGROUP_ROWS, columns), dtype),
+        "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
+        "query_full": plgpu.Barrier(num_barriers=w),
+        "query_empty": plgpu.Barrier(num_barriers=w),
+        "key_full": plgpu.Barrier(num_barriers=stages),
+        "key_empty": plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+        "value_full": plgpu.Barrier(num_barriers=stages),
+        "landed": plgpu.Barrier(),
+        "value_empty": plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+    }
+
+
+def names(problem: Attention) -> tuple[str, ...]:
+    """The operands that the problem has, in their order."""
+    lengths = [name for name in ("query_lengths", "key_lengths") if getattr(problem, name)]
+    segments = ["query_segments", "key_segments"] * problem.segments
+    optional = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
+    return ("query", "key", "value", *optional, *lengths, *segments, *["sinks"] * problem.sinks)
+
+
+def addressable(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The operands as the kernel reads them.
+
+    Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
+    """
+    arrays = dict(arrays)
+    for name in ("query", "key", "value"):
+        missing = [(0, -arrays[name].shape[axis] % multiple) for axis, multiple in enumerate((1, 8, 1, 16))]
+        if any(after for _, after in missing):
+            arrays[name] = jnp.pad(arrays[name], missing)
+    if "query_segments" in arrays:
+        arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
+        arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
+    return arrays

@@ -1,0 +1,62 @@
+"""What an attention kernel is asked to do: static facts only, so that deciding needs no array and no device.
+
+Operands, in this order, those that a problem lacks left out:
+
+    query [B, T, N, H], key [B, S, K, H], value [B, S, K, D]
+    bias [B|1, N|1, T|1, S|1]                     added to the scaled, capped logits
+    mask [B|1, N|1, T|1, S|1] int8                nonzero: takes part
+    query_lengths [B] int32, key_lengths [B] int32
+    query_segments [B, T] int32, key_segments [B, S] int32
+    sinks [N] float32                             a logit per query head that joins the denominator only
+
+FORWARD returns `out [B, T, N, D]` in the operands' dtype and `lse [B, N, T]` in float32 (natural logarithm, sinks
+included; -inf for rows without a key, whatever their sink). BACKWARD takes, after those, `out`, `lse`, `d_out` and
+`d_lse`, and returns `d_query, d_key, d_value` in the operands' dtype, then `d_bias` in the bias's, of its shape, if the
+problem asks for it, and `d_sinks` where the problem has sinks. Queries, keys, values and `d_out` beyond their lengths
+may be NaN, and so may `d_out` and `d_lse` in rows without a key: none of it counts.
+"""
+
+import dataclasses
+import enum
+
+import jax.numpy as jnp
+
+
+class Op(enum.StrEnum):
+    """The operations that have kernels."""
+
+    FORWARD = "attention"
+    BACKWARD = "attention_gradients"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One call. Head n of the query reads head `n // (query_heads // key_heads)` of key and value.
+
+    Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
+    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded).
+    """
+
+    op: Op
+    batch: int
+    query_heads: int
+    key_heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+    dtype: jnp.dtype
+    scale: float = 1.0
+    soft_cap: float | None = None
+    causal_offset: int | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    window_offset: int = 0
+    bias: tuple[int, int, int, int] | None = None  # its shape
+    bias_dtype: jnp.dtype | None = None
+    bias_gradient: bool = False  # whether BACKWARD returns `d_bias`
+    mask: tuple[int, int, int, int] | None = None  # its shape
+    query_lengths: bool = False
+    key_lengths: bool = False
+    segments: bool = False
+    sinks: bool = False
+    deterministic: bool = True

@@ -1,0 +1,250 @@
+"""Attention in plain `jax.numpy`: what platforms without kernels run, and the semantics that the kernels keep.
+
+The online softmax over chunks of keys, for each chunk of queries: memory grows with the lengths, not with their
+product. 16-bit floats are accumulated in float32, float32 in float32, float64 in float64. `backward` and `tangent`
+start from the row's logsumexp, so that what they add up are plain sums: their own derivatives need no more memory.
+
+A row without a key to see has output 0, logsumexp -inf, and no gradient.
+
+Source: Dao 2023, "FlashAttention-2", arXiv:2307.08691; the merge is Milakov & Gimelshein's, arXiv:1805.02867.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import tiles
+from pallas_kernels.attention.operands import Operands, Rules, sum_to
+from pallas_kernels.attention.tiles import Arrays, Chunk, by_row, einsum, grouped, ungrouped
+from pallas_kernels.monoid import Stats, combine, decay, log_normalizer
+from pallas_kernels.reference import accumulator_dtype
+
+
+def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
+    """The output `[*batch, T, N, D]`, and the logsumexp of each row's logits, `[*batch, N, T]`."""
+    length = operands.query.shape[-3]
+
+    def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
+        def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
+            ops = _tile_operands(arrays, rows, cols)
+            z = tiles.logits(ops, rules, rows, cols).z
+            m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=-jnp.inf))
+            weights = decay(z, m)
+            o = einsum("...kgts,...skd->...kgtd", weights.astype(ops.value.dtype), ops.value, rules)
+            return (m, weights.sum(-1, keepdims=True), o), None
+
+        state, _ = tiles.over_keys(tile, arrays, tiles.SOFTMAX)
+        return None, _finish(state, operands)
+
+    _, (out, lse) = tiles.over_queries(rows_of, _arrays(operands), tiles.SUM)
+    return tiles.joined(out, -3, length), tiles.joined(lse, -1, length)
+
+
+def _finish(state: Any, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp from what the keys left; a sink is one more key, whose value is 0."""
+    sees_none = state[0] == -jnp.inf
+    if operands.sinks is not None:
+        sink = _sink_rows(operands)
+        state = combine(state, (sink, jnp.ones_like(sink), jnp.zeros_like(sink)))
+    m, total, o = state
+    total = jnp.where(sees_none, jnp.ones_like(total), total)
+    out = jnp.where(sees_none, jnp.zeros_like(o), o / total)
+    lse = jnp.where(sees_none, jnp.full_like(total, -jnp.inf), log_normalizer(Stats(m, total)))
+    lse = jnp.broadcast_to(lse, (*out.shape[:-1], 1))
+    return ungrouped(jnp.moveaxis(out, -2, -4), -3).astype(operands.query.dtype), ungrouped(lse[..., 0], -3)
+
+
+def backward(
+    operands: Operands,
+    rules: Rules,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+    *,
+    shapes: dict[str, tuple[int, ...]],
+) -> tuple[jax.Array, ...]:
+    """The gradients of the operands that `shapes` names, each summed to the shape given there."""
+    wide = accumulator_dtype(operands.query.dtype)
+    alive = lse != -jnp.inf
+    d_out = jnp.where(jnp.swapaxes(alive, -1, -2)[..., None], d_out, jnp.zeros((), d_out.dtype))
+    inner = jnp.swapaxes((out.astype(wide) * d_out.astype(wide)).sum(-1), -1, -2)
+    delta = jnp.where(alive, inner - d_lse.astype(wide), 0)
+    looped = tuple(name for name in shapes if name != "sinks")
+
+    def rows_of(arrays: Arrays, rows: Chunk) -> tuple[Any, Any]:
+        def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, Any]:
+            gradients = _tile_gradients(arrays, rules, rows, cols, {name: shapes[name] for name in looped})
+            return _parted(gradients, operands, tiles.KEY_AXIS)
+
+        added, stacked = tiles.over_keys(tile, arrays, tiles.SUM)
+        return _parted(added | stacked, operands, tiles.QUERY_AXIS)
+
+    sums: Arrays = {}
+    if looped:
+        arrays = _arrays(operands) | dict(lse=lse, d_out=d_out, delta=delta)
+        added, stacked = tiles.over_queries(rows_of, arrays, tiles.SUM)
+        sums = {name: _joined(name, x, operands) for name, x in (added | stacked).items()}
+    if "sinks" in shapes:
+        groups = operands.query.shape[-2] // operands.key.shape[-2]
+        by_rows = _sink_weights(operands, by_row(lse, groups)) * -by_row(delta, groups)
+        sums["sinks"] = sum_to(ungrouped(by_rows.sum((-1, -2)), -2), shapes["sinks"])
+    return tuple(sums[name].astype(getattr(operands, name).dtype) for name in shapes)
+
+
+def _tile_gradients(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, Any]) -> Arrays:
+    """A tile's contributions to the gradients, each with the leading extents and heads of its shape in `shapes`."""
+    ops = _tile_operands(arrays, rows, cols)
+    groups = ops.query.shape[-2]
+    lse, delta = by_row(arrays["lse"], groups), by_row(arrays["delta"], groups)
+    d_out = grouped(arrays["d_out"], groups, -2)
+    z, slope = tiles.logits(ops, rules, rows, cols)
+    p = decay(z, lse)
+    d_z = p * (einsum("...tkgd,...skd->...kgts", d_out, ops.value, rules) - delta)
+    d_scores = (d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)
+    narrow = ops.query.dtype
+    found: Arrays = {}
+    if "query" in shapes:
+        found["query"] = ungrouped(einsum("...kgts,...skh->...tkgh", d_scores.astype(narrow), ops.key, rules), -3)
+    if "key" in shapes:
+        found["key"] = einsum("...kgts,...tkgh->...skh", d_scores.astype(narrow), ops.query, rules)
+    if "value" in shapes:
+        found["value"] = einsum("...kgts,...tkgd->...skd", p.astype(narrow), d_out, rules)
+    if "bias" in shapes:
+        found["bias"] = ungrouped(d_z, -4)
+    return {name: _summed(x, shapes[name], name) for name, x in found.items()}
+
+
+def tangent(
+    operands: Operands, rules: Rules, out: jax.Array, lse: jax.Array, tangents: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of output and logsumexp for tangents of some operands, by their names."""
+    length = operands.query.shape[-3]
+    groups = operands.query.shape[-2] // operands.key.shape[-2]
+    moving = {f"d_{name}": t for name, t in tangents.items()}
+
+    def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
+        def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
+            return _tile_tangents(arrays, rules, rows, cols), None
+
+        (d_lse, d_sum), _ = tiles.over_keys(tile, arrays, tiles.SUM)
+        lse = by_row(arrays["lse"], groups)
+        out = jnp.moveaxis(grouped(arrays["out"].astype(d_sum.dtype), groups, -2), -4, -2)
+        if "sinks" in tangents:
+            d_sink = grouped(tangents["sinks"].astype(d_lse.dtype), groups, -1)[..., None, None]
+            d_lse = d_lse + _sink_weights(operands, lse) * d_sink
+        d_out = jnp.moveaxis(d_sum - out * d_lse, -2, -4)
+        shape = jnp.broadcast_shapes(d_lse.shape, (*d_sum.shape[:-1], 1))
+        return None, (ungrouped(d_out, -3), ungrouped(jnp.broadcast_to(d_lse, shape)[..., 0], -3))
+
+    arrays = _arrays(operands) | dict(out=out, lse=lse) | moving
+    _, (d_out, d_lse) = tiles.over_queries(rows_of, arrays, tiles.SUM)
+    return tiles.joined(d_out, -3, length).astype(out.dtype), tiles.joined(d_lse, -1, length).astype(lse.dtype)
+
+
+def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tuple[jax.Array, jax.Array]:
+    """`sum(p dz)` and `sum(p dz v + p dv)` over a tile's keys."""
+    ops = _tile_operands(arrays, rows, cols)
+    groups = ops.query.shape[-2]
+    z, slope = tiles.logits(ops, rules, rows, cols)
+    p = decay(z, by_row(arrays["lse"], groups))
+    moved = _moved(arrays, ops, rows, cols)
+    d_z = jnp.zeros_like(p)
+    if "query" in moved:
+        d_z = d_z + einsum("...tkgh,...skh->...kgts", moved["query"], ops.key, rules)
+    if "key" in moved:
+        d_z = d_z + einsum("...tkgh,...skh->...kgts", ops.query, moved["key"], rules)
+    d_z = (d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, p.dtype)
+    if "bias" in moved:
+        d_z = d_z + grouped(moved["bias"], groups, -3).astype(p.dtype)
+    weights = p * d_z
+    narrow = ops.value.dtype
+    d_sum = einsum("...kgts,...skd->...kgtd", weights.astype(narrow), ops.value, rules)
+    if "value" in moved:
+        d_sum = d_sum + einsum("...kgts,...skd->...kgtd", p.astype(narrow), moved["value"], rules)
+    return weights.sum(-1, keepdims=True), d_sum
+
+
+def weights(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
+    """The attention weights themselves, `[*batch, N, T, S]` in the dtype of accumulation."""
+    ops, rows, cols = _whole(operands)
+    z = tiles.logits(ops, rules, rows, cols).z
+    return ungrouped(decay(z, by_row(lse, ops.query.shape[-2])), -4)
+
+
+def weigh(weights: jax.Array, operands: Operands, rules: Rules) -> jax.Array:
+    """The values' sums by given weights, `[*batch, T, N, D]`."""
+    ops, _, _ = _whole(operands)
+    p = grouped(weights.astype(ops.value.dtype), ops.query.shape[-2], -3)
+    return ungrouped(einsum("...kgts,...skd->...tkgd", p, ops.value, rules), -3).astype(ops.value.dtype)
+
+
+def _whole(operands: Operands) -> tuple[Operands, Chunk, Chunk]:
+    """The operands of the one tile that is everything."""
+    rows, cols = (Chunk(0, n, n) for n in (operands.query.shape[-3], operands.key.shape[-3]))
+    return _tile_operands(_arrays(operands), rows, cols), rows, cols
+
+
+def _arrays(operands: Operands) -> Arrays:
+    return {name: getattr(operands, name) for name in operands.present if name != "sinks"}
+
+
+def _tile_operands(arrays: Arrays, rows: Chunk, cols: Chunk) -> Operands:
+    ops = Operands(**{name: x for name, x in arrays.items() if name in Operands._fields})
+    groups = ops.query.shape[-2] // ops.key.shape[-2]
+    return ops._replace(
+        query=grouped(tiles.without_padding(ops.query, ops.query_lengths, rows), groups, -2),
+        key=tiles.without_padding(ops.key, ops.key_lengths, cols),
+        value=tiles.without_padding(ops.value, ops.key_lengths, cols),
+    )
+
+
+def _moved(arrays: Arrays, ops: Operands, rows: Chunk, cols: Chunk) -> Arrays:
+    """A tile's tangents by operand; those of padding are 0, as whatever is there does not count."""
+    moved = {name.removeprefix("d_"): x for name, x in arrays.items() if name.startswith("d_")}
+    if "query" in moved:
+        moved["query"] = grouped(
+            tiles.without_padding(moved["query"], ops.query_lengths, rows), ops.query.shape[-2], -2
+        )
+    for name in {"key", "value"} & set(moved):
+        moved[name] = tiles.without_padding(moved[name], ops.key_lengths, cols)
+    return moved
+
+
+def _parted(gradients: Arrays, operands: Operands, axes: dict[str, int]) -> tuple[Arrays, Arrays]:
+    """Those that every chunk adds to, and those of which each has a piece."""
+    pieces = {name: x for name, x in gradients.items() if tiles.is_cut(name, getattr(operands, name), axes)}
+    return {name: x for name, x in gradients.items() if name not in pieces}, pieces
+
+
+def _joined(name: str, gradient: jax.Array, operands: Operands) -> jax.Array:
+    """A gradient from the pieces that the loops left: those of the queries in front of those of the keys."""
+    x = getattr(operands, name)
+    by_queries, by_keys = (tiles.is_cut(name, x, axes) for axes in (tiles.QUERY_AXIS, tiles.KEY_AXIS))
+    if by_keys:
+        axis = tiles.KEY_AXIS[name]
+        gradient = tiles.joined(jnp.moveaxis(gradient, int(by_queries), 0), axis, x.shape[axis])
+    if by_queries:
+        axis = tiles.QUERY_AXIS[name]
+        gradient = tiles.joined(gradient, axis, x.shape[axis])
+    return gradient
+
+
+def _summed(x: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
+    """`x` summed over what the operand is broadcast along; the axes of tiles keep the tile's extent."""
+    core = x.shape[-3:]
+    if name == "bias":
+        core = tuple(min(n, wanted) for n, wanted in zip(core, shape[-3:], strict=True))
+    return sum_to(x, (*shape[:-3], *core))
+
+
+def _sink_rows(operands: Operands) -> jax.Array:
+    wide = accumulator_dtype(operands.query.dtype)
+    groups = operands.query.shape[-2] // operands.key.shape[-2]
+    return grouped(operands.sinks.astype(wide), groups, -1)[..., None, None]
+
+
+def _sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
+    """The sinks' probabilities, `[*batch, K, G, T, 1]`; 0 in a row that sees no key."""
+    return jnp.where(lse == -jnp.inf, jnp.zeros((), lse.dtype), decay(_sink_rows(operands), lse))

@@ -1,0 +1,112 @@
+"""Which keys a block of query rows can see, and which block of threads works on which queries, in which order."""
+
+import functools
+import heapq
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention.problem import Attention
+
+Int = jax.Array | int
+
+
+def bounds(problem: Attention) -> tuple[int | None, int | None]:
+    """`(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound."""
+    before, after = problem.window
+    left = None if before is None else problem.window_offset - before
+    rights = [] if after is None else [problem.window_offset + after]
+    rights += [] if problem.causal_offset is None else [problem.causal_offset]
+    return left, min(rights, default=None)
+
+
+class Span(NamedTuple):
+    """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison of indices."""
+
+    first: Any
+    inner_first: Any
+    inner_end: Any
+    end: Any
+
+
+def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> Span:
+    """What queries `row ... row + rows` of `queries` see of `keys` keys: one tile at least, past the last query one."""
+    left, right = bounds(problem)
+    first, inner_first = 0, 0
+    inner_end, end = _div(keys, block_kv), _div(keys + block_kv - 1, block_kv)
+    if right is not None:
+        end = _min(end, _div(_max(row + rows + right, 0) + block_kv - 1, block_kv))
+        inner_end = _min(inner_end, _div(_max(row + right + 1, 0), block_kv))
+    if left is not None:
+        first = _min(_div(_max(row + left, 0), block_kv), _div(problem.key_length - 1, block_kv))
+        inner_first = _div(_max(row + rows - 1 + left, 0) + block_kv - 1, block_kv)
+    alive = _min(_max(queries - row, 0), 1) * -(-problem.key_length // block_kv)
+    return Span(first, inner_first, inner_end, _min(_max(end, first + 1), first + 1 + alive))
+
+
+def at_edge(problem: Attention, span: Span, tile: jax.Array) -> jax.Array | None:
+    """Whether some of the span's queries do not see all keys of the tile; None: that cannot be."""
+    left, right = bounds(problem)
+    after = None if right is None else tile >= span.inner_end
+    before = None if left is None else tile < span.inner_first
+    return before if after is None else after if before is None else before | after
+
+
+def _div(x: Int, y: int) -> Int:
+    return x // y if isinstance(x, int) else lax.div(x, jnp.int32(y))
+
+
+def _min(x: Int, y: Int) -> Int:
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
+
+
+def _max(x: Int, y: Int) -> Int:
+    return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
+
+
+@functools.lru_cache(maxsize=64)
+def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
+
+    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`. The longest of a section of heads
+    come first; a section are the heads whose keys and values fit in the cache together.
+    """
+    per_head = -(-problem.query_length // config.block_q)
+    group = problem.query_heads // problem.key_heads
+    head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    heads = problem.batch * problem.query_heads
+    section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
+    rows = [i * config.block_q for i in range(per_head)]
+    spans = [
+        span(problem, config.block_kv, row, config.block_q, problem.query_length, problem.key_length) for row in rows
+    ]
+    length = np.array([s.end - s.first for s in spans])
+    longest_first = np.argsort(-length, kind="stable")
+    sections = [
+        np.add.outer(longest_first, np.arange(start, min(start + section, heads)) * per_head).ravel()
+        for start in range(0, heads, section)
+    ]
+    tiles = np.concatenate(sections).astype(np.int32)
+    return tiles, length[tiles % per_head]
+
+
+@functools.lru_cache(maxsize=64)
+def deal(problem: Attention, config: ForwardConfig, blocks: int) -> np.ndarray:
+    """`[blocks, 1 + n]`: for each block of threads how many tiles of queries it takes, and which.
+
+    Each tile is dealt to the block that would be free first.
+    """
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    free = [(0.0, i) for i in range(blocks)]
+    for tile, length in zip(*(x.tolist() for x in order(problem, config)), strict=True):
+        time, i = free[0]
+        dealt[i].append(tile)
+        heapq.heapreplace(free, (time + length + 0.7, i))
+    table = np.zeros((blocks, 1 + max(map(len, dealt))), np.int32)
+    for row, mine in zip(table, dealt, strict=True):
+        row[: 1 + len(mine)] = [len(mine), *mine]
+    return table

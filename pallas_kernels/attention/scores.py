@@ -1,0 +1,87 @@
+"""From a tile's products Q K^T to logits: scale, cap, bias, and which keys a query sees."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import elementary
+from pallas_kernels.attention import gather, schedule
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.problem import Attention
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)
+
+
+class Place(NamedTuple):
+    """The head and the first row of some queries, and how many queries and keys there are."""
+
+    batch: jax.Array
+    head: jax.Array
+    row: jax.Array
+    queries: Any
+    keys: Any
+
+
+class Extras(NamedTuple):
+    """What a tile's logits need beyond the products; loaded while the products are computed."""
+
+    bias: jax.Array | None
+    mask: jax.Array | None
+    segments: tuple[jax.Array, jax.Array] | None
+
+
+def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int) -> Extras:
+    """The tile of `keys` keys from `key` on."""
+    corner = place.batch, place.head, place.row, key
+    bias = gather.load_tile(refs.bias, corner, keys) if problem.bias else None
+    mask = gather.load_tile(refs.mask, corner, keys) if problem.mask else None
+    segments = None
+    if problem.segments:
+        segments = tuple(gather.load_tile(x, corner, keys) for x in (refs.query_segments, refs.key_segments))
+    return Extras(bias, mask, segments)
+
+
+def folds_scale(problem: Attention) -> bool:
+    """Whether logits are the products times a positive number, so that the maximum is found before scaling."""
+    return problem.scale > 0 and problem.soft_cap is None and problem.bias is None
+
+
+def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: jax.Array, edge: Any) -> jax.Array:
+    """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
+
+    `edge`: whether indices need comparing; None: never.
+    """
+    if not folds_scale(problem):
+        x = x * problem.scale
+    if problem.soft_cap is not None:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11 of the cap.
+        x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + elementary.exp_16bit(x * (2 / problem.soft_cap)))
+    if extras.bias is not None:
+        x = x + extras.bias.astype(jnp.float32)
+    seen = []
+    if extras.mask is not None:
+        seen.append(extras.mask.astype(jnp.int32) != 0)
+    if extras.segments is not None:
+        seen.append(extras.segments[0] == extras.segments[1])
+    for condition in seen:
+        x = jnp.where(condition, x, -jnp.inf)
+    if edge is None:
+        return x
+    if edge is True:
+        return _in_bounds(problem, place, x, key)
+    return lax.cond(edge, lambda x: _in_bounds(problem, place, x, key), lambda x: x, x)
+
+
+def _in_bounds(problem: Attention, place: Place, x: jax.Array, key: jax.Array) -> jax.Array:
+    """`x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
+    left, right = schedule.bounds(problem)
+    if left is None and right is None and not problem.key_lengths and problem.key_length % x.shape[1] == 0:
+        return x
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
+    right = problem.key_length if right is None else right
+    high = jnp.minimum(row + (place.row - key + right), place.keys - 1 - key)
+    return gather.keep_columns(x, None if left is None else row + (place.row - key + left), high)

@@ -1,0 +1,79 @@
+"""The online softmax of a warpgroup's rows: how a tile of logits joins it, and what it comes to in the end."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import elementary, monoid
+from pallas_kernels.attention import scores
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.scores import ROW, WGMMA
+
+LOG2E = math.log2(math.e)
+PARTIAL_SUMS = 8  # columns over which a row's sum stays spread until its end: no shuffles on the way
+
+
+class State(NamedTuple):
+    """`sum` and `out` are relative to `max`, in powers of two. `max` may lie below the largest logit by some slack."""
+
+    max: jax.Array
+    sum: jax.Array
+    out: jax.Array
+
+
+def empty(value_dim: int) -> State:
+    """No keys seen."""
+    rows = WARPGROUP_ROWS
+    m = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROW)
+    zeros = (plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), WGMMA) for n in (PARTIAL_SUMS, value_dim))
+    return State(m, *zeros)
+
+
+def fold(problem: Attention, slack: int, state: State, x: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+    """The state with the maximum and sum of a tile's logits, their weights, and the decay that `out` still needs.
+
+    This is `monoid.combine`, but the weights are taken against the common maximum at once: no second factor.
+    """
+    factor = LOG2E * (problem.scale if scores.folds_scale(problem) else 1.0)
+    maximum = _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor
+    if slack:
+        maximum = jnp.where(maximum > state.max + float(slack), maximum, state.max)
+    else:
+        maximum = jnp.maximum(state.max, maximum)
+    decay = monoid.decay(state.max, maximum, exp=jnp.exp2)
+    weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
+    total = state.sum * by_row(decay, state.sum) + _fold_columns(jnp.add, weights, PARTIAL_SUMS)
+    return State(maximum, total, state.out), weights.astype(problem.dtype), decay
+
+
+def finish(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each row: whether it saw nothing (or is `hidden`), what `out` is to be multiplied by, and the logsumexp."""
+    m, total = state.max, state.sum.sum(axis=1)
+    unseen = m == -jnp.inf
+    factor = jnp.ones_like(m)
+    if sink is not None:
+        of_sink: Any = (jnp.full_like(m, sink * LOG2E), jnp.ones_like(m), jnp.zeros_like(m))
+        m, total, factor = monoid.combine((m, total, factor), of_sink, exp=jnp.exp2)
+    if hidden is not None:
+        unseen |= hidden
+    lse = jnp.where(unseen, jnp.full_like(m, -jnp.inf), m / LOG2E + elementary.log(total))
+    return unseen, factor / total, lse
+
+
+def by_row(x: jax.Array, like: jax.Array) -> jax.Array:
+    """One number a row, for all columns of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _fold_columns(operation: Callable[..., jax.Array], x: jax.Array, columns: int) -> jax.Array:
+    """A tree over groups of `columns` columns, where a reduction of Mosaic's is one long chain."""
+    parts = [x[:, start : start + columns] for start in range(0, x.shape[1], columns)]
+    while len(parts) > 1:
+        parts = [operation(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]

@@ -1,0 +1,217 @@
+"""Attention in tiles, in plain `jax.numpy`: who sees whom, a tile's logits, and the loops over chunks of a length.
+
+A tile is a chunk of queries against a chunk of keys. Query heads are grouped by the key head they read, so that keys
+and values are never repeated: logits are `[*batch, K, G, t, s]`, and what a row has besides, `[*batch, K, G, t, 1]`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.monoid import combine
+from pallas_kernels.reference import accumulator_dtype
+
+CHUNK = 512  # a tile's logits are a quarter of a million numbers for each head, whatever the lengths
+
+QUERY_AXIS = dict(query=-3, out=-3, bias=-2, mask=-2, query_segments=-1, lse=-1, delta=-1)
+KEY_AXIS = dict(key=-3, value=-3, bias=-1, mask=-1, key_segments=-1)
+
+
+class Logits(NamedTuple):
+    """A tile's logits, -inf where the key is not seen, and their derivative by the scaled product (None: 1)."""
+
+    z: jax.Array
+    slope: jax.Array | None
+
+
+class Chunk(NamedTuple):
+    """A chunk of a length: its first index, and the length."""
+
+    first: Any
+    size: int
+    length: int
+
+    def along(self, axis: int, rank: int) -> jax.Array:
+        """The indices, along one axis of an array of this rank."""
+        shape = [1] * rank
+        shape[axis] = self.size
+        return (self.first + jnp.arange(self.size, dtype=jnp.int32)).reshape(shape)
+
+
+def einsum(formula: str, a: jax.Array, b: jax.Array, rules: Rules) -> jax.Array:
+    """A product accumulated, and returned, in the dtype of accumulation."""
+    precision = rules.precision
+    if precision is None and a.dtype.itemsize >= 4:
+        precision = jax.lax.Precision.HIGHEST
+    wide = accumulator_dtype(a.dtype)
+    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=wide)
+
+
+def grouped(x: jax.Array, groups: int, axis: int) -> jax.Array:
+    """Splits the axis of query heads, counted from the end, in key heads and the query heads that read each."""
+    axis += x.ndim
+    heads = x.shape[axis]
+    split = (1, 1) if heads == 1 else (heads // groups, groups)
+    return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
+
+
+def ungrouped(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse: joins the axis and the one after it."""
+    axis += x.ndim
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def by_row(x: jax.Array, groups: int) -> jax.Array:
+    """`[*batch, N, t]` as `[*batch, K, G, t, 1]`."""
+    return grouped(x, groups, -2)[..., None]
+
+
+def without_padding(x: jax.Array, lengths: jax.Array | None, chunk: Chunk) -> jax.Array:
+    """`[*batch, t, heads, H]` with zeros beyond the lengths, where there may be anything, NaN too."""
+    if lengths is None:
+        return x
+    inside = chunk.along(-1, lengths.ndim + 1) < lengths[..., None]
+    return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
+
+
+def logits(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> Logits:
+    """The logits of a tile whose operands are `ops`, with the query grouped."""
+    wide = accumulator_dtype(ops.query.dtype)
+    groups = ops.query.shape[-2]
+    z = einsum("...tkgh,...skh->...kgts", ops.query, ops.key, rules) * jnp.asarray(rules.scale, wide)
+    slope = None
+    if rules.soft_cap is not None:
+        cap = jnp.asarray(rules.soft_cap, wide)
+        bent = jnp.tanh(z / cap)
+        z, slope = cap * bent, 1 - bent * bent
+    if ops.bias is not None:
+        z = z + grouped(ops.bias, groups, -3).astype(wide)
+    seen = visible(ops, rules, rows, cols, groups)
+    if seen is not None:
+        z = jnp.where(seen, z, jnp.asarray(-jnp.inf, wide))
+    return Logits(z, slope)
+
+
+def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) -> jax.Array | None:
+    """Which queries of a tile see which keys, `[*batch, K|1, G|1, t|1, s|1]`; None: all see all."""
+    rank = ops.query.ndim
+    i, j = rows.along(-2, rank), cols.along(-1, rank)
+    left, right = rules.window
+    conditions: list[jax.Array] = []
+    if rules.causal_offset is not None:
+        conditions.append(j <= i + rules.causal_offset)
+    if left is not None:
+        conditions.append(j >= i + (rules.window_offset - left))
+    if right is not None:
+        conditions.append(j <= i + (rules.window_offset + right))
+    for chunk, index in ((rows, i), (cols, j)):
+        if chunk.size != chunk.length:
+            conditions.append(index < chunk.length)
+    for lengths, index in ((ops.query_lengths, i), (ops.key_lengths, j)):
+        if lengths is not None:
+            conditions.append(index < lengths[..., None, None, None, None])
+    if ops.query_segments is not None:
+        same = ops.query_segments[..., :, None] == ops.key_segments[..., None, :]
+        conditions.append(same[..., None, None, :, :])
+    if ops.mask is not None:
+        conditions.append(grouped(ops.mask, groups, -3).astype(bool))
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+class Monoid(NamedTuple):
+    """How the states of chunks become one: a state that has seen nothing (of given shapes), and the merge of two."""
+
+    identity: Callable[[Any], Any]
+    merge: Callable[[Any, Any], Any]
+
+
+def _empty(shapes: Any) -> Any:
+    maximum, *sums = shapes
+    return (jnp.full(maximum.shape, -jnp.inf, maximum.dtype), *(jnp.zeros(x.shape, x.dtype) for x in sums))
+
+
+SOFTMAX = Monoid(_empty, combine)
+SUM = Monoid(
+    lambda shapes: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+    lambda a, b: jax.tree.map(jnp.add, a, b),
+)
+
+Arrays = dict[str, jax.Array]
+Tile = Callable[[Arrays, Chunk], tuple[Any, Any]]
+
+
+def over_queries(tile: Tile, arrays: Arrays, monoid: Monoid) -> tuple[Any, Any]:
+    """`tile(arrays, chunk)` for each chunk of queries: its states merged, and its other results stacked in front."""
+    return _over(tile, arrays, monoid, QUERY_AXIS, arrays["query"].shape[-3])
+
+
+def over_keys(tile: Tile, arrays: Arrays, monoid: Monoid) -> tuple[Any, Any]:
+    """`tile(arrays, chunk)` for each chunk of keys: its states merged, and its other results stacked in front."""
+    return _over(tile, arrays, monoid, KEY_AXIS, arrays["key"].shape[-3])
+
+
+def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], length: Any) -> tuple[Any, Any]:
+    if not isinstance(length, int) or length <= CHUNK:
+        state, out = tile(arrays, Chunk(0, length, length))
+        return state, jax.tree.map(lambda x: x[None], out)
+    count = -(-length // CHUNK)
+    cut = {name: axes[_kind(name)] for name, x in arrays.items() if is_cut(name, x, axes)}
+    pieces = {name: _pieces(arrays[name], axis, count) for name, axis in cut.items()}
+    whole = {name: x for name, x in arrays.items() if name not in cut}
+
+    # The derivative recomputes a tile from its operands, and states enter only the merge: of sums, nothing is kept.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def one(first: jax.Array, piece: Arrays) -> tuple[Any, Any]:
+        return tile(whole | piece, Chunk(first, CHUNK, length))
+
+    def step(state: Any, at: Any) -> tuple[Any, Any]:
+        new, out = one(*at)
+        return monoid.merge(state, new), out
+
+    firsts = jnp.arange(count, dtype=jnp.int32) * CHUNK
+    state, _ = jax.eval_shape(one, firsts[0], {name: x[0] for name, x in pieces.items()})
+    return jax.lax.scan(step, varying_like(monoid.identity(state), arrays), (firsts, pieces))
+
+
+def joined(stacked: jax.Array, axis: int, length: Any) -> jax.Array:
+    """Chunks stacked in front by a loop, as one array along `axis` (of a chunk, counted from the end)."""
+    if stacked.shape[0] == 1:
+        return stacked[0]
+    at = stacked.ndim - 1 + axis
+    x = jnp.moveaxis(stacked, 0, at)
+    x = x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=at)
+
+
+def is_cut(name: str, x: jax.Array, axes: dict[str, int]) -> bool:
+    """Whether an operand, or its gradient, comes in pieces along a length; else it belongs to every chunk."""
+    return _kind(name) in axes and x.shape[axes[_kind(name)]] != 1
+
+
+def _kind(name: str) -> str:
+    """The operand whose axes a tangent or cotangent shares."""
+    return name.removeprefix("d_")
+
+
+def _pieces(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """`[..., length, ...]` as `[count, ..., CHUNK, ...]`, zeros at the end."""
+    at = axis + x.ndim
+    short = count * CHUNK - x.shape[at]
+    if short:
+        x = jnp.pad(x, [(0, short if d == at else 0) for d in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:at], count, CHUNK, *x.shape[at + 1 :]), at, 0)
+
+
+def varying_like(tree: Any, like: Any) -> Any:
+    """Under `shard_map`'s checks a loop's carry must vary over the mesh axes that its body makes it vary over."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)

@@ -1,0 +1,372 @@
+"""`flash_attention`'s values: against the oracle over combinations of rules, and against `jax.nn`."""
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jaxsoftmax
+from pallas_kernels.attention import tiles
+from tests import attention_oracle
+
+Arguments = dict[str, Any]
+
+
+def inputs(
+    rng: np.random.Generator,
+    *,
+    batch: int = 2,
+    queries: int = 5,
+    keys: int = 7,
+    heads: int = 4,
+    shared: int = 2,
+    dim: int = 8,
+    value_dim: int = 8,
+    dtype: Any = np.float32,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    shapes = (batch, queries, heads, dim), (batch, keys, shared, dim), (batch, keys, shared, value_dim)
+    q, k, v = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], Arguments]:
+    """Operands and arguments: any combination of what may be asked for."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    batch, queries, keys = (draw(st.sampled_from(sizes)) for sizes in ((1, 2), (1, 3, 8), (1, 4, 8)))
+    shared, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2)]))
+    q, k, v = inputs(
+        rng,
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=shared * group,
+        shared=shared,
+        value_dim=draw(st.sampled_from([8, 4])),
+    )
+    full = (batch, shared * group, queries, keys)
+
+    def broadcast() -> tuple[int, ...]:
+        return tuple(n if draw(st.booleans()) else 1 for n in full)
+
+    arguments: Arguments = {}
+    if draw(st.booleans()):
+        arguments["bias"] = rng.normal(size=broadcast()).astype(np.float32)
+    if draw(st.booleans()):
+        kind = draw(st.sampled_from([np.bool_, np.int32, np.float32]))
+        arguments["mask"] = (rng.random(broadcast()) < 0.7).astype(kind)
+    if draw(st.booleans()):
+        arguments["is_causal"] = True
+    if draw(st.booleans()):
+        side = st.sampled_from([None, 0, 1, 3])
+        arguments["local_window_size"] = (draw(side), draw(side))
+    if draw(st.booleans()):
+        arguments["query_seq_lengths"] = rng.integers(0, queries + 1, batch)
+    if draw(st.booleans()):
+        arguments["key_value_seq_lengths"] = rng.integers(0, keys + 1, batch)
+    if not {"query_seq_lengths", "key_value_seq_lengths"} & set(arguments):
+        arguments["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
+    if draw(st.booleans()):
+        arguments["query_segment_ids"] = rng.integers(0, 2, (batch, queries))
+        arguments["key_value_segment_ids"] = rng.integers(0, 2, (batch, keys))
+    if draw(st.booleans()):
+        arguments["logits_soft_cap"] = 1.5
+    if draw(st.booleans()):
+        arguments["sinks"] = rng.normal(size=shared * group).astype(np.float32)
+    if draw(st.booleans()):
+        arguments["scale"] = draw(st.sampled_from([0.5, 1.0, -2.0]))
+    return (q, k, v), arguments
+
+
+@pytest.fixture(params=[512, 3], ids=["one tile", "many tiles"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The reference's chunks; short ones make short lengths take its loops."""
+    monkeypatch.setattr(tiles, "CHUNK", request.param)
+    jax.clear_caches()
+    return request.param
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls())
+def test_values_and_gradients(chunk: int, call: tuple[tuple[np.ndarray, ...], Arguments]) -> None:
+    operands, arguments = call
+    rng = np.random.default_rng(1)
+    floats = {name: arguments[name] for name in ("bias", "sinks") if name in arguments}
+    rest = {name: x for name, x in arguments.items() if name not in floats}
+    truth = attention_oracle.forward(*operands, **arguments)
+    d_out, d_lse = (rng.normal(size=x.shape).astype(np.float32) for x in (truth.out, truth.lse))
+    want = attention_oracle.gradients(*operands, d_out=d_out, d_lse=d_lse, **arguments)
+
+    @jax.jit
+    def both(operands: Any, floats: Any, d_out: jax.Array, d_lse: jax.Array) -> Any:
+        call = lambda ops, floats: jaxsoftmax.flash_attention(*ops, **floats, **rest, return_residual=True)
+        out, pull = jax.vjp(call, operands, floats)
+        return out, pull((d_out, d_lse))
+
+    (out, lse), (d_operands, d_floats) = both(operands, floats, d_out, np.swapaxes(d_lse, 1, 2))
+    np.testing.assert_allclose(out, truth.out, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(lse, np.swapaxes(truth.lse, 1, 2), rtol=2e-4, atol=2e-5)
+    got = dict(zip(("query", "key", "value"), d_operands, strict=True)) | d_floats
+    assert set(got) == set(want)
+    for name, gradient in got.items():
+        np.testing.assert_allclose(gradient, want[name], rtol=5e-4, atol=5e-5, err_msg=name)
+
+
+def nn(*operands: Any, **arguments: Any) -> Any:
+    return jax.nn.dot_product_attention(*operands, **arguments, implementation="xla")
+
+
+LIKE_JAX_NN: dict[str, Arguments] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "window": {"local_window_size": 2},
+    "left window": {"local_window_size": (2, 0), "is_causal": True},
+    "lengths": {"query_seq_lengths": np.int32([5, 3]), "key_value_seq_lengths": np.int32([7, 2])},
+    "mask": {"mask": np.random.default_rng(1).random((2, 1, 5, 7)) < 0.9},
+    "mask by head": {"mask": np.random.default_rng(1).random((1, 4, 5, 7)) < 0.9},
+    "bias": {"bias": np.random.default_rng(2).normal(size=(4, 5, 7)).astype(np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", LIKE_JAX_NN)
+def test_like_jax_nn(name: str) -> None:
+    arguments = LIKE_JAX_NN[name]
+    operands = inputs(np.random.default_rng(0))
+
+    def everything(function: Any) -> Any:
+        call = lambda *a: function(*a, **arguments, return_residual=True)
+        out, pull, _ = jax.vjp(lambda *a: call(*a), *operands, has_aux=True)
+        _, lse = call(*operands)
+        sees = lse > -1e30
+        return out, jnp.where(sees, lse, 0.0), pull(jnp.where(sees[..., None], jnp.cos(out), 0.0))
+
+    ours, theirs = (jax.jit(everything, static_argnums=0)(f) for f in (jaxsoftmax.flash_attention, nn))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+
+
+def test_without_a_batch_and_with_several() -> None:
+    q, k, v = inputs(np.random.default_rng(0), batch=6)
+    lengths = np.array([7, 2, 3, 1, 5, 6])
+    mask = np.random.default_rng(1).random((6, 1, 5, 7)) < 0.8
+    rules = {"is_causal": True, "causal_alignment": "top_left", "return_residual": True}
+    want, want_lse = jaxsoftmax.flash_attention(q, k, v, None, mask, key_value_seq_lengths=lengths, **rules)
+    shaped = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v, mask)]
+    out, lse = jaxsoftmax.flash_attention(
+        *shaped[:3], None, shaped[3], key_value_seq_lengths=lengths.reshape(2, 3), **rules
+    )
+    np.testing.assert_allclose(out.reshape(want.shape), want, rtol=1e-6)
+    np.testing.assert_allclose(lse.reshape(want_lse.shape), want_lse, rtol=1e-6)
+    for length in (lengths[2], lengths[2:3]):
+        out, lse = jaxsoftmax.flash_attention(q[2], k[2], v[2], None, mask[2], key_value_seq_lengths=length, **rules)
+        assert (out.shape, lse.shape) == ((5, 4, 8), (5, 4))
+        np.testing.assert_allclose(out, want[2], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_see_nothing() -> None:
+    q, k, v = inputs(np.random.default_rng(0))
+    mask = np.ones((2, 1, 5, 7), bool)
+    mask[1, 0, 2] = False
+    for arguments in ({"mask": mask}, {"bias": np.where(mask, 0, -np.inf).astype(np.float32)}):
+        for extra in ({}, {"sinks": np.float32([1, 2, 3, 4])}):
+            call = lambda *a, arguments=arguments, extra=extra: jaxsoftmax.flash_attention(
+                *a, **arguments, **extra, return_residual=True
+            )
+            (out, lse), pull = jax.vjp(call, q, k, v)
+            assert (np.asarray(out[1, 2]) == 0).all()
+            assert (np.asarray(lse[1, 2]) == -np.inf).all()
+            only = jnp.zeros_like(out).at[1, 2].set(jnp.nan), jnp.zeros_like(lse).at[1, 2].set(jnp.nan)
+            for gradient in pull(only):
+                np.testing.assert_array_equal(gradient, 0)
+            tangents = jax.jvp(call, (q, k, v), (q, k, v))[1]
+            assert all(np.isfinite(t).all() for t in tangents)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_nan_in_padding_does_not_leak(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    if many:
+        monkeypatch.setattr(tiles, "CHUNK", 3)
+    jax.clear_caches()
+    q, k, v = inputs(np.random.default_rng(0))
+    lengths = {"query_seq_lengths": np.int32([3, 5]), "key_value_seq_lengths": np.int32([4, 6])}
+    spoilt = [x.copy() for x in (q, k, v)]
+    for x, ends in zip(spoilt, (lengths["query_seq_lengths"], *[lengths["key_value_seq_lengths"]] * 2), strict=True):
+        for b, end in enumerate(ends):
+            x[b, end:] = np.nan
+    call = lambda *a: jaxsoftmax.flash_attention(*a, **lengths, return_residual=True)
+    weight = jnp.where(jnp.arange(5)[None, :] < lengths["query_seq_lengths"][:, None], 1.0, jnp.nan)
+
+    @jax.jit
+    def everything(*operands: jax.Array) -> Any:
+        (out, lse), pull = jax.vjp(call, *operands)
+        tangents = jax.jvp(call, operands, operands)[1]
+        gradients = pull((jnp.cos(out) * weight[..., None, None], jnp.ones_like(lse)))
+        seconds = jax.jvp(lambda *a: jax.vjp(call, *a)[1]((jnp.ones_like(out), jnp.ones_like(lse))), operands, operands)
+        return out, jnp.where(lse == -jnp.inf, 0.0, lse), tangents, gradients, seconds
+
+    got = everything(*spoilt)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got[0], everything(q, k, v)[0])
+    for gradient, ends in zip(
+        got[3], (lengths["query_seq_lengths"], *[lengths["key_value_seq_lengths"]] * 2), strict=True
+    ):
+        assert all((np.asarray(gradient[b, end:]) == 0).all() for b, end in enumerate(ends))
+
+
+def dense(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> jax.Array:
+    """The whole matrix of weights at once, rounded to the dtype before it meets the values, as XLA's users write it."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, 2) for x in (k, v))
+    precision = "highest" if q.dtype == jnp.float32 else None
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    z = product("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    seen = jnp.tri(*z.shape[-2:], dtype=bool) | (not is_causal)
+    p = jax.nn.softmax(jnp.where(seen, z, -jnp.inf)).astype(v.dtype)
+    return product("bnts,bsnd->btnd", p, v).astype(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+def test_accuracy(dtype: str, size: float) -> None:
+    """FlashAttention's rule: at most twice the error of the whole matrix computed in the same dtype.
+
+    A gradient is a difference, which the whole matrix may find to be exactly 0 and `out * d_out` does not; and weights
+    come from the logsumexp, whose rounding is worth `eps * |lse|` of a weight. What the gradients' terms lose by that
+    in the dtype of accumulation is allowed for.
+    """
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(x, dtype) for x in inputs(rng, queries=130, keys=700, dim=32, value_dim=32)]
+    operands[0] = (operands[0].astype(jnp.float32) * size).astype(dtype)
+    rules = {"is_causal": True}
+    d_out = jnp.asarray(rng.normal(size=(2, 130, 4, 32)), dtype)
+    truth = attention_oracle.forward(*operands, **rules)
+    want = {"out": truth.out} | attention_oracle.gradients(*operands, d_out=d_out, **rules)
+    terms = attention_oracle.gradient_terms(*operands, d_out=d_out, **rules)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def everything(function: Any, *operands: jax.Array) -> list[jax.Array]:
+        out, pull = jax.vjp(lambda *a: function(*a, **rules), *operands)
+        return [out, *pull(d_out)]
+
+    ours, theirs = (everything(f, *operands) for f in (jaxsoftmax.flash_attention, dense))
+    for name, got, reference in zip(want, ours, theirs, strict=True):
+        assert got.dtype == dtype
+        error, allowed = (np.abs(np.asarray(x, np.float64) - want[name]).max() for x in (got, reference))
+        narrow, wide = (float(jnp.finfo(kind).eps) for kind in (dtype, jnp.float32))
+        lost = 0.0 if name == "out" else (4 + np.abs(truth.lse).max()) * wide * terms[name].max()
+        assert error <= 2 * allowed + narrow * np.abs(want[name]).max() + lost, name
+
+
+def test_residuals_are_wide() -> None:
+    for dtype, wide in (("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")):
+        x = jnp.ones((2, 3, 2, 8), dtype)
+        out, lse = jaxsoftmax.flash_attention(x, x, x, return_residual=True)
+        assert (out.dtype, lse.dtype) == (dtype, wide)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        operands = inputs(np.random.default_rng(0), dtype=np.float64)
+        truth = attention_oracle.forward(*operands, is_causal=True)
+        call = jax.jit(lambda *a: jaxsoftmax.flash_attention(*a, is_causal=True, return_residual=True))
+        out, lse = call(*operands)
+        assert out.dtype == lse.dtype == jnp.float64
+        np.testing.assert_allclose(out, truth.out, rtol=1e-12, atol=1e-14)
+    out = jax.jit(lambda: _in_x64(operands))()
+    np.testing.assert_allclose(out, truth.out, rtol=1e-12, atol=1e-14)
+
+
+def _in_x64(operands: Any) -> jax.Array:
+    with jax.enable_x64(True):
+        return jaxsoftmax.flash_attention(*(jnp.asarray(x) for x in operands), is_causal=True)
+
+
+def test_scale_as_an_array() -> None:
+    operands = inputs(np.random.default_rng(0))
+    scales = np.float32([0.1, 0.2, 0.3, 0.4])[:, None]
+    call = lambda scale: jaxsoftmax.flash_attention(*operands, scale=scale)
+    out, tangent = jax.jvp(call, (scales,), (np.ones_like(scales),))
+    for n, scale in enumerate(scales[:, 0]):
+        np.testing.assert_allclose(out[:, :, n], call(float(scale))[:, :, n], rtol=1e-5, atol=1e-6)
+    step = (call(scales + 1e-2) - call(scales - 1e-2)) / 2e-2
+    np.testing.assert_allclose(tangent, step, rtol=2e-2, atol=2e-3)
+    np.testing.assert_allclose(jax.jit(call)(0.3), call(0.3), rtol=1e-5, atol=1e-6)
+
+
+def test_segments_pack_sequences() -> None:
+    """Documents in one row give what each gives alone."""
+    q, k, v = inputs(np.random.default_rng(0), batch=1, queries=9, keys=9)
+    ids = np.array([[3, 3, 3, 3, 1, 1, 1, 2, 2]])
+    packed = jaxsoftmax.flash_attention(q, k, v, is_causal=True, query_segment_ids=ids)
+    for segment in (1, 2, 3):
+        at = ids[0] == segment
+        alone = jaxsoftmax.flash_attention(q[:, at], k[:, at], v[:, at], is_causal=True)
+        np.testing.assert_allclose(packed[:, at], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_decoding_at_the_bottom_right() -> None:
+    """New queries against a cache of keys see what they would have seen in the whole sequence."""
+    q, k, v = inputs(np.random.default_rng(0), queries=7)
+    whole = jaxsoftmax.flash_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+    for new in (1, 3):
+        late = jaxsoftmax.flash_attention(
+            q[:, -new:], k, v, is_causal=True, local_window_size=(3, 0), causal_alignment="bottom_right"
+        )
+        np.testing.assert_allclose(late, whole[:, -new:], rtol=1e-5, atol=1e-6)
+
+
+def test_empty_shapes() -> None:
+    for batch, queries, keys in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        q, k, v = inputs(np.random.default_rng(0), batch=batch, queries=queries, keys=keys)
+        (out, lse), pull = jax.vjp(lambda *a: jaxsoftmax.flash_attention(*a, return_residual=True), q, k, v)
+        assert (out.shape, lse.shape) == ((batch, queries, 4, 8), (batch, queries, 4))
+        assert (np.asarray(out) == 0).all()
+        assert (np.asarray(lse) == -np.inf).all()
+        assert all((np.asarray(x) == 0).all() for x in pull((out, lse)))
+
+
+def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(np.random.default_rng(0))
+    text = lambda *a, **kw: str(jax.jit(lambda *x: jaxsoftmax.flash_attention(*x, **kw)).lower(*a).as_text())
+    assert set(re.findall(r"precision = \[(\w+), \w+\]", text(q, k, v))) == {"HIGHEST"}
+    assert "HIGHEST" not in text(q, k, v, precision="default")
+    with jax.default_matmul_precision("default"):
+        assert "HIGHEST" not in text(q, k, v)
+    assert "HIGHEST" not in text(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)))
+
+
+def test_the_signature_is_jax_nns_and_more() -> None:
+    ours = inspect.signature(jaxsoftmax.flash_attention).parameters
+    for name, theirs in inspect.signature(jax.nn.dot_product_attention).parameters.items():
+        assert ours[name].default == theirs.default
+        assert ours[name].kind == theirs.kind
+
+
+@pytest.mark.parametrize("order", ["forward", "grad", "jvp", "hvp", "grad of grad"])
+def test_memory_grows_with_the_length(order: str) -> None:
+    """Four times the length takes four times the memory, where a matrix of weights would take sixteen times."""
+    call = lambda q, k, v: jaxsoftmax.flash_attention(q, k, v, is_causal=True, return_residual=True)
+    loss = lambda *a: sum(jnp.sin(x).sum() for x in call(*a))
+    gradient = jax.grad(loss, (0, 1, 2))
+    functions = {
+        "forward": call,
+        "grad": gradient,
+        "jvp": lambda *a: jax.jvp(call, a, a)[1],
+        "hvp": lambda *a: jax.jvp(gradient, a, a)[1],
+        "grad of grad": jax.grad(lambda *a: sum((x * x).sum() for x in gradient(*a)), (0, 1, 2)),
+    }
+
+    def temporary(length: int) -> int:
+        x = jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)
+        return jax.jit(functions[order]).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(4096), temporary(16384)
+    assert long < 4.5 * short
+    assert long < 16384**2 * 4 / 16

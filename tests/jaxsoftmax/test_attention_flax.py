@@ -1,0 +1,114 @@
+"""Flax's multi-head attention, nnx and linen, with `flash_attention` in place of its own function."""
+
+import functools
+import inspect
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxsoftmax
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(2, 6, 16)), jnp.float32)
+MASKS = {
+    "none": None,
+    "causal float": nn.make_causal_mask(X[..., 0]),
+    "padding bool": jnp.asarray([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], bool)[:, None, None, :],
+    "combined": nn.combine_masks(
+        nn.make_causal_mask(X[..., 0]), nn.make_attention_mask(X[..., 0] > -9, X[..., 1] > -0.9)
+    ),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def close(ours: Any, theirs: Any, tol: float = 2e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=10 * tol, atol=tol), ours, theirs)
+
+
+def nnx_pair(**arguments: Any) -> list[nnx.MultiHeadAttention]:
+    """The same layer twice, with our function and with Flax's."""
+    functions = ({"attention_fn": jaxsoftmax.flash_attention}, {})
+    return [
+        nnx.MultiHeadAttention(
+            num_heads=4, in_features=16, qkv_features=32, rngs=nnx.Rngs(0), **{"decode": False} | arguments | f
+        )
+        for f in functions
+    ]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("arguments", [{}, {"num_kv_heads": 2}, {"dtype": jnp.bfloat16}], ids=["", "GQA", "bf16"])
+def test_nnx(mask: str, arguments: dict[str, Any]) -> None:
+    ours, theirs = nnx_pair(**arguments)
+
+    @nnx.jit
+    def both(layer: nnx.MultiHeadAttention, x: jax.Array) -> Any:
+        return nnx.value_and_grad(lambda layer, x: jnp.sin(layer(x, mask=MASKS[mask])).sum(), argnums=(0, 1))(layer, x)
+
+    close(both(ours, X), both(theirs, X), 0.1 if arguments.get("dtype") else 2e-5)
+
+
+def test_nnx_causal_and_decoding() -> None:
+    ours, theirs = nnx_pair()
+    close(ours(X, is_causal=True), theirs(X, is_causal=True))
+    ours, theirs = nnx_pair(decode=True)
+    for layer in (ours, theirs):
+        layer.init_cache(X.shape)
+    for i in range(3):
+        close(ours(X[:, i : i + 1]), theirs(X[:, i : i + 1]))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_nnx_dropout_and_sowing(broadcast: bool) -> None:
+    ours, theirs = nnx_pair(dropout_rate=0.4, broadcast_dropout=broadcast)
+    call = lambda layer: layer(X, deterministic=False, rngs=nnx.Rngs(7), sow_weights=True)
+    close(call(ours), call(theirs))
+    close(*(nnx.state(layer, nnx.Intermediate) for layer in (ours, theirs)))
+    assert not np.allclose(call(ours), ours(X, deterministic=True))
+    close(ours(X, deterministic=True), theirs(X, deterministic=True))
+    gradients = [nnx.grad(lambda layer: jnp.sin(call(layer)).sum())(layer) for layer in (ours, theirs)]
+    close(*gradients)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=str)
+def test_linen(mask: str, dtype: Any) -> None:
+    build = functools.partial(nn.MultiHeadDotProductAttention, num_heads=4, dtype=dtype, force_fp32_for_softmax=True)
+    ours, theirs = build(attention_fn=jaxsoftmax.flash_attention), build()
+    variables = theirs.init(jax.random.key(0), X)
+
+    def both(layer: nn.Module) -> Any:
+        return jax.jit(jax.value_and_grad(lambda v: jnp.sin(layer.apply(v, X, mask=MASKS[mask])).sum()))(variables)
+
+    close(both(ours), both(theirs), 0.1 if dtype else 2e-5)
+    assert mask == "none" or not np.allclose(ours.apply(variables, X, mask=MASKS[mask]), ours.apply(variables, X))
+
+
+def test_linen_dropout_sowing_and_remat() -> None:
+    build = functools.partial(nn.MultiHeadDotProductAttention, num_heads=4, dropout_rate=0.4, deterministic=False)
+    ours, theirs = build(attention_fn=jaxsoftmax.flash_attention), build()
+    variables = theirs.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    rngs = {"dropout": jax.random.key(3)}
+    apply = lambda layer: layer.apply(variables, X, sow_weights=True, rngs=rngs, mutable=["intermediates"])
+    close(apply(ours), apply(theirs))
+    rematted = nn.remat(nn.MultiHeadDotProductAttention)(num_heads=4, attention_fn=jaxsoftmax.flash_attention)
+    plain = nn.MultiHeadDotProductAttention(num_heads=4)
+    variables = plain.init(jax.random.key(0), X)
+    gradients = [jax.grad(lambda v, layer=layer: layer.apply(v, X).sum())(variables) for layer in (rematted, plain)]
+    close(*gradients)
+
+
+def test_everything_that_flax_passes_is_named() -> None:
+    """Linen passes on only what the signature names: a parameter that is not there would be lost without a word."""
+    ours = set(inspect.signature(jaxsoftmax.flash_attention).parameters)
+    linen = set(inspect.signature(nn.dot_product_attention).parameters) - {"einsum_dot_general"}
+    plain = set(inspect.signature(nnx.dot_product_attention).parameters) - {"promote_dtype"}
+    assert linen | plain | {"input_positions"} <= ours
+    kinds = {p.kind for p in inspect.signature(jaxsoftmax.flash_attention).parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds

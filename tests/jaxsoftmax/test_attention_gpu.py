@@ -1,0 +1,89 @@
+"""`flash_attention` over the real kernels, on a Hopper GPU: against the oracle, as close as XLA's own program is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from tests import attention_oracle
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = {"query_seq_lengths": np.int32([200, 77]), "key_value_seq_lengths": np.int32([130, 239])}
+IDS = np.sort(np.random.default_rng(9).integers(0, 4, (2, 239)))
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "bottom right window": {"is_causal": True, "local_window_size": (50, 0), "causal_alignment": "bottom_right"},
+    "lengths": LENGTHS,
+    "segments": {"is_causal": True, "query_segment_ids": IDS, "key_value_segment_ids": IDS},
+    "mask": {"mask": np.random.default_rng(8).random((2, 1, 239, 239)) < 0.5},
+    "bias": {"bias": np.random.default_rng(7).normal(size=(1, 8, 239, 239)).astype(np.float32)},
+    "sinks and cap": {"sinks": np.linspace(-1, 2, 8).astype(np.float32), "logits_soft_cap": 5.0},
+}
+
+
+def operands(dim: int, value_dim: int, dtype: Any) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.normal(size=(2, 239, heads, width)), dtype)
+        for heads, width in ((8, dim), (2, dim), (2, value_dim), (8, value_dim))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dim, value_dim", [(64, 64), (128, 128), (100, 60), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients(name: str, dim: int, value_dim: int, dtype: Any) -> None:
+    *qkv, d_out = operands(dim, value_dim, dtype)
+    arguments = CALLS[name]
+    floats = {key: jnp.asarray(x) for key, x in arguments.items() if key in ("bias", "sinks")}
+    rest = {key: x for key, x in arguments.items() if key not in floats}
+    truth = attention_oracle.forward(*qkv, **arguments)
+    want = {"out": truth.out, "lse": np.swapaxes(truth.lse, 1, 2)}
+    want |= attention_oracle.gradients(*qkv, d_out=d_out, d_lse=np.ones_like(truth.lse), **arguments)
+
+    def everything(implementation: str | None) -> dict[str, jax.Array]:
+        call = lambda qkv, floats: jaxsoftmax.flash_attention(
+            *qkv, **floats, **rest, return_residual=True, implementation=implementation
+        )
+        (out, lse), pull = jax.vjp(call, qkv, floats)
+        gradients, others = pull((d_out, jnp.ones_like(lse)))
+        return {"out": out, "lse": lse} | dict(zip(("query", "key", "value"), gradients, strict=True)) | others
+
+    ours, theirs = (jax.jit(everything, static_argnums=0)(kind) for kind in (None, "xla"))
+    for part, exact in want.items():
+        seen = np.isfinite(exact)
+        np.testing.assert_array_equal(np.isfinite(np.asarray(ours[part], np.float64)), seen)
+        error, allowed = (np.abs(np.asarray(x[part], np.float64) - exact)[seen].max() for x in (ours, theirs))
+        assert error <= 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact[seen]).max(), part
+
+
+def test_the_kernels_run() -> None:
+    *qkv, _ = operands(128, 128, jnp.bfloat16)
+    for op in ("forward", "vjp"):
+        assert jaxsoftmax.explain_attention(*qkv, is_causal=True, op=op).implementation == "mosaic_gpu"
+    text = jax.jit(lambda *a: jaxsoftmax.flash_attention(*a, implementation="mosaic_gpu")).lower(*qkv).as_text()
+    assert "mosaic_gpu" in text
+
+
+def test_transformations() -> None:
+    *qkv, d_out = operands(64, 64, jnp.bfloat16)
+    q, k, v = qkv
+    qs = jnp.stack([q, -q, 2 * q])
+    call = lambda q: jaxsoftmax.flash_attention(q, k, v, is_causal=True)
+    mapped = jax.jit(jax.vmap(call))(qs)
+    for got, x in zip(mapped, qs, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(call(x), np.float32), atol=2e-2)
+    loss = lambda q: (call(q).astype(jnp.float32) * d_out.astype(jnp.float32)).sum()
+    gradient, product = jax.jit(lambda q: jax.jvp(jax.grad(loss), (q,), (q,)))(q)
+    xla = lambda q: (
+        jaxsoftmax.flash_attention(q, k, v, is_causal=True, implementation="xla").astype(jnp.float32)
+        * d_out.astype(jnp.float32)
+    ).sum()
+    for got, want in zip((gradient, product), jax.jit(lambda q: jax.jvp(jax.grad(xla), (q,), (q,)))(q), strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())

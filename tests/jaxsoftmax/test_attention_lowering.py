@@ -1,0 +1,251 @@
+"""From attention primitive to program: which platform gets what, how calls fold, export, explain, custom_vjp."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jaxsoftmax
+from jaxsoftmax import _attention_fold
+from pallas_kernels.attention import vjp
+from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.attention.problem import Op
+from pallas_kernels.hardware import H200
+
+RNG = np.random.default_rng(0)
+Q, K, V = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)))
+SINKS, BIAS = jnp.arange(4.0), jnp.asarray(RNG.normal(size=(1, 4, 5, 7)), jnp.float32)
+A100 = dataclasses.replace(H200, name="NVIDIA A100", compute_capability="8.0")
+HALF = [jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+
+
+def call(*operands: Any) -> jax.Array:
+    return jaxsoftmax.flash_attention(*operands, is_causal=True)
+
+
+def gradient(*operands: Any) -> Any:
+    return jax.grad(lambda *a: jnp.sin(call(*a).astype(jnp.float32)).sum(), (0, 1, 2))(*operands)
+
+
+def lower(function: Any, *operands: Any, platforms: tuple[str, ...]) -> str:
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize("function, kernels", [(call, 1), (gradient, 2)])
+def test_kernels_are_in_the_cuda_program_when_explain_says_so(function: Any, kernels: int) -> None:
+    promised = [
+        jaxsoftmax.explain_attention(*HALF, is_causal=True, op=op).kernel for op in ("forward", "vjp")[:kernels]
+    ]
+    count = lower(function, *HALF, platforms=("cuda",)).count("@mosaic_gpu")
+    assert bool(count) == any(promised)
+    assert "mosaic_gpu" not in lower(function, *HALF, platforms=("cpu",))
+    assert "mosaic_gpu" not in lower(function, Q, K, V, platforms=("cuda",))
+
+
+def test_the_platform_is_chosen_at_lowering(attention_stand_ins: Any) -> None:
+    traced = jax.jit(call).trace(Q, K, V)
+    assert not attention_stand_ins.problems
+    for platform, kernels in (("tpu", False), ("rocm", False), ("cuda", True)):
+        attention_stand_ins.problems.clear()
+        traced.lower(lowering_platforms=(platform,))
+        assert bool(attention_stand_ins.problems) == kernels
+
+
+def test_equal_kernels_in_a_program_are_one_function(attention_stand_ins: Any) -> None:
+    text = lower(lambda q: [call(q + i, K, V) for i in range(4)], Q, platforms=("cpu",))
+    assert text.count("func.func private @_launch") == 1
+    assert text.count("call @_launch") == 4
+
+
+def test_what_a_kernel_is_told(attention_stand_ins: Any) -> None:
+    jaxsoftmax.flash_attention(
+        Q, K, V, BIAS, is_causal=True, causal_alignment="bottom_right", local_window_size=(3, None), scale=0.5,
+        logits_soft_cap=2.0, sinks=SINKS, query_segment_ids=np.zeros((2, 5), int),
+        key_value_segment_ids=np.zeros((2, 7), int),
+    )  # fmt: skip
+    (problem,) = {*attention_stand_ins.problems}
+    assert (problem.op, problem.batch, problem.query_heads, problem.key_heads) == (Op.FORWARD, 2, 4, 2)
+    assert (problem.scale, problem.soft_cap, problem.causal_offset) == (0.5, 2.0, 2)
+    assert (problem.window, problem.window_offset) == ((3, None), 2)
+    assert (problem.bias, problem.bias_dtype, problem.mask) == ((1, 4, 5, 7), jnp.float32, None)
+    assert (problem.segments, problem.sinks, problem.query_lengths, problem.key_lengths) == (True, True, False, False)
+
+
+def test_only_the_gradients_asked_for(attention_stand_ins: Any) -> None:
+    loss = lambda q, bias: jaxsoftmax.flash_attention(q, K, V, bias).sum()
+    for wrt, wanted in ((0, False), (1, True)):
+        attention_stand_ins.problems.clear()
+        jax.jit(jax.grad(loss, wrt))(Q, BIAS)
+        assert {p.bias_gradient for p in attention_stand_ins.ran(Op.BACKWARD)} == {wanted}
+
+
+def test_the_backward_may_decline_alone(attention_stand_ins: Any) -> None:
+    attention_stand_ins.accepts = lambda problem: problem.op is Op.FORWARD
+    got = jax.jit(gradient)(Q, K, V)
+    assert attention_stand_ins.ran(Op.FORWARD)
+    attention_stand_ins.accepts = lambda _: False
+    jax.clear_caches()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, jax.jit(gradient)(Q, K, V))
+
+
+@pytest.mark.parametrize("dim, value_dim", [(8, 8), (5, 8), (3, 13), (20, 4)])
+def test_heads_of_any_width(attention_stand_ins: Any, dim: int, value_dim: int) -> None:
+    q, k, v = (
+        jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((2, 5, 4, dim), (2, 7, 2, dim), (2, 7, 2, value_dim))
+    )
+    got = call(q, k, v), gradient(q, k, v)
+    assert {(p.head_dim % 8, p.value_dim % 8) for p in attention_stand_ins.problems} == {(0, 0)}
+    attention_stand_ins.accepts = lambda _: False
+    jax.clear_caches()
+    want = call(q, k, v), gradient(q, k, v)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(
+    "leads, batch, heads",
+    [
+        (dict(query=(), key=(), value=()), 1, 4),
+        (dict(query=(2,), key=(2,), value=(2,)), 2, 4),
+        (dict(query=(3, 2), key=(1, 2), value=(1, 2)), 2, 12),
+        (dict(query=(2, 3), key=(2, 1), value=(2, 1)), 2, 12),
+        (dict(query=(3, 2), key=(3, 2), value=(1, 2)), 6, 4),
+        (dict(query=(1, 2), key=(3, 2), value=(3, 2)), 6, 4),
+        (dict(query=(3, 2), key=(1, 2), value=(1, 2), key_lengths=(3, 1)), 6, 4),
+        (dict(query=(3, 2), key=(1, 1), value=(1, 1)), 1, 24),
+    ],
+)
+def test_folds(leads: dict[str, tuple[int, ...]], batch: int, heads: int) -> None:
+    core = dict(query=(5, 4, 8), key=(7, 2, 8), value=(7, 2, 6), key_lengths=(), out=(5, 4, 6), lse=(4, 5))
+    fold = _attention_fold.fold({name: (*lead, *core[name]) for name, lead in leads.items()})
+    assert fold.kernel_shape("query", (*leads["query"], 5, 4, 8)) == (batch, 5, heads, 8)
+    assert fold.kernel_shape("key", (*leads["key"], 7, 2, 8)) == (batch, 7, 2, 8)
+    for kind in ("query", "out", "lse"):
+        shape = (*fold.full, *core[kind])
+        x = jnp.arange(float(np.prod(shape))).reshape(shape)
+        np.testing.assert_array_equal(fold.from_kernel(kind, fold.to_kernel(kind, x)), x)
+
+
+def test_copies_are_said() -> None:
+    shapes = dict(query=(3, 2, 16, 4, 64), key=(3, 2, 16, 2, 64), value=(1, 2, 16, 2, 60), mask=(1, 2, 1, 16, 16))
+    dtypes = dict.fromkeys(shapes, jnp.bfloat16)
+    found = _attention_fold.plan(Op.FORWARD, shapes, dtypes, Rules(), H200, False)
+    if found.decision is not None:
+        assert found.notes == (
+            "value, of shape (1, 2, 16, 2, 60), is copied to (6, 16, 2, 60)",
+            "mask, of shape (1, 2, 1, 16, 16), is copied to (6, 1, 16, 16)",
+            "the heads of value are padded to a multiple of 8",
+        )
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+def test_the_plain_custom_vjp_gives_the_same_gradients(request: pytest.FixtureRequest, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    mask = jnp.asarray(RNG.random((2, 1, 5, 7)) < 0.8)
+    rules = Rules(scale=0.3, causal_offset=0, soft_cap=4.0)
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+        return vjp.attention(Operands(q, k, v, bias, mask, sinks=sinks), rules)
+
+    def primitive(*operands: jax.Array) -> Any:
+        out, lse = jaxsoftmax.flash_attention(
+            *operands[:4], mask, sinks=operands[4], scale=0.3, is_causal=True, logits_soft_cap=4.0, return_residual=True
+        )
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    operands = Q, K, V, BIAS, SINKS
+    for run in (lambda f: f, jax.jit):
+        (out, lse), pull = jax.vjp(run(plain), *operands)
+        want, pull_primitive = jax.vjp(run(primitive), *operands)
+        cts = jnp.cos(out), jnp.ones_like(lse)
+        got = (out, lse), pull(cts)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, (want, pull_primitive(cts))
+        )
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(plain, operands, operands)
+
+
+@pytest.mark.parametrize("function", [call, gradient])
+def test_export(function: Any) -> None:
+    exported = export.export(jax.jit(function), platforms=["cpu", "cuda"])(Q, K, V)
+    reloaded = export.deserialize(exported.serialize())
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, reloaded.call(Q, K, V), function(Q, K, V))
+    reloaded = export.deserialize(export.export(jax.jit(call))(Q, K, V).serialize(vjp_order=1))
+    again = jax.grad(lambda q: jnp.sin(reloaded.call(q, K, V)).sum())(Q)
+    close(again, gradient(Q, K, V)[0])
+
+
+def test_export_for_several_platforms(attention_stand_ins: Any) -> None:
+    exported = export.export(jax.jit(call), platforms=["tpu", "cuda"])(Q, K, V)
+    assert "stablehlo.case" in exported.mlir_module()
+    assert attention_stand_ins.problems
+
+
+def test_export_with_symbolic_shapes() -> None:
+    b, t, s = export.symbolic_shape("b, t, s")
+    q, k = (jax.ShapeDtypeStruct((b, n, heads, 8), jnp.float32) for n, heads in ((t, 4), (s, 2)))
+    rules = {"is_causal": True, "causal_alignment": "bottom_right"}
+    function = lambda q, k, v: jax.vjp(lambda *a: jaxsoftmax.flash_attention(*a, **rules), q, k, v)[1](q)
+    exported = export.export(jax.jit(function), platforms=["cpu", "cuda"])(q, k, k)
+    got = export.deserialize(exported.serialize()).call(Q, K, V)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, function(Q, K, V))
+
+
+def test_jaxprs_read_well() -> None:
+    text = str(jax.make_jaxpr(call)(Q, K, V))
+    assert "names=('query', 'key', 'value')" in text
+    assert "0x" not in text
+
+
+def test_no_retrace() -> None:
+    traces = []
+
+    @jax.jit
+    def function(q: jax.Array) -> jax.Array:
+        traces.append(1)
+        return call(q, K, V)
+
+    function(Q)
+    function(Q + 1)
+    assert len(traces) == 1
+
+
+def test_explain_a_kernel(attention_stand_ins: Any) -> None:
+    x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+    found = jaxsoftmax.explain_attention(x, x, x, is_causal=True)
+    assert str(found).splitlines() == [
+        "flash_attention of bfloat16: query [2,1024,8,64], key [2,1024,8,64], value [2,1024,8,64]",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA H200: kernel stand-in",
+        "    why: it is the only one",
+        "    moves: nothing can move less than 8.5 MB",
+    ]
+    assert jaxsoftmax.explain_attention(x, x, x, op="vjp").implementation == "mosaic_gpu"
+    assert attention_stand_ins.problems[-1].op is Op.BACKWARD
+    pushed = jaxsoftmax.explain_attention(x, x, x, op="jvp")
+    assert (pushed.implementation, pushed.reason) == ("xla", "forward mode has no kernel")
+
+
+def test_explain_no_kernel(attention_stand_ins: Any) -> None:
+    attention_stand_ins.accepts = lambda _: False
+    mask = jax.ShapeDtypeStruct((5, 7), jnp.bool_)
+    found = jaxsoftmax.explain_attention(Q, K, V, mask=mask, key_value_seq_lengths=np.array([3, 4]), device=A100)
+    assert (found.kernel, found.implementation) == (None, "xla")
+    assert str(found).splitlines()[-1] == "    not attention: it is not for this"
+    named = jaxsoftmax.explain_attention(Q, K, V, implementation="mosaic_gpu")
+    assert named.implementation == "error"
+    assert jaxsoftmax.explain_attention(Q, K, V, implementation="xla").declined == ()
+    with pytest.raises(ValueError, match="explain_attention: op='backward', expected one of forward, vjp, jvp"):
+        jaxsoftmax.explain_attention(Q, K, V, op="backward")
+
+
+def test_explain_the_real_kernels() -> None:
+    assert "compute capability 8.0" in str(jaxsoftmax.explain_attention(*HALF, device=A100))
+    assert "float32" in jaxsoftmax.explain_attention(Q, K, V).declined[0][1]

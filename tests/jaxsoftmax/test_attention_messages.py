@@ -1,0 +1,152 @@
+"""What `flash_attention` says of arguments that do not fit: which, what was got, what was wanted, what to do."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+
+Q, K = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 7, 2, 8), np.float32)
+IDS = np.zeros((2, 5), int)
+
+
+@pytest.mark.parametrize(
+    "error, text, arguments",
+    [
+        (
+            TypeError,
+            "query has dtype int32, expected one of bfloat16, float16, float32, float64. Pass dtype=",
+            {"query": Q.astype(np.int32)},
+        ),
+        (TypeError, "value has dtype complex64", {"value": K.astype(np.complex64)}),
+        (
+            TypeError,
+            "got query float32, key float16, value float32, expected one dtype for all three",
+            {"key": K.astype(np.float16)},
+        ),
+        (ValueError, "query has shape (4, 8), expected (*batch, length, heads, head_dim)", {"query": Q[0, 0]}),
+        (
+            ValueError,
+            "key has shape (7, 2, 8), expected (2, length, heads, 8): *batch and head_dim are query's",
+            {"key": K[0]},
+        ),
+        (ValueError, "key has shape (2, 7, 2, 4), expected (2, length, heads, 8)", {"key": K[..., :4]}),
+        (
+            ValueError,
+            "value has shape (2, 6, 2, 8), expected (2, 7, 2, head_dim): all but its last",
+            {"value": K[:, :6]},
+        ),
+        (ValueError, "query has 3 heads and key 2, expected a multiple of the key's", {"query": Q[:, :, :3]}),
+        (
+            ValueError,
+            "expected a shape that broadcasts to (*batch, query heads, query length, key length) = (2, 4, 5, 7)",
+            {"bias": np.zeros((2, 3, 5, 7))},
+        ),
+        (
+            TypeError,
+            "bias has dtype bool, expected real numbers to add to the logits. Bools go in mask.",
+            {"bias": np.ones((5, 7), bool)},
+        ),
+        (ValueError, "mask has shape (2, 5, 7), expected a shape that broadcasts", {"mask": np.ones((2, 5, 7), bool)}),
+        (
+            TypeError,
+            "mask has dtype complex64, expected bool, or numbers of which 0 means masked",
+            {"mask": np.ones((5, 7), np.complex64)},
+        ),
+        (ValueError, "scale is nan, expected a number", {"scale": float("nan")}),
+        (
+            ValueError,
+            "scale has shape (3,), expected a number, or a shape that broadcasts to query's",
+            {"scale": np.ones(3)},
+        ),
+        (
+            ValueError,
+            "query_seq_lengths has shape (3,), expected (2,), a length for each sequence",
+            {"query_seq_lengths": np.ones(3, int)},
+        ),
+        (
+            TypeError,
+            "key_value_seq_lengths has dtype float32, expected integers",
+            {"key_value_seq_lengths": np.ones(2, np.float32)},
+        ),
+        (
+            ValueError,
+            "local_window_size=-1, expected a number of positions (0 or more), or a pair (left, right)",
+            {"local_window_size": -1},
+        ),
+        (ValueError, "local_window_size=(1, 2, 3), expected", {"local_window_size": (1, 2, 3)}),
+        (ValueError, "causal_alignment='top', expected one of 'top_left', 'bottom_right'", {"causal_alignment": "top"}),
+        (
+            ValueError,
+            "'bottom_right' aligns the ends of the arrays, which with query_seq_lengths",
+            {"causal_alignment": "bottom_right", "query_seq_lengths": np.ones(2, int)},
+        ),
+        (ValueError, "logits_soft_cap=0, expected a positive number, or None for no cap", {"logits_soft_cap": 0}),
+        (
+            ValueError,
+            "sinks is float32 of shape (2,), expected a float for each query head, of shape (4,)",
+            {"sinks": np.ones(2, np.float32)},
+        ),
+        (
+            ValueError,
+            "got key_value_segment_ids alone; pass query_segment_ids too",
+            {"key_value_segment_ids": np.zeros((2, 7), int)},
+        ),
+        (ValueError, "here there are 5 queries and 7 keys. Pass key_value_segment_ids too", {"query_segment_ids": IDS}),
+        (
+            ValueError,
+            "key_value_segment_ids has shape (2, 5), expected (2, 7), a number for each position",
+            {"query_segment_ids": IDS, "key_value_segment_ids": IDS},
+        ),
+        (ValueError, "implementation='cudnn', expected one of None, 'xla', 'mosaic_gpu'", {"implementation": "cudnn"}),
+        (ValueError, "dropout_rate=1.5, expected 0 <= dropout_rate < 1", {"dropout_rate": 1.5}),
+        (ValueError, "dropout_rate=0.5 needs a dropout_rng. Pass one, or deterministic=True", {"dropout_rate": 0.5}),
+        (
+            NotImplementedError,
+            "input_positions were given, but positions have no meaning here. Rotate query and key",
+            {"input_positions": IDS},
+        ),
+        (
+            NotImplementedError,
+            "qk_attn_weights_einsum was given, but the products are inside the kernel",
+            {"qk_attn_weights_einsum": jnp.einsum},
+        ),
+        (NotImplementedError, "attn_weights_value_einsum was given", {"attn_weights_value_einsum": jnp.einsum}),
+        (
+            NotImplementedError,
+            "but the weights are to be sown, and no kernel has",
+            {"module": object(), "implementation": "mosaic_gpu"},
+        ),
+    ],
+)
+def test_arguments(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match="^flash_attention: .*" + re.escape(text)):
+        jaxsoftmax.flash_attention(**{"query": Q, "key": K, "value": K, **arguments})
+
+
+def test_dropout_is_no_kernels() -> None:
+    with pytest.raises(NotImplementedError, match="but there is dropout, and no kernel has the weights in memory"):
+        jaxsoftmax.flash_attention(
+            Q, K, K, dropout_rate=0.5, dropout_rng=jax.random.key(0), implementation="mosaic_gpu"
+        )
+
+
+def test_a_named_kernel_never_falls_back(attention_stand_ins: Any) -> None:
+    attention_stand_ins.accepts = lambda problem: problem.query_length < 5
+    with pytest.raises(NotImplementedError, match=r"no kernel takes this call:\n  attention: it is not for this"):
+        jaxsoftmax.flash_attention(Q, K, K, implementation="mosaic_gpu")
+    jaxsoftmax.flash_attention(Q[:, :4], K, K, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="symbolic or zero"):
+        jaxsoftmax.flash_attention(Q[:, :0], K, K, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_named_kernel_on_another_platform(compiled: bool) -> None:
+    call = lambda x: jaxsoftmax.flash_attention(x, K, K, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="lowered for a platform other than cuda"):
+        (jax.jit(call) if compiled else call)(Q)
+    jax.make_jaxpr(call)(Q)

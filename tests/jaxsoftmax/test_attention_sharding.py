@@ -1,0 +1,224 @@
+"""Sharded attention: values, types and, on the compiled program, how little the devices say to each other."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from pallas_kernels.attention.problem import Op
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+Q, K, V = normal(8, 6, 4, 8), normal(8, 5, 2, 8), normal(8, 5, 2, 8)
+CT = normal(8, 6, 4, 8)
+SINKS, BIAS = normal(4), normal(1, 1, 6, 5)
+LENGTHS = jnp.asarray([5, 4, 3, 5, 1, 0, 2, 5])
+CUTS = [P("d"), P("d", None, "m"), P(("d", "m")), P(None, None, "m")]
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+
+def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("d", "m")) -> Mesh:
+    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices("cpu")[: int(np.prod(shape))])
+
+
+def put(x: jax.Array, spec: P, on: Mesh | None = None) -> jax.Array:
+    return jax.device_put(x, NamedSharding(on or mesh(), spec))
+
+
+def collectives(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
+    """How often each collective is in the compiled program."""
+    text = jax.jit(function).lower(*operands).compile().as_text()
+    counts = {name: len(re.findall(rf"= [^=]*? {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
+
+
+def attention(q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+    return jaxsoftmax.flash_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+
+
+def forward(q: Any, k: Any, v: Any, ct: Any, lengths: Any) -> Any:
+    return attention(q, k, v, lengths)
+
+
+def pulled_back(q: Any, k: Any, v: Any, ct: Any, lengths: Any) -> Any:
+    return jax.vjp(lambda *a: attention(*a, lengths), q, k, v)[1](ct)
+
+
+def pushed_forward(q: Any, k: Any, v: Any, ct: Any, lengths: Any) -> Any:
+    return jax.jvp(lambda q, v: attention(q, k, v, lengths), (q, v), (ct, v))[1]
+
+
+def hvp(q: Any, k: Any, v: Any, ct: Any, lengths: Any) -> Any:
+    gradient = jax.grad(lambda q, k: jnp.sin(attention(q, k, v, lengths)).sum(), (0, 1))
+    return jax.jvp(lambda q: gradient(q, k), (q,), (ct,))[1]
+
+
+MODES = {"forward": forward, "vjp": pulled_back, "jvp": pushed_forward, "hvp": hvp}
+ARRAYS = (Q, K, V, CT)
+
+
+@functools.cache
+def expected(mode: str) -> Any:
+    return jax.tree.map(np.asarray, jax.jit(MODES[mode])(*ARRAYS, LENGTHS))
+
+
+def agree(got: Any, want: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("spec", CUTS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_batch_and_heads_need_no_exchange(request: pytest.FixtureRequest, mode: str, spec: P, kernels: bool) -> None:
+    want = expected(mode)
+    record = request.getfixturevalue("attention_stand_ins") if kernels else None
+    operands = *(put(x, spec) for x in ARRAYS), put(LENGTHS, P(*spec[:1]))
+    assert collectives(MODES[mode], *operands) == {}
+    got = jax.jit(MODES[mode])(*operands)
+    agree(got, want)
+    assert all(x.sharding.is_equivalent_to(NamedSharding(mesh(), spec), 4) for x in jax.tree.leaves(got))
+    if record is not None:
+        sizes = NamedSharding(mesh(), spec).shard_shape(Q.shape)
+        assert (sizes[0], sizes[2]) in {(p.batch, p.query_heads) for p in record.ran(Op.FORWARD)}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_more_devices_than_key_heads(request: pytest.FixtureRequest, shared: int, kernels: bool) -> None:
+    k, v = K[:, :, :shared], V[:, :, :shared]
+    want = jax.jit(pulled_back)(Q, k, v, CT, LENGTHS)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    q, ct = put(Q, P(None, None, "d")), put(CT, P(None, None, "d"))
+    if kernels:
+        assert collectives(forward, q, k, v, ct, LENGTHS) == {}
+        assert set(collectives(pulled_back, q, k, v, ct, LENGTHS)) == {"all-reduce"}
+    agree(jax.jit(pulled_back)(q, k, v, ct, LENGTHS), want)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+def test_gradients_of_what_devices_share_are_summed(request: pytest.FixtureRequest, kernels: bool) -> None:
+    def gradients(q: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+        call = lambda *a: jnp.sin(jaxsoftmax.flash_attention(a[0], K, V, a[1], sinks=a[2])).sum()
+        return jax.grad(call, (0, 1, 2))(q, bias, sinks)
+
+    want = jax.jit(gradients)(Q, BIAS, SINKS)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    q, sinks = put(Q, P("d", None, "m")), put(SINKS, P("m"))
+    agree(jax.jit(gradients)(q, put(BIAS, P()), sinks), want)
+    assert set(collectives(gradients, q, put(BIAS, P()), sinks)) <= {"all-reduce"}
+
+
+def test_lengths_that_are_cut_are_gathered(attention_stand_ins: Any) -> None:
+    agree(jax.jit(forward)(put(Q, P(None, "m")), put(K, P("d")), V, CT, LENGTHS), expected("forward"))
+
+
+def test_vmap_of_a_sharded_axis(attention_stand_ins: Any) -> None:
+    qs = jnp.stack([Q] * 4)
+    mapped = jax.vmap(lambda q: attention(q, K, V, LENGTHS))
+    assert collectives(mapped, put(qs, P("d"))) == {}
+    agree(jax.jit(mapped)(put(qs, P("d")))[2], expected("forward"))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("mode", MODES)
+def test_shard_map_with_checks(request: pytest.FixtureRequest, mode: str, kernels: bool) -> None:
+    want = expected(mode)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    spec = P("d", None, "m")
+    results = jax.tree.map(lambda _: spec, want)
+    inside = jax.shard_map(MODES[mode], mesh=mesh(), in_specs=(*[spec] * 4, P("d")), out_specs=results)
+    agree(jax.jit(inside)(*ARRAYS, LENGTHS), want)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one tile", "many tiles"])
+def test_shard_map_mixes_varying_and_replicated(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    if many:
+        monkeypatch.setattr("pallas_kernels.attention.tiles.CHUNK", 2)
+    k, v = K[:1], V[:1]
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        copies = (jnp.broadcast_to(x, (*q.shape[:1], *x.shape[1:])) for x in (k, v))
+        return jnp.sin(jaxsoftmax.flash_attention(q, *copies, sinks=sinks, is_causal=True)).sum()
+
+    mapped = jax.shard_map(
+        lambda *a: jax.lax.psum(total(*a), "d"),
+        mesh=mesh(shape=(8,), names=("d",)),
+        in_specs=(P("d"), P(), P(), P()),
+        out_specs=P(),
+    )
+    operands = Q, k, v, SINKS
+    jax.clear_caches()
+    got = jax.jit(jax.grad(mapped, (0, 1, 2, 3)))(*operands)
+    agree(got, jax.grad(total, (0, 1, 2, 3))(*operands))
+    hessian = lambda f: jax.jvp(jax.grad(f, (0, 1)), operands, operands)[1]
+    agree(jax.jit(lambda: hessian(mapped))(), jax.jit(lambda: hessian(total))())
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("spec", [P("d", None, None, None), P("d", None, "m", None), P(None, None, "m", None)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_explicit_meshes(request: pytest.FixtureRequest, mode: str, spec: P, kernels: bool) -> None:
+    want = expected(mode)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        operands = *(jax.device_put(x, spec) for x in ARRAYS), jax.device_put(LENGTHS, P(spec[0]))
+        got = jax.jit(MODES[mode])(*operands)
+        assert all(jax.typeof(x).sharding.spec == spec for x in jax.tree.leaves(got))
+        agree(got, want)
+        assert collectives(MODES[mode], *operands) == {}
+
+
+def test_explicit_meshes_and_what_is_shared(attention_stand_ins: Any) -> None:
+    def gradients(q: jax.Array, k: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+        call = lambda *a: jnp.sin(jaxsoftmax.flash_attention(*a[:2], a[1], a[2], sinks=a[3])).sum()
+        return jax.grad(call, (0, 1, 2, 3))(q, k, bias, sinks)
+
+    k = K[:, :, :1]
+    want = jax.jit(gradients)(Q, k, BIAS, SINKS)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        q = jax.device_put(Q, P("d", None, "m", None))
+        ks = jax.device_put(k, P("d", None, None, None))
+        got = jax.jit(gradients)(q, ks, jax.device_put(BIAS, P()), jax.device_put(SINKS, P("m")))
+        agree(got, want)
+
+
+def test_partly_manual_regions(attention_stand_ins: Any) -> None:
+    mapped = jax.shard_map(attention, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
+    agree(jax.jit(mapped)(*(put(x, P("d", None, "m")) for x in ARRAYS[:3]), LENGTHS), expected("forward"))
+
+
+def test_two_meshes_and_uneven_batches(attention_stand_ins: Any) -> None:
+    other = mesh(shape=(8,), names=("z",))
+    both = lambda q, p: forward(q, K, V, CT, LENGTHS) + forward(p, K, V, CT, LENGTHS)
+    agree(jax.jit(both)(put(Q, P("d")), put(Q, P("z"), other)), 2 * expected("forward"))
+
+
+def test_export_of_a_sharded_program() -> None:
+    sharding = NamedSharding(mesh(), P("d", None, "m"))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in ARRAYS]
+    lengths = jax.ShapeDtypeStruct(LENGTHS.shape, LENGTHS.dtype, sharding=NamedSharding(mesh(), P("d")))
+    exported = export.export(jax.jit(pulled_back))(*shapes, lengths)
+    reloaded = export.deserialize(exported.serialize())
+    operands = *(jax.device_put(x, sharding) for x in ARRAYS), put(LENGTHS, P("d"))
+    agree(jax.jit(reloaded.call)(*operands), expected("vjp"))

@@ -1,0 +1,316 @@
+"""Every JAX transformation of `flash_attention`, against the same transformation of plain `jax.numpy`."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxsoftmax
+
+RNG = np.random.default_rng(0)
+Function = Callable[..., Any]
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+# Batch, lengths, heads (two to each key head) and widths that differ where they may.
+Q, K, V = normal(2, 3, 4, 8), normal(2, 5, 2, 8), normal(2, 5, 2, 6)
+BIAS, SINKS = normal(1, 1, 3, 5), normal(4)
+OPERANDS = (Q, K, V, BIAS, SINKS)
+TANGENTS = tuple(normal(*x.shape) for x in OPERANDS)
+ALL = tuple(range(len(OPERANDS)))
+MASK = jnp.asarray(RNG.random((2, 1, 3, 5)) < 0.8).at[0, 0, 1].set(False)
+
+
+def ours(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+    """Output and logsumexp, with a row that sees nothing."""
+    mask = MASK[: q.shape[0]] if q.ndim == 4 else MASK[0]
+    out, lse = jaxsoftmax.flash_attention(q, k, v, bias, mask, sinks=sinks, logits_soft_cap=3.0, return_residual=True)
+    return out, jnp.where(lse == -jnp.inf, 0.0, lse)
+
+
+def theirs(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+    """The same with the matrix of weights in memory."""
+    group = q.shape[-2] // k.shape[-2]
+    z = 3.0 * jnp.tanh(jnp.einsum("...tnh,...snh->...nts", q, jnp.repeat(k, group, -2)) * q.shape[-1] ** -0.5 / 3.0)
+    mask = MASK[: q.shape[0]] if q.ndim == 4 else MASK[0]
+    z = jnp.where(mask, z + (bias if q.ndim == 4 else bias[0]), -1e30)
+    sink = jnp.broadcast_to(sinks[:, None, None], (*z.shape[:-1], 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([z, sink], -1), -1)
+    weights = jnp.where(mask, jnp.exp(z - lse[..., None]), 0.0)
+    out = jnp.einsum("...nts,...snd->...tnd", weights, jnp.repeat(v, group, -2))
+    sees = jnp.broadcast_to(mask.any(-1), lse.shape)
+    return out, jnp.swapaxes(jnp.where(sees, lse, 0.0), -1, -2)
+
+
+def loss(f: Function) -> Function:
+    """A scalar with cotangents that depend on both results."""
+    return lambda *operands: sum(jnp.sin(x).sum() for x in f(*operands))
+
+
+def dot(xs: Any, ys: Any) -> jax.Array:
+    return sum((x * y).sum() for x, y in zip(jax.tree.leaves(xs), jax.tree.leaves(ys), strict=True))
+
+
+def check(transformed: Callable[[Function], Any], tol: float = 3e-4) -> None:
+    got, want = (transformed(f) for f in (ours, theirs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), got, want)
+
+
+SMALL = tuple(x[:1] for x in OPERANDS[:3]) + OPERANDS[3:]
+STACKED = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), OPERANDS)
+
+
+def scanned(f: Function, q: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda c, x: (c + loss(f)(x, *OPERANDS[1:]), None), 0.0, jnp.stack([q, 2 * q]))[0]
+
+
+UNARY: dict[str, Callable[[Function], Any]] = {
+    "eager": lambda f: f(*OPERANDS),
+    "jit": lambda f: jax.jit(f)(*OPERANDS),
+    "no batch": lambda f: f(*(x[0] for x in OPERANDS[:3]), *OPERANDS[3:]),
+    "grad": lambda f: jax.grad(loss(f), ALL)(*OPERANDS),
+    "grad of the query": lambda f: jax.grad(loss(f))(*OPERANDS),
+    "grad of the bias": lambda f: jax.grad(loss(f), 3)(*OPERANDS),
+    "grad of the sinks": lambda f: jax.grad(loss(f), 4)(*OPERANDS),
+    "grad of key and sinks": lambda f: jax.grad(loss(f), (1, 4))(*OPERANDS),
+    "grad of the output alone": lambda f: jax.grad(lambda *a: jnp.sin(f(*a)[0]).sum(), ALL)(*OPERANDS),
+    "grad of the logsumexp alone": lambda f: jax.grad(lambda *a: jnp.sin(f(*a)[1]).sum(), ALL)(*OPERANDS),
+    "jvp": lambda f: jax.jvp(f, OPERANDS, TANGENTS),
+    "jvp of the value": lambda f: jax.jvp(lambda v: f(Q, K, v, BIAS, SINKS), (V,), (TANGENTS[2],)),
+    "jvp of jit": lambda f: jax.jvp(jax.jit(f), OPERANDS, TANGENTS),
+    "linearize": lambda f: jax.linearize(f, *OPERANDS)[1](*TANGENTS),
+    "double transpose": lambda f: jax.linear_transpose(jax.linearize(f, *OPERANDS)[1], *OPERANDS)(f(*OPERANDS)),
+    "jacfwd": lambda f: jax.jacfwd(f, ALL)(*SMALL),
+    "jacrev": lambda f: jax.jacrev(f, ALL)(*SMALL),
+    "hessian": lambda f: jax.hessian(loss(f), (0, 1, 4))(*SMALL),
+    "hvp": lambda f: jax.jvp(jax.grad(loss(f), ALL), OPERANDS, TANGENTS)[1],
+    "grad of grad": lambda f: jax.grad(lambda *a: dot(jax.grad(loss(f), ALL)(*a), TANGENTS), ALL)(*OPERANDS),
+    "grad of jvp": lambda f: jax.grad(lambda *a: loss(lambda *b: jax.jvp(f, b, TANGENTS)[1])(*a), ALL)(*OPERANDS),
+    "third": lambda f: jax.jvp(lambda *a: jax.jvp(jax.grad(loss(f), ALL), a, TANGENTS)[1], OPERANDS, OPERANDS)[1],
+    "vmap of grad": lambda f: jax.vmap(jax.grad(loss(f), ALL))(*STACKED),
+    "grad of vmap": lambda f: jax.grad(lambda *a: loss(jax.vmap(f))(*a), ALL)(*STACKED),
+    "vmap of jvp": lambda f: jax.vmap(lambda *t: jax.jvp(f, OPERANDS, t)[1])(*STACKED),
+    "jvp of vmap": lambda f: jax.jvp(jax.vmap(f), STACKED, STACKED)[1],
+    "grad of scan": lambda f: jax.grad(lambda q: scanned(f, q))(Q),
+    "jvp of map": lambda f: jax.jvp(
+        lambda qs: jax.lax.map(lambda q: f(q, *OPERANDS[1:]), qs), STACKED[:1], STACKED[:1]
+    ),
+    "cond": lambda f: jax.grad(
+        lambda q: jax.lax.cond(q[0, 0, 0, 0] < 9, lambda q: loss(f)(q, *OPERANDS[1:]), lambda q: q.sum(), q)
+    )(Q),
+    "remat": lambda f: jax.grad(jax.checkpoint(loss(f)), ALL)(*OPERANDS),
+    "jvp of remat": lambda f: jax.jvp(jax.checkpoint(f), OPERANDS, TANGENTS)[1],
+    "grad of remat of grad": lambda f: jax.grad(
+        lambda q: jax.checkpoint(lambda q: (jax.grad(loss(f))(q, *OPERANDS[1:]) ** 2).sum())(q)
+    )(Q),
+}
+
+EAGER = {"eager", "grad", "jvp"}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("name", UNARY)
+def test_like_plain_jax(request: pytest.FixtureRequest, name: str, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    transformed = UNARY[name]
+    # One program compiles sooner than the dozens of operations it consists of.
+    check(transformed if name in EAGER else lambda f: jax.jit(lambda: transformed(f))(), tol=2e-3)
+
+
+AXES = [
+    (0, 0, 0, 0, 0),
+    (0, None, None, None, None),
+    (2, None, None, None, None),
+    (None, 0, None, None, None),
+    (None, None, 1, None, None),
+    (None, None, None, 0, None),
+    (None, None, None, None, 0),
+    (0, None, None, 1, 1),
+    (1, 2, 3, 0, 0),
+    (None, 0, 0, None, None),
+]
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_vmap_axes(request: pytest.FixtureRequest, axes: tuple[int | None, ...], kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    mapped = tuple(
+        x if d is None else jnp.moveaxis(jnp.stack([x, 0.5 * x, -x]), 0, d) for x, d in zip(OPERANDS, axes, strict=True)
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def everything(f: Function) -> Any:
+        return (
+            jax.vmap(f, axes, (1, 0))(*mapped),
+            jax.vmap(jax.grad(loss(f), ALL), axes)(*mapped),
+            jax.grad(lambda *a: loss(jax.vmap(f, axes))(*a), ALL)(*mapped),
+            jax.jvp(jax.vmap(f, axes), mapped, mapped)[1],
+        )
+
+    check(everything, tol=2e-3)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+def test_nested_vmap(request: pytest.FixtureRequest, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    qs, ks = jnp.stack([Q, -Q, 2 * Q]), jnp.stack([K, 0.5 * K])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def everything(f: Function) -> Any:
+        both = jax.vmap(jax.vmap(f, (None, 0, None, None, None)), (0, None, None, None, None))
+        other = jax.vmap(jax.vmap(f, (0, None, None, None, None)), (None, 0, None, None, None))
+        mapped = qs, ks, *OPERANDS[2:]
+        return [(g(*mapped), jax.grad(loss(g), ALL)(*mapped)) for g in (both, other)]
+
+    check(everything, tol=2e-3)
+
+
+def test_what_is_shared_is_not_copied(attention_stand_ins: Any) -> None:
+    qs = jnp.stack([Q] * 7)
+    call = lambda qs, k, v: jax.vmap(lambda q: jaxsoftmax.flash_attention(q, k, v))(qs)
+    for function in (call, lambda *a: jax.grad(lambda *a: jnp.sin(call(*a)).sum(), (0, 1, 2))(*a)):
+        attention_stand_ins.problems.clear()
+        text = jax.jit(function).lower(qs, K, V).compile().as_text()
+        assert {(p.batch, p.query_heads, p.key_heads) for p in attention_stand_ins.problems} == {(2, 28, 2)}
+        assert not re.findall(r"f32\[7,2,5,2,\d\]", text)
+    text = jax.jit(lambda qs: jax.vmap(lambda q: ours(q, *OPERANDS[1:])[0])(qs)).lower(qs).as_text()
+    assert not re.findall(r"tensor<7x2x5x2x\dxf32>", text)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 5), (2, 1, 1, 5), (1, 4, 3, 1), (1, 1, 3, 5)], ids=str)
+def test_masks_stay_as_small_as_given(attention_stand_ins: Any, shape: tuple[int, ...]) -> None:
+    bias, mask = normal(*shape), jnp.ones(shape, bool)
+    jax.jit(jax.grad(lambda q: jaxsoftmax.flash_attention(q, K, V, bias, mask).sum()))(Q)
+    assert {(p.bias, p.mask, p.bias_gradient) for p in attention_stand_ins.problems} == {(shape, shape, False)}
+
+
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+def test_check_grads(mode: str) -> None:
+    small = (Q[:1, :2, :2], K[:1, :3, :1], V[:1, :3, :1])
+    call = lambda q, k, v: jaxsoftmax.flash_attention(q, k, v, is_causal=True, return_residual=True)
+    check_grads(call, small, order=2, modes=[mode], atol=2e-2, rtol=2e-2)
+
+
+def primitives(function: Function, *operands: Any) -> list[str]:
+    jaxpr = str(jax.make_jaxpr(function)(*operands))
+    return [name for name in re.findall(r"= (flash_attention\w*)\[", jaxpr) if name != "flash_attention_residuals"]
+
+
+def test_reverse_mode_is_one_forward_and_one_backward() -> None:
+    assert primitives(jax.grad(loss(ours), ALL), *OPERANDS) == ["flash_attention", "flash_attention_gradients"]
+    assert primitives(ours, *OPERANDS) == ["flash_attention"]
+    pushed = lambda q: jax.jvp(lambda q: ours(q, *OPERANDS[1:]), (q,), (q,))
+    assert primitives(pushed, Q) == ["flash_attention", "flash_attention_tangent"]
+
+
+def test_residuals() -> None:
+    _, pull = jax.vjp(lambda q, k, v: jaxsoftmax.flash_attention(q, k, v), Q, K, V)
+    shapes = sorted(x.shape for x in jax.tree.leaves(pull) if getattr(x, "size", 0) > 1)
+    assert shapes == sorted([Q.shape, K.shape, V.shape, (2, 3, 4, 6), (2, 4, 3)])
+
+
+NAMES = ("flash_attention_out", "flash_attention_lse")
+
+
+@pytest.mark.parametrize(
+    "policy, forwards",
+    [
+        (None, 2),
+        (jax.checkpoint_policies.nothing_saveable, 2),
+        (jax.checkpoint_policies.dots_saveable, 2),
+        (jax.checkpoint_policies.everything_saveable, 1),
+        (jax.checkpoint_policies.save_only_these_names(*NAMES), 1),
+        (jax.checkpoint_policies.save_only_these_names(NAMES[0]), 2),
+        (lambda primitive, *_, **__: primitive.name == "flash_attention", 1),
+    ],
+)
+def test_remat_policies(policy: Any, forwards: int) -> None:
+    run = jax.checkpoint(lambda *a: loss(ours)(jnp.sin(a[0]), *a[1:]), policy=policy)
+    found = primitives(jax.grad(run, ALL), *OPERANDS)
+    assert sorted(found) == ["flash_attention"] * forwards + ["flash_attention_gradients"]
+    want = jax.grad(lambda *a: loss(theirs)(jnp.sin(a[0]), *a[1:]), ALL)(*OPERANDS)
+    got = jax.jit(jax.grad(run, ALL))(*OPERANDS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), got, want)
+
+
+def test_checks_on() -> None:
+    with jax.enable_checks(True):
+        check(lambda f: jax.grad(loss(f), ALL)(*OPERANDS), tol=2e-3)
+        check(lambda f: jax.vmap(lambda *a: jax.jvp(f, a, a))(*STACKED), tol=2e-3)
+    with jax.checking_leaks():
+        check(lambda f: jax.jit(jax.grad(loss(f), ALL))(*OPERANDS), tol=2e-3)
+    with jax.debug_nans(True):
+        check(lambda f: jax.jit(jax.grad(loss(f), ALL))(*OPERANDS), tol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("jax_custom_jvp3", True),
+        ("jax_custom_vjp3", True),
+        ("jax_remat3", True),
+        ("jax_numpy_rank_promotion", "raise"),
+        ("jax_numpy_dtype_promotion", "strict"),
+    ],
+)
+def test_flags(flag: str, value: Any) -> None:
+    if not hasattr(jax.config, flag):
+        pytest.skip(f"this JAX has no {flag}")
+    rules = {"is_causal": True, "key_value_seq_lengths": jnp.array([3, 5]), "query_seq_lengths": jnp.array([3, 2])}
+    half = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
+
+    def everything(dtype: Any) -> Any:
+        call = lambda *a: sum(
+            jnp.sin(x.astype(jnp.float32)).sum()
+            for x in jaxsoftmax.flash_attention(
+                *a,
+                BIAS,
+                MASK,
+                sinks=SINKS,
+                logits_soft_cap=2.0,
+                **rules,
+                query_segment_ids=jnp.zeros((2, 3), int),
+                key_value_segment_ids=jnp.zeros((2, 5), int),
+                return_residual=True,
+            )[:1]
+        )
+        a = tuple(x.astype(dtype) for x in (Q, K, V))
+        saved = jax.checkpoint(call, policy=jax.checkpoint_policies.save_only_these_names(*NAMES))
+        return jax.grad(saved, (0, 1, 2))(*a), jax.jvp(jax.grad(call, (0, 1, 2)), a, a)[1]
+
+    want = jax.jit(everything, static_argnums=0)(jnp.float32)
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, value)
+    try:
+        got = jax.jit(lambda: everything(jnp.float32))()
+        narrow = jax.jit(lambda: everything(jnp.bfloat16))()
+    finally:
+        jax.config.update(flag, before)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, want)
+    assert {x.dtype for x in jax.tree.leaves(narrow)} == {half[0].dtype}
+
+
+def test_names_are_saved_by_the_coming_remat() -> None:
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has no jax_remat3")
+    call = functools.partial(jaxsoftmax.flash_attention, mask=MASK, sinks=SINKS, return_residual=True)
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    try:
+        run = jax.checkpoint(loss(call), policy=jax.checkpoint_policies.save_only_these_names(*NAMES))
+        assert sorted(primitives(jax.grad(run), Q, K, V, BIAS)) == ["flash_attention", "flash_attention_gradients"]
+    finally:
+        jax.config.update("jax_remat3", before)

@@ -1,0 +1,237 @@
+"""The backward attention kernel against NumPy in float64, beside XLA's gradients in the operands' own 16 bits."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import aot
+import attention_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import hardware
+from pallas_kernels.attention import backward, backward_configs, schedule
+from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.problem import Attention, Op
+
+LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
+DIMS = ((64, 64), (128, 128), (72, 40), (8, 8), (32, 128), (96, 96))
+QKV = ("query", "key", "value")
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal_offset": 0},
+    "causal-later": {"causal_offset": 70},
+    "causal-earlier": {"causal_offset": -70},
+    "window": {"window": (100, 37), "window_offset": 20},
+    "window-left": {"window": (31, None)},
+    "window-nothing": {"window": (2, 2), "window_offset": -5000},
+    "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
+    "key-lengths": {"key_lengths": True},
+    "segments": {"segments": True},
+    "soft-cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True, "causal_offset": -3},
+    "bias": {"bias": "BNTS"},
+    "bias-of-heads": {"bias": "1N11"},
+    "bias-of-rows": {"bias": "11T1", "scale": -0.3},
+    "mask": {"mask": "B1TS"},
+    "mask-of-keys": {"mask": "B11S", "causal_offset": 0},
+    "mask-of-rows": {"mask": "11T1"},
+    "everything": {
+        "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
+        "soft_cap": 5.0, "sinks": True, "mask": "B11S",
+    },
+}  # fmt: skip
+
+
+def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, **more: Any) -> Attention:
+    heads = more.pop("heads", (4, 2))
+    facts, sizes = KINDS[kind] | more, {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
+    for name in ("bias", "mask"):
+        if name in facts:
+            facts[name] = tuple(sizes[letter] for letter in facts[name])
+    facts.setdefault("scale", dims[0] ** -0.5)
+    return Attention(Op.BACKWARD, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **facts)
+
+
+def name_of(p: Attention) -> str:
+    default = Attention(Op.BACKWARD, 0, 0, 0, 0, 0, 0, 0, jnp.dtype("bfloat16"))
+    rest = [f.name for f in dataclasses.fields(p)[9:] if getattr(p, f.name) != getattr(default, f.name)]
+    return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
+
+
+def operands_of(p: Attention) -> dict[str, Any]:
+    """Random operands; what lies past the keys' lengths is NaN."""
+    rng = np.random.default_rng(0)
+    b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
+    shapes = (b, t, n, p.head_dim), (b, s, p.key_heads, p.head_dim), (b, s, p.key_heads, p.value_dim)
+    arrays: dict[str, Any] = {
+        x: rng.standard_normal(shape).astype(p.dtype) for x, shape in zip(QKV, shapes, strict=True)
+    }
+    if p.bias:
+        arrays["bias"] = rng.standard_normal(p.bias).astype(p.dtype)
+    if p.mask:
+        arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
+    if p.query_lengths:
+        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
+    if p.key_lengths:
+        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
+        past = np.arange(s) >= arrays["key_lengths"][:, None]
+        arrays["key"][past], arrays["value"][past] = np.nan, np.nan
+    if p.segments:
+        arrays["query_segments"] = np.sort(rng.integers(0, 3, (b, t)).astype(np.int32))
+        arrays["key_segments"] = np.sort(rng.integers(0, 3, (b, s)).astype(np.int32))
+    if p.sinks:
+        arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
+    return arrays
+
+
+def all_operands_of(p: Attention) -> list[Any]:
+    """Operands of the right shapes, with statistics that belong to no forward."""
+    rng, arrays = np.random.default_rng(1), operands_of(p)
+    shape = p.batch, p.query_length, p.query_heads, p.value_dim
+    out, d_out = (rng.standard_normal(shape).astype(p.dtype) for _ in range(2))
+    lse = np.full((p.batch, p.query_heads, p.query_length), 8.0, np.float32)
+    return [*arrays.values(), out, lse, d_out, 0 * lse]
+
+
+def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
+    """What the oracle is told."""
+    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
+    left, right = schedule.bounds(p)
+    mask = (j >= (i + left if left is not None else 0)) & (j <= (i + right if right is not None else p.key_length))
+    return {
+        "mask": mask & (arrays["mask"] != 0) if p.mask else mask,
+        "query_seq_lengths": arrays.get("query_lengths"),
+        "key_value_seq_lengths": arrays.get("key_lengths"),
+        "query_segment_ids": arrays.get("query_segments"),
+        "key_value_segment_ids": arrays.get("key_segments"),
+        "scale": p.scale,
+        "logits_soft_cap": p.soft_cap,
+        "sinks": arrays.get("sinks"),
+    }
+
+
+def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
+    """The gradients with what XLA rounds to the operands' dtype rounded, without a soft cap."""
+    group = p.query_heads // p.key_heads
+    q, k, v, d_out = (np.nan_to_num(x.astype(np.float64)) for x in (*(arrays[n] for n in QKV), d_out))
+    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+    alive = ~np.isneginf(truth.lse)
+    pull = np.where(
+        alive, np.einsum("btnd,btnd->bnt", d_out, truth.out.astype(p.dtype).astype(np.float64)) - d_lse, 0.0
+    )
+    d_scores = truth.weights * (np.einsum("btnd,bsnd->bnts", d_out, v) - pull[..., None])
+    weights, d_scores = (x.astype(p.dtype).astype(np.float64) for x in (truth.weights, d_scores))
+    of_group = lambda x: x.reshape(*x.shape[:2], p.key_heads, group, -1).sum(3)
+    found = {
+        "query": (np.einsum("bnts,bsnh->btnh", d_scores, k) * p.scale).astype(p.dtype),
+        "key": of_group(np.einsum("bnts,btnh->bsnh", d_scores, q) * p.scale).astype(p.dtype),
+        "value": of_group(np.einsum("bnts,btnd->bsnd", weights, d_out)).astype(p.dtype),
+    }
+    if p.bias:
+        found["bias"] = d_scores.sum(tuple(d for d in range(4) if p.bias[d] == 1), keepdims=True).astype(p.dtype)
+    return found
+
+
+def check(p: Attention, config: BackwardConfig, run: Any = lambda f, *operands: f(*operands)) -> list[Any]:
+    arrays, rng = operands_of(p), np.random.default_rng(1)
+    rules = rules_of(p, arrays)
+    qkvb = [arrays[name] for name in QKV] + [arrays.get("bias")]
+    truth = attention_oracle.forward(*qkvb, **rules)
+    d_out = rng.standard_normal(truth.out.shape).astype(p.dtype)
+    d_lse = rng.standard_normal(truth.lse.shape).astype(np.float32)
+    expected = attention_oracle.gradients(*qkvb, d_out=d_out, d_lse=d_lse, **rules)
+    rounded = rounded_gradients(p, arrays, truth, d_out, d_lse)
+    residuals = {"out": truth.out.astype(p.dtype), "lse": truth.lse.astype(np.float32), "d_out": d_out, "d_lse": d_lse}
+    operands = arrays | residuals
+    if p.query_lengths:
+        past = np.arange(p.query_length) >= arrays["query_lengths"][:, None]
+        for name in ("query", "out", "d_out"):
+            operands[name] = np.where(past[:, :, None, None], np.asarray(np.nan, p.dtype), operands[name])
+    got = run(lambda *a: backward.run(p, config, *a), *(jnp.asarray(x) for x in operands.values()))
+    eps = float(jnp.finfo(p.dtype).eps)
+    for name, x in zip(expected, got, strict=True):
+        error = np.abs(np.asarray(x, np.float64) - expected[name]).max(initial=0.0)
+        scale = np.abs(expected[name]).max(initial=0.0)
+        if name in rounded and p.soft_cap is None:
+            bound = 2 * np.abs(rounded[name].astype(np.float64) - expected[name]).max(initial=0.0) + eps * scale
+        else:
+            bound = 4 * eps * scale
+        assert error <= bound + 1e-6, (name, error, bound, scale)
+    return list(got)
+
+
+@functools.lru_cache(maxsize=1)
+def cases() -> list[Attention]:
+    """Every kind at some lengths and sizes of heads, the plain kinds at all of them; in turns and in any order."""
+    turns = itertools.cycle((True, False))
+    rotations = zip(KINDS, itertools.cycle(LENGTHS[4:]), itertools.cycle(DIMS), turns, strict=False)
+    found = [problem_of(kind, at, dims, "bfloat16", deterministic=turn) for kind, at, dims, turn in rotations]
+    for kind in ("full", "causal"):
+        found += [problem_of(kind, at, (64, 64), "float16", heads=(6, 2), deterministic=next(turns)) for at in LENGTHS]
+        found += [problem_of(kind, (239, 399), dims, "bfloat16", deterministic=next(turns)) for dims in DIMS]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", cases(), ids=name_of)
+def test_matches_the_oracle(p):
+    check(p, backward_configs.backward(p, hardware.H200)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
+    p = problem_of(kind, (1024, 2048), (head_dim, head_dim), "bfloat16", heads=(16, 8), deterministic=True)
+    config, operands = backward_configs.backward(p, hardware.H200)[0], [jnp.asarray(x) for x in all_operands_of(p)]
+    run = jax.jit(lambda *a: backward.run(p, config, *a))
+    first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
+    for _ in range(5):
+        for a, b in zip(first, run(*operands), strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b).view(np.uint16))
+
+
+INTERPRETED = {
+    "full": ("full", (70, 130), (64, 64), {"deterministic": False}),
+    "causal": ("causal", (130, 130), (64, 64), {"deterministic": True, "heads": (2, 1)}),
+    "turns": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
+    "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
+    "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
+    "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
+    "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
+    "segments": ("segments", (70, 90), (64, 64), {"deterministic": False, "soft_cap": 3.0}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_without_a_race(interpreted, name):
+    kind, lengths, dims, facts = INTERPRETED[name]
+    p = problem_of(kind, lengths, dims, "bfloat16", **facts)
+    check(p, backward_configs.backward(p, hardware.H200)[0], interpreted)
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["full", "causal", "segments"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiles_without_spills(kind, head_dim, deterministic):
+    p = problem_of(kind, (1024, 1024), (head_dim, head_dim), "bfloat16", deterministic=deterministic)
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
+    config = backward_configs.backward(p, hardware.H200)[0]
+    (report,) = aot.compile_for_h200(lambda *a: backward.run(p, config, *a), *operands)
+    assert report.spill_bytes <= 64  # in the tiles that compare indices, D = 64
+    assert not [line for line in report.complaints if "C7519" not in line]
+
+
+def test_declines_in_words():
+    decline = lambda **facts: backward.unsupported(dataclasses.replace(plain, **facts), hardware.H200)
+    plain = problem_of("full", (64, 64), (64, 64), "bfloat16")
+    assert decline() is None
+    assert "float32" in decline(dtype=jnp.dtype("float32"))
+    assert "256" in decline(head_dim=256)
+    assert "soft cap" in decline(bias=(1, 1, 64, 64), soft_cap=1.0)

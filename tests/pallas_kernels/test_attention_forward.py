@@ -1,0 +1,236 @@
+"""The forward attention kernel against NumPy in float64, beside XLA's attention in the operands' own 16 bits."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import aot
+import attention_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import hardware
+from pallas_kernels.attention import forward, heuristics, schedule
+from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention.problem import Attention, Op
+
+LENGTHS = ((1, 1), (3, 1), (1, 799), (63, 64), (64, 63), (113, 239), (128, 128), (239, 113), (799, 1024), (1024, 799))
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (72, 40), (96, 96), (8, 8), (16, 32), (32, 200))
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal_offset": 0},
+    "causal-later": {"causal_offset": 70},
+    "causal-earlier": {"causal_offset": -70},
+    "window": {"window": (100, 37), "window_offset": 20},
+    "window-left": {"window": (31, None), "causal_offset": 5},
+    "window-nothing": {"window": (2, 2), "window_offset": -5000},
+    "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
+    "key-lengths": {"key_lengths": True},
+    "segments": {"segments": True},
+    "soft-cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True, "causal_offset": -3},
+    "bias": {"bias": "BNTS"},
+    "bias-of-heads": {"bias": "1N11"},
+    "bias-of-rows": {"bias": "11T1", "scale": -0.3},
+    "mask": {"mask": "B1TS"},
+    "mask-of-keys": {"mask": "B11S", "causal_offset": 0},
+    "mask-of-rows": {"mask": "11T1"},
+    "everything": {
+        "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
+        "soft_cap": 5.0, "sinks": True, "bias": "1NTS", "mask": "B11S",
+    },
+}  # fmt: skip
+
+
+def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads=(4, 2)) -> Attention:
+    facts, sizes = dict(KINDS[kind]), {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
+    for name in ("bias", "mask"):
+        if name in facts:
+            facts[name] = tuple(sizes[letter] for letter in facts[name])
+    facts.setdefault("scale", dims[0] ** -0.5)
+    return Attention(Op.FORWARD, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **facts)
+
+
+def operands_of(p: Attention, seed: int = 0) -> dict[str, Any]:
+    """Random operands; what lies past the keys' lengths is NaN."""
+    rng = np.random.default_rng(seed)
+    b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
+    dims = {
+        "query": (b, t, n, p.head_dim),
+        "key": (b, s, p.key_heads, p.head_dim),
+        "value": (b, s, p.key_heads, p.value_dim),
+    }
+    arrays: dict[str, Any] = {name: rng.standard_normal(shape).astype(p.dtype) for name, shape in dims.items()}
+    if p.bias:
+        arrays["bias"] = rng.standard_normal(p.bias).astype(np.float32)
+    if p.mask:
+        arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
+    if p.query_lengths:
+        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
+    if p.key_lengths:
+        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
+        past = np.arange(s) >= arrays["key_lengths"][:, None]
+        arrays["key"][past], arrays["value"][past] = np.nan, np.nan
+    if p.segments:
+        arrays["query_segments"] = np.sort(rng.integers(0, 3, (b, t)).astype(np.int32))
+        arrays["key_segments"] = np.sort(rng.integers(0, 3, (b, s)).astype(np.int32))
+    if p.sinks:
+        arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
+    return arrays
+
+
+def truth_of(p: Attention, arrays: dict[str, Any]) -> attention_oracle.Forward:
+    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
+    left, right = schedule.bounds(p)
+    mask = (j >= (i + left if left is not None else 0)) & (j <= (i + right if right is not None else p.key_length))
+    rules = {
+        "mask": mask & (arrays["mask"] != 0) if p.mask else mask,
+        "query_seq_lengths": arrays.get("query_lengths"),
+        "key_value_seq_lengths": arrays.get("key_lengths"),
+        "query_segment_ids": arrays.get("query_segments"),
+        "key_value_segment_ids": arrays.get("key_segments"),
+    }
+    qkv = (arrays[name] for name in ("query", "key", "value"))
+    return attention_oracle.forward(
+        *qkv, arrays.get("bias"), scale=p.scale, logits_soft_cap=p.soft_cap, sinks=arrays.get("sinks"), **rules
+    )
+
+
+def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forward) -> float:
+    """The error of weights and output rounded to the operands' dtype, as XLA's attention rounds them."""
+    value = np.nan_to_num(np.repeat(arrays["value"], p.query_heads // p.key_heads, axis=2).astype(np.float64))
+    rounded = np.einsum("bnts,bsnd->btnd", truth.weights.astype(p.dtype).astype(np.float64), value).astype(p.dtype)
+    return float(np.abs(rounded.astype(np.float64) - truth.out).max(initial=0.0))
+
+
+def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands)) -> None:
+    arrays = operands_of(p)
+    truth = truth_of(p, arrays)
+    operands = [jnp.asarray(x) for x in arrays.values()]
+    out, lse = (np.asarray(x) for x in run(lambda *a: forward.run(p, config, *a), *operands))
+    unit = float(jnp.finfo(p.dtype).eps) * (1.0 + np.abs(truth.out).max(initial=0.0))
+    assert np.abs(out.astype(np.float64) - truth.out).max(initial=0.0) <= 2 * xla_error(p, arrays, truth) + unit
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(truth.lse))
+    seen = ~np.isneginf(truth.lse)
+    # float32 sums of products of 16-bit numbers.
+    np.testing.assert_allclose(lse[seen], truth.lse[seen], rtol=2e-5, atol=2e-5)
+
+
+def cases() -> list[Attention]:
+    """Every kind at some lengths and sizes of heads, and the plain kinds at all of them."""
+    rotations = zip(
+        KINDS, itertools.cycle(LENGTHS[5:]), itertools.cycle(DIMS[:5]), itertools.cycle(("bfloat16", "float16"))
+    )
+    found = [problem_of(*facts) for facts in rotations]
+    found += [problem_of(kind, (113, 239), (128, 128), "bfloat16") for kind in KINDS]
+    for kind in ("full", "causal"):
+        found += [problem_of(kind, lengths, (64, 64), "float16", heads=(6, 2)) for lengths in LENGTHS]
+        found += [problem_of(kind, (239, 799), dims, "bfloat16", heads=(3, 3)) for dims in DIMS]
+    return list(dict.fromkeys(found))
+
+
+def name_of(p: Attention) -> str:
+    default = Attention(Op.FORWARD, 0, 0, 0, 0, 0, 0, 0, jnp.dtype("bfloat16"))
+    rest = [f.name for f in dataclasses.fields(p)[9:] if getattr(p, f.name) != getattr(default, f.name)]
+    return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", cases(), ids=name_of)
+def test_matches_the_oracle(p):
+    for config in heuristics.forward(p, hardware.H200):
+        check(p, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal_offset", [None, 0])
+def test_results_repeat_bit_by_bit(head_dim, causal_offset):
+    p = dataclasses.replace(
+        problem_of("full", (2048, 2048), (head_dim, head_dim), "bfloat16"), causal_offset=causal_offset
+    )
+    arrays = [jnp.asarray(x) for x in operands_of(p).values()]
+    config = heuristics.forward(p, hardware.H200)[0]
+    first = [np.asarray(x) for x in forward.run(p, config, *arrays)]
+    for _ in range(5):
+        for a, b in zip(first, forward.run(p, config, *arrays), strict=True):
+            np.testing.assert_array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
+    p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
+    check(dataclasses.replace(p, batch=2), ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        ForwardConfig(block_kv=128, warpgroups=3, stages=2),
+        ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, persistent=False),
+    ],
+    ids=str,
+)
+def test_configs_in_the_interpreter(config, interpreted):
+    check(problem_of("window-left", (200, 300), (64, 64), "float16", heads=(2, 2)), config, interpreted)
+
+
+# Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
+_MAY_SPILL = 32
+
+
+def compiled_cases() -> list[Attention]:
+    found = [problem_of(k, (2048, 2048), (d, d), "bfloat16") for k in ("full", "causal") for d in (64, 128, 256)]
+    found += [problem_of(kind, (1000, 1003), DIMS[i % 5], "float16") for i, kind in enumerate(KINDS)]
+    return found
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("p", compiled_cases(), ids=name_of)
+def test_compiles_without_spills(p):
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
+    plain = name_of(p).split("-scale-")[-1] in ("", "causal_offset") or name_of(p).endswith("-scale")
+    for config in heuristics.forward(p, hardware.H200):
+        (report,) = aot.compile_for_h200(lambda *a, config=config: forward.run(p, config, *a), *operands)
+        assert report.spill_bytes <= (0 if plain else _MAY_SPILL), report.ptxas_log
+        assert not [line for line in report.complaints if "C7519" not in line], report.complaints
+        assert report.smem <= hardware.H200.smem_per_cta
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "window", "window-left", "window-nothing"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("rows, block_kv", [(64, 64), (192, 128)])
+def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
+    p = problem_of(kind, lengths, (64, 64), "bfloat16")
+    left, right = schedule.bounds(p)
+    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
+    seen = (j >= i + (-np.inf if left is None else left)) & (j <= i + (np.inf if right is None else right))
+    for row in range(0, p.query_length, rows):
+        span = schedule.span(p, block_kv, row, rows, p.query_length, p.key_length)
+        mine = seen[row : row + rows]
+        visited = np.zeros(p.key_length, bool)
+        visited[span.first * block_kv : span.end * block_kv] = True
+        assert span.end > span.first
+        assert not mine[:, ~visited].any()
+        assert mine[:, max(span.first, span.inner_first) * block_kv : min(span.end, span.inner_end) * block_kv].all()
+
+
+def test_spans_of_long_sequences():
+    length = 2**20
+    p = problem_of("full", (length, length), (64, 64), "bfloat16")
+    span = jax.jit(lambda row: schedule.span(p, 128, row, 64, length, length))(jnp.int32(0))
+    assert (int(span.first), int(span.end)) == (0, length // 128)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_every_tile_is_dealt_once(kind):
+    p = problem_of(kind, (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
+    config = ForwardConfig(block_kv=128, warpgroups=2, stages=2)
+    table = schedule.deal(p, config, 7)
+    dealt = np.concatenate([row[1 : 1 + row[0]] for row in table])
+    np.testing.assert_array_equal(np.sort(dealt), np.arange(2 * 6 * 8))
