@@ -50,6 +50,7 @@ class Rules:
     causal_offset: int | None = None
     window: tuple[int | None, int | None] = (None, None)
     window_offset: int = 0
+    deterministic: bool = False
     precision: Any = None
 
 

@@ -142,6 +142,25 @@ def test_copies_are_said() -> None:
         )
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_gradients_repeat_where_that_is_asked_for(wanted: bool) -> None:
+    """The one place where the kernel's order of summation is the caller's choice."""
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    loss = lambda x: jaxsoftmax.flash_attention(x, x, x, deterministic_gradients=wanted).sum()
+    rules = [
+        eqn.params["rules"].deterministic
+        for eqn in jax.make_jaxpr(jax.grad(loss))(x).eqns
+        if eqn.primitive.name == "flash_attention_gradients"
+    ]
+    assert rules == [wanted]
+    shapes = dict(query=x.shape, key=x.shape, value=x.shape)
+    plan = _attention_fold.plan(
+        Op.BACKWARD, shapes, dict.fromkeys(shapes, x.dtype), Rules(deterministic=wanted), H200, False
+    )
+    assert plan.decision is not None
+    assert plan.decision.problem.deterministic is wanted
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
 def test_the_plain_custom_vjp_gives_the_same_gradients(request: pytest.FixtureRequest, kernels: bool) -> None:
     if kernels:
