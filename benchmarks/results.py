@@ -11,10 +11,11 @@ RUNG = "rung:"
 
 
 class Results:
-    """What a folder of result files says, newest first by each file's own timestamp."""
+    """What a folder of result files says, newest first by each file's own timestamp; of one topic."""
 
-    def __init__(self, folder: pathlib.Path = FOLDER):
+    def __init__(self, folder: pathlib.Path = FOLDER, topic: str | None = None):
         files = (report.read(path) for path in sorted(folder.glob("*.json")))
+        files = (file for file in files if file["header"].get("topic") == topic)
         self._files = sorted(files, key=lambda file: file["header"]["timestamp"], reverse=True)
 
     def __bool__(self) -> bool:
