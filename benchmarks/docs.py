@@ -1,6 +1,7 @@
 """`python -m benchmarks.docs`: rewrites every generated table of README.md and docs/*.md from the committed results.
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program, and
+so does the whole of docs/attention_results.md.
 Pictures named in `PICTURES` are drawn with `--pictures`, which needs matplotlib.
 """
 
@@ -10,13 +11,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks import cases, plot, report
-from benchmarks.results import RUNG, Results
+from benchmarks import attention_docs, cases, plot, report
+from benchmarks.results import NOT_MEASURED, RUNG, Results
 from benchmarks.targets import TARGETS, Target
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-NOT_MEASURED = "*Not measured yet: no result file under `benchmarks/results/h200/` has these cases.*"
 PEERS = {"xla": "XLA", "torch_compile": "torch.compile", "torch": "torch", "liger": "Liger", "quack": "quack"}
 README_FORWARD = (
     "softmax_fwd_f16_32768x1024",
@@ -69,7 +69,7 @@ def targets(results: Results) -> str:
     rows = [_target_row(target, results) for target in TARGETS]
     if not any(row[-1] != "-" for row in rows):
         return NOT_MEASURED
-    return _table(["promise", "must", "goal", "worst", "", "at", "cases"], rows) + "\n\n" + _caption(results)
+    return report.markdown(["promise", "must", "goal", "worst", "", "at", "cases"], rows) + "\n\n" + _caption(results)
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
@@ -89,7 +89,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
         rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
-        return _table(heads, rows) + "\n\nMicroseconds (TB/s of the least traffic). " + _caption(results)
+        return report.markdown(heads, rows) + "\n\nMicroseconds (TB/s of the least traffic). " + _caption(results)
 
     return make
 
@@ -102,6 +102,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_forward_f16": ladder("fwd", "f16"),
     "ladder_forward_f32": ladder("fwd", "f32"),
     "ladder_backward_f16": ladder("bwd", "f16"),
+    "attention": lambda results: attention_docs.table(results.about("attention")),
 }
 
 
@@ -122,7 +123,7 @@ def _comparison(records: Iterable[Mapping[str, Any]], results: Results) -> str:
             *(_against(record, peer) for peer in peers),
             _number(ours.get("max_error_ulp"), ".1f"),
         ])  # fmt: skip
-    return _table(heads, rows) + "\n\n" + _caption(results)
+    return report.markdown(heads, rows) + "\n\n" + _caption(results)
 
 
 def title(case: Mapping[str, Any]) -> str:
@@ -182,25 +183,28 @@ def _caption(results: Results) -> str:
     )
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    rule = ["---" if i == 0 else "---:" for i in range(len(heads))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
-
-
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def pages(results: Results) -> dict[pathlib.Path, str]:
+    """Documents that are generated as a whole; none before there is something to say."""
+    attention = results.about("attention")
+    return {ROOT / "docs" / "attention_results.md": attention_docs.page(attention)} if attention else {}
+
+
 def main(arguments: list[str]) -> None:
     results = Results()
-    for path in documents():
-        text = path.read_text()
-        made = rewrite(text, results)
+    whole = pages(results)
+    for path in (*whole, *(path for path in documents() if path not in whole)):
+        text = path.read_text() if path.exists() else ""
+        made = whole[path] if path in whole else rewrite(text, results)
         if made != text:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
-    if "--pictures" in arguments and results:
-        print("\n".join(map(str, plot.draw(results.records(), results.headers()[0], PICTURES))))
+    if "--pictures" in arguments:
+        drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
+        print("\n".join(map(str, [*drawn, *attention_docs.draw(results.about("attention"), PICTURES)])))
 
 
 if __name__ == "__main__":

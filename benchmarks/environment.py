@@ -15,6 +15,8 @@ _PACKAGES = (
     "numpy",
     "torch",
     "triton",
+    "nvidia-cudnn-cu13",
+    "tokamax",
     "quack-kernels",
     "liger-kernel",
 )

@@ -95,5 +95,11 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown, the first column left-aligned."""
+    rule = ["---" if i == 0 else "---:" for i in range(len(heads))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
+
+
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)

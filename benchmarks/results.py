@@ -8,17 +8,24 @@ from benchmarks import peers, report
 
 FOLDER = pathlib.Path(__file__).parent / "results" / "h200"
 RUNG = "rung:"
+NOT_MEASURED = "*Not measured yet: no result file under `benchmarks/results/h200/` has these cases.*"
 
 
 class Results:
-    """What a folder of result files says, newest first by each file's own timestamp."""
+    """What a folder of result files says, newest first by each file's own timestamp; of one topic."""
 
-    def __init__(self, folder: pathlib.Path = FOLDER):
+    def __init__(self, folder: pathlib.Path = FOLDER, topic: str | None = None):
+        self._folder = folder
         files = (report.read(path) for path in sorted(folder.glob("*.json")))
+        files = (file for file in files if file["header"].get("topic") == topic)
         self._files = sorted(files, key=lambda file: file["header"]["timestamp"], reverse=True)
 
     def __bool__(self) -> bool:
         return bool(self._files)
+
+    def about(self, topic: str) -> "Results":
+        """What the same folder says of another topic."""
+        return Results(self._folder, topic)
 
     def case(self, name: str) -> dict[str, Any] | None:
         """The newest run of "ours" on a case, with the newest run of torch's side beside it."""

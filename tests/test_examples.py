@@ -1,6 +1,8 @@
 """The examples run, each in a process of its own as a reader would run it."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +33,19 @@ def test_demo_fails_when_nothing_was_learnt():
     finished = _run("char_model.py", "--steps", "1", "--sample", "1")
     assert finished.returncode == 1
     assert "DID NOT FALL" in finished.stdout
+
+
+def test_demo_compares_three_attentions():
+    finished = _run("char_model.py", "--steps", "2", "--sample", "1")
+    rows = re.findall(r"^(flash|softmax|jax\.nn)(?: +[\d.]+){4} +([\d.e+-]+)$", finished.stdout, re.MULTILINE)
+    assert [name for name, _ in rows] == ["flash", "softmax", "jax.nn"], finished.stdout
+    assert all(float(gap) < 1e-3 for _, gap in rows)
+
+
+def test_demo_compares_speeds(capsys):
+    """What the demo does last on a GPU, small; only cuDNN may be missing."""
+    runpy.run_path(str(ROOT / "examples" / "char_model.py"))["compare_speeds"]((4, 16), (1, 8, 2, 64))
+    printed = capsys.readouterr().out
+    for name in ("jaxsoftmax", r"jax\.nn"):
+        assert len(re.findall(rf"^  {name} +[\d.]+ us$", printed, re.MULTILINE)) == 2, printed
+    assert len(re.findall(r"^  jax\.nn cuDNN", printed, re.MULTILINE)) == 1, printed

@@ -1,0 +1,146 @@
+"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
+
+Examples:
+  python -m benchmarks.attention --list --tag=core
+  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
+      --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
+"""
+
+import ctypes
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from benchmarks import attention_cases, attention_impls, environment, report
+from benchmarks.attention_runner import Bench, Options
+
+FLAGS = flags.FLAGS
+_TOGETHER = 5  # cases that are compiled at once
+
+
+def define_flags() -> None:
+    """Names are the softmax benchmark's where they mean the same; defined here so that importing defines none."""
+    impls = tuple(attention_impls.IMPLS)
+    flags.DEFINE_list("tag", ["core"], "Tags: core, standard.")
+    flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
+    flags.DEFINE_list("pass", [], f"Passes: {', '.join(attention_cases.PASSES)}.")
+    flags.DEFINE_list("kind", [], f"Kinds: {', '.join(attention_cases.KINDS)}.")
+    flags.DEFINE_list("impl", ["ours", "cudnn", "mgpu", "tokamax"], f"Implementations: {', '.join(impls)}.")
+    flags.DEFINE_integer("rounds", 3, "Interleaved rounds.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
+    flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
+    flags.DEFINE_string("json", None, "Where to write results, after each case.")
+    flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
+    flags.DEFINE_bool("list", False, "List the selected cases and stop.")
+    flags.register_validator("impl", lambda names: set(names) <= set(impls), f"--impl takes {', '.join(impls)}")
+
+
+def measure(
+    cases: Sequence[attention_cases.Case],
+    options: Options,
+    *,
+    path: pathlib.Path | None = None,
+    commit: str | None = None,
+    budget_s: float | None = None,
+) -> list[dict[str, Any]]:
+    """Runs the cases, printing and saving each; those that the budget leaves out are named in the file's header."""
+    started = time.perf_counter()
+    header = environment.header(commit=commit, seed=options.seed, rounds=options.rounds)
+    header |= {"topic": "attention", "left_out": [case.name for case in cases]}
+    header["versions"] |= cudnn_version()
+    bench, records = Bench(options), []
+
+    def elapsed() -> float:
+        return time.perf_counter() - started
+
+    def save() -> None:
+        if path is not None:
+            report.write(path, header | {"clocks_after": environment.clocks()}, records)
+
+    for first in range(0, len(cases), _TOGETHER):
+        group = cases[first : first + _TOGETHER]
+        if budget_s is not None and elapsed() >= budget_s:
+            break
+        print(f"[{elapsed():.0f}s] compiling {first + 1} to {first + len(group)} of {len(cases)} cases", flush=True)
+        bench.prepare(group)
+        for case in group:
+            if budget_s is not None and elapsed() >= budget_s:
+                break
+            records.append(_run(bench, case))
+            header["left_out"].remove(case.name)
+            print(f"[{len(records)}/{len(cases)} {elapsed():.0f}s] {lines(records[-1])}", flush=True)
+            save()
+    save()
+    if header["left_out"]:
+        print(f"left out after {elapsed():.0f} s: {', '.join(header['left_out'])}", flush=True)
+    return records
+
+
+def _run(bench: Bench, case: attention_cases.Case) -> dict[str, Any]:
+    try:
+        return bench.run(case)
+    except Exception as error:  # out of memory in the truth, say: the other cases go on
+        text = f"{type(error).__name__}: {error}"[:500]
+        return {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None, "error": text}
+
+
+def lines(record: Mapping[str, Any]) -> str:
+    """One case in one line per implementation."""
+    name = record["case"]["name"]
+    if "error" in record:
+        return f"{name}: failed: {record['error']}"
+    shrunk = " (CPU: one short sequence)" if "measured" in record else ""
+    best = f", ours {record['ratio']:.3f} x {record['best_peer']}" if record["ratio"] else ""
+    matmul, copy = record["matmul"]["tflop_per_s"], record["copy"]["tb_per_s"]
+    head = f"{name}{shrunk}: {record['clock']} clock, matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s{best}"
+    return "\n".join([head, *(f"  {impl:<8} {_line(entry)}" for impl, entry in record["impls"].items())])
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    if "us" not in entry:
+        return f"{entry['status']}: {entry['reason']}"
+    spread = f"{entry['us']:>9.1f} us ({entry['min_us']:.1f} to {entry['max_us']:.1f})"
+    direct = f", direct {entry['direct_tflop_per_s']:.1f}" if "direct_us" in entry else ""
+    return f"{spread}  {entry['tflop_per_s']:>6.1f} TFLOP/s{direct}  error {entry['error']:.1e}"
+
+
+def cudnn_version() -> dict[str, str]:
+    """The version of the cuDNN that is loaded; empty without one."""
+    if jax.default_backend() != "gpu":
+        return {}
+    try:
+        version = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
+    except (OSError, AttributeError):
+        return {}
+    version.restype = ctypes.c_size_t
+    return {"cudnn": str(version())}
+
+
+def main(_: Sequence[str]) -> None:
+    passes = FLAGS["pass"].value or ()
+    cases = attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+    if FLAGS.list:
+        for case in cases:
+            print(f"{case.name:<50} {case.flops / 1e12:>8.3f} TFLOP  {','.join(sorted(case.tags))}")
+        return
+    if jax.default_backend() != "gpu":
+        print("No GPU: every case runs on one short sequence, by wall clock. Times say nothing about the kernels.")
+    path = pathlib.Path(FLAGS.json) if FLAGS.json else None
+    options = Options(tuple(FLAGS.impl), FLAGS.rounds, FLAGS.seed)
+    records = measure(cases, options, path=path, commit=FLAGS.commit, budget_s=FLAGS.budget_s)
+    red = [
+        r["case"]["name"] for r in records if r["impls"].get("ours", {}).get("status", "failed") in ("WRONG", "failed")
+    ]
+    if red and "ours" in FLAGS.impl:
+        print(f"ours is WRONG or failed in {len(red)} of {len(records)}: {', '.join(red)}", flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

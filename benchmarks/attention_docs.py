@@ -1,0 +1,138 @@
+"""What the documents say of attention's speed, made from committed results: a table, a page and a picture."""
+
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import attention_cases, report
+from benchmarks.results import NOT_MEASURED, Results
+
+Record = Mapping[str, Any]
+
+PEERS = {"cudnn": "cuDNN", "mgpu": "JAX's attention_mgpu", "tokamax": "tokamax"}
+PASSES = {"fwd": "forward", "bwd": "backward", "value_and_vjp": "value and vjp"}
+PAGE = """# Attention, measured
+
+Written by `python -m benchmarks.docs` from the result files under `benchmarks/results/h200/`; what is timed and how
+stands at the top of `benchmarks/attention_runner.py`, how correctness is judged at the top of
+`benchmarks/attention_truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
+TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
+documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its
+residuals. "x PEER" says how many times faster ours is. A case whose result is wrong has no time. JAX's
+`attention_mgpu` runs in float16; cuDNN and tokamax get documents as a mask tensor; the error is the root mean square
+of the worst output, relative to float32.
+
+{table}
+{left_out}"""
+
+
+def table(results: Results) -> str:
+    """The cells of the README."""
+    wanted = {case.name for case in attention_cases.select(tags=["core"])}
+    return comparison([r for r in _ordered(results) if r["case"]["name"] in wanted], results)
+
+
+def page(results: Results) -> str:
+    """The whole of docs/attention_results.md."""
+    left_out = dict.fromkeys(name for header in results.headers() for name in header.get("left_out", ()))
+    missing = [name for name in left_out if results.case(name) is None]
+    note = f"\nLeft out, as the time was up: {', '.join(f'`{name}`' for name in missing)}.\n" if missing else ""
+    return PAGE.format(table=comparison(_ordered(results), results), left_out=note)
+
+
+def comparison(records: Sequence[Record], results: Results) -> str:
+    """One row for each case."""
+    if not records:
+        return NOT_MEASURED
+    peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
+    heads = ["attention", "us", "TFLOP/s", "direct", "of matmul", *(f"x {PEERS[peer]}" for peer in peers), "error"]
+    return report.markdown(heads, [_row(record, peers) for record in records]) + "\n\n" + _caption(records, results)
+
+
+def title(case: Mapping[str, Any]) -> str:
+    """A case in words: "forward, D 128, S 2048, causal"."""
+    dim, value = case["head_dim"], case["value_dim"]
+    heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
+    span = f" {case['span']}" if case["span"] else ""
+    dims = f"{dim}" if dim == value else f"{dim}/{value}"
+    return f"{PASSES[case['pass']]}, D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
+
+
+def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
+    """TFLOP/s of each implementation in the README's cells; nothing without matplotlib or results."""
+    wanted = {case.name for case in attention_cases.select(tags=["core"])}
+    records = [r for r in _ordered(results) if r["case"]["name"] in wanted]
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plots: matplotlib is not installed")
+        return []
+    if not records:
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(records) + 1.5), layout="constrained")
+    names = [name for name in ("ours", *PEERS) if any("us" in r["impls"].get(name, {}) for r in records)]
+    thickness = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
+        where = [row + (i - (len(names) - 1) / 2) * thickness for row in range(len(records))]
+        axes.barh(where, speeds, thickness, label=PEERS.get(name, name))
+    axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
+    axes.set_yticks(range(len(records)), [title(record["case"]) for record in records], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {results.headers()[0]['device'].get('name', '')}")
+    axes.legend(fontsize=8)
+    path = folder / "attention.svg"
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return [path]
+
+
+def _ordered(results: Results) -> list[Record]:
+    order = {case.name: i for i, case in enumerate(attention_cases.all_cases())}
+    found = [record for record in results.records() if record["impls"]]
+    passes = list(PASSES)
+    return sorted(found, key=lambda r: (passes.index(r["case"]["pass"]), order.get(r["case"]["name"], len(order))))
+
+
+def _row(record: Record, peers: Iterable[str]) -> list[str]:
+    ours = record["impls"]["ours"]
+    share = ours["tflop_per_s"] / record["matmul"]["tflop_per_s"] if "us" in ours else None
+    return [
+        title(record["case"]),
+        _number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
+        _number(ours.get("tflop_per_s"), ".0f"),
+        _number(ours.get("direct_tflop_per_s"), ".0f"),
+        _number(share, ".2f"),
+        *(_against(ours, record["impls"].get(peer, {})) for peer in peers),
+        _number(ours.get("error"), ".1e"),
+    ]
+
+
+def _against(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
+    if "us" in ours and "us" in peer:
+        return f"{peer['us'] / ours['us']:.2f} ({peer['tflop_per_s']:.0f})"
+    status = peer.get("status", "-")
+    return "-" if status in ("ok", "declined", "not installed") else status
+
+
+def _caption(records: Sequence[Record], results: Results) -> str:
+    headers = results.headers()
+    header, versions = headers[0], headers[0]["versions"]
+    commits = ", ".join(dict.fromkeys(str(h["commit"])[:12] for h in headers))
+    names = {"jax": "JAX", "cudnn": "cuDNN", "tokamax": "tokamax"}
+    used = ", ".join(f"{names[name]} {versions[name]}" for name in names if name in versions)
+    products = [record["matmul"]["tflop_per_s"] for record in records]
+    clocks = ", ".join(dict.fromkeys(record["clock"] for record in records))
+    return (
+        f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}, {used}, "
+        f"{header['timestamp'][:10]}, commit {commits}; medians of interleaved runs, {clocks} clock. In brackets the "
+        f"peer's TFLOP/s; matrix products of 8192³ in the same run: {min(products):.0f} to {max(products):.0f}."
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -1,0 +1,254 @@
+"""Compiles, checks and times cases of attention; time is taken as `benchmarks.timing` says.
+
+A backward alone is timed as (value and vjp) less forward, which is all that some peers allow, for every implementation
+alike; ours also directly, from its residuals ("direct"). Operands exceed L2 in every case, so one set is enough.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import attention_impls, attention_truth, probes, timing
+from benchmarks.attention_cases import Case, Shape
+from benchmarks.attention_impls import IMPLS
+from benchmarks.variants import Declined
+
+PROGRAMS = {"fwd": ("fwd",), "bwd": ("fwd", "value_and_vjp"), "value_and_vjp": ("value_and_vjp",)}
+_LAUNCHES = 4  # of each program in a round
+_COPIED_BYTES = 2**30  # read and written
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run is made."""
+
+    impls: Sequence[str] = ("ours", "cudnn", "mgpu", "tokamax")
+    rounds: int = 3
+    seed: int = 0
+
+
+Key = tuple[Shape, str, str]  # implementation and program
+
+
+class Bench:
+    """Compiled programs and probes of a run."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.on_gpu = jax.default_backend() == "gpu"
+        self._compiled: dict[Key, Any] = {}  # a program, or a dict that says why not
+        self._truths: dict[tuple[Shape, bool], Callable[..., Any]] = {}
+        self._operands: tuple[Shape | None, dict[str, jax.Array]] = (None, {})
+
+    def prepare(self, cases: Sequence[Case]) -> None:
+        """Compiles what the cases need, in threads: never while something is timed, as XLA's tuning runs kernels."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            waiting = {}
+            for case in cases:
+                shape = self._measured(case)
+                kind = (shape, case.pass_ != "fwd")
+                if kind not in self._truths and kind not in waiting:
+                    truth = functools.partial(attention_truth.truth, shape, gradients=kind[1])
+                    waiting[kind] = pool.submit(jax.jit(truth).lower(_specs(shape)).compile)
+                for name in self.options.impls:
+                    for program in _programs(case, name):
+                        key = (shape, name, program)
+                        if key not in self._compiled:
+                            with self._recorded(key):
+                                waiting[key] = [pool.submit(x.compile) for x in _lower(case, *key)]
+                                self._compiled[key] = {}
+            for key, futures in waiting.items():
+                if isinstance(futures, concurrent.futures.Future):
+                    self._truths[key] = futures.result()
+                    continue
+                with self._recorded(key):
+                    first, *rest = [future.result() for future in futures]
+                    self._compiled[key] = _Direct(first, rest[0]) if rest else first
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
+        started = time.perf_counter()
+        shape = self._measured(case)
+        operands = self._made(shape)
+        truths = self._truths[shape, case.pass_ != "fwd"](operands)
+        impls: dict[str, dict[str, Any]] = {}
+        schedule = []
+        for name in self.options.impls:
+            impls[name], variants = self._checked(case, name, operands, truths)
+            schedule += variants
+        schedule += self._probes
+        clock, timings = timing.measure(
+            schedule,
+            buffers=1,
+            rounds=self.options.rounds,
+            launches=_LAUNCHES if self.on_gpu else 1,
+            device_clock=self.on_gpu,
+        )
+        flops = shape.flops(case.pass_)
+        for name, entry in impls.items():
+            if entry["status"] == "ok":
+                mine = {program: timings[f"{name}:{program}"] for program in _programs(case, name)}
+                entry |= _times(case, mine, flops)
+        return {
+            "case": case.describe(),
+            **({} if shape == case.shape else {"measured": dataclasses.asdict(shape)}),
+            "flops": flops,
+            "clock": clock,
+            **self._ceilings(timings),
+            "impls": impls,
+            **against_best(impls),
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+
+    def _measured(self, case: Case) -> Shape:
+        return case.shape if self.on_gpu else case.shape.shrunk()
+
+    def _made(self, shape: Shape) -> dict[str, jax.Array]:
+        if self._operands[0] != shape:
+            self._operands = (None, {})  # frees the memory first
+            self._operands = (shape, shape.operands(self.options.seed))
+        return self._operands[1]
+
+    @contextlib.contextmanager
+    def _recorded(self, key: Key) -> Iterator[None]:
+        """Turns an exception into an entry: one program that does not compile must not hide the others' results."""
+        entry: dict[str, Any] = {}
+        with _caught(entry):
+            yield
+        if entry:
+            self._compiled[key] = entry
+
+    def _checked(
+        self, case: Case, name: str, operands: Mapping[str, jax.Array], truths: Any
+    ) -> tuple[dict[str, Any], list[timing.Variant]]:
+        """What is known of an implementation before it is timed, and what to time if it is right."""
+        shape = self._measured(case)
+        programs = {program: self._compiled[shape, name, program] for program in _programs(case, name)}
+        for compiled in programs.values():
+            if isinstance(compiled, dict):
+                return compiled | _note(name), []
+        entry: dict[str, Any] = {}
+        variants, verdicts, temporary = [], [], {}
+        with _caught(entry):
+            own = jax.jit(functools.partial(IMPLS[name].prepare, shape))(dict(operands))
+            for program, compiled in programs.items():
+                launch = compiled.bound(own) if isinstance(compiled, _Direct) else functools.partial(compiled, own)
+                verdicts.append(attention_truth.judge(shape, jax.block_until_ready(launch()), truths))
+                temporary[program] = compiled.memory_analysis().temp_size_in_bytes
+                variants.append(timing.Variant(f"{name}:{program}", lambda _, launch=launch: launch()))
+        if entry:
+            return entry | _note(name), []
+        worst = next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
+        entry = {"status": "ok" if worst.right else "WRONG", **worst.as_json(), "temp_bytes": temporary, **_note(name)}
+        return (entry, variants) if worst.right else (entry | {"reason": worst.describe()}, [])
+
+    @functools.cached_property
+    def _probes(self) -> list[timing.Variant]:
+        """A large matrix product and a copy."""
+        n = self._matmul_size
+        a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(jax.random.key(3)))
+        product = jax.jit(jnp.matmul)
+        jax.block_until_ready(product(a, b))
+        return [
+            timing.Variant("matmul", lambda _: product(a, b)),
+            probes.copy_variant(_COPIED_BYTES if self.on_gpu else 2**16, 1),
+        ]
+
+    @property
+    def _matmul_size(self) -> int:
+        return 8192 if self.on_gpu else 64
+
+    def _ceilings(self, timings: Mapping[str, timing.Timing]) -> dict[str, Any]:
+        n, matmul = self._matmul_size, timings["matmul"].median
+        moved = probes.moved_bytes(_COPIED_BYTES if self.on_gpu else 2**16)
+        copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
+        tflops = {"size": n, "us": round(matmul, 3), "tflop_per_s": round(2 * n**3 / matmul / 1e6, 2)}
+        return {"matmul": tflops, "copy": probes.best_copy(copies)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direct:
+    """A compiled backward pass, and the program that makes its residuals."""
+
+    residuals: Callable[..., Any]
+    gradients: Any
+
+    def bound(self, operands: Mapping[str, jax.Array]) -> Callable[[], Any]:
+        leaves = self.residuals(operands)
+        return lambda: self.gradients(leaves, operands["d_out"])
+
+    def memory_analysis(self) -> Any:
+        return self.gradients.memory_analysis()
+
+
+def against_best(impls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fastest peer, and how many times faster ours is; XLA is no peer, as its scores are in memory."""
+    peers = {name: entry["us"] for name, entry in impls.items() if name not in ("ours", "xla") and "us" in entry}
+    best = min(peers, key=lambda name: peers[name], default=None)
+    ours = impls.get("ours", {}).get("us")
+    return {"best_peer": best, "ratio": round(peers[best] / ours, 4) if best is not None and ours else None}
+
+
+def _programs(case: Case, name: str) -> tuple[str, ...]:
+    return PROGRAMS[case.pass_] + (("direct",) if case.pass_ == "bwd" and name == "ours" else ())
+
+
+def _specs(shape: Shape) -> Any:
+    return jax.eval_shape(lambda: shape.operands(0))
+
+
+def _lower(case: Case, shape: Shape, name: str, program: str) -> list[Any]:
+    """What is to be compiled of a program."""
+    impl = IMPLS[name]
+    impl.check(shape, case.pass_)
+    specs = jax.eval_shape(functools.partial(impl.prepare, shape), _specs(shape))
+    if program != "direct":
+        make = attention_impls.forward if program == "fwd" else attention_impls.value_and_vjp
+        return [jax.jit(make(impl, shape)).lower(specs)]
+    residuals, gradients = map(jax.jit, attention_impls.backward(impl, shape))
+    first = residuals.lower(specs)
+    return [first, gradients.lower(first.out_info, specs["d_out"])]
+
+
+@contextlib.contextmanager
+def _caught(entry: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except attention_impls.NotInstalled as reason:
+        entry |= {"status": "not installed", "reason": str(reason)}
+    except Declined as reason:
+        entry |= {"status": "declined", "reason": str(reason)}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        entry |= {"status": "failed", "reason": text[:300]}
+
+
+def _note(name: str) -> dict[str, str]:
+    return {"note": IMPLS[name].note} if IMPLS[name].note else {}
+
+
+def _times(case: Case, mine: Mapping[str, timing.Timing], flops: float) -> dict[str, Any]:
+    """Microseconds and TFLOP/s; of a backward pass, each round's difference of medians."""
+    programs = {program: t.as_json() for program, t in mine.items()}
+    if case.pass_ == "bwd":
+        rounds = zip(programs["value_and_vjp"]["rounds_us"], programs["fwd"]["rounds_us"], strict=True)
+        differences = [both - forward for both, forward in rounds]
+        us = programs["value_and_vjp"]["us"] - programs["fwd"]["us"]
+        found = {"us": us, "min_us": min(differences), "max_us": max(differences)}
+    else:
+        found = {name: programs[case.pass_][name] for name in ("us", "min_us", "max_us")}
+    found = {name: round(us, 3) for name, us in found.items()}
+    if found["us"] <= 0:  # a difference within the noise, on a machine too loud to measure
+        return {"status": "unresolved", "reason": "value and vjp took no longer than forward", "programs": programs}
+    found["tflop_per_s"] = round(flops / found["us"] / 1e6, 2)
+    if "direct" in programs:
+        direct = programs["direct"]["us"]
+        found |= {"direct_us": direct, "direct_tflop_per_s": round(flops / direct / 1e6, 2)}
+    return found | {"programs": programs}

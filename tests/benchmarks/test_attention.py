@@ -1,0 +1,248 @@
+"""The benchmark of attention on a machine without a GPU: cases, arithmetic, gate, budget, documents."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import attention, attention_cases, attention_docs, attention_impls, attention_truth, docs, report
+from benchmarks.attention_cases import Case, Shape, square
+from benchmarks.attention_impls import IMPLS
+from benchmarks.attention_runner import Bench, Options, against_best
+from benchmarks.results import NOT_MEASURED, Results
+
+ROOT = Path(__file__).parents[2]
+TINY = Shape(2, 4, 2, 16, 8, 8, "full")
+KINDS = [dataclasses.replace(TINY, kind=kind, span=5) for kind in attention_cases.KINDS]
+KINDS.append(dataclasses.replace(TINY, value_dim=4, kind="causal"))
+
+
+def _case(shape, pass_="fwd"):
+    return Case(shape, pass_, frozenset({"core"}))
+
+
+def test_every_case_has_a_name_of_its_own():
+    names = [case.name for case in attention_cases.all_cases()]
+    assert len(set(names)) == len(names) == 3 * (4 * 3 * 2 + 7)
+    assert len(attention_cases.select(tags=["core"])) == 20
+    assert [case.tags for case in attention_cases.all_cases()[:20]] == [{"core", "standard"}] * 20
+
+
+def test_the_grid_is_of_equal_work():
+    grid = [case.shape for case in attention_cases.all_cases() if case.shape.kind == "full" and case.shape.heads < 64]
+    assert {shape.batch * shape.length for shape in grid} == {16384}
+    assert {shape.heads * shape.head_dim for shape in grid} == {2048}
+
+
+def test_arithmetic_by_hand():
+    full = square(2048, 128, "full")
+    assert (full.batch, full.heads) == (8, 16)
+    assert full.flops("fwd") == 4 * 8 * 16 * 2048**2 * 128 == 274877906944
+    assert full.flops("bwd") == 2.5 * full.flops("fwd")
+    assert full.flops("value_and_vjp") == 3.5 * full.flops("fwd")
+    assert square(2048, 128, "causal").flops("fwd") == full.flops("fwd") / 2
+    assert Shape(4, 64, 8, 4096, 128, 128, "full").flops("fwd") == 4 * 4 * 64 * 4096**2 * 128
+    mla = Shape(4, 16, 16, 4096, 192, 128, "causal")
+    assert mla.flops("fwd") == 2 * 4 * 16 * 4096**2 * (192 + 128) / 2
+    assert mla.flops("bwd") == 2 * 4 * 16 * 4096**2 * (3 * 192 + 2 * 128) / 2
+    assert dataclasses.replace(TINY, kind="window", span=5).pairs == 1 + 2 + 3 + 4 + 12 * 5
+
+
+def test_documents_fill_the_sequence():
+    shape = square(16384, 128, "documents", 1024)
+    assert shape.documents().sum() == 16384
+    assert 512 <= shape.documents()[:-1].min() <= shape.documents().max() <= 1536
+    ids = shape.segments()
+    assert ids.shape == (1, 16384)
+    np.testing.assert_array_equal(np.bincount(ids[0]), shape.documents())
+
+
+@pytest.mark.parametrize("shape", KINDS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("name", ["ours", "xla"])
+def test_ours_and_xla_pass_the_gate(shape, name):
+    if name == "xla" and shape.value_dim != shape.head_dim:
+        pytest.skip("jax.nn does not take it")
+    operands = shape.operands(0)
+    truths = attention_truth.truth(shape, operands, gradients=True)
+    own = IMPLS[name].prepare(shape, operands)
+    programs = [attention_impls.forward, attention_impls.value_and_vjp]
+    got = [program(IMPLS[name], shape)(own) for program in programs]
+    residuals, gradients = attention_impls.backward(IMPLS[name], shape)
+    got.append(gradients(residuals(own), own["d_out"]))
+    assert [len(each) for each in got] == [1, 4, 3]
+    for each in got:
+        verdict = attention_truth.judge(shape, each, truths)
+        assert verdict.right, verdict.describe()
+
+
+@pytest.mark.parametrize("fault", ["edge", "window", "documents", "nan", "scale", "head"])
+def test_wrong_results_do_not_pass(fault):
+    kind = {"edge": "causal", "window": "window", "documents": "documents"}.get(fault, "full")
+    shape = dataclasses.replace(TINY, kind=kind, span=5)
+    operands = shape.operands(0)
+    truths = attention_truth.truth(shape, operands, gradients=False)
+    wrong = dict(operands)
+    used = {
+        "edge": dataclasses.replace(shape, kind="full"),
+        "window": dataclasses.replace(shape, span=6),
+        "documents": dataclasses.replace(shape, kind="causal"),
+    }.get(fault, shape)
+    if fault == "scale":
+        wrong["query"] = operands["query"] * 1.1
+    if fault == "head":
+        wrong["key"] = operands["key"][:, :, ::-1]
+    if fault == "documents":
+        wrong.pop("segments")
+    (out,) = attention_impls.forward(IMPLS["ours"], used)(wrong)
+    if fault == "nan":
+        out = out.at[-1, 3, -1, 2].set(jnp.nan)
+    verdict = attention_truth.judge(shape, (out,), truths)
+    assert not verdict.right
+    assert json.loads(json.dumps(verdict.as_json(), allow_nan=False))["output"] == "out"
+
+
+def test_a_wrong_implementation_has_no_time(monkeypatch):
+    wrong = dataclasses.replace(
+        IMPLS["xla"], call=lambda shape, operands: operands["value"][:, :, :1] + operands["query"]
+    )
+    monkeypatch.setitem(IMPLS, "ours", wrong)
+    bench, case = Bench(Options(("ours", "xla"), rounds=1)), _case(TINY)
+    bench.prepare([case])
+    record = bench.run(case)
+    assert record["impls"]["ours"]["status"] == "WRONG"
+    assert "us" not in record["impls"]["ours"]
+    assert "WRONG: out: relative error" in attention.lines(record)
+    assert record["impls"]["xla"]["us"] > 0
+
+
+def test_a_run_measures_every_pass_and_names_every_failure(tmp_path):
+    path = tmp_path / "attention.json"
+    cases = [_case(TINY, pass_) for pass_ in attention_cases.PASSES]
+    records = attention.measure(
+        cases, Options(("ours", "cudnn", "mgpu", "tokamax"), rounds=2), path=path, commit="abc", budget_s=1000
+    )
+    found = report.read(path)
+    assert found["records"] == json.loads(json.dumps(records))
+    assert {"topic", "device", "versions", "commit", "seed", "left_out"} <= set(found["header"])
+    for record, pass_ in zip(found["records"], attention_cases.PASSES, strict=True):
+        ours = record["impls"]["ours"]
+        assert ours["status"] in ("ok", "unresolved") if pass_ == "bwd" else ours["us"] > 0
+        assert record["impls"]["cudnn"]["status"] == "failed"
+        assert record["impls"]["cudnn"]["reason"]
+        assert record["impls"]["mgpu"]["status"] == "declined"
+        assert record["impls"]["tokamax"]["status"] == "not installed"
+        assert record["matmul"]["tflop_per_s"] >= 0
+        assert record["ratio"] is None
+    assert set(found["records"][1]["impls"]["ours"]["programs"]) == {"fwd", "value_and_vjp", "direct"}
+
+
+def test_a_budget_that_is_spent_leaves_cases_out_and_says_which(tmp_path, capsys):
+    path = tmp_path / "attention.json"
+    assert attention.measure([_case(TINY)], Options(("ours",)), path=path, budget_s=0) == []
+    assert report.read(path)["header"]["left_out"] == [_case(TINY).name]
+    assert _case(TINY).name in capsys.readouterr().out
+
+
+def test_a_case_that_fails_does_not_end_the_run(monkeypatch):
+    def fail(*_):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(Bench, "run", fail)
+    (record,) = attention.measure([_case(TINY)], Options(("ours",)))
+    assert "out of memory" in attention.lines(record)
+
+
+def test_the_binary_lists_and_refuses():
+    run = lambda *flags: subprocess.run(
+        [sys.executable, "-m", "benchmarks.attention", *flags],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert len(run("--list", "--tag=core").stdout.strip().splitlines()) == 20
+    assert "--impl takes ours" in run("--list", "--impl=our").stderr
+
+
+def _entry(us, flops, **facts):
+    speed = {"us": us, "min_us": us, "max_us": us, "tflop_per_s": round(flops / us / 1e6, 2)}
+    return {"status": "ok", "error": 2e-3, **speed, **facts}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with two cells measured, one of them wrong, and one left out."""
+    good, bad, missing = attention_cases.select(tags=["core"])[:3]
+    peers = {"cudnn": _entry(600.0, good.flops), "tokamax": {"status": "failed", "reason": "no"}}
+    ours = _entry(500.0, good.flops)
+    impls = [{"ours": ours, **peers}, {"ours": {"status": "WRONG", "reason": "off", "error": None}, **peers}]
+    shared = {"clock": "cupti", "matmul": {"tflop_per_s": 800.0}, "copy": {"tb_per_s": 4.2}}
+    records = [
+        {"case": case.describe(), "impls": entry, **shared, **against_best(entry)}
+        for case, entry in zip((good, bad), impls, strict=True)
+    ]
+    header = {
+        "timestamp": "2026-11-20",
+        "topic": "attention",
+        "commit": "abc",
+        "device": {"name": "H"},
+        "versions": {"jax": "0", "cudnn": "91900"},
+        "left_out": [missing.name],
+    }
+    report.write(tmp_path / "attention.json", header, records)
+    return Results(tmp_path)
+
+
+def test_the_best_peer_is_the_fastest():
+    impls = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
+    assert against_best(impls) == {"best_peer": "mgpu", "ratio": 1.25}
+    assert against_best({"ours": {"us": 2.0}}) == {"best_peer": None, "ratio": None}
+
+
+def test_documents_come_from_results(results):
+    text = docs.rewrite("<!-- table:attention -->\n<!-- /table -->", results)
+    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error |" in text
+    assert "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 |" in text
+    assert "| backward, D 64, S 2048, full | WRONG | - |" in text
+    assert "cuDNN 91900" in text
+    (page,) = docs.pages(results).values()
+    assert "attention_fwd_causal_d64_s2048_b8_h32" in page
+    assert "1.20 (458)" in page
+
+
+def test_results_of_attention_are_not_results_of_softmax(results):
+    assert not results
+    assert docs.everything(results) == NOT_MEASURED
+
+
+def test_without_results_nothing_is_claimed(tmp_path):
+    empty = Results(tmp_path)
+    assert docs.pages(empty) == {}
+    assert NOT_MEASURED in docs.rewrite("<!-- table:attention -->\n<!-- /table -->", empty)
+
+
+def test_the_committed_page_is_the_generated_one():
+    for path, text in docs.pages(Results()).items():
+        assert path.read_text() == text, "run python -m benchmarks.docs"
+
+
+def test_a_picture_is_drawn_from_results(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    (path,) = attention_docs.draw(results.about("attention"), tmp_path / "pictures")
+    assert path.read_text().startswith("<?xml")
+
+
+def test_the_scale_of_jax_own_kernel_is_in_its_query():
+    shape = square(2048, 64, "full")
+    small = dataclasses.replace(shape, batch=1, heads=1, key_heads=1, length=8)
+    made = IMPLS["mgpu"].prepare(small, small.operands(0))
+    assert made["query"].dtype == jnp.float16
+    np.testing.assert_array_equal(made["query"], (small.operands(0)["query"] / math.sqrt(64)).astype(jnp.float16))
