@@ -225,6 +225,8 @@ def _caught(entry: dict[str, Any]) -> Iterator[None]:
         entry |= {"status": "not installed", "reason": str(reason)}
     except Declined as reason:
         entry |= {"status": "declined", "reason": str(reason)}
+    except NotImplementedError as reason:
+        entry |= {"status": "declined", "reason": " ".join(str(reason).split())[:300]}
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         entry |= {"status": "failed", "reason": text[:300]}

@@ -27,6 +27,14 @@ def exp_32bit(d: jax.Array) -> jax.Array:
     return jnp.exp2(n) * jnp.exp2(r * _LOG2E)
 
 
+def weight_in_sum(x: jax.Array, log_sum: jax.Array) -> jax.Array:
+    """The weight of a logit in a sum that has ended, both in powers of two; a `log_sum` of +inf gives 0.
+
+    No `monoid.decay`: nothing merges any more, so that `log_sum` is not the identity's -inf and needs no guard.
+    """
+    return jnp.exp2(x - log_sum)
+
+
 def exp_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
     """The `exp` whose error disappears in the rounding of `dtype`."""
     return exp_32bit if dtype.itemsize == 4 else exp_16bit

@@ -1,6 +1,7 @@
 """The benchmark of attention on a machine without a GPU: cases, arithmetic, gate, budget, documents."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,11 +72,11 @@ def test_ours_and_xla_pass_the_gate(shape, name):
     if name == "xla" and shape.value_dim != shape.head_dim:
         pytest.skip("jax.nn does not take it")
     operands = shape.operands(0)
-    truths = attention_truth.truth(shape, operands, gradients=True)
+    truths = jax.jit(functools.partial(attention_truth.truth, shape, gradients=True))(operands)
     own = IMPLS[name].prepare(shape, operands)
     programs = [attention_impls.forward, attention_impls.value_and_vjp]
-    got = [program(IMPLS[name], shape)(own) for program in programs]
-    residuals, gradients = attention_impls.backward(IMPLS[name], shape)
+    got = [jax.jit(program(IMPLS[name], shape))(own) for program in programs]
+    residuals, gradients = map(jax.jit, attention_impls.backward(IMPLS[name], shape))
     got.append(gradients(residuals(own), own["d_out"]))
     assert [len(each) for each in got] == [1, 4, 3]
     for each in got:
@@ -87,7 +89,7 @@ def test_wrong_results_do_not_pass(fault):
     kind = {"edge": "causal", "window": "window", "documents": "documents"}.get(fault, "full")
     shape = dataclasses.replace(TINY, kind=kind, span=5)
     operands = shape.operands(0)
-    truths = attention_truth.truth(shape, operands, gradients=False)
+    truths = jax.jit(functools.partial(attention_truth.truth, shape, gradients=False))(operands)
     wrong = dict(operands)
     used = {
         "edge": dataclasses.replace(shape, kind="full"),
@@ -100,7 +102,7 @@ def test_wrong_results_do_not_pass(fault):
         wrong["key"] = operands["key"][:, :, ::-1]
     if fault == "documents":
         wrong.pop("segments")
-    (out,) = attention_impls.forward(IMPLS["ours"], used)(wrong)
+    (out,) = jax.jit(attention_impls.forward(IMPLS["ours"], used))(wrong)
     if fault == "nan":
         out = out.at[-1, 3, -1, 2].set(jnp.nan)
     verdict = attention_truth.judge(shape, (out,), truths)
@@ -120,6 +122,19 @@ def test_a_wrong_implementation_has_no_time(monkeypatch):
     assert "us" not in record["impls"]["ours"]
     assert "WRONG: out: relative error" in attention.lines(record)
     assert record["impls"]["xla"]["us"] > 0
+
+
+def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("no kernel takes this call:\n  heads of 256")
+
+    monkeypatch.setitem(IMPLS, "ours", attention_impls.Impl(refuse))
+    bench, case = Bench(Options(("ours",), rounds=1)), _case(TINY)
+    bench.prepare([case])
+    assert bench.run(case)["impls"]["ours"] == {
+        "status": "declined",
+        "reason": "no kernel takes this call: heads of 256",
+    }
 
 
 def test_a_run_measures_every_pass_and_names_every_failure(tmp_path):

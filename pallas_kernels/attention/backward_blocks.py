@@ -1,0 +1,162 @@
+"""The backward kernel's unit of work: a block of keys, and the steps by which blocks of queries come past it."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import schedule
+from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.problem import Attention
+from pallas_kernels.mosaic import Index
+
+
+class Span(NamedTuple):
+    """Blocks of queries `first <= i < end`; of them `inner_first <= i < inner_end` need no comparison of indices."""
+
+    first: Any
+    inner_first: Any
+    inner_end: Any
+    end: Any
+
+
+class Step(NamedTuple):
+    """One block of queries against the block of keys; `n` counts the steps of all blocks of keys before, too."""
+
+    head: Any
+    i: Any
+    n: Any
+    starts: Any  # whether it is the first one for these keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of keys: the problem, its references, and which keys they are."""
+
+    problem: Attention
+    config: BackwardConfig
+    refs: SimpleNamespace  # operands, results and scratch
+    batch: jax.Array
+    key_head: jax.Array
+    index: jax.Array
+    keys: Any  # how many there are in all
+    span: Span
+    steps_before: jax.Array
+
+    @classmethod
+    def of(
+        cls, problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tile: jax.Array, steps_before: jax.Array
+    ) -> "Block":
+        per_head, together = -(-problem.key_length // config.block_kv), _together(problem, config)
+        section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
+        index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
+        batch, key_head = lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
+        if _latest_first(problem):
+            index = (per_head - 1) - index
+        keys, queries = problem.key_length, -(-problem.query_length // config.block_q)
+        if problem.key_lengths:
+            keys = jnp.minimum(refs.key_lengths[batch], keys)
+        if problem.query_lengths:
+            queries = jnp.minimum(div(refs.query_lengths[batch] + (config.block_q - 1), config.block_q), queries)
+        span = _span(problem, config, index * config.block_kv, keys, queries)
+        return cls(problem, config, refs, batch, key_head, index, keys, span, steps_before)
+
+    @property
+    def first_key(self) -> jax.Array:
+        return self.index * self.config.block_kv
+
+    @property
+    def group(self) -> int:
+        """Query heads that read these keys."""
+        return self.problem.query_heads // self.problem.key_heads
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a block of keys may hold some that do not exist."""
+        return _ragged(self.problem, self.config)
+
+    @property
+    def steps(self) -> Any:
+        return self.group * (self.span.end - self.span.first)
+
+    def step(self, h: Any, i: jax.Array) -> Step:
+        """Head `h` of the group, block `i` of queries."""
+        n = h * (self.span.end - self.span.first) + (i - self.span.first)
+        return Step(self.key_head * self.group + h, i, self.steps_before + n, n == 0)
+
+    def each_head(self, visit: Callable[[Any], None]) -> None:
+        """`visit(h)` for each head of the group."""
+        if self.group == 1:
+            visit(0)
+        else:
+            pl.loop(0, self.group)(visit)
+
+    def each_step(self, visit: Callable[[Step, bool], None]) -> None:
+        """`visit(step, compare)` for each head of the group and block of queries that sees the keys."""
+        first, inner_first, inner_end, end = self.span
+        left, right = schedule.bounds(self.problem)
+
+        def of_head(h: Any) -> None:
+            def piece(start: Any, stop: Any, compare: bool) -> None:
+                pl.loop(start, stop)(lambda i: visit(self.step(h, i), compare))
+
+            if right is not None or self.ragged:
+                piece(first, inner_first, True)
+            piece(inner_first, inner_end, False)
+            if left is not None:
+                piece(inner_end, end, True)
+
+        self.each_head(of_head)
+
+
+def _ragged(problem: Attention, config: BackwardConfig) -> bool:
+    return problem.key_lengths or problem.key_length % config.block_kv != 0
+
+
+def _span(problem: Attention, config: BackwardConfig, key: Index, keys: Index, queries: Index) -> Span:
+    """The blocks of queries that see some of the keys from `key` on; all there are: `keys`, and `queries` blocks."""
+    left, right = schedule.bounds(problem)
+    block_q, last = config.block_q, key + (config.block_kv - 1)
+    first, inner_first, inner_end, end = 0, 0, queries, queries
+    if right is not None:
+        first = div(key - right, block_q)
+        inner_first = div(last - right + (block_q - 1), block_q)
+    if left is not None:
+        end = _clip(div(last - left + block_q, block_q), 0, queries)
+        inner_end = div(key - left + 1, block_q)
+    first = _clip(first, 0, end)
+    if _ragged(problem, config):
+        end = first + (end - first) * jnp.int32(key < keys)
+        inner_first = jnp.maximum(inner_first, end * jnp.int32(last >= keys))
+    inner_first = _clip(inner_first, first, end)
+    return Span(first, inner_first, _clip(inner_end, inner_first, end), end)
+
+
+def _latest_first(problem: Attention) -> bool:
+    """Whether the last block of keys has the first turn.
+
+    Under a bound on the right it begins at the last queries, so that nobody waits for blocks that come before.
+    """
+    return problem.deterministic and schedule.bounds(problem)[1] is not None
+
+
+def _together(problem: Attention, config: BackwardConfig) -> int:
+    """Of how many heads the blocks of keys are started in turn."""
+    heads = problem.batch * problem.key_heads
+    return max(g for g in range(1, config.together + 1) if heads % g == 0)
+
+
+def div(x: Index, y: int) -> Any:
+    """`max(x, 0) // y`."""
+    return max(x, 0) // y if isinstance(x, int) else lax.div(jnp.maximum(x, 0), jnp.int32(y))
+
+
+def _clip(x: Index, low: Index, high: Index) -> Any:
+    if all(isinstance(v, int) for v in (x, low, high)):
+        return min(max(x, low), high)
+    return jnp.minimum(jnp.maximum(x, low), high)

@@ -1,0 +1,167 @@
+"""What the backward kernel reads, writes and keeps in shared memory, and what XLA does before it and after it."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import monoid
+from pallas_kernels.attention import backward_turns
+from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.problem import Attention
+
+LOG2E = math.log2(math.e)
+CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
+
+
+def _up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def padded_dims(problem: Attention) -> tuple[int, int]:
+    """`head_dim` and `value_dim` as the matrix products want them; the config is for the larger one, the former."""
+    value_dim = _up(problem.value_dim, CHUNK)
+    return max(_up(problem.head_dim, CHUNK), value_dim), value_dim
+
+
+def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
+    """What a block has in shared memory, by name."""
+    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
+    w, block_q, stages = config.warpgroups, config.block_q, config.stages
+    return dict(
+        k_s=_tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
+        v_s=_tiled((w, CHUNK, value_dim), dtype),
+        q_s=_tiled((stages, block_q, head_dim), dtype),
+        do_s=_tiled((stages, block_q, value_dim), dtype),
+        lse_s=plgpu.SMEM((stages, block_q), jnp.float32),
+        delta_s=plgpu.SMEM((stages, block_q), jnp.float32),
+        ds_s=_tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
+        dq_s=_tiled((w, CHUNK, CHUNK), jnp.float32),
+        kv_free=plgpu.Barrier(num_arrivals=w),
+        kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
+        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        do_full=plgpu.Barrier(num_barriers=stages),
+        q_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+        do_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+    )
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Scratch as wgmma and the copy engine want it."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
+    """The operands by name."""
+    present = dict(
+        query=True, key=True, value=True, bias=problem.bias, mask=problem.mask, query_lengths=problem.query_lengths,
+        key_lengths=problem.key_lengths, query_segments=problem.segments, key_segments=problem.segments,
+        sinks=problem.sinks, out=True, lse=True, d_out=True, d_lse=True,
+    )  # fmt: skip
+    return SimpleNamespace(**dict(zip([name for name, here in present.items() if here], operands, strict=True)))
+
+
+def without_keys(problem: Attention, ops: SimpleNamespace) -> jax.Array:
+    """Which rows, `[B, N, T]`, get no gradient: nothing is seen from there, or it is past the length."""
+    nothing = ops.lse == -jnp.inf
+    if problem.query_lengths:
+        nothing |= (jnp.arange(problem.query_length) >= ops.query_lengths[:, None])[:, None, :]
+    return nothing
+
+
+def logit_shift(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
+    """Delta, `[B, N, T]`: what is added to dO V^T, so that times the probabilities it is the logits' gradient."""
+    # Written as a product and a sum, not as a dot: XLA may give those to cuBLAS, and round.
+    pull = (ops.d_out.astype(jnp.float32) * ops.out.astype(jnp.float32)).sum(-1)
+    return jnp.where(nothing, 0.0, ops.d_lse - jnp.swapaxes(pull, 1, 2))
+
+
+def inputs(
+    problem: Attention, config: BackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
+) -> dict[str, Any]:
+    """What the kernel reads, by name; queries come last, as a tile's columns."""
+    b, n, k = problem.batch, problem.query_heads, problem.key_heads
+    t, s, rows = _up(problem.query_length, 8), _up(problem.key_length, 8), _up(problem.query_length, config.block_q)
+    head_dim, value_dim = padded_dims(problem)
+    query, d_out = (_without_padding(x, getattr(ops, "query_lengths", None)) for x in (ops.query, ops.d_out))
+    key, value = (_without_padding(x, getattr(ops, "key_lengths", None)) for x in (ops.key, ops.value))
+    found = dict(
+        query=_pad(query, (b, t, n, head_dim)),
+        key=_pad(key, (b, s, k, head_dim)),
+        value=_pad(value, (b, s, k, value_dim)),
+        d_out=_pad(d_out, (b, t, n, value_dim)),
+        lse=_pad(jnp.where(nothing, jnp.inf, ops.lse * LOG2E), (b, n, rows), jnp.inf),
+        delta=_pad(delta, (b, n, rows)),
+    )
+    for name in ("bias", "mask"):
+        if hasattr(ops, name):
+            found[name] = jnp.swapaxes(getattr(ops, name), 2, 3)
+    for name in ("query_lengths", "key_lengths"):
+        if hasattr(ops, name):
+            found[name] = getattr(ops, name)
+    if problem.segments:
+        found["query_segments"] = ops.query_segments[:, None, None, :]
+        found["key_segments"] = ops.key_segments[:, None, :, None]
+    return found
+
+
+def outputs(
+    problem: Attention, config: BackwardConfig, inputs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the kernel writes, by name: all of an array, and in places, of one that is zero before."""
+    b, n, rows = inputs["lse"].shape
+    head_dim, s = inputs["key"].shape[3], inputs["key"].shape[1]
+    whole = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
+    places = {}
+    dq_sum = jax.ShapeDtypeStruct((b, n, rows, head_dim), jnp.float32)
+    if backward_turns.first_stores(problem, config):
+        whole["d_query"] = dq_sum
+    else:
+        places["d_query"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
+    if problem.deterministic:
+        places["turns"] = jax.new_ref(jnp.zeros((config.warpgroups, b, n, rows // config.block_q), jnp.int32))
+    if problem.bias:
+        places["d_logits"] = jax.new_ref(jnp.zeros((b, n, s, _up(inputs["query"].shape[1], CHUNK)), problem.dtype))
+    return whole, places
+
+
+def gradients(problem: Attention, written: dict[str, jax.Array]) -> list[jax.Array]:
+    """Those of query, key and value from what the kernel wrote."""
+    d_query = written["d_query"][:, :, : problem.query_length, : problem.head_dim] * problem.scale
+    return [
+        jnp.swapaxes(d_query.astype(problem.dtype), 1, 2),
+        written["d_key"][:, : problem.key_length, :, : problem.head_dim],
+        written["d_value"][:, : problem.key_length, :, : problem.value_dim],
+    ]
+
+
+def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:
+    """The gradient of the logits, `[B, N, S, T]` with padding, summed to the bias' shape."""
+    assert problem.bias is not None
+    d_logits = jnp.swapaxes(d_logits[:, :, : problem.key_length, : problem.query_length], 2, 3)
+    axes = tuple(d for d in range(4) if problem.bias[d] == 1)
+    return d_logits.astype(jnp.float32).sum(axes, keepdims=True).astype(ops.bias.dtype)
+
+
+def sinks_gradient(ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array) -> jax.Array:
+    """The sinks' weights in their rows' sums, times delta."""
+    weight = jnp.where(nothing, 0.0, monoid.decay(ops.sinks[:, None], ops.lse))
+    return (weight * delta).sum((0, 2)).astype(ops.sinks.dtype)
+
+
+def _pad(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
+    widths = [(0, to - at) for at, to in zip(x.shape, shape, strict=True)]
+    return jnp.pad(x, widths, constant_values=fill) if any(w for _, w in widths) else x
+
+
+def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """`[B, T, N, H]` with zeros beyond the lengths, where there may be NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
+    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))

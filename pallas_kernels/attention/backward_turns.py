@@ -1,0 +1,125 @@
+"""Turns, which make the backward deterministic: blocks of keys add to a tile of dQ one after another.
+
+A counter in device memory, one for each warpgroup and block of queries, says how many have ended their turns.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels import mosaic
+from pallas_kernels.attention import schedule
+from pallas_kernels.attention.backward_blocks import Block, Step, div
+from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.problem import Attention
+from pallas_kernels.mosaic import Index
+
+
+def before(block: Block, i: jax.Array) -> Any:
+    """How many blocks of keys add to block `i` of queries before this one."""
+    left, right = schedule.bounds(block.problem)
+    block_q, block_kv = block.config.block_q, block.config.block_kv
+    if right is None:
+        return block.index - (0 if left is None else div(i * block_q + left, block_kv))
+    last = jnp.minimum(div(i * block_q + (block_q - 1 + right), block_kv), div(block.keys - 1, block_kv))
+    return last - block.index
+
+
+@functools.lru_cache(maxsize=64)
+def first_stores(problem: Attention, config: BackwardConfig) -> bool:
+    """Whether each block of queries has a first one that adds to its dQ, and is known to: it need not be zero before.
+
+    D = 128, S = 2048, bf16: zeros take 40 us, 3 % of all, H200.
+    """
+    if not problem.deterministic or problem.key_lengths or problem.query_lengths:
+        return False
+    left, right = schedule.bounds(problem)
+    block_q, block_kv = config.block_q, config.block_kv
+    for row in range(0, problem.query_length, block_q):
+        first = 0 if left is None else div(row + left, block_kv)
+        last = -(-problem.key_length // block_kv) - 1
+        if right is not None:
+            last = min(last, (row + block_q - 1 + right) // block_kv)
+        if first > last:
+            return False
+    return True
+
+
+def ended(block: Block, step: Step, warpgroup: jax.Array) -> jax.Array:
+    """How many have ended their turns; asked for long before it is needed, as the answer takes a third of a step."""
+
+    def load_turns(ctx, turns):
+        word, text = ir.IntegerType.get_signless(32), "ld.relaxed.gpu.global.s32 $0, [$1];"
+        ended = llvm.inline_asm(word, [mosaic.global_address(turns)], text, "=r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(ended, (), is_signed=True)
+
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SPLAT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_turns)(
+        _counter(block, warpgroup, step.head, step.i)
+    )
+
+
+def wait(block: Block, step: Step, warpgroup: jax.Array, value: Index, ended: jax.Array) -> None:
+    """Waits until `value` others have ended their turns; `ended` had when last asked."""
+
+    def await_turns(ctx, turns, value, ended):
+        text = (
+            "{ .reg .pred early; .reg .s32 now; mov.s32 now, $2; "
+            "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
+            "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; MINE: }"
+        )
+        operands = [mosaic.global_address(turns), mosaic.scalar(value), mosaic.scalar(ended)]
+        mosaic.ptx(text, "l,r,r,~{memory}", operands)
+
+    arguments = (plgpu.RefType(), mosaic.SPLAT, mosaic.SPLAT)
+    counter = _counter(block, warpgroup, step.head, step.i)
+    plgpu.inline_mgpu(arg_types=arguments)(await_turns)(counter, jnp.int32(value), ended)
+
+
+def end_before(block: Block, step: Step, warpgroup: jax.Array) -> None:
+    """Ends the turn of the step before, once its tile has arrived."""
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(jnp.logical_not(step.starts))
+    def _():
+        new_head = (step.i == block.span.first).astype(jnp.int32)
+        i = step.i - 1 + new_head * (block.span.end - block.span.first)
+        _end(_counter(block, warpgroup, step.head - new_head, i))
+
+
+def end_last(block: Block, warpgroup: jax.Array) -> None:
+    """Ends the turn of the last step, once its tile has arrived."""
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(block.steps > 0)
+    def _():
+        last = block.key_head * block.group + (block.group - 1)
+        _end(_counter(block, warpgroup, last, block.span.end - 1))
+
+
+def _counter(block: Block, warpgroup: jax.Array, head: Any, i: Any) -> jax.Ref:
+    return block.refs.turns.at[warpgroup, block.batch, head, i]
+
+
+def _end(turns: jax.Ref) -> None:
+    """Lets the next one have its turn.
+
+    The tile has arrived, in the place where the next one's will be added to it: no fence, which would cost more than
+    all else of the turns. D = 128, S = 2048, bf16: 458 TFLOP/s with `red.release`, 557 like this, H200.
+    """
+
+    def count_turn(ctx, turns):
+        thread = arith.remui(utils.thread_idx(), mosaic.c32(mosaic.WARPGROUP))
+        leader = arith.cmpi(arith.CmpIPredicate.eq, thread, mosaic.c32(0))
+        text = "@$1 red.relaxed.gpu.global.add.s32 [$0], 1;"
+        mosaic.ptx(text, "l,b,~{memory}", [mosaic.global_address(turns), leader])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(count_turn)(turns)

@@ -1,0 +1,100 @@
+"""From a tile's products K Q^T, transposed, to the probabilities that the forward had: its logits against their sum."""
+
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from pallas_kernels import elementary, mosaic
+from pallas_kernels.attention import gather, schedule
+from pallas_kernels.attention.backward_blocks import Block, Step
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+
+LOG2E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+COLUMN = WGMMA.reduce(0)
+
+
+def by_column(ref: jax.Ref, shape: tuple[int, int]) -> jax.Array:
+    """One number a column, of float32 in shared memory, for all rows of `shape`."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
+
+
+def probabilities(
+    block: Block, step: Step, warpgroup: Any, x: jax.Array, compare: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """The probabilities of `x [64 keys, queries]`, and the soft cap's derivative; `compare`: the indices."""
+    problem, refs = block.problem, block.refs
+    key, row = block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
+    extras = {}
+    for name in ("bias", "mask", "query_segments", "key_segments"):
+        if hasattr(refs, name):
+            extras[name] = gather.load_tile(getattr(refs, name), (block.batch, step.head, key, row), x.shape[1])
+    slope = None
+    if problem.soft_cap is None:
+        x = x * (problem.scale * LOG2E)
+    else:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
+        bent = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
+        x, slope = bent * (problem.soft_cap * LOG2E), 1.0 - bent * bent
+    if problem.bias:
+        x = x + extras["bias"].astype(jnp.float32) * LOG2E
+    if compare:
+        x = _in_bounds(block, x, key, row)
+    seen = []
+    if problem.mask:
+        seen.append(extras["mask"].astype(jnp.int32) != 0)
+    if problem.segments:
+        seen.append(extras["query_segments"] == extras["key_segments"])
+    for condition in seen:
+        x = jnp.where(condition, x, -jnp.inf)
+    lse = by_column(refs.lse_s.at[lax.rem(step.n, block.config.stages)], x.shape)
+    return elementary.weight_in_sum(x, lse), slope
+
+
+def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:
+    """`x` with -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
+    left, right = schedule.bounds(block.problem)
+    shape, ragged = x.shape, block.ragged
+    limits = [block.keys - key if ragged else WARPGROUP_ROWS]
+    limits += [row - key + right if right is not None else 0, row - key + left if left is not None else 0]
+
+    def mask_tile(ctx, x, keys, most, least):
+        registers = x.registers.copy()
+        lane = arith.remui(utils.thread_idx(), mosaic.c32(32))
+        warp = arith.divui(arith.remui(utils.thread_idx(), mosaic.c32(mosaic.WARPGROUP)), mosaic.c32(32))
+        first = arith.addi(arith.muli(warp, mosaic.c32(16)), arith.divui(lane, mosaic.c32(4)))
+        column = arith.muli(arith.remui(lane, mosaic.c32(4)), mosaic.c32(2))
+        outside = utils.c(-math.inf, ir.F32Type.get())
+        keys, most, least = (mosaic.scalar(v) for v in (keys, most, least))
+        for r in range(2):
+            at = arith.addi(first, mosaic.c32(8 * r))
+            # The register's column is a constant, so that each comparison is one instruction.
+            lowest = arith.subi(arith.subi(at, most), column)
+            highest = arith.subi(arith.subi(at, least), column)
+            exists = arith.cmpi(arith.CmpIPredicate.slt, at, keys)
+            for j in range(shape[1] // 8):
+                values = []
+                for e, value in enumerate(mosaic.elements(registers.flat[2 * j + r])):
+                    tests = [exists] if ragged else []
+                    constant = mosaic.c32(8 * j + e)
+                    if right is not None:
+                        tests.append(arith.cmpi(arith.CmpIPredicate.sge, constant, lowest))
+                    if left is not None:
+                        tests.append(arith.cmpi(arith.CmpIPredicate.sle, constant, highest))
+                    for test in tests:
+                        value = arith.select(test, value, outside)
+                    values.append(value)
+                registers.flat[2 * j + r] = vector.from_elements(registers.flat[2 * j + r].type, values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA)
+    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[mosaic.SPLAT] * 3), return_type=result)
+    return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))
