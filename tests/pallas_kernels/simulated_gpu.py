@@ -139,7 +139,7 @@ class Machine:
         """Spins on `mbarrier.try_wait.parity`."""
         self._on_barriers(ref, "wait", parity)
 
-    def atomic_add(self, ref: Ref, at: Any, amount: int, *, active: Any = True) -> jax.Array:
+    def add_to_word(self, ref: Ref, at: Any, amount: int, *, active: Any = True) -> jax.Array:
         """`atom.add.gpu` on a word of `ref`: the old value."""
         return self._on_words(ref, "add", at, amount, active)[0]
 

@@ -1,0 +1,52 @@
+#!/bin/sh
+# Everything that needs a GPU, in parts of under ten minutes; results go to $OUT.
+# Usage: OUT=DIR COMMIT=SHA tests/gpu/all.sh softmax|attention|library|benchmark|attention-benchmark|sanitize
+set -u
+cd "$(dirname "$0")/../.."
+export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
+out=${OUT:?a folder for the results}
+test="python3 -m pytest -m gpu -q -rf --tb=short -p no:cacheprovider"
+
+part() { # NAME ARGUMENTS...: one process of the tests, beside others
+  name=$1
+  shift
+  $test "$@" >"$out/$name.txt" 2>&1 || echo "$name: failed" >>"$out/failed.txt" &
+}
+
+case ${1:?which part} in
+softmax) # about 2500 cases of two seconds, over 16 processes
+  for rung in naive warp block online cluster grid; do
+    for dtype in -float16 bfloat16 float32; do
+      part "$rung$dtype" tests/pallas_kernels/test_conformance.py -k "on_gpu and $rung- and $dtype"
+    done
+  done
+  ;;
+attention)
+  part forward tests/pallas_kernels/test_attention_forward.py
+  part backward tests/pallas_kernels/test_attention_backward.py
+  ;;
+library)
+  part softmax tests/jaxsoftmax/test_gpu.py tests/pallas_kernels/test_gpu_harness.py
+  part attention tests/jaxsoftmax/test_attention_gpu.py
+  ;;
+benchmark)
+  python3 -m benchmarks --tag=standard --impl=ours,xla --rounds=3 --json="$out/standard.json" --commit="${COMMIT:?}"
+  python3 -m benchmarks --tag=ladder --impl=ladder --rounds=2 --json="$out/ladder.json" --commit="$COMMIT"
+  ;;
+attention-benchmark)
+  python3 -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 --budget_s=420 \
+    --json="$out/attention.json" --commit="${COMMIT:?}"
+  ;;
+sanitize)
+  tests/gpu/sanitize.sh
+  ;;
+*)
+  echo "no part $1" >&2
+  exit 2
+  ;;
+esac
+wait
+if [ -s "$out/failed.txt" ]; then
+  cat "$out/failed.txt"
+  exit 1
+fi
