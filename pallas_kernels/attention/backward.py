@@ -30,6 +30,7 @@ from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabil
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Accumulator = Any  # a reference to one in registers
 
 
@@ -88,7 +89,7 @@ def _compute(block: Block) -> None:
     def walk(sums: Any) -> None:
         block.each_step(lambda step, compare: _gradients(block, step, sums, compare))
 
-    dk, dv = pl.run_state(walk)(tuple(plgpu.ACC.init(x) for x in zeros))
+    dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
     if block.problem.deterministic:
         backward_turns.end_last(block, warpgroup)
     plgpu.barrier_arrive(block.refs.kv_free)
@@ -138,11 +139,9 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
             ds_s[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.commit_smem()
         scopes.sync_block(config.warpgroups)
-        pl.run_scoped(
-            lambda dq_sum: _add_to_dq(tile, ds, dk_sum, dq_sum, ended), plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-        )
+        pl.run_scoped(lambda dq_sum: _add_to_dq(tile, ds, dk_sum, dq_sum, ended), ACC((CHUNK, CHUNK), jnp.float32))
 
-    pl.run_scoped(products, *[plgpu.ACC(shape, jnp.float32)] * 2)
+    pl.run_scoped(products, *[ACC(shape, jnp.float32)] * 2)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(refs.q_free.at[slot])
 
@@ -188,7 +187,7 @@ def _write_scores(tile: _Tile) -> None:
         plgpu.copy_smem_to_gmem(ds_s.at[warpgroup, c], block.refs.d_logits.at[block.batch, step.head, keys, rows])
 
 
-def _write(block: Block, warpgroup: jax.Array, dk: jax.Array, dv: jax.Array) -> None:
+def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     """Writes the gradients of keys and values, through the slots of the score gradients."""
     refs, dtype = block.refs, block.problem.dtype
     rows = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
@@ -217,7 +216,7 @@ def _recomputed(x: jax.Array) -> jax.Array:
         y = llvm.inline_asm(word, [mosaic.scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(y, (), is_signed=True)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SPLAT)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=mosaic.SPLAT)
     return plgpu.inline_mgpu(arg_types=(mosaic.SPLAT,), return_type=result)(copy_scalar)(x)
 
 
@@ -268,7 +267,7 @@ def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tup
     )(*inputs.values(), *places.values())
     written = dict(zip(outputs, results, strict=True)) | {name: ref[...] for name, ref in places.items()}
     gradients = backward_operands.gradients(problem, written)
-    if problem.bias:
+    if problem.bias_gradient:
         gradients.append(backward_operands.bias_gradient(problem, ops, written["d_logits"]))
     if problem.sinks:
         gradients.append(backward_operands.sinks_gradient(ops, nothing, delta))

@@ -53,7 +53,8 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Scratch as wgmma and the copy engine want it."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:

@@ -61,7 +61,7 @@ def ended(block: Block, step: Step, warpgroup: jax.Array) -> jax.Array:
         ended = llvm.inline_asm(word, [mosaic.global_address(turns)], text, "=r,l", has_side_effects=True)
         return mgpu.FragmentedArray.splat(ended, (), is_signed=True)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SPLAT)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=mosaic.SPLAT)
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_turns)(
         _counter(block, warpgroup, step.head, step.i)
     )

@@ -22,7 +22,7 @@ WGMMA = plgpu.Layout.WGMMA
 COLUMN = WGMMA.reduce(0)
 
 
-def by_column(ref: jax.Ref, shape: tuple[int, int]) -> jax.Array:
+def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     """One number a column, of float32 in shared memory, for all rows of `shape`."""
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
@@ -95,6 +95,6 @@ def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> ja
                 registers.flat[2 * j + r] = vector.from_elements(registers.flat[2 * j + r].type, values)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=WGMMA)
     operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[mosaic.SPLAT] * 3), return_type=result)
     return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))

@@ -52,7 +52,7 @@ def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype
     for name in ("bias", "mask"):
         if name in facts:
             facts[name] = tuple(sizes[letter] for letter in facts[name])
-    facts.setdefault("scale", dims[0] ** -0.5)
+    facts = {"scale": dims[0] ** -0.5, "bias_gradient": "bias" in facts} | facts
     return Attention(Op.BACKWARD, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **facts)
 
 
@@ -226,6 +226,15 @@ def test_compiles_without_spills(kind, head_dim, deterministic):
     (report,) = aot.compile_for_h200(lambda *a: backward.run(p, config, *a), *operands)
     assert report.spill_bytes <= 64  # in the tiles that compare indices, D = 64
     assert not [line for line in report.complaints if "C7519" not in line]
+
+
+@pytest.mark.parametrize("bias_gradient", [False, True])
+def test_returns_the_gradient_of_a_bias_on_request(bias_gradient):
+    p = problem_of("bias", (64, 72), (64, 64), "bfloat16", sinks=True, bias_gradient=bias_gradient)
+    config = backward_configs.backward(p, hardware.H200)[0]
+    found = jax.eval_shape(lambda *a: backward.run(p, config, *a), *all_operands_of(p))
+    wanted = [(2, 64, 4, 64), (2, 72, 2, 64), (2, 72, 2, 64), *[p.bias] * bias_gradient, (4,)]
+    assert [x.shape for x in found] == wanted
 
 
 def test_declines_in_words():
