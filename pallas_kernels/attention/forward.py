@@ -27,6 +27,8 @@ from pallas_kernels.attention.scores import ROW, WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
 
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
 Block = SimpleNamespace  # `problem`, `config`, and the references of operands and scratch by their names
 
 
@@ -159,8 +161,8 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
     """All tiles of keys that a warpgroup's rows see folded into their state."""
     config, problem, value_dim = block.config, block.problem, block.value_smem.shape[-1]
     query = block.query_smem.at[lax.axis_index("warpgroup")]
-    products_type = plgpu.ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32)
-    out_type = plgpu.ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
+    products_type = ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32)
+    out_type = ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
     count = span.end - span.first
 
     def slot(i: jax.Array) -> jax.Array:

@@ -113,7 +113,7 @@ def uniform(x: jax.Array) -> jax.Array:
         value = llvm.inline_asm(i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
 
 
@@ -127,7 +127,7 @@ def any_row(x: jax.Array) -> jax.Array:
         value = llvm.inline_asm(i32, [held], text, "=r,b", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote_any)(x) != 0
 
 

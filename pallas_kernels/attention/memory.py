@@ -21,8 +21,8 @@ def columns_of_tile(size: int) -> int:
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Shared memory as the tensor cores read it."""
     columns = columns_of_tile(shape[-1])
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling, swizzle = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dtype) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, key
     mask = gather.load_tile(refs.mask, corner, keys) if problem.mask else None
     segments = None
     if problem.segments:
-        segments = tuple(gather.load_tile(x, corner, keys) for x in (refs.query_segments, refs.key_segments))
+        of = lambda ids: gather.load_tile(ids, corner, keys)
+        segments = of(refs.query_segments), of(refs.key_segments)
     return Extras(bias, mask, segments)
 
 
