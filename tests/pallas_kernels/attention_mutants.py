@@ -16,7 +16,7 @@ from typing import Any
 from pallas_kernels import attention
 from pallas_kernels.attention.problem import Op
 
-NUMBERS, DEADLOCK = "wrong numbers", "a deadlock reported"
+NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
 UNORDERED = "wrong numbers or a race"
 NO_KERNELS = ("reference", "tiles", "seeds")
@@ -305,6 +305,14 @@ MUTANTS = (
         "await_free(refs.q_free)",
         "pass",
         rejected_by=NOT_WAITED_FOR,
+    ),
+    _backward(
+        "turn_ended_early",
+        "a turn ends before its tile has arrived",
+        "    plgpu.wait_smem_to_gmem(0)\n\n    @pl.when(jnp.logical_not",
+        "    @pl.when(jnp.logical_not",
+        rejected_by=RACE,
+        deterministic=True,
     ),
     _backward(
         "turn_not_ended",
