@@ -1,6 +1,7 @@
 """The planted faults that the conformance suite must reject. `docs/mutants.md` is written from this table.
 
-Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels.
+Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; attention's, in the
+text of its kernels.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import attention_mutants
 import jax
 import jax.numpy as jnp
 import wrong
@@ -214,7 +216,9 @@ def document() -> str:
     """The text of `docs/mutants.md`."""
     rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
     rows += [(m.words, f"`{_qualified(m.original)}` of {', '.join(m.rungs)}", _KERNELS_TEST) for m in KERNEL_MUTANTS]
-    table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in [*rows, *HARNESS_FAULTS])
+    rows += list(HARNESS_FAULTS)
+    rows += [(m.words, _edit(m), f"test_attention_mutants.py: {m.rejected_by}") for m in attention_mutants.MUTANTS]
+    table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in rows)
     return f"""# Planted faults
 
 Each fault below is planted and must be rejected: tests of the tests. The table is written from
@@ -231,6 +235,12 @@ _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 def _qualified(function: Callable[..., Any]) -> str:
     return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__qualname__}"
+
+
+def _edit(mutant: attention_mutants.Mutant) -> str:
+    code, becomes = (" ".join(text.split()).replace("|", "\\|") for text in (mutant.code, mutant.becomes))
+    change = f"without `{code}`" if becomes == "pass" else f"`{code}` becomes `{becomes}`"
+    return f"attention {mutant.op.name.lower()}, {mutant.kind}: {change}"
 
 
 def _killer(mutant: Mutant) -> str:

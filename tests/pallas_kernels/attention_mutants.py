@@ -1,0 +1,325 @@
+"""Faults planted in the text of the attention kernels: a piece of it, and what it becomes.
+
+A fault finds its function by that piece alone, whichever module of `pallas_kernels.attention` it is in.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pallas_kernels import attention
+from pallas_kernels.attention.problem import Op
+
+NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
+NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
+UNORDERED = "wrong numbers or a race"
+NO_KERNELS = ("reference", "tiles", "seeds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
+
+    `slack` is the forward config's, `deterministic` the backward problem's.
+    """
+
+    op: Op
+    name: str
+    words: str
+    code: str
+    becomes: str
+    kind: str = "full"
+    rejected_by: str = NUMBERS
+    heads: tuple[int, int] = (2, 1)
+    slack: int = 0
+    deterministic: bool = False
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """What the check is of."""
+        return self.op, self.kind, self.heads, self.slack, self.deterministic
+
+    @functools.cached_property
+    def original(self) -> Callable[..., Any]:
+        """The function with the fault's piece of text."""
+        found = [f for f in _functions(self.op) if self.code in inspect.getsource(f)]
+        assert len(found) == 1, f"{len(found)} functions with `{self.code}`: plant {self.name} anew"
+        return found[0]
+
+    @functools.cached_property
+    def faulty(self) -> Callable[..., Any]:
+        """That function with the fault."""
+        text = textwrap.dedent(inspect.getsource(self.original)).replace(self.code, self.becomes)
+        names: dict[str, Any] = {}
+        exec(compile(text, f"<{self.name}>", "exec"), self.original.__globals__, names)
+        return names[self.original.__name__]
+
+    def fault(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """What runs in the function's place."""
+        return self.faulty(*arguments, **keywords)
+
+
+def _functions(op: Op) -> Iterator[types.FunctionType]:
+    """The functions and methods that only this operation's kernel, or both, are made of."""
+    other = "backward" if op is Op.FORWARD else "forward"
+    for info in pkgutil.iter_modules(attention.__path__):
+        if info.name in NO_KERNELS or info.name.startswith(other):
+            continue
+        module = importlib.import_module(f"{attention.__name__}.{info.name}")
+        own = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
+        for holder in [module, *(x for x in own if isinstance(x, type))]:
+            for x in vars(holder).values():
+                if isinstance(x, types.FunctionType) and x.__module__ == module.__name__ and _has_source(x):
+                    yield x
+
+
+def _has_source(function: types.FunctionType) -> bool:
+    return function.__code__.co_filename == inspect.getfile(importlib.import_module(function.__module__))
+
+
+_forward = functools.partial(Mutant, Op.FORWARD)
+_backward = functools.partial(Mutant, Op.BACKWARD)
+
+MUTANTS = (
+    _forward(
+        "causal_by_one",
+        "a query sees one key too many",
+        "place.row - key + right)",
+        "place.row - key + right + 1)",
+        "causal",
+    ),
+    _forward(
+        "window_left_by_one",
+        "the window's left end is one too far right",
+        "place.row - key + left)",
+        "place.row - key + left + 1)",
+        "window",
+    ),
+    _forward(
+        "window_right_by_one",
+        "the window's right end is one too far left",
+        "place.row - key + right)",
+        "place.row - key + right - 1)",
+        "window",
+    ),
+    _forward(
+        "edge_taken_for_inner",
+        "a tile on the diagonal is not compared",
+        "tile >= span.inner_end",
+        "tile > span.inner_end",
+        "causal-later",
+    ),
+    _forward(
+        "output_not_rescaled",
+        "the output is kept when the maximum grows",
+        "return out * by_row(decay, out)",
+        "return out",
+    ),
+    _forward(
+        "output_not_rescaled_lazily",
+        "the same with slack",
+        "lambda x: x * by_row(decay, x)",
+        "lambda x: x",
+        slack=2,
+    ),
+    _forward(
+        "sum_not_rescaled",
+        "the sum is kept when the maximum grows",
+        "state.sum * by_row(decay, state.sum)",
+        "state.sum",
+    ),
+    _forward(
+        "lse_of_base_2",
+        "the logsumexp is of base 2",
+        "m / LOG2E + elementary.log(total)",
+        "m + elementary.log(total) * LOG2E",
+    ),
+    _forward(
+        "tail_dropped",
+        "the last tile of keys is left out",
+        "_div(keys + block_kv - 1, block_kv)",
+        "_div(keys, block_kv)",
+    ),
+    _forward(
+        "heads_mixed",
+        "head n reads key head n % K",
+        "lax.div(place.head, jnp.int32(group))",
+        "lax.rem(place.head, jnp.int32(problem.key_heads))",
+        heads=(4, 2),
+    ),
+    _forward("mask_ignored", "the mask has no effect", "if extras.mask is not None:", "if False:", "mask"),
+    _forward(
+        "bias_scaled",
+        "the bias is scaled",
+        "extras.bias.astype(jnp.float32)",
+        "extras.bias.astype(jnp.float32) * problem.scale",
+        "bias",
+    ),
+    _forward(
+        "bias_of_first_head",
+        "all heads have the first one's bias",
+        "place.batch, place.head, place.row, key",
+        "place.batch, jnp.int32(0), place.row, key",
+        "bias-of-heads",
+    ),
+    _forward(
+        "sink_in_numerator",
+        "the sink joins the numerator",
+        "jnp.ones_like(m), jnp.zeros_like(m)",
+        "jnp.ones_like(m), jnp.ones_like(m)",
+        "sinks",
+    ),
+    _forward("cap_ignored", "the soft cap has no effect", "if problem.soft_cap is not None:", "if False:", "soft-cap"),
+    _forward("keys_by_one", "one key too many is there", "place.keys - 1 - key", "place.keys - key", "key-lengths"),
+    _forward("queries_unlimited", "queries past their length see keys", "unseen |= hidden", "pass", "lengths"),
+    _forward(
+        "segments_ignored", "segment ids have no effect", "if extras.segments is not None:", "if False:", "segments"
+    ),
+    _forward(
+        "padding_leaks",
+        "values past the length, NaN, are multiplied by 0",
+        "if not block.problem.key_lengths:",
+        "if True:",
+        "key-lengths",
+    ),
+    _forward(
+        "keys_not_awaited",
+        "keys are read before they are there",
+        "plgpu.barrier_wait(block.key_full.at[slot(i)])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _forward(
+        "values_not_awaited",
+        "values are read before they are there",
+        "plgpu.barrier_wait(block.value_full.at[before])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _forward(
+        "slot_not_awaited",
+        "keys are overwritten while they are read",
+        "plgpu.barrier_wait(block.key_empty.at[slot])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _forward(
+        "slot_not_freed",
+        "a slot is never free again",
+        "plgpu.barrier_arrive(block.key_empty.at[slot(i)])",
+        "pass",
+        rejected_by=DEADLOCK,
+    ),
+    _backward(
+        "causal_by_one", "a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"
+    ),
+    _backward(
+        "window_left_by_one",
+        "the window's left end is one too far right",
+        "row - key + left if",
+        "row - key + left + 1 if",
+        "window",
+    ),
+    _backward(
+        "d_lse_ignored",
+        "the logsumexp's cotangent has no effect",
+        "ops.d_lse - jnp",
+        "-jnp",
+    ),
+    _backward(
+        "delta_left_out",
+        "delta lacks the sum of out * d_out",
+        "ops.d_lse - jnp.swapaxes(pull, 1, 2)",
+        "ops.d_lse",
+    ),
+    _backward("cap_ignored", "the gradient goes past the soft cap", "p = p * slope", "pass", "soft-cap"),
+    _backward(
+        "group_not_summed",
+        "dK is of the group's first head",
+        "plgpu.wgmma(dk_sum, ds, ",
+        "plgpu.wgmma(dk_sum, jnp.where(step.head == block.key_head * block.group, ds, jnp.zeros_like(ds)), ",
+    ),
+    _backward(
+        "heads_mixed",
+        "head n belongs to key head n % K",
+        "self.key_head * self.group + h",
+        "self.key_head + h * self.problem.key_heads",
+        heads=(4, 2),
+    ),
+    _backward("dq_unscaled", "dQ lacks the scale", ": problem.head_dim] * problem.scale", ": problem.head_dim]"),
+    _backward("dk_unscaled", "dK lacks the scale", "dk * block.problem.scale", "dk"),
+    _backward("mask_ignored", "the mask has no effect", "if problem.mask:", "if False:", "mask"),
+    _backward(
+        "segments_ignored",
+        "segment ids have no effect",
+        '(extras["query_segments"] == extras["key_segments"])',
+        '(extras["query_segments"] == extras["query_segments"])',
+        "segments",
+    ),
+    _backward(
+        "d_bias_scaled",
+        "the bias' gradient is scaled",
+        "d_logits.astype(jnp.float32)",
+        "(problem.scale * d_logits.astype(jnp.float32))",
+        "bias-of-heads",
+    ),
+    _backward(
+        "d_sinks_without_delta", "the sinks' gradient lacks delta", "(weight * delta).sum", "weight.sum", "sinks"
+    ),
+    _backward(
+        "padding_leaks",
+        "the first row past the length, NaN, counts",
+        "jnp.arange(x.shape[1])[None, :] < lengths",
+        "jnp.arange(x.shape[1])[None, :] <= lengths",
+        "lengths",
+    ),
+    _backward(
+        "tail_dropped",
+        "the last block of keys is left out",
+        "problem.key_heads * -(-problem.key_length // config.block_kv)",
+        "problem.key_heads * (problem.key_length // config.block_kv)",
+    ),
+    _backward(
+        "no_block_barrier",
+        "dQ is multiplied from scores that are not all there",
+        "scopes.sync_block(config.warpgroups)",
+        "pass",
+        rejected_by=UNORDERED,
+    ),
+    _backward(
+        "cotangents_not_awaited",
+        "dO is read before it is there",
+        "plgpu.barrier_wait(refs.do_full.at[slot])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _backward(
+        "slot_not_awaited",
+        "queries are overwritten while they are read",
+        "await_free(refs.q_free)",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _backward(
+        "turn_ended_early",
+        "a turn ends before its tile has arrived",
+        "    plgpu.wait_smem_to_gmem(0)\n\n    @pl.when(jnp.logical_not",
+        "    @pl.when(jnp.logical_not",
+        rejected_by=RACE,
+        deterministic=True,
+    ),
+    _backward(
+        "turn_not_ended",
+        "the next block's turn never comes",
+        "_end(_counter(block, warpgroup, step.head - new_head, i))",
+        "pass",
+        rejected_by=DEADLOCK,
+        deterministic=True,
+    ),
+)

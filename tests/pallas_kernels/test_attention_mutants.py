@@ -1,0 +1,76 @@
+"""The attention kernels' own checks, in the interpreter, pass their kernels and reject every planted fault."""
+
+import functools
+
+import jax
+import pytest
+import test_attention_backward
+import test_attention_forward
+from attention_mutants import DEADLOCK, MUTANTS, NOT_WAITED_FOR, NUMBERS, RACE, UNORDERED
+from interpreter import Deadlock, RaceDetected, interpret
+from test_kernel_mutants import plant
+
+from pallas_kernels import hardware
+from pallas_kernels.attention import backward_configs, schedule
+from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention.problem import Op
+
+pytestmark = pytest.mark.slow
+
+# A deadlocked simulation notices it after this long, or in the model of what it waits for.
+DEADLOCK_S = 10.0
+REJECTIONS = {
+    NUMBERS: (AssertionError,),
+    RACE: (RaceDetected,),
+    UNORDERED: (AssertionError, RaceDetected),
+    NOT_WAITED_FOR: (RaceDetected, jax.errors.JaxRuntimeError),
+    DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
+}
+
+
+def check(op, kind, heads, slack, deterministic, *, limit_s=100.0):
+    """The check of the kernel's tests, of a problem with more than one of whatever there can be more than one of."""
+    run = functools.partial(interpret, limit_s=limit_s)
+    if op is Op.FORWARD:
+        problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads)
+        config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, persistent=False)
+        test_attention_forward.check(problem, config, run)
+    else:
+        facts = {"heads": heads, "deterministic": deterministic}
+        problem = test_attention_backward.problem_of(kind, (200, 150), (64, 64), "bfloat16", **facts)
+        test_attention_backward.check(problem, backward_configs.backward(problem, hardware.H200)[0], run)
+
+
+@pytest.fixture
+def fresh():
+    """Nothing traced or scheduled is kept from before or for later."""
+
+    def clear():
+        jax.clear_caches()
+        schedule.order.cache_clear()
+        schedule.deal.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(m.case for m in MUTANTS), ids=lambda c: "-".join(map(str, c)))
+def test_without_a_fault_the_check_passes(case):
+    check(*case)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.op.name.lower()}-{m.name}")
+@pytest.mark.usefixtures("fresh")
+def test_planted_fault_is_rejected(mutant, monkeypatch):
+    calls = plant(monkeypatch, mutant)
+    expected = REJECTIONS[mutant.rejected_by]
+    with pytest.raises(expected) as caught:
+        check(*mutant.case, limit_s=DEADLOCK_S if mutant.rejected_by == DEADLOCK else 100.0)
+    assert calls
+    assert caught.type in expected, f"rejected for another reason than {mutant.rejected_by}: {caught.value}"
+
+
+def test_every_fault_has_a_place():
+    for mutant in MUTANTS:
+        assert mutant.faulty is not mutant.original
