@@ -19,6 +19,7 @@ from pallas_kernels.attention.problem import Op
 NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
 UNORDERED = "wrong numbers or a race"
+NOT_FINITE = "infinities in a product"
 NO_KERNELS = ("reference", "tiles", "seeds")
 
 
@@ -127,6 +128,22 @@ MUTANTS = (
         "lambda x: x * by_row(decay, x)",
         "lambda x: x",
         slack=2,
+    ),
+    _forward(
+        "output_not_rescaled_with_slack",
+        "the output is not rescaled when the maximum outgrows the kernel's own slack",
+        "lambda x: x * by_row(decay, x)",
+        "lambda x: x",
+        "large",
+        slack=8,
+    ),
+    _forward(
+        "sign_of_scale",
+        "a negative scale is taken for a positive one",
+        "problem.scale > 0 and ",
+        "",
+        "negative",
+        rejected_by=NOT_FINITE,
     ),
     _forward(
         "sum_not_rescaled",

@@ -20,6 +20,8 @@ LENGTHS = ((1, 1), (3, 1), (1, 799), (63, 64), (64, 63), (113, 239), (128, 128),
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (72, 40), (96, 96), (8, 8), (16, 32), (32, 200))
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
+    "large": {"scale": 3.0},
+    "negative": {"scale": -0.3},
     "causal": {"causal_offset": 0},
     "causal-later": {"causal_offset": 70},
     "causal-earlier": {"causal_offset": -70},

@@ -6,7 +6,7 @@ import jax
 import pytest
 import test_attention_backward
 import test_attention_forward
-from attention_mutants import DEADLOCK, MUTANTS, NOT_WAITED_FOR, NUMBERS, RACE, UNORDERED
+from attention_mutants import DEADLOCK, MUTANTS, NOT_FINITE, NOT_WAITED_FOR, NUMBERS, RACE, UNORDERED
 from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
@@ -23,6 +23,7 @@ REJECTIONS = {
     NUMBERS: (AssertionError,),
     RACE: (RaceDetected,),
     UNORDERED: (AssertionError, RaceDetected),
+    NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
     NOT_WAITED_FOR: (RaceDetected, jax.errors.JaxRuntimeError),
     DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
 }
