@@ -24,9 +24,9 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels import hardware, mosaic, scopes
 from pallas_kernels.attention import backward_operands, backward_turns
 from pallas_kernels.attention.backward_blocks import Block, Step
-from pallas_kernels.attention.backward_configs import BackwardConfig
 from pallas_kernels.attention.backward_operands import CHUNK
 from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
+from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 

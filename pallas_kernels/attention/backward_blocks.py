@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import schedule
-from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import Index
 

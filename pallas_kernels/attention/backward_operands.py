@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import monoid
 from pallas_kernels.attention import backward_turns
-from pallas_kernels.attention.backward_configs import BackwardConfig
-from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 
 LOG2E = math.log2(math.e)

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import mosaic
 from pallas_kernels.attention import schedule
 from pallas_kernels.attention.backward_blocks import Block, Step, div
-from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import Index
 

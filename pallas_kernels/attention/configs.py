@@ -1,4 +1,4 @@
-"""The knobs of the forward kernel: frozen facts that `heuristics` chooses. They know no kernel."""
+"""The knobs of the kernels: frozen facts that `heuristics` chooses. They know no kernel."""
 
 import dataclasses
 
@@ -30,3 +30,28 @@ class ForwardConfig:
     def registers(self) -> tuple[int, int]:
         """Registers of a computing thread and of one that only copies."""
         return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[self.warpgroups]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """A block: 64 keys to each of `warpgroups` warpgroups, and `stages` slots for `block_q` queries each.
+
+    `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile. `together`: of how
+    many heads, at most, the tiles are started in turns.
+    """
+
+    block_q: int
+    warpgroups: int
+    stages: int
+    persistent: bool = False
+    together: int = 1
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a block."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a computing thread and of one that only copies."""
+        return {2: (240, 24), 3: (160, 32)}[self.warpgroups]

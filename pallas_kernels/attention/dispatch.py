@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward, backward_configs, forward, heuristics
+from pallas_kernels.attention import backward, forward, heuristics
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
@@ -21,7 +21,7 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     Op.FORWARD: Kernel(forward, heuristics.forward),
-    Op.BACKWARD: Kernel(backward, backward_configs.backward),
+    Op.BACKWARD: Kernel(backward, heuristics.backward),
 }
 
 

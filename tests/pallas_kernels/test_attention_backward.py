@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward, backward_configs, schedule
-from pallas_kernels.attention.backward_configs import BackwardConfig
+from pallas_kernels.attention import backward, heuristics, schedule
+from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
@@ -179,7 +179,7 @@ def cases() -> list[Attention]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    check(p, backward_configs.backward(p, hardware.H200)[0])
+    check(p, heuristics.backward(p, hardware.H200)[0])
 
 
 @pytest.mark.gpu
@@ -187,7 +187,7 @@ def test_matches_the_oracle(p):
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
     p = problem_of(kind, (1024, 2048), (head_dim, head_dim), "bfloat16", heads=(16, 8), deterministic=True)
-    config, operands = backward_configs.backward(p, hardware.H200)[0], [jnp.asarray(x) for x in all_operands_of(p)]
+    config, operands = heuristics.backward(p, hardware.H200)[0], [jnp.asarray(x) for x in all_operands_of(p)]
     run = jax.jit(lambda *a: backward.run(p, config, *a))
     first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
     for _ in range(5):
@@ -212,7 +212,7 @@ INTERPRETED = {
 def test_interpreted_without_a_race(interpreted, name):
     kind, lengths, dims, facts = INTERPRETED[name]
     p = problem_of(kind, lengths, dims, "bfloat16", **facts)
-    check(p, backward_configs.backward(p, hardware.H200)[0], interpreted)
+    check(p, heuristics.backward(p, hardware.H200)[0], interpreted)
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
@@ -222,7 +222,7 @@ def test_interpreted_without_a_race(interpreted, name):
 def test_compiles_without_spills(kind, head_dim, deterministic):
     p = problem_of(kind, (1024, 1024), (head_dim, head_dim), "bfloat16", deterministic=deterministic)
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
-    config = backward_configs.backward(p, hardware.H200)[0]
+    config = heuristics.backward(p, hardware.H200)[0]
     (report,) = aot.compile_for_h200(lambda *a: backward.run(p, config, *a), *operands)
     assert report.spill_bytes <= 64  # in the tiles that compare indices, D = 64
     assert not [line for line in report.complaints if "C7519" not in line]
@@ -231,7 +231,7 @@ def test_compiles_without_spills(kind, head_dim, deterministic):
 @pytest.mark.parametrize("bias_gradient", [False, True])
 def test_returns_the_gradient_of_a_bias_on_request(bias_gradient):
     p = problem_of("bias", (64, 72), (64, 64), "bfloat16", sinks=True, bias_gradient=bias_gradient)
-    config = backward_configs.backward(p, hardware.H200)[0]
+    config = heuristics.backward(p, hardware.H200)[0]
     found = jax.eval_shape(lambda *a: backward.run(p, config, *a), *all_operands_of(p))
     wanted = [(2, 64, 4, 64), (2, 72, 2, 64), (2, 72, 2, 64), *[p.bias] * bias_gradient, (4,)]
     assert [x.shape for x in found] == wanted
