@@ -11,7 +11,7 @@ from jaxsoftmax._attention_fold import Plan
 from jaxsoftmax._attention_lowering import OPS, Part, choose
 from jaxsoftmax._attention_primitives import BY_PART
 from jaxsoftmax._explain import Abstract, Explanation
-from pallas_kernels import hardware
+from pallas_kernels import compat, hardware
 from pallas_kernels.hardware import Device
 
 _PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
@@ -93,6 +93,7 @@ def _explanation(
         named = implementation == "mosaic_gpu"
         runs, reason = "error" if named else "xla", "no kernel takes the call"
     decision = chosen.decision
+    slow = compat.lost_registers() if decision is not None else None
     return Explanation(
         call=f"{'flash_attention' if op == 'forward' else f'{op} of flash_attention'} of {avals[0].dtype}: {shown}",
         implementation=runs if decision is None else "mosaic_gpu",
@@ -100,7 +101,7 @@ def _explanation(
         device=device,
         reason=reason if decision is None else decision.reason,
         least_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*avals, *(v.aval for v in eqn.outvars))),
-        notes=chosen.notes,
+        notes=(*chosen.notes, slow) if slow else chosen.notes,
         declined=chosen.declined,
         kernel=None if decision is None else decision.kernel,
         config=None if decision is None else decision.config,
