@@ -165,7 +165,8 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 @pytest.mark.parametrize("kind", KINDS)
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
-    check(dataclasses.replace(p, batch=2), ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
+    p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
+    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
 
 
 @pytest.mark.slow
