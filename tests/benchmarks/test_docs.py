@@ -121,7 +121,6 @@ def test_result_files_are_plain_json(folder):
 
 
 def test_plots_are_drawn_from_results(folder, tmp_path):
-    pytest.importorskip("matplotlib")
     sweep = [case.name for case in cases.select(ops=["softmax"], passes=["fwd"], dtypes=["f16"], tags=["sweep"])]
     results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) | {"flops": 10**9} for name in sweep)))
     drawn = plot.draw(results.records(), results.headers()[0], tmp_path / "pictures")
