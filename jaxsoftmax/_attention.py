@@ -102,8 +102,8 @@ def flash_attention(
         query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences.
         key_value_segment_ids: Integers `[*batch, S]`; those of the queries by default, if T = S.
         deterministic_gradients: Whether the kernel's gradients come out the same, bit by bit, every time. Without it
-            the query's gradient is summed in whatever order blocks finish: it varies by roundings of float32, and takes
-            2 to 12 % less time on an H200. Outputs, and all that XLA computes, repeat in any case.
+            the query's gradient is summed in whatever order blocks finish: it varies by roundings of float32, and comes
+            sooner. Outputs, and all that XLA computes, repeat in any case.
         precision: Of XLA's matrix products, as in `jax.lax.dot`.
         dtype: Converts query, key and value.
         dropout_rate: The share of the weights that is dropped unless `deterministic`.
