@@ -28,7 +28,7 @@ class Results:
         return Results(self._folder, topic)
 
     def case(self, name: str) -> dict[str, Any] | None:
-        """The newest run of "ours" on a case, if possible one with XLA, and the newest run of torch's side beside it."""
+        """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's side beside it."""
         ours = list(self._with(name, lambda impl: impl == "ours"))
         found = next((record for record in ours if "xla" in record["impls"]), ours[0] if ours else None)
         if found is None:
