@@ -147,8 +147,7 @@ class Span:
         for j in range(tile.registers):
             step = j * tile.lanes_in_warp
             k = arith.addi(start, c32(step))
-            sure = self.surely_inside(j) and wanted is None
-            inside = None if sure else arith.cmpi(arith.CmpIPredicate.ult, k, count)
+            inside = wanted if self.surely_inside(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
             masks = None
             if self.crosses(j):
                 column = arith.subi(arith.muli(k, c32(tile.vector)), head)

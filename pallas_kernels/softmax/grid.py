@@ -100,7 +100,7 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
         stats = share.merged(far, scopes.from_grid(far, words, row, far_slots.at[0], config.warpgroups))
         if problem.op.gives_rows:
             arrive()
-        share.write(slot, row, row_ops.settle(problem, stats, labelled), labelled, streams=True)
+        share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled, streams=True)
 
     pl.when(writes)(write)
     pl.when(jnp.logical_not(writes))(read)

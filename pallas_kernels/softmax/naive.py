@@ -47,9 +47,9 @@ def _body(operands: Operands) -> None:
 
     zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(problem))
     sums = lax.fori_loop(0, steps, add, zeros)
-    stats = row_ops.settle(problem, RowStats(maximum, tuple(total.sum(axis=1) for total in sums)), labelled)
+    stats = row_ops.with_factors(problem, RowStats(maximum, tuple(total.sum(axis=1) for total in sums)), labelled)
     if op.gives_stats:
-        operands.store_stats(stats, row, tile)
+        operands.store_stats(stats, labelled, row, tile)
     if not op.gives_rows:
         return
 

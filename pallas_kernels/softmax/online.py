@@ -55,9 +55,9 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     load = lambda first: operands.load(row, first, tile, labelled)
     partial = lax.fori_loop(0, steps, lambda i, stats: _fold(problem, stats, load(at(i)), tile, exp), nothing)
     everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
-    stats = row_ops.settle(problem, row_ops.merge(problem, everybody, exchange.layout, exp, tile), labelled)
+    stats = row_ops.with_factors(problem, row_ops.merge(problem, everybody, exchange.layout, exp, tile), labelled)
     if op.gives_stats:
-        pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, row, tile))
+        pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, labelled, row, tile))
     if not op.gives_rows:
         return
 

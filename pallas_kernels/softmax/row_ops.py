@@ -116,22 +116,31 @@ def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
     return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
 
 
-def settle(problem: Problem, stats: RowStats, labelled: Labelled | None) -> RowStats:
-    """The statistics once they are whole: neutral for rows that are not read, and with the gradient's factors."""
+def numbers(stats: RowStats, labelled: Labelled | None) -> tuple[jax.Array, ...]:
+    """The whole row's statistics as results: neutral for rows that are not read."""
+    assert stats.max is not None
+    own = (stats.max, *stats.sums)
     if labelled is None:
+        return own
+    neutral = zip(own, (0.0, 1.0, 0.0)[: len(own)], strict=True)
+    return tuple(jnp.where(labelled.labels >= 0, x, jnp.full_like(x, other)) for x, other in neutral)
+
+
+def with_factors(problem: Problem, stats: RowStats, labelled: Labelled | None) -> RowStats:
+    """The whole row's statistics, with what the gradient multiplies the probabilities by and takes off them.
+
+    The maximum stays as it is: weights that the sum had and the result has are then computed once.
+    """
+    if labelled is None or labelled.weights is None:
         return stats
-    counts = labelled.labels >= 0
-    neutral = (0.0, 1.0, 0.0)[: quantities(problem)]
-    numbers = zip((stats.max, *stats.sums), neutral, strict=True)
-    maximum, *sums = (jnp.where(counts, x, jnp.full_like(x, of_none)) for x, of_none in numbers)
-    if labelled.weights is None:
-        return RowStats(maximum, tuple(sums))
-    weights = jnp.where(counts, labelled.weights, jnp.zeros_like(labelled.weights)) * problem.scale
+    maximum, total, *_ = numbers(stats, labelled)
+    weights = labelled.weights * problem.scale
+    weights = jnp.where(labelled.labels >= 0, weights, jnp.zeros_like(weights))
     slope = weights
     if problem.z_loss:
-        slope = weights * (1.0 + (2.0 * problem.z_loss) * (maximum + elementary.log(sums[0])))
+        slope = weights * (1.0 + (2.0 * problem.z_loss) * (maximum + elementary.log(total)))
     smooth = (weights * (problem.smoothing / problem.cols),) if has_total(problem) else ()
-    return RowStats(maximum, tuple(sums), (slope * (1.0 / sums[0]), *smooth))
+    return RowStats(stats.max, stats.sums, (slope * (1.0 / total), *smooth))
 
 
 def result(

@@ -150,10 +150,10 @@ class Operands:
         value = value.astype(self.problem.dtype)
         numbers.store_element(self.outputs[0], row, labelled.labels, value, tile, **share)
 
-    def store_stats(self, stats: RowStats, row: jax.Array, tile: mosaic.Tile) -> None:
+    def store_stats(self, stats: RowStats, labelled: Labelled | None, row: jax.Array, tile: mosaic.Tile) -> None:
         """Writes the maximum and the sums of the rows that begin at `row`."""
-        assert stats.max is not None
-        for ref, value in zip(self.outputs[self.problem.op.gives_rows :], (stats.max, *stats.sums), strict=True):
+        values = row_ops.numbers(stats, labelled)
+        for ref, value in zip(self.outputs[self.problem.op.gives_rows :], values, strict=True):
             numbers.store(ref, row, value, tile)
 
 

@@ -170,7 +170,7 @@ class Share:
         """Writes the row's result, its statistics, or both."""
         if self.problem.op.gives_stats:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
-            pl.when(leads)(lambda: self.operands.store_stats(stats, row, self.tile))
+            pl.when(leads)(lambda: self.operands.store_stats(stats, labelled, row, self.tile))
         if not self.problem.op.gives_rows:
             return
         if labelled is None:
@@ -249,7 +249,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
             stats = share.in_cluster(exchange, partial, slots.at[turn], met.at[turn], lax.rem(lax.div(i, 2), 2))
         else:
             stats = share.in_block(exchange, partial, slots.at[turn])
-        share.write(slot, row, row_ops.settle(problem, stats, labelled), labelled)
+        share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled)
         if config.rows > 1:
             plgpu.commit_smem()
             share.sync()

@@ -39,9 +39,9 @@ def _body(operands: Operands, *, config: WarpConfig) -> None:
     maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
     spread = None if maximum is None else tile.broadcast(maximum)
     sums = tuple(term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp))
-    stats = row_ops.settle(problem, RowStats(maximum, sums), labelled)
+    stats = row_ops.with_factors(problem, RowStats(maximum, sums), labelled)
     if op.gives_stats:
-        operands.store_stats(stats, row, tile)
+        operands.store_stats(stats, labelled, row, tile)
     if op.gives_rows:
         operands.store(tiles, stats, row, 0, tile)
         operands.store_at_labels(labelled, stats, row, tile)
