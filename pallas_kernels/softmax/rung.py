@@ -19,6 +19,8 @@ from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 
 DTYPES = ("float16", "bfloat16", "float32")
+# Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
+REDUCTION_SCRATCH = 16
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
@@ -93,10 +95,10 @@ class Operands:
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """float32 numbers scaled, and softly capped."""
-        x = x if self.problem.scale == 1.0 else x * self.problem.scale
-        if (cap := self.problem.soft_cap) is None:
-            return x
-        return cap * elementary.tanh_for(self.problem.dtype)(x * (1.0 / cap))
+        scale, cap = self.problem.scale, self.problem.soft_cap
+        if cap is not None:
+            return cap * elementary.tanh_for(self.problem.dtype)(x * (scale / cap))
+        return x if scale == 1.0 else x * scale
 
     def in_float32(self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False) -> Tiles:
         """Tiles as the operation wants them: float32, the logits scaled, and -inf where the mask does not hold.
@@ -196,9 +198,8 @@ def launch(
         scratch_types=list(scratch),
         kernel_name=f"{problem.op.value}_{name}",
         compiler_params=plgpu.CompilerParams(
-            # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
             approx_math=True,
-            reduction_scratch_bytes=16,
+            reduction_scratch_bytes=REDUCTION_SCRATCH,
             unsafe_no_auto_barriers=True,
         ),
         **axes,
