@@ -23,8 +23,8 @@ class Decision:
     declined: tuple[tuple[str, str], ...]  # (rung, why it was not chosen), in ladder order
     bytes_moved: int
 
-    def run(self, *operands: jax.Array) -> jax.Array | Stats:
-        """Runs the chosen kernel on `[rows, cols]` operands."""
+    def run(self, *operands: jax.Array) -> jax.Array | Stats | tuple[jax.Array, ...]:
+        """Runs the chosen kernel on `[rows, cols]` operands, and `[rows]` ones after them where the operation has some."""
         assert self.kernel is not None, self.reason
         return softmax.LADDER[self.kernel].run(self.problem, self.config, *operands)
 
