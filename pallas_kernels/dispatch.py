@@ -24,7 +24,7 @@ class Decision:
     bytes_moved: int
 
     def run(self, *operands: jax.Array) -> jax.Array | Stats | tuple[jax.Array, ...]:
-        """Runs the chosen kernel on `[rows, cols]` operands, and `[rows]` ones after them where the operation has some."""
+        """Runs the chosen kernel on `[rows, cols]` operands, followed by `[rows]` ones if it has some."""
         assert self.kernel is not None, self.reason
         return softmax.LADDER[self.kernel].run(self.problem, self.config, *operands)
 
