@@ -121,11 +121,13 @@ class Share:
         """Waits for all threads of the block."""
         scopes.sync_block(self.config.warpgroups)
 
-    def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool = False) -> Tiles:
-        """The operands' tiles of a step; `interior`: they are inside the row."""
+    def read(
+        self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool = False, capped: bool = True
+    ) -> Tiles:
+        """The operands' tiles of a step, as `Operands.in_float32` has them."""
         raw = tuple(plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot)
         interior = interior or self.always_full
-        return self.operands.in_float32(raw, row, self.at(step), self.tile, interior=interior)
+        return self.operands.in_float32(raw, row, self.at(step), self.tile, interior=interior, capped=capped)
 
     def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> Partial:
         """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
@@ -133,10 +135,9 @@ class Share:
         maximum, spread = [], None
         if row_ops.has_max(op):
             lowest = tile.full(-jnp.inf)
-            highest = lax.fori_loop(
-                0, self.steps, lambda i, high: jnp.maximum(high, self.read(slot, row, i)[0]), lowest
-            )
-            maximum = [highest.max(axis=1)]
+            higher = lambda i, high: jnp.maximum(high, self.read(slot, row, i, capped=False)[0])
+            highest = lax.fori_loop(0, self.steps, higher, lowest)
+            maximum = [self.operands.capped(highest.max(axis=1))]
             spread = tile.broadcast(maximum[0])
 
         def add(step: jax.Array, sums: Tiles) -> Tiles:
