@@ -4,6 +4,8 @@
 input's dtype. `axes` are the non-negative axes of a row (reduced together); `where` broadcasts against `x`.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -124,3 +126,87 @@ def log_softmax_cotangent(
 def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
     weights, kept = _lift(_logits(x, None, scale), axes, known)
     return weights / kept.sum
+
+
+def cross_entropy(
+    x: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """The rows' states, `axes` removed, and with `smoothing` the sum of their logits: what a loss is made of.
+
+    The logits are `scale * x`, or `soft_cap * tanh(scale * x / soft_cap)`. `labels` have the extent 1 along `axes`; of
+    rows with the label -1 nothing is read, and their numbers are 0, 1 and 0. `z_loss` has no effect.
+    """
+    del z_loss
+    kept = _labelled(x, labels, where, axes, scale, soft_cap)[1]
+    numbers = [part.squeeze(axes) for part in kept[: 3 if smoothing else 2]]
+    return tuple(numbers) if smoothing else Stats(*numbers)
+
+
+def cross_entropy_gradient(
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """The gradient of `weights` times the loss, and then what `cross_entropy` gives.
+
+    The loss is `lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2` for logits `z`, the mean
+    taken over the columns that `where` includes. Rows with the label -1 have zeros, whatever they hold.
+    """
+    z, (maximum, total, sum_z) = _labelled(x, labels, where, axes, scale, soft_cap)
+    counts, dtype = labels >= 0, z.dtype
+    weights = jnp.where(counts, weights.astype(dtype), 0)
+    slope = weights * (1 + 2 * z_loss * (maximum + jnp.log(total)))
+    out = decay(z, maximum) * (slope / total)
+    if smoothing:
+        columns = math.prod(x.shape[axis] for axis in axes) if where is None else _included(x, where, axes)
+        out = out - weights * (smoothing / columns)
+    out = out if where is None else jnp.where(where, out, 0)
+    out = out - jnp.where(_column(x, axes) == labels, weights * (1 - smoothing), 0)
+    out = out * scale
+    if soft_cap is not None:
+        out = out * (1 - jnp.square(jnp.tanh(_logits(x, None, scale) / soft_cap)))
+    gradient = jnp.where(counts, out, 0).astype(x.dtype)
+    return gradient, *(part.squeeze(axes) for part in (maximum, total, sum_z)[: 3 if smoothing else 2])
+
+
+def _labelled(
+    x: jax.Array, labels: jax.Array, where: jax.Array | None, axes: Axes, scale: float, soft_cap: float | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """The logits, and the rows' maximum, sum of weights and sum of logits; neutral for rows with the label -1."""
+    counts = labels >= 0
+    z = _logits(x, None, scale)
+    z = z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+    total = (z if where is None else jnp.where(where, z, 0)).sum(axes, keepdims=True)
+    z = z if where is None else jnp.where(where, z, -jnp.inf)
+    _, kept = _lift(z, axes)
+    numbers = zip((*kept, total), (0, 1, 0), strict=True)
+    maximum, sums, total = (jnp.where(counts, part, neutral) for part, neutral in numbers)
+    return z, (maximum, sums, total)
+
+
+def _included(x: jax.Array, where: jax.Array, axes: Axes) -> jax.Array:
+    """How many columns of each row `where` includes."""
+    return jnp.broadcast_to(where, x.shape).sum(axes, keepdims=True)
+
+
+def _column(x: jax.Array, axes: Axes) -> jax.Array:
+    """Each element's place in its row."""
+    column = jnp.zeros((), jnp.int32)
+    for axis in axes:
+        column = column * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return column
