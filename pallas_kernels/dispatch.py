@@ -44,7 +44,9 @@ def decide(problem: Problem, device: Device, *, kernel: str | None = None, confi
         (name, why or f"{chosen} is faster for such rows") for name, why in refusals.items() if name != chosen
     )
     reason = "asked for" if kernel else "the fastest rung that takes such rows"
-    extra_reads = (rung.reads - 1) * problem.operands * problem.elements * problem.dtype.itemsize
+    # Where nothing is written there is no pass that reads for it.
+    passes = max(rung.reads - (not problem.op.gives_rows), 1)
+    extra_reads = (passes - 1) * problem.operands * problem.elements * problem.dtype.itemsize
     return Decision(
         problem, device, chosen, config, f"{reason}; config {source}", declined, problem.least_bytes + extra_reads
     )

@@ -17,7 +17,7 @@ from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import RowStats
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
-MAX_COLS = 16384
+MAX_COLS = 4096
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:

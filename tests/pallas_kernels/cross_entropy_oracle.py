@@ -9,6 +9,7 @@ import oracle
 from pallas_kernels.problem import Problem
 
 Array = np.ndarray
+_FLOAT32 = np.finfo(np.float32)
 
 
 def logits(problem: Problem, x: Array, labels: Array, where: Array | None) -> Array:
@@ -53,11 +54,14 @@ def gradient(problem: Problem, x: Array, labels: Array, weights: Array, where: A
         if where is not None:
             part, part_terms = np.where(where, part, 0), np.where(where, part_terms, 0)
         out, terms = weights * (part - hit - mass), np.abs(weights) * (part_terms + hit + mass)
-        if where is not None:
-            out = np.where(where | (hit > 0), out, 0)
         if problem.soft_cap is not None:
             u = np.where(labels[:, None] < 0, 0.0, x.astype(np.float64)) * (problem.scale / problem.soft_cap)
             out = out / np.cosh(np.clip(u, -300, 300)) ** 2
+        if where is not None:
+            out = np.where(where | (hit > 0), out, 0)
+        # The hardware's exponential flushes to zero before it is multiplied.
+        flushed = np.abs(weights) * (1 + np.abs(tilt)) * (_FLOAT32.tiny / _FLOAT32.eps)
+        terms = np.fmax(terms, flushed)
     ignored = labels[:, None] < 0
     return np.where(ignored, 0.0, out), np.where(ignored, 0.0, terms)
 
