@@ -5,6 +5,8 @@ import enum
 
 import jax.numpy as jnp
 
+IGNORED = -1  # the label of a row that is not read
+
 
 class Op(enum.StrEnum):
     """The operations that have kernels; each has the function of the same name in `reference`."""
@@ -15,16 +17,38 @@ class Op(enum.StrEnum):
     SOFTMAX_TANGENT = "softmax_tangent"
     LOG_SOFTMAX_TANGENT = "log_softmax_tangent"
     LOG_SOFTMAX_COTANGENT = "log_softmax_cotangent"
+    CROSS_ENTROPY = "cross_entropy"
+    CROSS_ENTROPY_GRADIENT = "cross_entropy_gradient"
 
     @property
     def streams(self) -> int:
         """Arrays of the rows' size that the operation must read or write at least once."""
-        return {"softmax": 2, "log_softmax": 2, "stats": 1}.get(self.value, 3)
+        one, two = ("stats", "cross_entropy"), ("softmax", "log_softmax", "cross_entropy_gradient")
+        return 1 if self.value in one else 2 if self.value in two else 3
 
     @property
     def is_linear(self) -> bool:
         """Whether the operands are a residual and a (co)tangent."""
         return self.streams == 3
+
+    @property
+    def row_operands(self) -> tuple[str, ...]:
+        """Operands with one number for each row, which come after the rows: int32 labels, float32 weights."""
+        return {"cross_entropy": ("labels",), "cross_entropy_gradient": ("labels", "weights")}.get(self.value, ())
+
+    @property
+    def has_labels(self) -> bool:
+        return bool(self.row_operands)
+
+    @property
+    def gives_rows(self) -> bool:
+        """Whether a result has the rows' size."""
+        return self.streams > 1
+
+    @property
+    def gives_stats(self) -> bool:
+        """Whether the rows' statistics are results: the last ones, one number of each for each row."""
+        return self.value == "stats" or self.has_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +56,7 @@ class Problem:
     """Rows of `cols` elements, `inner` elements apart: the operand seen as `[rows, cols, inner]`, row-major.
 
     `where` says how a mask comes: "none", "full" (of the operand's shape) or "shared" (`[cols]`, for all rows).
+    What follows `scale` is the cross entropy's: its logits are `soft_cap * tanh(scale * x / soft_cap)`.
     """
 
     op: Op
@@ -41,6 +66,9 @@ class Problem:
     inner: int = 1
     where: str = "none"
     scale: float = 1.0
+    soft_cap: float | None = None
+    smoothing: float = 0.0
+    z_loss: float = 0.0
 
     @property
     def elements(self) -> int:

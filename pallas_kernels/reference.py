@@ -4,10 +4,14 @@
 input's dtype. `axes` are the non-negative axes of a row (reduced together); `where` broadcasts against `x`.
 """
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.monoid import Stats, decay
+from pallas_kernels.monoid import Stats, decay, log_normalizer
+from pallas_kernels.problem import IGNORED
 
 Axes = tuple[int, ...]
 
@@ -17,9 +21,15 @@ def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
-def _logits(x: jax.Array, where: jax.Array | None, scale: float) -> jax.Array:
+def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Array:
+    """`z = scale * x`, or `soft_cap * tanh(scale * x / soft_cap)`, in the dtype of accumulation."""
     z = x.astype(accumulator_dtype(x.dtype))
     z = z if scale == 1.0 else z * jnp.asarray(scale, z.dtype)
+    return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+
+
+def _logits(x: jax.Array, where: jax.Array | None, scale: float, soft_cap: float | None = None) -> jax.Array:
+    z = logits(x, scale, soft_cap)
     return z if where is None else jnp.where(where, z, -jnp.inf)
 
 
@@ -124,3 +134,111 @@ def log_softmax_cotangent(
 def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
     weights, kept = _lift(_logits(x, None, scale), axes, known)
     return weights / kept.sum
+
+
+def cross_entropy(
+    x: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """What the loss needs of each row, `axes` removed: the state, and with smoothing the sum of the logits.
+
+    `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
+    """
+    read = labels != IGNORED
+    z = logits(_select(read if where is None else read & where, x), scale, soft_cap)
+    _, kept = _lift(z if where is None else jnp.where(where, z, -jnp.inf), axes)
+    numbers = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
+    if smoothing:
+        numbers.append((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True))
+    numbers = [number.squeeze(axes) for number in numbers]
+    return tuple(numbers) if smoothing else Stats(*numbers)
+
+
+def cross_entropy_gradient(
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives."""
+    numbers = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
+    known = Stats(*(jnp.expand_dims(number, axes) for number in numbers[:2]))
+    out = cross_entropy_slope(
+        x,
+        labels,
+        where,
+        weights * (1.0 + 2.0 * z_loss * log_normalizer(known)),
+        weights,
+        known,
+        axes=axes,
+        scale=scale,
+        soft_cap=soft_cap,
+        smoothing=smoothing,
+    )
+    return (out.astype(x.dtype), *numbers)
+
+
+def cross_entropy_slope(
+    x: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None,
+    of_p: jax.Array,
+    of_q: jax.Array,
+    known: Stats,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    count: Any = None,
+) -> jax.Array:
+    """`(of_p * p - of_q * q) * dz/dx` in the dtype of accumulation, 0 in rows that are ignored.
+
+    `p = exp(z) / sum` of the rows' `known` states and `q = (1 - smoothing) * [j == label] + smoothing / count`. All but
+    `x` and `where` have an extent of 1 on `axes`. `count` is the number of columns, where `x` is a part of them.
+    """
+    read, at_label = labels != IGNORED, columns(x.shape, axes) == labels
+    z = logits(_select(read if where is None else read & (where | at_label), x), scale, soft_cap)
+    p = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max) / known.sum
+    p = p if where is None else jnp.where(where, p, 0.0)
+    q = jnp.where(at_label, 1.0 - smoothing, 0.0)
+    if smoothing:
+        share = smoothing / (column_count(x, where, axes) if count is None else count)
+        q = q + (share if where is None else jnp.where(where, share, 0.0))
+    slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
+    return jnp.where(read, (of_p * p - of_q * q) * slope, 0.0)
+
+
+def _select(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` where it matters: what does not may be anything, and so may its derivative."""
+    return jnp.where(mask, x, jnp.zeros_like(x))
+
+
+def columns(shape: tuple[int, ...], axes: Axes) -> jax.Array:
+    """Each column's number within its row: `axes` flattened, in an array of extent 1 elsewhere."""
+    number, stride = jnp.zeros((1,) * len(shape), jnp.int32), 1
+    for axis in reversed(axes):
+        extents = [n if d == axis else 1 for d, n in enumerate(shape)]
+        number, stride = number + stride * jax.lax.broadcasted_iota(jnp.int32, extents, axis), stride * shape[axis]
+    return number
+
+
+def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:
+    """How many columns of each row take part, at least 1, with the reduced axes kept."""
+    if where is None:
+        return math.prod(x.shape[d] for d in axes)
+    full = jnp.broadcast_to(where, [x.shape[d] if d in axes else n for d, n in enumerate(where.shape)])
+    return jnp.maximum(full.sum(axes, keepdims=True, dtype=accumulator_dtype(x.dtype)), 1.0)
