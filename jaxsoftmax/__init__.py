@@ -1,4 +1,4 @@
-"""Softmax and its kin, cross entropy, and flash attention, for JAX: as fast as a Hopper GPU allows, with every transformation."""
+"""Softmax, cross entropy and flash attention for JAX: as fast as a Hopper GPU allows, with every transformation."""
 
 from jaxsoftmax._api import log_softmax as log_softmax
 from jaxsoftmax._api import logsumexp as logsumexp

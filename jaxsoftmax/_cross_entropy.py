@@ -58,7 +58,7 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
         logits: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
-        labels: Integers of any dtype and of the logits' shape without `axis`: the right column of each row. With several
+        labels: Integers of any dtype and of the logits' shape without `axis`: each row's right column. With several
             axes, a label is an index into those axes flattened, in the order in which they are given.
         axis: The axis or axes of a row; None for all.
         where: A boolean mask that broadcasts to `logits`, or has a shape of the rows' rank, to include whole rows.
