@@ -91,20 +91,22 @@ def copy_row(
     to: jax.Ref,
     barrier: jax.Ref,
     cache: Cache = None,
+    label: Index = 0,
 ) -> None:
     """Starts copying vectors `first` ... `first + vectors` of a row, as far as it has them, into shared memory.
 
-    `cache`: how long the second-level cache should keep them.
+    `cache`: how long the second-level cache should keep them. Of a row with a negative label nothing is copied.
     """
     itemsize = jnp.dtype(ref.dtype).itemsize
     span = Span(Tile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
     hint, policy = (".L2::cache_hint", ", policy") if cache else ("", "")
 
-    def copy_vectors(ctx, ref, row, first, to, barrier):
+    def copy_vectors(ctx, ref, row, first, to, barrier, label):
         address, _, count = span.row(global_address(ref), scalar(row))
         first = scalar(first)
         address = arith.addi(address, arith.muli(arith.extui(address.type, first), c64(VECTOR_BYTES)))
         here = arith.minsi(arith.maxsi(arith.subi(count, first), c32(0)), c32(vectors))
+        here = arith.select(arith.cmpi(arith.CmpIPredicate.sge, scalar(label), c32(0)), here, c32(0))
         some = arith.andi(_leader(), arith.cmpi(arith.CmpIPredicate.sgt, here, c32(0)))
         text = (
             "@$4 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $3; "
@@ -117,8 +119,9 @@ def copy_row(
         operands = [shared_address(barrier), shared_address(to), address, size, _leader(), some]
         ptx(text, "r,r,l,r,b,b", operands)
 
-    arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType(), plgpu.RefType())
-    plgpu.inline_mgpu(arg_types=arguments)(copy_vectors)(ref, jnp.int32(row), jnp.int32(first), to, barrier)
+    arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType(), plgpu.RefType(), SPLAT)
+    operands = (ref, jnp.int32(row), jnp.int32(first), to, barrier, jnp.int32(label))
+    plgpu.inline_mgpu(arg_types=arguments)(copy_vectors)(*operands)
 
 
 def fill_outside(

@@ -8,13 +8,33 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic import SPLAT, Index, Span, Tile, c32, c64, global_address, scalar
+from pallas_kernels.mosaic import SPLAT, Index, Span, Tile, c64, elements, global_address, scalar
+from pallas_kernels.numbers import row_of
 
 
 def select(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile, z: jax.Array, other: float) -> jax.Array:
     """`z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` bytes, or `[1, cols]` for all rows."""
     held = _load(ref, rows, row, first, tile)
     return jnp.where(held != 0.0, z, jnp.full_like(z, other))
+
+
+def inside(shape: tuple[int, int], row: Index, first: Index, tile: Tile, z: jax.Array, other: float) -> jax.Array:
+    """`z` in the columns of a `[rows, cols]` array's row, and `other` where the tile hangs over the row's ends."""
+    rows, cols = shape
+    span = Span(tile, rows, cols, tile.dtype.itemsize)
+
+    def keep_inside(ctx, z, row, first):
+        registers, f32 = z.registers.copy(), ir.F32Type.get()
+        for v in span.vectors(c64(0), scalar(row), scalar(first)):
+            kept = [v.inside] * tile.vector if v.masks is None else v.masks
+            numbers = zip(kept, elements(registers.flat[v.register]), strict=True)
+            chosen = [arith.select(keep, x, mgpu.utils.c(other, f32)) for keep, x in numbers]
+            registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
+        return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
+    operation = plgpu.inline_mgpu(arg_types=(tile.layout, SPLAT, SPLAT), return_type=result)
+    return operation(keep_inside)(z, jnp.int32(row), jnp.int32(first))
 
 
 def _load(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile) -> jax.Array:
@@ -30,7 +50,7 @@ def _load(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile) -> jax.
         for v in span.vectors(c64(0), scalar(row), scalar(first)):
             at = arith.divui(v.address, c64(tile.dtype.itemsize))
             if mask_rows == 1:
-                at = arith.subi(at, arith.muli(arith.extsi(at.type, _row_of(tile, scalar(row))), c64(cols)))
+                at = arith.subi(at, arith.muli(arith.extsi(at.type, row_of(tile, scalar(row))), c64(cols)))
             held = []
             for e in range(tile.vector):
                 inside = v.inside if v.masks is None else v.masks[e]
@@ -48,11 +68,3 @@ def _load(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile) -> jax.
     result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
     operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=result)
     return operation(load_mask)(ref, jnp.int32(row), jnp.int32(first))
-
-
-def _row_of(tile: Tile, row: ir.Value) -> ir.Value:
-    """The row that the thread works on."""
-    if tile.lanes > 32:
-        return row
-    thread = arith.remui(mgpu.utils.thread_idx(), c32(128))
-    return arith.addi(row, arith.divui(thread, c32(tile.lanes)))

@@ -1,9 +1,8 @@
 """Vectors of a row between global memory and registers: what the kernels need of the GPU beyond Pallas.
 
 A row of any length and any alignment is seen as 16-byte vectors, aligned in memory: the first and the last may hang
-over the row's ends. Elements outside the row are read as `fill` and never written, so that every row length runs at
-full vector width. (The last vector of an array may end up to 14 bytes past it: XLA hands out memory in multiples of
-256 bytes.)
+over the row's ends. Elements outside the row are read as `fill` and never written: every row length runs at full vector
+width. (The last vector of an array may end up to 14 bytes past it: XLA hands out memory in multiples of 256 bytes.)
 """
 
 import dataclasses
@@ -122,8 +121,13 @@ class Span:
         reach = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
         return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, reach, interior)
 
-    def vectors(self, base: ir.Value, row: ir.Value, first: ir.Value) -> "Iterator[Vector]":
-        """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel."""
+    def vectors(
+        self, base: ir.Value, row: ir.Value, first: ir.Value, wanted: ir.Value | None = None
+    ) -> "Iterator[Vector]":
+        """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel.
+
+        A thread whose row is not `wanted` sees a row without columns.
+        """
         tile = self.tile
         thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
         if tile.lanes <= 32:
@@ -135,13 +139,15 @@ class Span:
         address, head, count = self.row(base, row)
         address = arith.addi(address, arith.muli(arith.extui(_i64(), start), c64(VECTOR_BYTES)))
         limit = c32(self.cols)
+        conditions = [] if wanted is None else [wanted]
         if self.rows_may_end:
-            exists = arith.cmpi(arith.CmpIPredicate.ult, row, c32(self.rows))
+            conditions.append(arith.cmpi(arith.CmpIPredicate.ult, row, c32(self.rows)))
+        for exists in conditions:
             count, limit = arith.select(exists, count, c32(0)), arith.select(exists, limit, c32(0))
         for j in range(tile.registers):
             step = j * tile.lanes_in_warp
             k = arith.addi(start, c32(step))
-            inside = None if self.surely_inside(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
+            inside = wanted if self.surely_inside(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
             masks = None
             if self.crosses(j):
                 column = arith.subi(arith.muli(k, c32(tile.vector)), head)
@@ -190,6 +196,12 @@ def scalar(x: mgpu.FragmentedArray) -> ir.Value:
     return x.registers.item()
 
 
+def number(x: mgpu.FragmentedArray) -> ir.Value:
+    """The thread's one number of an array that has one for each of its tile's rows."""
+    value = x.registers.flat[0]
+    return elements(value)[0] if isinstance(value.type, ir.VectorType) else value
+
+
 def global_address(ref: ir.Value) -> ir.Value:
     """The address of an array in global memory."""
     return llvm.ptrtoint(_i64(), utils.memref_ptr(ref))
@@ -217,20 +229,24 @@ def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir
     return vector.from_elements(ir.VectorType.get((4,), i32), parts)
 
 
-def load(ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float) -> jax.Array:
+def load(
+    ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float, labels: jax.Array | None = None
+) -> jax.Array:
     """The tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
 
-    Columns outside the row are `fill`. A static `first` of 0 lets tiles of whole warps skip needless checks.
+    Columns outside the row are `fill`, and all columns of rows with a negative label, which are not read. A static
+    `first` of 0 lets tiles of whole warps skip needless checks.
     """
     span, dtype = Span.of(ref, tile, at_start=isinstance(first, int) and first == 0), jnp.dtype(ref.dtype)
     layout = tile.layout.to_mgpu()
     fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
 
-    def load_vectors(ctx, ref, row, first):
+    def load_vectors(ctx, ref, row, first, *labels):
         element = ir.MemRefType(ref.type).element_type
         vector_type = ir.VectorType.get((tile.vector,), element)
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
-        for v in span.vectors(global_address(ref), scalar(row), scalar(first)):
+        wanted = arith.cmpi(arith.CmpIPredicate.sge, number(labels[0]), c32(0)) if labels else None
+        for v in span.vectors(global_address(ref), scalar(row), scalar(first), wanted):
             value = vector.bitcast(vector_type, _load_vector(v.address, v.inside, fill_word))
             if v.masks is not None:
                 masked = zip(v.masks, elements(value), strict=True)
@@ -240,19 +256,14 @@ def load(ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float) -> 
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=tile.layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=result)
-    return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first))
+    of_rows = () if labels is None else (labels,)
+    types = (plgpu.RefType(), SPLAT, SPLAT, *[tile.layout.reduce(1)] * len(of_rows))
+    operation = plgpu.inline_mgpu(arg_types=types, return_type=result)
+    return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first), *of_rows)
 
 
 def store(
-    ref: jax.Ref,
-    row: Index,
-    first: Index,
-    value: jax.Array,
-    tile: Tile,
-    *,
-    interior: bool = False,
-    streams: bool = False,
+    ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, *, interior: bool, streams: bool = False
 ) -> None:
     """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: it has none).
 

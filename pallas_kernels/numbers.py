@@ -1,13 +1,83 @@
-"""One number of each row, from registers to global memory."""
+"""Numbers of which each row has one, between registers and global memory: its own, or one of its elements.
+
+A register array of them has the shape `[tile.rows]` and the layout of a tile reduced over its columns.
+"""
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, Tile, c32, c64, elements, global_address, ptx, scalar
+from pallas_kernels.mosaic import (
+    SPLAT,
+    WARPGROUP,
+    Index,
+    Span,
+    Tile,
+    c32,
+    c64,
+    global_address,
+    number,
+    ptx,
+    scalar,
+)
+
+
+def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
+    """The 32-bit number in `[rows]` of each of the tile's rows; `fill` for rows past the last."""
+    dtype = jnp.dtype(ref.dtype)
+    word = int(np.asarray(fill, dtype).view(np.uint32))
+
+    def load_number(ctx, ref, row):
+        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type).element_type
+        at = row_of(tile, scalar(row))
+        exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(rows))
+        address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
+        text = f"mov.b32 $0, {word}; @$2 ld.global.b32 $0, [$1];"
+        value = llvm.inline_asm(i32, [address, exists], text, "=&r,l,b", has_side_effects=True)
+        value = value if element == i32 else arith.bitcast(element, value)
+        return _fragment(value, tile, True if element == i32 else None)
+
+    rows = ref.shape[0]
+    result = plgpu.ShapeDtypeStruct((tile.rows,), dtype, layout=tile.layout.reduce(1))
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=result)
+    return operation(load_number)(ref, jnp.int32(row))
+
+
+def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: Tile) -> jax.Array:
+    """The element of `[rows, cols]` in `column` of each of the tile's rows, in float32; 0 where that is negative.
+
+    `[1, cols]` has one row for all.
+    """
+    rows, cols = ref.shape
+    itemsize = jnp.dtype(ref.dtype).itemsize
+
+    def load_from(ctx, ref, row, column):
+        f32, element = ir.F32Type.get(), ir.MemRefType(ref.type).element_type
+        at, wanted = _wide(number(column)), arith.cmpi(arith.CmpIPredicate.sge, number(column), c32(0))
+        if rows > 1:
+            at = arith.addi(arith.muli(_wide(row_of(tile, scalar(row))), c64(cols)), at)
+        address = arith.addi(global_address(ref), arith.muli(at, c64(itemsize)))
+        bits, kind = (32, "r") if itemsize == 4 else (16, "h")
+        text = f"mov.b{bits} $0, 0; @$2 ld.global.{'u8' if itemsize == 1 else f'b{bits}'} $0, [$1];"
+        word = ir.IntegerType.get_signless(bits)
+        value = llvm.inline_asm(word, [address, wanted], text, f"=&{kind},l,b", has_side_effects=True)
+        if itemsize == 1:
+            value = arith.uitofp(f32, value)
+        elif itemsize == 2:
+            value = arith.extf(f32, arith.bitcast(element, value))
+        else:
+            value = arith.bitcast(f32, value)
+        return _fragment(value, tile, None)
+
+    layout = tile.layout.reduce(1)
+    result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout), return_type=result)
+    return operation(load_from)(ref, jnp.int32(row), column)
 
 
 def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
@@ -16,14 +86,78 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
     def store_each(ctx, ref, value, row):
         thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
         at = arith.addi(scalar(row), arith.divui(thread, c32(tile.lanes)))
-        number = value.registers.flat[0]
-        if isinstance(number.type, ir.VectorType):
-            (number,) = elements(number)
         first_lane = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, c32(tile.lanes)), c32(0))
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
-        offset = arith.muli(arith.extui(ir.IntegerType.get_signless(64), at), c64(4))
-        operands = [arith.addi(global_address(ref), offset), number, arith.andi(first_lane, exists)]
-        ptx("@$2 st.global.f32 [$0], $1;", "l,f,b", operands)
+        address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
+        ptx("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, number(value), arith.andi(first_lane, exists)])
 
     ref_rows = ref.shape[0]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))
+
+
+def store_element(
+    ref: jax.Ref,
+    row: Index,
+    column: jax.Array,
+    value: jax.Array,
+    tile: Tile,
+    *,
+    warpgroups: int = 1,
+    first: Index = 0,
+    vectors: int | None = None,
+) -> None:
+    """Writes over the element in `column` of each of the tile's rows, where that is not negative.
+
+    By the thread that wrote it before, as part of a vector, so that nothing has to be ordered: of a block whose
+    `warpgroups` take turns at a row, tile by tile, and together write `vectors` vectors (None: all) from `first` on.
+    """
+    rows, cols = ref.shape
+    itemsize = jnp.dtype(ref.dtype).itemsize
+    span, bits = Span(tile, rows, cols, itemsize), 8 * itemsize
+
+    def store_over(ctx, ref, column, value, row, first):
+        at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), number(column)
+        _, head, _ = span.row(global_address(ref), at)
+        k = arith.subi(arith.divui(arith.addi(head, place), c32(tile.vector)), scalar(first))
+        lane, here = arith.remui(k, c32(tile.lanes_in_warp)), arith.remui(thread, c32(tile.lanes_in_warp))
+        conditions = [
+            arith.cmpi(arith.CmpIPredicate.sge, place, c32(0)),
+            arith.cmpi(arith.CmpIPredicate.eq, lane, here),
+        ]
+        if tile.lanes > 32:
+            warp = arith.remui(arith.divui(k, c32(32 * tile.registers)), c32(4 * warpgroups))
+            conditions.append(arith.cmpi(arith.CmpIPredicate.eq, warp, arith.divui(thread, c32(32))))
+        if vectors is not None:
+            conditions.append(arith.cmpi(arith.CmpIPredicate.ult, k, c32(vectors)))
+        mine = conditions[0]
+        for condition in conditions[1:]:
+            mine = arith.andi(mine, condition)
+        index = arith.addi(arith.muli(_wide(at), c64(cols)), _wide(place))
+        address = arith.addi(global_address(ref), arith.muli(index, c64(itemsize)))
+        word = arith.bitcast(ir.IntegerType.get_signless(bits), number(value))
+        ptx(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
+
+    layout = tile.layout.reduce(1)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, SPLAT, SPLAT))(store_over)(
+        ref, column, value, jnp.int32(row), jnp.int32(first)
+    )
+
+
+def row_of(tile: Tile, row: ir.Value) -> ir.Value:
+    """The row that the thread works on."""
+    if tile.lanes > 32:
+        return row
+    return arith.addi(row, arith.divui(arith.remui(utils.thread_idx(), c32(WARPGROUP)), c32(tile.lanes)))
+
+
+def _wide(x: ir.Value) -> ir.Value:
+    return arith.extsi(ir.IntegerType.get_signless(64), x)
+
+
+def _fragment(value: ir.Value, tile: Tile, is_signed: bool | None) -> mgpu.FragmentedArray:
+    """A register array of the thread's one number."""
+    layout = tile.layout.reduce(1).to_mgpu()
+    registers = np.empty(layout.registers_shape((tile.rows,)), dtype=object)
+    assert registers.size == layout.vector_length == 1
+    registers.flat[0] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)

@@ -18,12 +18,11 @@ from jax import lax
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
 from pallas_kernels.configs import GridConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
 from pallas_kernels.mosaic import Index
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 from pallas_kernels.softmax.staged import Share
 
 
@@ -39,13 +38,13 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 
 def _exchanges(problem: Problem, config: GridConfig) -> tuple[Exchange, Exchange]:
     """Among the warps of a block, then among the blocks of a row."""
-    quantities = row_ops.quantities(problem.op)
+    quantities = row_ops.quantities(problem)
     return Exchange(4 * config.warpgroups, quantities), Exchange(config.blocks, quantities)
 
 
 def _writers(problem: Problem, config: GridConfig) -> int:
     """Blocks that finish a row."""
-    return 1 if problem.op is Op.STATS else config.blocks
+    return config.blocks if problem.op.gives_rows else 1
 
 
 def _task(problem: Problem, config: GridConfig, ticket: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -95,18 +94,19 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
         scopes.to_grid(far, numbers, share.layout, words, row, member)
 
     def write() -> None:
-        if problem.op is not Op.STATS:
+        labelled = operands.labelled(row, share.tile)
+        if problem.op.gives_rows:
             begin("evict_first")
         stats = share.merged(far, scopes.from_grid(far, words, row, far_slots.at[0], config.warpgroups))
-        if problem.op is not Op.STATS:
+        if problem.op.gives_rows:
             arrive()
-        share.write(slot, row, stats, streams=True)
+        share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled, streams=True)
 
     pl.when(writes)(write)
     pl.when(jnp.logical_not(writes))(read)
 
 
-def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> jax.Array | Stats:
+def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     near, far = _exchanges(problem, config)
     tile = mosaic.Tile(problem.dtype, config.registers)

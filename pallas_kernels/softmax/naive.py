@@ -12,11 +12,10 @@ from jax import lax
 from pallas_kernels import elementary, heuristics, mosaic
 from pallas_kernels.configs import NaiveConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import RowStats
-from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
 MAX_COLS = 16384
 
@@ -33,31 +32,35 @@ def _body(operands: Operands) -> None:
     op, exp = problem.op, elementary.exp_for(problem.dtype)
     tile = mosaic.Tile(problem.dtype, registers=1, lanes=1)
     row, steps = lax.axis_index("rows") * tile.rows, problem.max_vectors
+    labelled = operands.labelled(row, tile)
+    load = lambda k: operands.load(row, k, tile, labelled)
     maximum, spread = None, None
     if row_ops.has_max(op):
         lowest = tile.full(-jnp.inf)
-        highest = lax.fori_loop(0, steps, lambda k, high: jnp.maximum(high, operands.load(row, k, tile)[0]), lowest)
+        highest = lax.fori_loop(0, steps, lambda k, high: jnp.maximum(high, load(k)[0]), lowest)
         maximum = highest.max(axis=1)
         spread = tile.broadcast(maximum)
 
     def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        terms = row_ops.terms(op, operands.load(row, k, tile), spread, exp)
+        terms = row_ops.terms(op, load(k), spread, exp)
         return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
-    zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
+    zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(problem))
     sums = lax.fori_loop(0, steps, add, zeros)
-    stats = RowStats(maximum, tuple(total.sum(axis=1) for total in sums))
-    if op is Op.STATS:
-        operands.store_stats(stats, row, tile)
+    stats = row_ops.with_factors(problem, RowStats(maximum, tuple(total.sum(axis=1) for total in sums)), labelled)
+    if op.gives_stats:
+        operands.store_stats(stats, labelled, row, tile)
+    if not op.gives_rows:
         return
 
     def write(k: jax.Array, _: None) -> None:
-        operands.store(operands.load(row, k, tile), stats, row, k, tile)
+        operands.store(load(k), stats, row, k, tile)
 
     lax.fori_loop(0, steps, write, None)
+    operands.store_at_labels(labelled, stats, row, tile)
 
 
-def run(problem: Problem, config: NaiveConfig, *operands: jax.Array) -> jax.Array | Stats:
+def run(problem: Problem, config: NaiveConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     return launch(problem, _body, operands, name="naive", grid=-(-problem.rows // 128))
 

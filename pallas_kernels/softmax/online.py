@@ -16,11 +16,10 @@ from jax import lax
 from pallas_kernels import elementary, heuristics, monoid, mosaic, scopes
 from pallas_kernels.configs import OnlineConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
@@ -28,12 +27,13 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     return declines_any(problem)
 
 
-def _fold(op: Op, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):
+def _fold(problem: Problem, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):
     """The running statistics, with one more piece of the row."""
+    op = problem.op
     maximum = [tiles[0].max(axis=1)] if row_ops.has_max(op) else []
     spread = tile.broadcast(maximum[0]) if maximum else None
     sums = [term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp)]
-    return row_ops.combine(op, stats, [*maximum, *sums], exp)
+    return row_ops.combine(problem, stats, [*maximum, *sums], exp)
 
 
 def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange: Exchange) -> None:
@@ -45,30 +45,33 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     stride = config.warpgroups * 128 * config.registers
     steps = -(-problem.max_vectors // stride)
 
+    labelled = operands.labelled(row, tile)
+
     def at(step: jax.Array) -> jax.Array:
         return step * stride + warpgroup * (128 * config.registers)
 
     empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(op)
-    nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(op)))
-    partial = lax.fori_loop(
-        0, steps, lambda i, stats: _fold(op, stats, operands.load(row, at(i), tile), tile, exp), nothing
-    )
+    nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(problem)))
+    load = lambda first: operands.load(row, first, tile, labelled)
+    partial = lax.fori_loop(0, steps, lambda i, stats: _fold(problem, stats, load(at(i)), tile, exp), nothing)
     everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
-    stats = row_ops.merge(op, everybody, exchange.layout, exp, tile)
-    if op is Op.STATS:
-        pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, row, tile))
+    stats = row_ops.with_factors(problem, row_ops.merge(problem, everybody, exchange.layout, exp, tile), labelled)
+    if op.gives_stats:
+        pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, labelled, row, tile))
+    if not op.gives_rows:
         return
 
     def write(i: jax.Array, _: None) -> None:
         first = at(steps - 1 - i)
-        operands.store(operands.load(row, first, tile), stats, row, first, tile)
+        operands.store(load(first), stats, row, first, tile)
 
     lax.fori_loop(0, steps, write, None)
+    operands.store_at_labels(labelled, stats, row, tile, warpgroups=config.warpgroups)
 
 
-def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> jax.Array | Stats:
+def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    exchange = Exchange(4 * config.warpgroups, row_ops.quantities(problem.op))
+    exchange = Exchange(4 * config.warpgroups, row_ops.quantities(problem))
     return launch(
         problem,
         functools.partial(_body, config=config, exchange=exchange),

@@ -21,10 +21,23 @@ Tiles = tuple[jax.Array, ...]  # the operands' tiles, in float32
 
 
 class RowStats(NamedTuple):
-    """A row's maximum (None for operations without one) and its sums."""
+    """A row's maximum (None for operations without one) and its sums; of the gradient, its `factors` too."""
 
     max: jax.Array | None
     sums: tuple[jax.Array, ...]
+    factors: tuple[jax.Array, ...] = ()
+
+
+class Labelled(NamedTuple):
+    """What else is known of a tile's rows: labels and, for the gradient, weights and the labels' logits.
+
+    `held` is 0 where a mask excludes the label, None without a mask.
+    """
+
+    labels: jax.Array
+    weights: jax.Array | None = None
+    logits: jax.Array | None = None
+    held: jax.Array | None = None
 
 
 def fills(problem: Problem) -> tuple[float, ...]:
@@ -39,18 +52,25 @@ def has_max(op: Op) -> bool:
     return op is not Op.SOFTMAX_TANGENT
 
 
-def decaying(op: Op) -> tuple[bool, ...]:
+def decaying(problem: Problem) -> tuple[bool, ...]:
     """For each sum, whether it is relative to the maximum."""
+    if has_total(problem):
+        return (True, False)
     return {
         Op.SOFTMAX_TANGENT: (False,),
         Op.LOG_SOFTMAX_TANGENT: (True, True),
         Op.LOG_SOFTMAX_COTANGENT: (True, False),
-    }.get(op, (True,))
+    }.get(problem.op, (True,))
 
 
-def quantities(op: Op) -> int:
+def has_total(problem: Problem) -> bool:
+    """Whether the cross entropy's logits themselves are summed too."""
+    return problem.op.has_labels and problem.smoothing != 0
+
+
+def quantities(problem: Problem) -> int:
     """Numbers in a row's statistics."""
-    return has_max(op) + len(decaying(op))
+    return has_max(problem.op) + len(decaying(problem))
 
 
 def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
@@ -64,35 +84,63 @@ def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
     return (weights, *others)
 
 
-def combine(op: Op, a: Sequence[jax.Array], b: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, ...]:
+def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, ...]:
     """The statistics of two pieces of a row together, one array per quantity."""
-    if not has_max(op):
+    if not has_max(problem.op):
         return tuple(x + y for x, y in zip(a, b, strict=True))
-    relative = lambda stats: (stats[0], *(s for s, d in zip(stats[1:], decaying(op), strict=True) if d))
+    decays = decaying(problem)
+    relative = lambda stats: (stats[0], *(s for s, d in zip(stats[1:], decays, strict=True) if d))
     maximum, *merged = monoid.combine(relative(a), relative(b), exp=exp)
     rest = iter(merged)
-    return maximum, *(next(rest) if d else x + y for x, y, d in zip(a[1:], b[1:], decaying(op), strict=True))
+    return maximum, *(next(rest) if d else x + y for x, y, d in zip(a[1:], b[1:], decays, strict=True))
 
 
-def merge(op: Op, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: mosaic.Tile) -> RowStats:
+def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: mosaic.Tile) -> RowStats:
     """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity.
 
     `layout` is that of `partial`.
     """
-    if not has_max(op):
+    if not has_max(problem.op):
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
     maximum, *sums = partial
-    relative = [part for part, decays in zip(sums, decaying(op), strict=True) if decays]
+    relative = [part for part, decays in zip(sums, decaying(problem), strict=True) if decays]
     members = maximum.shape
     spread = lambda number: plgpu.layout_cast(jnp.broadcast_to(number, members), layout)
     total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, spread=spread)
     rest = iter(merged)
-    both = (next(rest) if decays else part.sum(0) for part, decays in zip(sums, decaying(op), strict=True))
+    both = (next(rest) if decays else part.sum(0) for part, decays in zip(sums, decaying(problem), strict=True))
     return RowStats(_repeat(total, tile), tuple(_repeat(each, tile) for each in both))
 
 
 def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
     return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
+
+
+def numbers(stats: RowStats, labelled: Labelled | None) -> tuple[jax.Array, ...]:
+    """The whole row's statistics as results: neutral for rows that are not read."""
+    assert stats.max is not None
+    own = (stats.max, *stats.sums)
+    if labelled is None:
+        return own
+    neutral = zip(own, (0.0, 1.0, 0.0)[: len(own)], strict=True)
+    return tuple(jnp.where(labelled.labels >= 0, x, jnp.full_like(x, other)) for x, other in neutral)
+
+
+def with_factors(problem: Problem, stats: RowStats, labelled: Labelled | None) -> RowStats:
+    """The whole row's statistics, with what the gradient multiplies the probabilities by and takes off them.
+
+    The maximum stays as it is: weights that the sum had and the result has are then computed once.
+    """
+    if labelled is None or labelled.weights is None:
+        return stats
+    maximum, total, *_ = numbers(stats, labelled)
+    weights = labelled.weights * problem.scale
+    weights = jnp.where(labelled.labels >= 0, weights, jnp.zeros_like(weights))
+    slope = weights
+    if problem.z_loss:
+        slope = weights * (1.0 + (2.0 * problem.z_loss) * (maximum + elementary.log(total)))
+    smooth = (weights * (problem.smoothing / problem.cols),) if has_total(problem) else ()
+    return RowStats(stats.max, stats.sums, (slope * (1.0 / total), *smooth))
 
 
 def result(
@@ -105,6 +153,11 @@ def result(
         return out if problem.scale == 1.0 else out * problem.scale
     if op is Op.SOFTMAX:
         return decay(first, each(stats.max), exp=exp) * each(1.0 / stats.sums[0])
+    if op is Op.CROSS_ENTROPY_GRADIENT:
+        out = decay(first, each(stats.max), exp=exp) * each(stats.factors[0])
+        for factor in stats.factors[1:]:
+            out = out - each(factor)
+        return _bent(problem, out, first)
     if op is Op.LOG_SOFTMAX:
         return (first - each(stats.max)) - each(elementary.log(stats.sums[0]))
     (t,) = others
@@ -114,6 +167,28 @@ def result(
         weights = decay(first, each(stats.max), exp=exp)
         out = t - weights * each(stats.sums[1] * (1.0 / stats.sums[0]))
     return out if problem.scale == 1.0 else out * problem.scale
+
+
+def at_labels(problem: Problem, stats: RowStats, labelled: Labelled, exp: Exp) -> jax.Array:
+    """The gradient at the rows' labels."""
+    assert stats.max is not None
+    assert labelled.weights is not None
+    assert labelled.logits is not None
+    out = decay(labelled.logits, stats.max, exp=exp) * stats.factors[0]
+    if labelled.held is not None:
+        out = jnp.where(labelled.held != 0.0, out, jnp.zeros_like(out))
+    for factor in stats.factors[1:]:
+        out = out - factor
+    out = out - labelled.weights * (problem.scale * (1.0 - problem.smoothing))
+    return _bent(problem, out, labelled.logits)
+
+
+def _bent(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
+    """`out` times the derivative of the soft cap, whose result is `z`."""
+    if problem.soft_cap is None:
+        return out
+    tanh = z * (1.0 / problem.soft_cap)
+    return out * (1.0 - tanh * tanh)
 
 
 def outside(op: Op) -> float:

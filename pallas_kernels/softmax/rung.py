@@ -1,6 +1,7 @@
 """What every rung is made of, and what every rung does alike: operands, outputs, launch, and the reasons to decline."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +14,12 @@ from pallas_kernels import elementary, masks, mosaic, numbers
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.mosaic import Index
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import IGNORED, Problem
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.row_ops import RowStats, Tiles
+from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 
 DTYPES = ("float16", "bfloat16", "float32")
+Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Rung:
     name: str
     unsupported: Callable[[Problem, Device], str | None]
     configs: Callable[[Problem, Device], tuple[Any, ...]]  # the heuristic's choice first
-    run: Callable[..., jax.Array | Stats]  # run(problem, config, *operands)
+    run: Callable[..., Results]  # run(problem, config, *operands)
     reads: int  # passes over each operand in device memory
 
 
@@ -41,6 +43,19 @@ def declines_any(problem: Problem) -> str | None:
         return f"kernels take a finite scale other than 0; it is {problem.scale}"
     if problem.rows >= 2**31 - 1024:
         return f"{problem.rows} rows do not fit a grid of 2^31 blocks"
+    return _declines_cross_entropy(problem)
+
+
+def _declines_cross_entropy(problem: Problem) -> str | None:
+    """The same for what only the cross entropy has."""
+    if not problem.op.has_labels:
+        extras = {"a soft cap": problem.soft_cap, "label smoothing": problem.smoothing, "a z loss": problem.z_loss}
+        asked = [name for name, value in extras.items() if value]
+        return f"{problem.op} has no {' and no '.join(asked)}" if asked else None
+    if problem.soft_cap is not None and not 0 < problem.soft_cap < math.inf:
+        return f"kernels take a finite soft cap above 0; it is {problem.soft_cap}"
+    if problem.smoothing and problem.where != "none":
+        return "kernels smooth labels over all columns, not over those that a mask holds"
     return None
 
 
@@ -50,29 +65,61 @@ class Operands:
 
     problem: Problem
     inputs: tuple[jax.Ref, ...]
+    of_rows: tuple[jax.Ref, ...]  # labels, weights
     mask: jax.Ref | None
     outputs: tuple[jax.Ref, ...]
 
     @classmethod
     def of(cls, problem: Problem, refs: Sequence[jax.Ref]) -> "Operands":
-        count = problem.operands
-        masked = problem.where != "none"
-        return cls(problem, tuple(refs[:count]), refs[count] if masked else None, tuple(refs[count + masked :]))
+        rest, parts = iter(refs), (problem.operands, len(problem.op.row_operands), problem.where != "none")
+        inputs, of_rows, mask = (tuple(itertools.islice(rest, count)) for count in parts)
+        return cls(problem, inputs, of_rows, mask[0] if mask else None, tuple(rest))
 
-    def in_float32(self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile) -> Tiles:
-        """Tiles as the operation wants them: float32, the logits scaled, and -inf where the mask does not hold."""
+    def label(self, row: Index) -> Index:
+        """The row's label; of operations without labels, what is not ignored."""
+        return self.of_rows[0][row] if self.of_rows else 0
+
+    def labelled(self, row: Index, tile: mosaic.Tile) -> Labelled | None:
+        """What else is to be known of the tile's rows."""
+        if not self.of_rows:
+            return None
+        labels = numbers.load(self.of_rows[0], row, tile, fill=IGNORED)
+        if not self.problem.op.gives_rows:
+            return Labelled(labels)
+        weights = numbers.load(self.of_rows[1], row, tile, fill=0)
+        logits = self._logits(numbers.load_element(self.inputs[0], row, labels, tile))
+        held = None if self.mask is None else numbers.load_element(self.mask, row, labels, tile)
+        return Labelled(labels, weights, logits, held)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        """float32 numbers scaled, and softly capped."""
+        x = x if self.problem.scale == 1.0 else x * self.problem.scale
+        if (cap := self.problem.soft_cap) is None:
+            return x
+        return cap * elementary.tanh_for(self.problem.dtype)(x * (1.0 / cap))
+
+    def in_float32(self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False) -> Tiles:
+        """Tiles as the operation wants them: float32, the logits scaled, and -inf where the mask does not hold.
+
+        With smoothed labels, the logits once more as they count in their sum. `interior`: the tile is inside the row.
+        """
         first_operand, *others = (x.astype(jnp.float32) for x in raw)
         if row_ops.has_max(self.problem.op):
-            if self.problem.scale != 1.0:
-                first_operand = first_operand * self.problem.scale
+            first_operand = self._logits(first_operand)
+            within = lambda z, other: masks.inside(self.inputs[0].shape, row, first, tile, z, other)
+            if row_ops.has_total(self.problem):
+                others.append(first_operand if interior else within(first_operand, 0.0))
+            if self.problem.soft_cap is not None and not interior:
+                first_operand = within(first_operand, -jnp.inf)
             if self.mask is not None:
                 first_operand = masks.select(self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf)
         return (first_operand, *others)
 
-    def load(self, row: Index, first: Index, tile: mosaic.Tile) -> Tiles:
+    def load(self, row: Index, first: Index, tile: mosaic.Tile, labelled: Labelled | None) -> Tiles:
         """The operands' tiles from device memory."""
-        fills = row_ops.fills(self.problem)
-        raw = [mosaic.load(ref, row, first, tile, fill=fill) for ref, fill in zip(self.inputs, fills, strict=True)]
+        fills, labels = row_ops.fills(self.problem), labelled and labelled.labels
+        pairs = zip(self.inputs, fills, strict=True)
+        raw = [mosaic.load(ref, row, first, tile, fill=fill, labels=labels) for ref, fill in pairs]
         return self.in_float32(tuple(raw), row, first, tile)
 
     def store(
@@ -93,10 +140,20 @@ class Operands:
             out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
         mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
 
-    def store_stats(self, stats: RowStats, row: jax.Array, tile: mosaic.Tile) -> None:
-        """Writes the maximum and the sum of the rows that begin at `row`."""
-        assert stats.max is not None
-        for ref, value in zip(self.outputs, (stats.max, *stats.sums), strict=True):
+    def store_at_labels(
+        self, labelled: Labelled | None, stats: RowStats, row: jax.Array, tile: mosaic.Tile, **share: Any
+    ) -> None:
+        """Corrects a result with labels there, once it is written; `share` as in `numbers.store_element`."""
+        if labelled is None:
+            return
+        value = row_ops.at_labels(self.problem, stats, labelled, elementary.exp_for(self.problem.dtype))
+        value = value.astype(self.problem.dtype)
+        numbers.store_element(self.outputs[0], row, labelled.labels, value, tile, **share)
+
+    def store_stats(self, stats: RowStats, labelled: Labelled | None, row: jax.Array, tile: mosaic.Tile) -> None:
+        """Writes the maximum and the sums of the rows that begin at `row`."""
+        values = row_ops.numbers(stats, labelled)
+        for ref, value in zip(self.outputs[self.problem.op.gives_rows :], values, strict=True):
             numbers.store(ref, row, value, tile)
 
 
@@ -111,14 +168,15 @@ def launch(
     warpgroups: int = 1,
     scratch: Sequence[Any] = (),
     shared: Sequence[jax.Ref] = (),
-) -> jax.Array | Stats:
+) -> Results:
     """Runs `body(operands, *shared, *scratch)` over a grid of blocks, or of clusters of `blocks` blocks.
 
     `shared`: device memory through which blocks meet.
     """
     x = operands[0]
-    stats = jax.ShapeDtypeStruct((problem.rows,), jnp.float32)
-    out_type = (stats, stats) if problem.op is Op.STATS else (jax.ShapeDtypeStruct(x.shape, x.dtype),)
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)] * problem.op.gives_rows
+    if problem.op.gives_stats:
+        out_type += [jax.ShapeDtypeStruct((problem.rows,), jnp.float32)] * row_ops.quantities(problem)
     if problem.where == "shared":
         operands = [*operands[:-1], operands[-1][None]]
     begin, end = len(operands), len(operands) + len(shared)
@@ -146,4 +204,6 @@ def launch(
         **axes,
     )
     out = kernel(*operands, *shared)
-    return Stats(*out) if problem.op is Op.STATS else out[0]
+    if problem.op.gives_rows:
+        return tuple(out) if problem.op.gives_stats else out[0]
+    return Stats(*out) if len(out) == 2 else tuple(out)

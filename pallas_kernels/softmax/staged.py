@@ -17,18 +17,17 @@ from jax import lax
 from pallas_kernels import asynchronous, elementary, mosaic, scopes
 from pallas_kernels.configs import SharedConfig, StagedConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
 from pallas_kernels.mosaic import Index
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.row_ops import RowStats, Tiles
-from pallas_kernels.softmax.rung import Operands, launch
+from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
+from pallas_kernels.softmax.rung import Operands, Results, launch
 
 
 def warps_exchange(problem: Problem, config: SharedConfig) -> Exchange:
     """Between all warps of the blocks of a cluster."""
-    return Exchange(4 * config.warpgroups * config.blocks, row_ops.quantities(problem.op))
+    return Exchange(4 * config.warpgroups * config.blocks, row_ops.quantities(problem))
 
 
 def shared_bytes(problem: Problem, config: StagedConfig) -> int:
@@ -85,8 +84,9 @@ class Share:
 
     def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
+        label = self.operands.label(row)
         for ref, to in zip(self.operands.inputs, slot, strict=True):
-            asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier, cache)
+            asynchronous.copy_row(ref, row, self.first, self.vectors, to, barrier, cache, label)
 
     @property
     def surely_inside(self) -> int:
@@ -95,11 +95,16 @@ class Share:
         whole = (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
         return max(whole - (self.config.blocks - 1) * self.vectors, 0)
 
+    @property
+    def always_full(self) -> bool:
+        """Whether no block's vectors hang over an end of a row."""
+        return self.surely_inside == self.vectors and self.problem.cols % self.tile.vector == 0
+
     def fill_outside(self, row: jax.Array, slot: list[jax.Ref]) -> None:
         """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
-        start = self.surely_inside
-        if start == self.vectors and self.problem.cols % self.tile.vector == 0:
+        if self.always_full:
             return
+        start = self.surely_inside
         threads = 128 * self.config.warpgroups
         for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
             asynchronous.fill_outside(ref, row, self.first, start, self.vectors, to, fill, threads)
@@ -109,10 +114,11 @@ class Share:
         """Waits for all threads of the block."""
         scopes.sync_block(self.config.warpgroups)
 
-    def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array) -> Tiles:
-        """The operands' tiles of a step."""
+    def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool = False) -> Tiles:
+        """The operands' tiles of a step; `interior`: they are inside the row."""
         raw = tuple(plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot)
-        return self.operands.in_float32(raw, row, self.at(step), self.tile)
+        interior = interior or self.always_full
+        return self.operands.in_float32(raw, row, self.at(step), self.tile, interior=interior)
 
     def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> Partial:
         """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
@@ -130,7 +136,7 @@ class Share:
             terms = row_ops.terms(op, self.read(slot, row, step), spread, exp)
             return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
-        zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(op))
+        zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(self.problem))
         return *maximum, *(total.sum(axis=1) for total in lax.fori_loop(0, self.steps, add, zeros))
 
     @property
@@ -141,7 +147,7 @@ class Share:
     def merged(self, exchange: Exchange, everybody: list[jax.Array]) -> RowStats:
         """The statistics of the exchange's members together."""
         exp = elementary.exp_for(self.problem.dtype)
-        return row_ops.merge(self.problem.op, everybody, exchange.layout, exp, self.tile)
+        return row_ops.merge(self.problem, everybody, exchange.layout, exp, self.tile)
 
     def in_block(self, exchange: Exchange, partial: Partial, slots: jax.Ref) -> RowStats:
         """The block's statistics, from those of its warps."""
@@ -158,16 +164,39 @@ class Share:
         pl.when(self.warpgroup == 0)(lambda: asynchronous.expect_bytes(barrier, exchange.bytes_expected))
         return self.merged(exchange, everybody)
 
-    def write(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, streams: bool = False) -> None:
-        """Writes the row's result, or its statistics."""
-        if self.problem.op is Op.STATS:
+    def write(
+        self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, labelled: Labelled | None, streams: bool = False
+    ) -> None:
+        """Writes the row's result, its statistics, or both."""
+        if self.problem.op.gives_stats:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
-            pl.when(leads)(lambda: self.operands.store_stats(stats, row, self.tile))
+            pl.when(leads)(lambda: self.operands.store_stats(stats, labelled, row, self.tile))
+        if not self.problem.op.gives_rows:
             return
+        if labelled is None:
+            self._write_rows(slot, row, stats, streams)
+            return
+        counts = self.operands.label(row) >= 0
+        pl.when(jnp.logical_not(counts))(lambda: self._write_zeros(row, streams))
 
+        @pl.when(counts)
+        def _():
+            self._write_rows(slot, row, stats, streams)
+            share = {"warpgroups": self.config.warpgroups, "first": self.first, "vectors": self.vectors}
+            self.operands.store_at_labels(labelled, stats, row, self.tile, **share)
+
+    def _write_zeros(self, row: jax.Array, streams: bool) -> None:
+        zeros, to = self.tile.full(0.0).astype(self.problem.dtype), self.operands.outputs[0]
+
+        def write_step(step: jax.Array, _: None) -> None:
+            mosaic.store(to, row, self.at(step), zeros, self.tile, interior=self.always_full, streams=streams)
+
+        lax.fori_loop(0, self.steps, write_step, None)
+
+    def _write_rows(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, streams: bool) -> None:
         def write(start: int, stop: int, interior: bool) -> None:
             def write_step(step: jax.Array, _: None) -> None:
-                tiles = self.read(slot, row, step)
+                tiles = self.read(slot, row, step, interior)
                 self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior, streams=streams)
 
             if start < stop:
@@ -212,6 +241,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
     def row_step(i: jax.Array, _: None) -> None:
         row, in_slot, turn = first_row + i, lax.rem(i, config.slots), lax.rem(i, 2)
         slot = [s.at[in_slot] for s in staged]
+        labelled = operands.labelled(row, share.tile)
         asynchronous.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
         share.fill_outside(row, slot)
         partial = share.partial_stats(slot, row)
@@ -219,7 +249,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
             stats = share.in_cluster(exchange, partial, slots.at[turn], met.at[turn], lax.rem(lax.div(i, 2), 2))
         else:
             stats = share.in_block(exchange, partial, slots.at[turn])
-        share.write(slot, row, stats)
+        share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled)
         if config.rows > 1:
             plgpu.commit_smem()
             share.sync()
@@ -232,7 +262,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         lax.fori_loop(0, rows, row_step, None)
 
 
-def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> jax.Array | Stats:
+def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     exchange = warps_exchange(problem, config)
     tile = mosaic.Tile(problem.dtype, config.registers)

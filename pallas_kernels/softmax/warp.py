@@ -11,11 +11,10 @@ from jax import lax
 from pallas_kernels import elementary, heuristics, mosaic
 from pallas_kernels.configs import WarpConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import RowStats
-from pallas_kernels.softmax.rung import Operands, Rung, declines_any, launch
+from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
 # A thread's operands in float32 words: as much again is needed to work on them, and more with a mask's bytes.
 MAX_REGISTERS = {"none": 128, "full": 64, "shared": 64}
@@ -35,18 +34,20 @@ def _body(operands: Operands, *, config: WarpConfig) -> None:
     op, exp = problem.op, elementary.exp_for(problem.dtype)
     tile = mosaic.Tile(problem.dtype, config.registers, config.lanes)
     row = lax.axis_index("rows") * tile.rows
-    tiles = operands.load(row, 0, tile)
+    labelled = operands.labelled(row, tile)
+    tiles = operands.load(row, 0, tile, labelled)
     maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
     spread = None if maximum is None else tile.broadcast(maximum)
     sums = tuple(term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp))
-    stats = RowStats(maximum, sums)
-    if op is Op.STATS:
-        operands.store_stats(stats, row, tile)
-    else:
+    stats = row_ops.with_factors(problem, RowStats(maximum, sums), labelled)
+    if op.gives_stats:
+        operands.store_stats(stats, labelled, row, tile)
+    if op.gives_rows:
         operands.store(tiles, stats, row, 0, tile)
+        operands.store_at_labels(labelled, stats, row, tile)
 
 
-def run(problem: Problem, config: WarpConfig, *operands: jax.Array) -> jax.Array | Stats:
+def run(problem: Problem, config: WarpConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     rows = mosaic.Tile(problem.dtype, config.registers, config.lanes).rows
     return launch(

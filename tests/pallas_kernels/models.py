@@ -45,8 +45,10 @@ def _existing(span: Any, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
     return at, inside & (at[0] < span.rows) if span.rows_may_end else inside
 
 
-def _load_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any) -> list[Any]:
-    return [machine.gather(ref, *_existing(static.span, row, first), static.fill)]
+def _load_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, *labels: Any) -> list[Any]:
+    at, inside = _existing(static.span, row, first)
+    wanted = labels[0][:, None] >= 0 if labels else True
+    return [machine.gather(ref, at, inside & wanted, static.fill)]
 
 
 def _store_vectors(machine: Any, static: Any, ref: Any, value: Any, row: Any, first: Any) -> None:
@@ -57,6 +59,37 @@ def _load_mask(machine: Any, static: Any, ref: Any, row: Any, first: Any) -> lis
     (rows, column), inside = _existing(static.span, row, first)
     held = machine.gather(ref, (rows if static.mask_rows > 1 else rows * 0, column), inside, 0)
     return [held.astype(np.float32)]
+
+
+def _keep_inside(machine: Any, static: Any, z: Any, row: Any, first: Any) -> list[Any]:
+    return [jnp.where(_existing(static.span, row, first)[1], z, static.other)]
+
+
+def _load_number(machine: Any, static: Any, ref: Any, row: Any) -> list[Any]:
+    rows = _rows(static.tile, row)
+    return [machine.gather(ref, (rows,), rows < static.rows, np.uint32(static.word).view(ref.dtype))]
+
+
+def _load_from(machine: Any, static: Any, ref: Any, row: Any, column: Any) -> list[Any]:
+    rows = _rows(static.tile, row) if static.rows > 1 else 0 * column
+    return [machine.gather(ref, (rows, column), column >= 0, 0).astype(np.float32)]
+
+
+def _store_over(machine: Any, static: Any, ref: Any, column: Any, value: Any, row: Any, first: Any) -> None:
+    """By the warpgroup that has the column, which the race detector holds it to."""
+    tile, rows = static.tile, _rows(static.tile, row)
+    k = (_head(rows, static.cols, tile.vector) + column) // tile.vector - first
+    mine = column >= 0
+    if tile.lanes > 32:
+        mine &= k // (128 * tile.registers) % static.warpgroups == machine.warpgroup
+    if static.vectors is not None:
+        mine &= (k >= 0) & (k < static.vectors)
+    machine.scatter(ref, (rows, column), mine, value)
+
+
+def _rows(tile: Any, row: Any) -> Any:
+    """The row of each number that a register array has for its rows."""
+    return row + np.arange(tile.rows) * (tile.lanes <= 32)
 
 
 def _store_each(machine: Any, static: Any, ref: Any, value: Any, row: Any) -> None:
@@ -76,12 +109,12 @@ def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:
     machine.wait_parity(ref, parity)
 
 
-def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any) -> None:
+def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
     """The copy is done at once; what it leaves undefined becomes NaN."""
     span, v = static.span, static.span.tile.vector
     head = _head(row, span.cols, v)
     count = (head + span.cols + v - 1) // v
-    here = (count - first).clip(0, static.vectors)
+    here = jnp.where(label >= 0, (count - first).clip(0, static.vectors), 0)
     element = np.arange(static.vectors * v)
     flat = row * span.cols - head + first * v + element
     copied = (element < here * v) & (flat >= 0) & (flat < span.rows * span.cols)
