@@ -99,7 +99,7 @@ def softmax_cross_entropy_with_integer_labels(
     mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
     target = checks.labels(name, labels, rows, cols)
-    checks.labels_in_range(name, target, cols, ignored, counts)
+    checks.labels_in_range(name, labels, cols, ignored, counts)
     target, factors = _rows_to_read(target, factors, cols, ignored, counts)
     x, factor = scaled(x, factor)
     out = losses(
@@ -171,7 +171,7 @@ def softmax_cross_entropy(
     absent = absent | ~mask[0] if mask else absent
     # What is absent may be anything, and so may its derivative; a row of nothing else has no logarithm.
     total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
-    distance = jnp.expand_dims(stats.max, axes) - jnp.where(absent, 0.0, x.astype(wide))
+    distance = jnp.where(absent, 0.0, jnp.expand_dims(stats.max, axes) - x.astype(wide))
     return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
 
 

@@ -74,10 +74,10 @@ def labels(function: str, given: Any, rows: Shape, cols: Any) -> jax.Array:
     return array
 
 
-def labels_in_range(function: str, given: jax.Array, cols: Any, ignored: int | None, counts: Any) -> None:
+def labels_in_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
     """Raises if labels whose values are known are no columns; `counts` says which rows are looked at (None: all)."""
-    known = [x for x in (given, counts) if x is not None]
-    if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in known):
+    arrays = [x for x in (given, counts) if isinstance(x, jax.Array)]
+    if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
         return
     values = np.asarray(given)
     bad = (values < 0) | (values >= cols)
