@@ -59,7 +59,7 @@ def _loss_jvp(
     return [factor * loss, *lse], slopes
 
 
-def _pushed(*operands: jax.Array, axes: tuple[int, ...], z_loss: float, **row: Any) -> list[jax.Array]:
+def _pushed(*operands: jax.Array, axes: tuple[int, ...], **row: Any) -> list[jax.Array]:
     """The tangents of loss and logsumexp, which keep no more than the operands for their transposition."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -68,7 +68,7 @@ def _pushed(*operands: jax.Array, axes: tuple[int, ...], z_loss: float, **row: A
         lse, t = jnp.expand_dims(lse, axes), t.astype(lse.dtype)
         # A row whose logsumexp is not finite has no probabilities.
         known = Stats(lse, jnp.where(jnp.isfinite(lse), 1.0, jnp.nan))
-        mask, of_p = where[0] if where else None, weights * (1.0 + 2.0 * z_loss * lse)
+        mask, of_p = where[0] if where else None, reference.weight_of_p(weights, lse, row["z_loss"])
 
         def slope(labels: jax.Array, of_p: jax.Array, of_q: jax.Array) -> jax.Array:
             seen = _seen(x, labels, where, axes)

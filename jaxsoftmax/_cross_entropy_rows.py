@@ -76,11 +76,11 @@ def cross_entropy_gradient_across(
     """The losses of rows of which this device has some columns, and those columns' gradient."""
     found, local = _exchange(cuts, rows, x, labels, where, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in found.stats))
-    of_p = weights * (1.0 + 2.0 * row.pop("z_loss") * log_normalizer(known))
+    of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
     count = found.count if isinstance(found.count, int) else jnp.expand_dims(found.count, row["axes"])
     mask = where[0] if where else None
     slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
-    return [_loss(found, labels, z_loss=0.0, **row), slope.astype(x.dtype)]
+    return [_loss(found, labels, **row), slope.astype(x.dtype)]
 
 
 def gathered(

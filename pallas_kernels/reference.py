@@ -180,7 +180,7 @@ def cross_entropy_gradient(
         x,
         labels,
         where,
-        weights * (1.0 + 2.0 * z_loss * log_normalizer(known)),
+        weight_of_p(weights, log_normalizer(known), z_loss),
         weights,
         known,
         axes=axes,
@@ -204,6 +204,7 @@ def cross_entropy_slope(
     soft_cap: float | None = None,
     smoothing: float = 0.0,
     count: Any = None,
+    **_: Any,
 ) -> jax.Array:
     """`(of_p * p - of_q * q) * dz/dx` in the dtype of accumulation, 0 in rows that are ignored.
 
@@ -221,6 +222,11 @@ def cross_entropy_slope(
     out = (of_p * p - of_q * q) * slope
     # What is absent may be anything.
     return jnp.where((labels != IGNORED) & (True if where is None else where | at_label), out, 0.0)
+
+
+def weight_of_p(weights: jax.Array, lse: jax.Array, z_loss: float) -> jax.Array:
+    """What the gradient has of a row's probabilities: the loss rises with the logsumexp, and so does its square."""
+    return weights * (1.0 + 2.0 * z_loss * lse) if z_loss else weights
 
 
 def columns(x: jax.Array, axes: Axes) -> jax.Array:

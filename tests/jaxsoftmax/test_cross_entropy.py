@@ -87,15 +87,8 @@ def check(x: Any, y: Any, *arguments: Any, ulps: float = 8, **options: Any) -> N
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(options: str, where: str) -> None:
-    if where == "shared" or where == "none":
-        y = labels((5,), 7)
-    else:
-        y = np.array([0, 2, 2, 1, 6], np.int32)
-    arguments = OPTIONS[options]
-    mask = WHERE[where]
-    if where == "shared":
-        mask = mask[None]
-    check(logits((5, 7)), y, -1, mask, ulps=32, **arguments)
+    mask = WHERE[where][None] if where == "shared" else WHERE[where]
+    check(logits((5, 7)), np.array([0, 2, 2, 1, 6], np.int32), -1, mask, ulps=32, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)

@@ -67,7 +67,7 @@ def test_a_declined_kernel_is_the_reference(stand_ins: Any) -> None:
     want = oracle.cross_entropy(X, Y)
     close(loss, want.loss)
     close(gradient, want.gradient)
-    with pytest.raises(NotImplementedError, match="cross_entropy_gradient: .*no kernel takes this call:\n  first: it"):
+    with pytest.raises(NotImplementedError, match=r"cross_entropy_gradient: .*no kernel takes this call:\n  first: it"):
         value_and_grad(X, Y, implementation="mosaic_gpu")
 
 

@@ -202,7 +202,7 @@ def test_check_grads(pair: tuple[Function, Function], mode: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_eval_shape(op: str) -> None:
     ours, theirs = (jax.eval_shape(f, jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)) for f in OPS[op])
-    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    assert (ours.shape, ours.dtype) == (theirs.shape, jnp.float32 if op == "cross_entropy" else theirs.dtype)
 
 
 def test_jaxprs_read_well() -> None:
