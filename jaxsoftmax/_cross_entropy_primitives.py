@@ -6,13 +6,13 @@ the gradient itself where the cotangent is 1. With the logsumexp as a result too
 the derivative is XLA's, from the logits and the logsumexp.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
+from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax import _lowering
 from jaxsoftmax._primitives import BY_OP, bind
@@ -23,7 +23,7 @@ from pallas_kernels.problem import IGNORED, Op
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Each row's loss of logits, labels, weights and perhaps a mask; and its logsumexp if `return_lse`."""
-    return bind(Op.CROSS_ENTROPY, *operands, **params)
+    return bind(Op.CROSS_ENTROPY, *operands, weighted=True, **params)
 
 
 def _zero(x: Any) -> ad.Zero:
@@ -31,54 +31,60 @@ def _zero(x: Any) -> ad.Zero:
 
 
 def _loss_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, return_lse: bool, axes: tuple[int, ...], **params: Any
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    *,
+    return_lse: bool,
+    weighted: bool,
+    axes: tuple[int, ...],
+    implementation: str | None,
+    **row: Any,
 ) -> tuple[Any, Any]:
     """The loss, its logsumexp if that is a result, and their tangents."""
     x, labels, weights, *where = primals
     t, _, of_weights = tangents[:3]
-    still, unweighted = type(t) is ad.Zero, type(of_weights) is ad.Zero
-    found = functools.partial(bind, Op.CROSS_ENTROPY, axes=axes, return_lse=return_lse, **params)
-    if still and unweighted:
-        out = found(*primals)
-        return out, [_zero(y) for y in out]
-    gradient, lse = None, []
+    if not weighted:
+        weights, of_weights = jnp.ones_like(weights), _zero(weights)
+    still = type(t) is ad.Zero
+    params = {"axes": axes, "implementation": implementation, **row}
+    lse: list[jax.Array] = []
     if still or return_lse:
-        loss, *lse = found(x, labels, jnp.ones_like(weights), *where)
+        loss, *lse = bind(Op.CROSS_ENTROPY, *primals, return_lse=return_lse, weighted=False, **params)
+        slopes = [] if isinstance(t, ad.Zero) else _pushed(x, labels, weights, where, lse[0], t, axes=axes, **row)
     else:
-        loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, *primals, axes=axes, **params)
-    factor = weights.squeeze(axes)
-    slopes = [_zero(loss), *(_zero(y) for y in lse)]
-    if gradient is not None:
+        loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **params)
         slopes = [(gradient.astype(loss.dtype) * t.astype(loss.dtype)).sum(axes)]
-    elif not still:
-        params.pop("implementation")
-        slopes = _pushed(x, labels, weights, *where, *lse, t, axes=axes, **params)
-    if not unweighted:
+    slopes = slopes or [_zero(y) for y in (loss, *lse)]
+    if not isinstance(of_weights, ad.Zero):
         by_weight = of_weights.squeeze(axes) * loss
-        slopes[0] = by_weight if type(slopes[0]) is ad.Zero else slopes[0] + by_weight
-    return [factor * loss, *lse], slopes
+        slopes[0] = by_weight if still else slopes[0] + by_weight
+    return [weights.squeeze(axes) * loss, *lse], slopes
 
 
-def _pushed(*operands: jax.Array, axes: tuple[int, ...], **row: Any) -> list[jax.Array]:
-    """The tangents of loss and logsumexp, which keep no more than the operands for their transposition."""
+def _pushed(
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    where: Sequence[jax.Array],
+    lse: jax.Array,
+    t: jax.Array,
+    *,
+    axes: tuple[int, ...],
+    **row: Any,
+) -> list[jax.Array]:
+    """The tangents of loss and logsumexp."""
+    lse, t = jnp.expand_dims(lse, axes), t.astype(lse.dtype)
+    # A row whose logsumexp is not finite has no probabilities.
+    known = Stats(lse, jnp.where(jnp.isfinite(lse), 1.0, jnp.nan))
+    mask, of_p = where[0] if where else None, reference.weight_of_p(weights, lse, row["z_loss"])
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def tangents(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-        *where, lse, t = rest
-        lse, t = jnp.expand_dims(lse, axes), t.astype(lse.dtype)
-        # A row whose logsumexp is not finite has no probabilities.
-        known = Stats(lse, jnp.where(jnp.isfinite(lse), 1.0, jnp.nan))
-        mask, of_p = where[0] if where else None, reference.weight_of_p(weights, lse, row["z_loss"])
+    def along(labels: jax.Array, of_p: jax.Array, of_q: jax.Array) -> jax.Array:
+        seen = _seen(x, labels, where, axes)
+        slope = reference.cross_entropy_slope(seen, labels, mask, of_p, of_q, known, axes=axes, **row)
+        return (slope * t).sum(axes)
 
-        def slope(labels: jax.Array, of_p: jax.Array, of_q: jax.Array) -> jax.Array:
-            seen = _seen(x, labels, where, axes)
-            return reference.cross_entropy_slope(seen, labels, mask, of_p, of_q, known, axes=axes, **row)
-
-        of_loss = slope(labels, of_p, weights)
-        of_lse = slope(jnp.maximum(labels, 0), jnp.ones_like(weights), jnp.zeros_like(weights))
-        return [(of_loss * t).sum(axes), (of_lse * t).sum(axes)]
-
-    return tangents(*operands)
+    of_lse = along(jnp.maximum(labels, 0), jnp.ones_like(weights), jnp.zeros_like(weights))
+    return [along(labels, of_p, weights), of_lse]
 
 
 def _seen(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
@@ -107,5 +113,16 @@ def _gradient_jvp(
     return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
+def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Where only the loss is used, as in what `jax.checkpoint` runs first, nothing else is computed."""
+    eqn = rest[-1]  # JAX 0.12 says before it which operands are alive
+    of_loss, of_gradient = used
+    if of_loss and not of_gradient:
+        params = {**eqn.params, "return_lse": False, "weighted": False}
+        eqn = eqn.replace(primitive=BY_OP[Op.CROSS_ENTROPY], params=params, outvars=eqn.outvars[:1])
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY]] = _loss_jvp
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY_GRADIENT]] = _gradient_jvp
+pe.dce_rules[BY_OP[Op.CROSS_ENTROPY_GRADIENT]] = _without_gradient

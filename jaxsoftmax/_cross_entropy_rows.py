@@ -38,12 +38,13 @@ def cross_entropy(
     weights: jax.Array,
     *where: jax.Array,
     return_lse: bool,
+    weighted: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """Each row's weighted loss and, if `return_lse`, its logsumexp, for which ignored rows are read as well."""
+    """Each row's loss, `weighted` or not, and if `return_lse` its logsumexp, for which ignored rows are read too."""
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, return_lse), *where, **row)
     found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
-    return _weighted(found, labels, weights, return_lse, **row)
+    return _results(found, labels, weights, return_lse, weighted, **row)
 
 
 def cross_entropy_gradient(
@@ -52,7 +53,7 @@ def cross_entropy_gradient(
     """Each row's loss without its weight, and the gradient with it."""
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
     found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
-    return [_loss(found, labels, **row), gradient]
+    return [_of_all(_loss(found, labels, **row), weights, row["axes"]), gradient]
 
 
 def cross_entropy_across(
@@ -63,11 +64,12 @@ def cross_entropy_across(
     weights: jax.Array,
     *where: jax.Array,
     return_lse: bool,
+    weighted: bool,
     **row: Any,
 ) -> list[jax.Array]:
     """The losses of rows of which this device has some columns."""
     found, _ = _exchange(cuts, rows, x, labels, where, return_lse, **row)
-    return _weighted(found, labels, weights, return_lse, **row)
+    return _results(found, labels, weights, return_lse, weighted, **row)
 
 
 def cross_entropy_gradient_across(
@@ -80,7 +82,7 @@ def cross_entropy_gradient_across(
     count = found.count if isinstance(found.count, int) else jnp.expand_dims(found.count, row["axes"])
     mask = where[0] if where else None
     slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
-    return [_loss(found, labels, **row), slope.astype(x.dtype)]
+    return [_of_all(_loss(found, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
 
 
 def gathered(
@@ -142,9 +144,17 @@ def _loss(
     return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
 
 
-def _weighted(found: Found, labels: jax.Array, weights: jax.Array, return_lse: bool, **row: Any) -> list[jax.Array]:
-    loss = weights.squeeze(row["axes"]) * _loss(found, labels, **row)
-    return [loss, log_normalizer(found.stats)] if return_lse else [loss]
+def _results(
+    found: Found, labels: jax.Array, weights: jax.Array, return_lse: bool, weighted: bool, **row: Any
+) -> list[jax.Array]:
+    loss = _of_all(_loss(found, labels, **row), weights, row["axes"])
+    loss = weights.squeeze(row["axes"]) * loss if weighted else loss
+    return [loss, _of_all(log_normalizer(found.stats), weights, row["axes"])] if return_lse else [loss]
+
+
+def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """A row's number for all rows that the weights tell apart, as they do where only they are mapped."""
+    return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
 
 
 def _exchange(

@@ -41,7 +41,7 @@ def register(primitive: Primitive, op: Op) -> None:
 
 
 def kernel_call(
-    op: Op, operands: Sequence[Any], *, return_lse: bool = False, **row: Any
+    op: Op, operands: Sequence[Any], *, return_lse: bool = False, weighted: bool = True, **row: Any
 ) -> tuple[list[Any], dict[str, Any]]:
     """What a row operation gets of its primitive's operands and parameters."""
     return [x for i, x in enumerate(operands) if op is not Op.CROSS_ENTROPY or i != 2], row

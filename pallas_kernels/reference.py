@@ -244,5 +244,6 @@ def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:
     if where is None:
         count = math.prod(x.shape[d] for d in axes)
         return 1 if count == 0 else count
-    full = jnp.broadcast_to(where, [x.shape[d] if d in axes else n for d, n in enumerate(where.shape)])
+    whole_rows = [n if d in axes else 1 for d, n in enumerate(x.shape)]
+    full = jnp.broadcast_to(where, jnp.broadcast_shapes(where.shape, tuple(whole_rows)))
     return jnp.maximum(full.sum(axes, keepdims=True, dtype=accumulator_dtype(x.dtype)), 1.0)
