@@ -1,4 +1,4 @@
-"""Softmax and its kin, and flash attention, for JAX: as fast as a Hopper GPU allows, with every transformation."""
+"""Softmax, cross entropy and flash attention for JAX: as fast as a Hopper GPU allows, with every transformation."""
 
 from jaxsoftmax._api import log_softmax as log_softmax
 from jaxsoftmax._api import logsumexp as logsumexp
@@ -6,6 +6,10 @@ from jaxsoftmax._api import merge as merge
 from jaxsoftmax._api import softmax as softmax
 from jaxsoftmax._attention import flash_attention as flash_attention
 from jaxsoftmax._attention_explain import explain_attention as explain_attention
+from jaxsoftmax._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
+from jaxsoftmax._cross_entropy import (
+    softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
+)
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
 from pallas_kernels.monoid import Stats as Stats
@@ -22,4 +26,6 @@ __all__ = [
     "logsumexp",
     "merge",
     "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_with_integer_labels",
 ]

@@ -193,16 +193,21 @@ def _row_op(
 ) -> Any:
     """Softmax or log_softmax: what they share is everything but the operation."""
     operand = _checks.floating(op, "x", x)
+    dtype = operand.dtype
     axes = _checks.axes(op, axis, operand.ndim)
-    factor = _checks.scale_factor(op, scale, operand.shape)
+    operand, factor = scaled(operand, _checks.scale_factor(op, scale, operand.shape))
     implementation = _checks.implementation(op, implementation)
     mask = () if where is None else (_checks.mask(op, where, operand.shape),)
-    dtype = operand.dtype
-    if not isinstance(factor, float) or not 0 < factor < math.inf:
-        wide = accumulator_dtype(dtype)
-        operand, factor = operand.astype(wide) * jnp.asarray(factor, wide), 1.0
     y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation)
     return y if operand.dtype == dtype else y.astype(dtype)
+
+
+def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
+    """The operand and the factor that its primitive fuses: 1 where the operand had to be multiplied beforehand."""
+    if isinstance(factor, float) and 0 < factor < math.inf:
+        return x, factor
+    wide = accumulator_dtype(x.dtype)
+    return x.astype(wide) * jnp.asarray(factor, wide), 1.0
 
 
 def _weighted(

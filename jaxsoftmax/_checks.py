@@ -26,33 +26,40 @@ def floating(function: str, name: str, x: jax.typing.ArrayLike) -> jax.Array:
     return array.astype(jax.eval_shape(jnp.exp, array).dtype)
 
 
-def axes(function: str, axis: Axis, rank: int) -> tuple[int, ...]:
+def axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tuple[int, ...]:
     """`axis` as sorted, non-negative, distinct axes."""
+    return tuple(sorted(listed_axes(function, axis, rank, operand)))
+
+
+def listed_axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tuple[int, ...]:
+    """`axis` as non-negative, distinct axes, in the order in which they are given."""
     if axis is None:
         return tuple(range(rank))
     listed = tuple(operator.index(a) for a in axis) if isinstance(axis, Sequence) else (operator.index(axis),)
     for a in listed:
         if not -rank <= a < rank:
             raise ValueError(
-                f"{function}: axis {a} is out of bounds for x of rank {rank}, expected {-rank} <= axis < {rank}."
-                + (" Pass axis=None for a scalar." if rank == 0 else "")
+                f"{function}: axis {a} is out of bounds for {operand} of rank {rank}, "
+                f"expected {-rank} <= axis < {rank}." + (" Pass axis=None for a scalar." if rank == 0 else "")
             )
-    result = tuple(sorted(a % rank for a in listed))
+    result = tuple(a % rank for a in listed)
     if len(set(result)) != len(result):
         raise ValueError(f"{function}: duplicate value in axis={listed}, expected each axis once.")
     return result
 
 
-def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int]) -> jax.Array:
+def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's") -> jax.Array:
     """`where` as a boolean array of the operand's rank, each of whose extents is 1 or the operand's."""
     array = jnp.asarray(where)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{function}: where has dtype {array.dtype}, expected bool. Pass where.astype(bool).")
-    _broadcastable(function, "where", array.shape, shape)
+    broadcastable(function, "where", array.shape, shape, of)
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
-def scale_factor(function: str, scale: jax.typing.ArrayLike, shape: Sequence[int]) -> float | jax.Array:
+def scale_factor(
+    function: str, scale: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's"
+) -> float | jax.Array:
     """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
         factor = float(scale)
@@ -60,7 +67,7 @@ def scale_factor(function: str, scale: jax.typing.ArrayLike, shape: Sequence[int
             raise ValueError(f"{function}: scale is nan, expected a number.")
         return factor
     array = floating(function, "scale", scale)
-    _broadcastable(function, "scale", array.shape, shape)
+    broadcastable(function, "scale", array.shape, shape, of)
     return array
 
 
@@ -98,10 +105,10 @@ def no_kernel_with_weights() -> NotImplementedError:
     )
 
 
-def _broadcastable(function: str, name: str, got: Sequence[int], want: Sequence[int]) -> None:
+def broadcastable(function: str, name: str, got: Sequence[int], want: Sequence[int], of: str = "x's") -> None:
     """Raises unless `got` broadcasts to `want` without enlarging it."""
     tail = want[len(want) - len(got) :]
     if len(got) > len(want) or any(g != 1 and g != w for g, w in zip(got, tail, strict=True)):
         raise ValueError(
-            f"{function}: {name} has shape {tuple(got)}, expected a shape that broadcasts to x's, {tuple(want)}."
+            f"{function}: {name} has shape {tuple(got)}, expected a shape that broadcasts to {of}, {tuple(want)}."
         )

@@ -30,7 +30,7 @@ def log_softmax(names: Names, local_stats: LocalStats, *operands: jax.Array, **r
 
 def stats(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
     """The states of the whole rows."""
-    return merge_over(Stats(*_from_all(names, *local_stats(*operands, **row))), 0)
+    return merge_over(Stats(*from_all(names, *local_stats(*operands, **row))), 0)
 
 
 def softmax_tangent(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
@@ -43,7 +43,7 @@ def log_softmax_tangent(names: Names, local_stats: LocalStats, x: jax.Array, t: 
     """This device's columns of log_softmax's tangent."""
     local = local_stats(x, **row)
     slope = reference.stats_tangent(x, None, t, local.max, **row)
-    maximum, total, slope = _from_all(names, *local, slope)
+    maximum, total, slope = from_all(names, *local, slope)
     merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
     return reference.log_softmax_tangent(x, t, **row, slope=merged.sum[..., 1] / merged.sum[..., 0])
 
@@ -51,12 +51,12 @@ def log_softmax_tangent(names: Names, local_stats: LocalStats, x: jax.Array, t: 
 def log_softmax_cotangent(names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
     """This device's columns of log_softmax's cotangent."""
     local = local_stats(x, **row)
-    maximum, total, incoming = _from_all(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
+    maximum, total, incoming = from_all(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
     known = merge_over(Stats(maximum, total), 0)
     return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
 
 
-def _from_all(names: Names, *parts: jax.Array) -> tuple[jax.Array, ...]:
+def from_all(names: Names, *parts: jax.Array) -> tuple[jax.Array, ...]:
     """The parts of every device, stacked in front: an all-gather as one sum, so that the result is the same everywhere.
 
     Every device adds its numbers in its own slot and zeros elsewhere, which all-reduces what XLA would otherwise

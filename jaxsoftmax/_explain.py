@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxsoftmax import _api
 from jaxsoftmax._checks import Axis
+from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
+from jaxsoftmax._lowering import kernel_call
 from jaxsoftmax._primitives import BY_OP
 from jaxsoftmax._rows import plan
 from pallas_kernels import hardware
@@ -77,6 +80,7 @@ def explain(
     op: str = "softmax",
     implementation: str | None = None,
     device: Device | None = None,
+    **options: Any,
 ) -> Explanation:
     """Says which kernel and config a call gets on which device, what it will move, and why others were declined.
 
@@ -89,9 +93,12 @@ def explain(
         where: The call's mask, an array or a `jax.ShapeDtypeStruct`.
         scale: The call's scale.
         op: "softmax", "log_softmax", "logsumexp", or the backward or forward-mode pass of one of the first two:
-            "softmax_vjp", "softmax_jvp", "log_softmax_vjp", "log_softmax_jvp".
+            "softmax_vjp", "softmax_jvp", "log_softmax_vjp", "log_softmax_jvp". "cross_entropy" and
+            "cross_entropy_gradient" are `softmax_cross_entropy_with_integer_labels` and its differentiated form, of
+            logits `x` and some labels.
         implementation: The call's implementation.
         device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
+        **options: What else the call is given by name, such as `label_smoothing`.
 
     Returns:
         An `Explanation`, whose `str()` is meant to be read.
@@ -111,7 +118,7 @@ def explain(
         raise ValueError(f"explain: op={op!r}, expected one of {', '.join(_CALLS)}.")
     found, call = _CALLS[op]
     arrays: dict[str, Any] = {} if where is None else {"where": where}
-    static: dict[str, Any] = {"axis": axis, "implementation": implementation}
+    static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
     if op != "logsumexp":
         is_number = isinstance(scale, (int, float))
@@ -128,8 +135,9 @@ def explain(
 def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes: tuple[str, ...]) -> Explanation:
     """Explains one application of a primitive."""
     avals = [var.aval for var in eqn.invars]
-    row = {key: value for key, value in eqn.params.items() if key != "implementation"}
-    implementation = eqn.params["implementation"]
+    params = dict(eqn.params)
+    implementation = params.pop("implementation")
+    operands, row = kernel_call(op, avals, **params)
     extents = ",".join(map(str, avals[0].shape))
     axes = ", ".join(map(str, row["axes"])) or "none"
     say = functools.partial(
@@ -142,7 +150,7 @@ def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes:
     if implementation == "xla":
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
     named = implementation == "mosaic_gpu"
-    choose = functools.partial(plan, op, [a.shape for a in avals], avals[0].dtype, device, **row)
+    choose = functools.partial(plan, op, [a.shape for a in operands], avals[0].dtype, device, **row)
     chosen = choose(may_transpose=named)
     if chosen.decision is None:
         runs = "error" if named else "xla"
@@ -175,6 +183,15 @@ def _pushed_forward(function: Callable[..., jax.Array]) -> Callable[..., jax.Arr
     return call
 
 
+def _labelled(x: jax.Array, **arguments: Any) -> jax.Array:
+    rows = jax.eval_shape(functools.partial(jnp.max, axis=arguments["axis"]), x).shape
+    return softmax_cross_entropy_with_integer_labels(x, jax.lax.full(rows, 0), **arguments)
+
+
+def _labelled_gradient(x: jax.Array, **arguments: Any) -> jax.Array:
+    return jax.grad(lambda x: _labelled(x, **arguments).sum())(x)
+
+
 def _size(count: int) -> str:
     """Bytes in words."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -191,4 +208,6 @@ _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
     "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(_api.log_softmax)),
     "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(_api.log_softmax)),
     "logsumexp": (Op.STATS, _api.logsumexp),
+    "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
+    "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),
 }

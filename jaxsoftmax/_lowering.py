@@ -13,13 +13,25 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxsoftmax import _checks, _collective, _sharding
+from jaxsoftmax import _cross_entropy_rows as losses
 from jaxsoftmax._rows import Plan, plan
 from pallas_kernels import hardware, reference
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Op
 
 REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
+
+_LOSSES = {
+    Op.CROSS_ENTROPY: (losses.cross_entropy, losses.cross_entropy_across),
+    Op.CROSS_ENTROPY_GRADIENT: (losses.cross_entropy_gradient, losses.cross_entropy_gradient_across),
+}
+
+
+def keeps(op: Op, *, return_lse: bool = False, **_: Any) -> tuple[bool, ...]:
+    """Whether each result of an operation's primitive has the operands' axes, or is a number of each row."""
+    if op is Op.CROSS_ENTROPY:
+        return (False,) * (1 + return_lse)
+    return {Op.STATS: (False, False), Op.CROSS_ENTROPY_GRADIENT: (False, True)}.get(op, (True,))
 
 
 def register(primitive: Primitive, op: Op) -> None:
@@ -28,8 +40,21 @@ def register(primitive: Primitive, op: Op) -> None:
     mlir.register_lowering(primitive, functools.partial(kernel_rule, op), platform="cuda")
 
 
+def kernel_call(
+    op: Op, operands: Sequence[Any], *, return_lse: bool = False, weighted: bool = True, **row: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """What a row operation gets of its primitive's operands and parameters."""
+    return [x for i, x in enumerate(operands) if op is not Op.CROSS_ENTROPY or i != 2], row
+
+
+def compute_reference(op: Op, *operands: jax.Array, **params: Any) -> Any:
+    """What the primitive of an operation computes, in plain `jax.numpy`."""
+    rows = lambda op, *operands, **row: REFERENCE[op](*operands, **row)
+    return _LOSSES[op][0](rows, losses.picked, *operands, **params) if op in _LOSSES else rows(op, *operands, **params)
+
+
 def reference_rule(
-    op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **row: Any
+    op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
@@ -37,28 +62,34 @@ def reference_rule(
     avals: Sequence[Any] = ctx.avals_in
     # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
     with jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals)):
-        return mlir.lower_fun(functools.partial(REFERENCE[op], **row), op is Op.STATS)(ctx, *operands)
+        compute = functools.partial(compute_reference, op, **params)
+        return mlir.lower_fun(compute, op.gives_stats)(ctx, *operands)
 
 
-def kernel_rule(op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **row: Any) -> Any:
+def kernel_rule(
+    op: Op, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
+) -> Any:
     """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
     if implementation == "xla":
-        return reference_rule(op, ctx, *operands, implementation=implementation, **row)
-    avals: Sequence[Any] = ctx.avals_in
+        return reference_rule(op, ctx, *operands, implementation=implementation, **params)
+    avals, row = kernel_call(op, ctx.avals_in, **params)
     chosen = choose(op, [aval.shape for aval in avals], avals[0].dtype, implementation, hardware.current(), **row)
     if chosen.decision is None:
-        return reference_rule(op, ctx, *operands, implementation=implementation, **row)
+        return reference_rule(op, ctx, *operands, implementation=implementation, **params)
+    whole, across = functools.partial(run, implementation), functools.partial(run, None)
 
-    def local_stats(*shards: jax.Array, **row: Any) -> Stats:
-        return run(Op.STATS, None, *shards, **row)
+    def local(*shards: jax.Array) -> list[jax.Array]:
+        if op in _LOSSES:
+            return _LOSSES[op][0](whole, losses.gathered, *shards, **params)
+        return jax.tree.leaves(whole(op, *shards, **params))
 
-    cut = _sharding.RowOp(
-        axes=row["axes"],
-        keeps_axes=op is not Op.STATS,
-        local=functools.partial(run, op, implementation, **row),
-        across=lambda names, *shards: _collective.BY_OP[op](names, local_stats, *shards, **row),
-    )
-    return _sharding.lower(ctx, cut, *operands)
+    def exchange(cuts: _sharding.Cuts, *shards: jax.Array) -> list[jax.Array]:
+        if op in _LOSSES:
+            return _LOSSES[op][1](cuts, across, *shards, **params)
+        names = tuple(name for cut in cuts for name in cut)
+        return jax.tree.leaves(_collective.BY_OP[op](names, functools.partial(across, Op.STATS), *shards, **params))
+
+    return _sharding.lower(ctx, _sharding.RowOp(row["axes"], keeps(op, **params), local, exchange), *operands)
 
 
 def choose(
@@ -77,7 +108,7 @@ def choose(
     return chosen
 
 
-def run(op: Op, implementation: str | None, *operands: jax.Array, **row: Any) -> Any:
+def run(implementation: str | None, op: Op, *operands: jax.Array, **row: Any) -> Any:
     """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
     shapes = [x.shape for x in operands]
     chosen = choose(op, shapes, operands[0].dtype, implementation, hardware.current(), **row)

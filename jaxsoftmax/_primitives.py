@@ -1,9 +1,10 @@
-"""The primitives: what JAX's transformations know of softmax, log_softmax and a row's statistics.
+"""The primitives: what JAX's transformations know of the row operations.
 
 A primitive reduces `axes` of operands that broadcast against each other, so that vmap at any position only renumbers
 axes, and leaves an operand that is not mapped with an extent of 1. The derivative of softmax and of log_softmax is a
 linear primitive: its JVP rule is the forward half of a custom_vjp and its transposition the backward half, and with
-both there is forward mode and every higher order too.
+both there is forward mode and every higher order too. The derivatives of cross entropy are in
+`_cross_entropy_primitives`.
 """
 
 import functools
@@ -29,30 +30,28 @@ SAVED_NAME = "softmax_out"
 BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op in Op}
 
 
-def bind(op: Op, *operands: jax.Array, axes: tuple[int, ...], scale: float, implementation: str | None) -> Any:
-    """Applies an operation's primitive."""
-    return BY_OP[op].bind(*unify_varying(*operands), axes=axes, scale=scale, implementation=implementation)
+def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
+    """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
+    return BY_OP[op].bind(*unify_varying(*operands), **params)
 
 
-def _row_aval(*operands: Any, **_: Any) -> Any:
-    """The type of an output of the operands' common shape; mesh axes and weak types are the first operand's."""
+def _avals(op: Op, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
+    """The outputs' types: of the operands' common shape, or one number a row in the dtype of accumulation.
+
+    Mesh axes and weak types are the first operand's.
+    """
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    sharding = NamedSharding(operands[0].sharding.mesh, P(*common_spec([spec_of(x) for x in operands])))
-    return operands[0].update(shape=shape, sharding=sharding)
-
-
-def _stats_aval(*operands: Any, axes: tuple[int, ...], **_: Any) -> list[Any]:
-    """The types of the maximum and the sum: one number a row, in the dtype of accumulation."""
-    row = _row_aval(*operands)
-    kept = [d for d in range(len(row.shape)) if d not in axes]
-    spec = spec_of(row)
-    stat = row.update(
-        shape=tuple(row.shape[d] for d in kept),
+    spec, mesh = common_spec([spec_of(x) for x in operands]), operands[0].sharding.mesh
+    row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
+    kept = [d for d in range(len(shape)) if d not in axes]
+    number = row.update(
+        shape=tuple(shape[d] for d in kept),
         dtype=reference.accumulator_dtype(row.dtype),
         weak_type=False,
-        sharding=NamedSharding(row.sharding.mesh, P(*(spec[d] for d in kept))),
+        sharding=NamedSharding(mesh, P(*(spec[d] for d in kept))),
     )
-    return [stat, stat]
+    avals = [row if keeps else number for keeps in _lowering.keeps(op, **params)]
+    return avals if op.gives_stats else avals[0]
 
 
 def _batch(
@@ -62,14 +61,15 @@ def _batch(
     at = next((d for d in dims if d is not None), None)
     if at is None:
         out = bind(op, *operands, axes=axes, **params)
-        return out, [None, None] if op is Op.STATS else None
+        return out, [None] * len(out) if op.gives_stats else None
     aligned = [
         jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims, strict=True)
     ]
     axes = tuple(a + (a >= at) for a in axes)
     out = bind(op, *aligned, axes=axes, **params)
     below = at - sum(a < at for a in axes)
-    return out, [below, below] if op is Op.STATS else at
+    ats = [at if keeps else below for keeps in _lowering.keeps(op, **params)]
+    return out, ats if op.gives_stats else at
 
 
 def _keep(where: Sequence[jax.Array], x: jax.Array, otherwise: float = 0.0) -> jax.Array:
@@ -126,8 +126,8 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 
 for _op, _primitive in BY_OP.items():
-    _primitive.multiple_results = _op is Op.STATS
-    _primitive.def_abstract_eval(_stats_aval if _op is Op.STATS else _row_aval)
+    _primitive.multiple_results = _op.gives_stats
+    _primitive.def_abstract_eval(functools.partial(_avals, _op))
     _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
     _lowering.register(_primitive, _op)
@@ -136,5 +136,4 @@ for _op, _primitive in BY_OP.items():
     elif _op in TRANSPOSE:
         ad.primitive_jvps[_primitive] = functools.partial(_linear_jvp, _op)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
-    else:
-        ad.primitive_jvps[_primitive] = _stats_jvp
+ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp

@@ -1,4 +1,7 @@
-"""Any axes and any mask, seen as a kernel sees them: `[rows, cols]`, or `[rows, cols, inner]`, and a mask's form."""
+"""Any axes and any mask, seen as a kernel sees them: `[rows, cols]`, or `[rows, cols, inner]`, and a mask's form.
+
+A row's numbers are `[rows]`, or `[rows, inner]`.
+"""
 
 import dataclasses
 import math
@@ -9,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Op, Problem
 
 if TYPE_CHECKING:
@@ -35,6 +37,12 @@ class View:
         x = x if self.order is None else x.transpose(self.order)
         return x.reshape((self.rows, self.cols) if self.inner == 1 else (self.rows, self.cols, self.inner))
 
+    def to_numbers(self, x: jax.Array) -> jax.Array:
+        """An operand of one number a row, of extent 1 along the axes, as the kernel takes it."""
+        x = jnp.broadcast_to(x, [1 if d in self.axes else n for d, n in enumerate(self.shape)])
+        x = x if self.order is None else x.transpose(self.order)
+        return x.reshape((self.rows,) if self.inner == 1 else (self.rows, self.inner))
+
     def shared_mask(self, where: jax.Array) -> jax.Array:
         """A mask that is the same for all rows, as `[cols]`."""
         reduced = tuple(n if d in self.axes else 1 for d, n in enumerate(self.shape))
@@ -47,10 +55,13 @@ class View:
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return y.reshape([self.shape[d] for d in self.order]).transpose(inverse)
 
-    def from_stats(self, stats: Stats) -> Stats:
-        """A kernel's row states, with the axes removed."""
-        kept = [n for d, n in enumerate(self.shape) if d not in self.axes]
-        return Stats(*(part.reshape(kept) for part in stats))
+    def from_numbers(self, y: jax.Array) -> jax.Array:
+        """A number of each row, with the axes removed."""
+        return y.reshape([n for d, n in enumerate(self.shape) if d not in self.axes])
+
+    def from_kernel(self, y: jax.Array) -> jax.Array:
+        """Any output of a kernel."""
+        return self.from_rows(y) if y.ndim == (2 if self.inner == 1 else 3) else self.from_numbers(y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +80,12 @@ class Plan:
         """Runs the kernel by `launch`, on operands as it takes them; returns the call's result."""
         assert self.decision is not None
         assert self.view is not None
-        x, *others = operands
-        if self.decision.problem.where == "shared":
-            others = [self.view.shared_mask(others[0])]
-        else:
-            others = [self.view.to_rows(other) for other in others]
-        out = launch(self.view.to_rows(x), *others, decision=self.decision)
-        return self.view.from_stats(out) if isinstance(out, Stats) else self.view.from_rows(out)
+        problem = self.decision.problem
+        first, last = problem.operands, problem.operands + len(problem.op.row_operands)
+        mask = self.view.shared_mask if problem.where == "shared" else self.view.to_rows
+        views = [*map(self.view.to_rows, operands[:first]), *map(self.view.to_numbers, operands[first:last])]
+        out = launch(*views, *map(mask, operands[last:]), decision=self.decision)
+        return jax.tree.map(self.view.from_kernel, out)
 
 
 def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
@@ -107,10 +117,12 @@ def plan(
     device: Device,
     *,
     axes: Shape,
-    scale: float,
     may_transpose: bool = False,
+    **facts: Any,
 ) -> Plan:
     """Asks `dispatch.decide` about each way to present the call, cheapest first; the first one accepted is taken.
+
+    `facts` are those that a `Problem` has as it is.
 
     Rows along inner axes are transposed only if `may_transpose`: two copies cost more than XLA's strided reads.
     """
@@ -120,25 +132,27 @@ def plan(
     if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
         return Plan((("every kernel", "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
     shape = tuple(jnp.broadcast_shapes(*shapes))
-    where = shapes[1] if len(shapes) > 1 and not op.is_linear else None
+    full = 2 if op.is_linear else 1
+    unmasked = full + len(op.row_operands)
+    where = shapes[unmasked] if len(shapes) > unmasked else None
     declined: tuple[tuple[str, str], ...] = ()
     for transpose in (False, True) if may_transpose else (False,):
         seen = view(shape, axes, transpose=transpose)
         for form in mask_forms(where, seen):
-            problem = Problem(op, seen.rows, seen.cols, jnp.dtype(dtype), seen.inner, form, scale)
+            problem = Problem(op, seen.rows, seen.cols, jnp.dtype(dtype), seen.inner, form, **facts)
             decision = dispatch.decide(problem, device)
             if decision.kernel is not None:
-                return Plan(decision.declined, decision, seen, _notes(shapes, where, seen, form))
+                return Plan(decision.declined, decision, seen, _notes(shapes[:full], where, seen, form))
             declined = declined or decision.declined
     return Plan(declined)
 
 
-def _notes(shapes: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:
-    """What happens to the operands before and after the kernel, beyond a reshape."""
+def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:
+    """What happens before and after the kernel, beyond a reshape, to operands of the rows' size and to a mask."""
     notes: list[str] = []
     if seen.order is not None:
         notes.append(f"operands are transposed by {seen.order} into rows, and the result back: two extra copies")
     if where is not None and form == "full" and where != seen.shape:
         notes.append(f"where, of shape {where}, is broadcast to {seen.shape}")
-    notes += [f"an operand of shape {s} is broadcast to {seen.shape}" for s in shapes if s not in (seen.shape, where)]
+    notes += [f"an operand of shape {s} is broadcast to {seen.shape}" for s in full if s != seen.shape]
     return tuple(notes)

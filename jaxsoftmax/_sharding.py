@@ -21,6 +21,7 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
+Cuts = tuple[Names, ...]
 
 
 class Piece(NamedTuple):
@@ -53,39 +54,36 @@ class Cuttable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowOp:
-    """A row operation to be cut: `local` computes whole rows, `across(names, ...)` this device's part of cut ones."""
+    """A row operation to be cut: `local` computes whole rows, `across(cuts, ...)` this device's part of cut ones.
+
+    `cuts` are the mesh axes that cut each of `axes`; `keeps` says which outputs have the axes, as the operands do.
+    """
 
     axes: Shape
-    keeps_axes: bool
-    local: Callable[..., Any]
-    across: Callable[..., Any]
+    keeps: tuple[bool, ...]
+    local: Callable[..., list[jax.Array]]
+    across: Callable[..., list[jax.Array]]
 
-    def specs(self, shapes: Sequence[Shape], specs: Sequence[Spec]) -> tuple[list[P], list[P], Names]:
-        """The operands' and outputs' cuts, and the mesh axes that cut rows."""
+    def specs(self, shapes: Sequence[Shape], specs: Sequence[Spec]) -> tuple[list[P], list[P], Cuts]:
+        """The operands' and outputs' cuts, and those of each reduced axis."""
         full = common_spec(specs)
         ins = [P(*(None if n == 1 else entry for n, entry in zip(s, full, strict=True))) for s in shapes]
-        names = tuple(name for d in self.axes for name in mesh_axes(full[d]))
-        if self.keeps_axes:
-            return ins, [P(*full)], names
-        out = P(*(entry for d, entry in enumerate(full) if d not in self.axes))
-        return ins, [out, out], names
+        number = P(*(entry for d, entry in enumerate(full) if d not in self.axes))
+        outs = [P(*full) if keeps else number for keeps in self.keeps]
+        return ins, outs, tuple(mesh_axes(full[d]) for d in self.axes)
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Everything on one device."""
-        return self._run((), *operands)
+        return self.local(*operands)
 
     def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
         """One device's part."""
-        ins, outs, names = self.specs(shapes, specs)
-        return Piece(ins, outs, functools.partial(self._run, names))
+        ins, outs, cuts = self.specs(shapes, specs)
+        return Piece(ins, outs, functools.partial(self.across, cuts) if any(cuts) else self.local)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal cuts between rows."""
         return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
-
-    def _run(self, names: Names, *operands: jax.Array) -> list[jax.Array]:
-        out = self.across(names, *operands) if names else self.local(*operands)
-        return [out] if self.keeps_axes else list(out)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """One factor per axis, shared by all; an extent of 1 that broadcasts has a factor of its own."""
@@ -94,10 +92,10 @@ class RowOp:
             ArrayMapping(*(f"d{d}" if n == full[d] else f"one{i}_{d}" for d, n in enumerate(s)))
             for i, s in enumerate(shapes)
         )
-        if self.keeps_axes:
-            return SdyShardingRule(operands, (ArrayMapping(*(f"d{d}" for d in range(len(full)))),))
-        kept = ArrayMapping(*(f"d{d}" for d in range(len(full)) if d not in self.axes))
-        return SdyShardingRule(operands, (kept, kept))
+        results = tuple(
+            ArrayMapping(*(f"d{d}" for d in range(len(full)) if keeps or d not in self.axes)) for keeps in self.keeps
+        )
+        return SdyShardingRule(operands, results)
 
 
 def spec_of(aval: Any) -> Spec:

@@ -5,11 +5,13 @@ input's dtype. `axes` are the non-negative axes of a row (reduced together); `wh
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.monoid import Stats, decay
+from pallas_kernels.monoid import Stats, decay, log_normalizer
+from pallas_kernels.problem import IGNORED
 
 Axes = tuple[int, ...]
 
@@ -19,9 +21,15 @@ def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
-def _logits(x: jax.Array, where: jax.Array | None, scale: float) -> jax.Array:
+def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Array:
+    """`z = scale * x`, or `soft_cap * tanh(scale * x / soft_cap)`, in the dtype of accumulation."""
     z = x.astype(accumulator_dtype(x.dtype))
     z = z if scale == 1.0 else z * jnp.asarray(scale, z.dtype)
+    return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+
+
+def _logits(x: jax.Array, where: jax.Array | None, scale: float, soft_cap: float | None = None) -> jax.Array:
+    z = logits(x, scale, soft_cap)
     return z if where is None else jnp.where(where, z, -jnp.inf)
 
 
@@ -139,14 +147,17 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, ...]:
-    """The rows' states, `axes` removed, and with `smoothing` the sum of their logits: what a loss is made of.
+    """What the loss needs of each row, `axes` removed: the state, and with smoothing the sum of the logits.
 
-    The logits are `scale * x`, or `soft_cap * tanh(scale * x / soft_cap)`. `labels` have the extent 1 along `axes`; of
-    rows with the label -1 nothing is read, and their numbers are 0, 1 and 0. `z_loss` has no effect.
+    `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
-    del z_loss
-    kept = _labelled(x, labels, where, axes, scale, soft_cap)[1]
-    numbers = [part.squeeze(axes) for part in kept[: 3 if smoothing else 2]]
+    read, z = labels != IGNORED, logits(x, scale, soft_cap)
+    _, kept = _lift(z if where is None else jnp.where(where, z, -jnp.inf), axes)
+    numbers = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
+    if smoothing:
+        total = (z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True)
+        numbers.append(jnp.where(read, total, 0.0))
+    numbers = [number.squeeze(axes) for number in numbers]
     return tuple(numbers) if smoothing else Stats(*numbers)
 
 
@@ -162,51 +173,77 @@ def cross_entropy_gradient(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, ...]:
-    """The gradient of `weights` times the loss, and then what `cross_entropy` gives.
+    """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives."""
+    numbers = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
+    known = Stats(*(jnp.expand_dims(number, axes) for number in numbers[:2]))
+    out = cross_entropy_slope(
+        x,
+        labels,
+        where,
+        weight_of_p(weights, log_normalizer(known), z_loss),
+        weights,
+        known,
+        axes=axes,
+        scale=scale,
+        soft_cap=soft_cap,
+        smoothing=smoothing,
+    )
+    return (out.astype(x.dtype), *numbers)
 
-    The loss is `lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2` for logits `z`, the mean
-    taken over the columns that `where` includes. Rows with the label -1 have zeros, whatever they hold.
+
+def cross_entropy_slope(
+    x: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None,
+    of_p: jax.Array,
+    of_q: jax.Array,
+    known: Stats,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    count: Any = None,
+    **_: Any,
+) -> jax.Array:
+    """`(of_p * p - of_q * q) * dz/dx` in the dtype of accumulation, 0 in rows that are ignored.
+
+    `p = exp(z) / sum` of the rows' `known` states and `q = (1 - smoothing) * [j == label] + smoothing / count`. All but
+    `x` and `where` have an extent of 1 on `axes`. `count` is the number of columns, where `x` is a part of them.
     """
-    z, (maximum, total, sum_z) = _labelled(x, labels, where, axes, scale, soft_cap)
-    counts, dtype = labels >= 0, z.dtype
-    weights = jnp.where(counts, weights.astype(dtype), 0)
-    slope = weights * (1 + 2 * z_loss * (maximum + jnp.log(total)))
-    out = decay(z, maximum) * (slope / total)
+    z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
+    p = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max) / known.sum
+    p = p if where is None else jnp.where(where, p, 0.0)
+    q = jnp.where(at_label, 1.0 - smoothing, 0.0)
     if smoothing:
-        columns = math.prod(x.shape[axis] for axis in axes) if where is None else _included(x, where, axes)
-        out = out - weights * (smoothing / columns)
-    out = out if where is None else jnp.where(where, out, 0)
-    out = out - jnp.where(_column(x, axes) == labels, weights * (1 - smoothing), 0)
-    out = out * scale
-    if soft_cap is not None:
-        out = out * (1 - jnp.square(jnp.tanh(_logits(x, None, scale) / soft_cap)))
-    gradient = jnp.where(counts, out, 0).astype(x.dtype)
-    return gradient, *(part.squeeze(axes) for part in (maximum, total, sum_z)[: 3 if smoothing else 2])
+        share = smoothing / (column_count(x, where, axes) if count is None else count)
+        q = q + (share if where is None else jnp.where(where, share, 0.0))
+    slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
+    out = (of_p * p - of_q * q) * slope
+    # What is absent may be anything.
+    return jnp.where((labels != IGNORED) & (True if where is None else where | at_label), out, 0.0)
 
 
-def _labelled(
-    x: jax.Array, labels: jax.Array, where: jax.Array | None, axes: Axes, scale: float, soft_cap: float | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """The logits, and the rows' maximum, sum of weights and sum of logits; neutral for rows with the label -1."""
-    counts = labels >= 0
-    z = _logits(x, None, scale)
-    z = z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
-    total = (z if where is None else jnp.where(where, z, 0)).sum(axes, keepdims=True)
-    z = z if where is None else jnp.where(where, z, -jnp.inf)
-    _, kept = _lift(z, axes)
-    numbers = zip((*kept, total), (0, 1, 0), strict=True)
-    maximum, sums, total = (jnp.where(counts, part, neutral) for part, neutral in numbers)
-    return z, (maximum, sums, total)
+def weight_of_p(weights: jax.Array, lse: jax.Array, z_loss: float) -> jax.Array:
+    """What the gradient has of a row's probabilities: the loss rises with the logsumexp, and so does its square."""
+    return weights * (1.0 + 2.0 * z_loss * lse) if z_loss else weights
 
 
-def _included(x: jax.Array, where: jax.Array, axes: Axes) -> jax.Array:
-    """How many columns of each row `where` includes."""
-    return jnp.broadcast_to(where, x.shape).sum(axes, keepdims=True)
-
-
-def _column(x: jax.Array, axes: Axes) -> jax.Array:
-    """Each element's place in its row."""
-    column = jnp.zeros((), jnp.int32)
+def columns(x: jax.Array, axes: Axes) -> jax.Array:
+    """Each element's column: its place in its row, `axes` flattened; cut as `x` is, if its type says how."""
+    sharding = jax.typeof(x).sharding
+    cut = sharding if any(entry is not None for entry in sharding.spec) else None
+    number = jnp.zeros((), jnp.int32)
     for axis in axes:
-        column = column * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return column
+        number = number * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis, out_sharding=cut)
+    return number
+
+
+def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:
+    """How many columns of each row take part, at least 1, with the reduced axes kept."""
+    if where is None:
+        count = math.prod(x.shape[d] for d in axes)
+        return 1 if count == 0 else count
+    whole_rows = [n if d in axes else 1 for d, n in enumerate(x.shape)]
+    full = jnp.broadcast_to(where, jnp.broadcast_shapes(where.shape, tuple(whole_rows)))
+    return jnp.maximum(full.sum(axes, keepdims=True, dtype=accumulator_dtype(x.dtype)), 1.0)

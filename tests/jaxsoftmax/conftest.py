@@ -35,10 +35,17 @@ class StandIn:
     def run(self, *operands: jax.Array) -> Any:
         problem = self.problem
         shape = (problem.rows, problem.cols) + (() if problem.inner == 1 else (problem.inner,))
-        mask = (problem.cols,) if problem.where == "shared" else shape
-        second = () if problem.where == "none" and not problem.op.is_linear else (mask,)
-        assert tuple(x.shape for x in operands) == (shape, *second)
-        return _lowering.REFERENCE[problem.op](*operands, axes=(1,), scale=problem.scale)
+        number = shape[:1] + shape[2:]
+        mask = {"none": [], "shared": [(problem.cols,)], "full": [shape]}[problem.where]
+        numbers = [number] * len(problem.op.row_operands)
+        assert [x.shape for x in operands] == [*[shape] * problem.operands, *numbers, *mask]
+        row: dict[str, Any] = {"axes": (1,), "scale": problem.scale}
+        if problem.op.has_labels:
+            row |= {name: getattr(problem, name) for name in ("soft_cap", "smoothing", "z_loss")}
+            assert operands[1].dtype == jnp.int32
+        last = problem.operands + len(numbers)
+        kept = [x if i < problem.operands or i >= last else x[:, None] for i, x in enumerate(operands)]
+        return _lowering.REFERENCE[problem.op](*kept, **row)
 
 
 @dataclasses.dataclass

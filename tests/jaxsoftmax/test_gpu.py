@@ -52,6 +52,78 @@ def test_values_and_gradients(op: str, shape: tuple[int, ...], dtype: Any) -> No
     )
 
 
+CROSS_ENTROPIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignored": {"ignore_index": 3, "weights": 1 / 64},
+    "all": {"smoothing": 0.1, "z_loss": 1e-3, "soft_cap": 20.0, "scale": 0.5, "ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 32000), (5, 128256)], ids=str)
+@pytest.mark.parametrize("options", CROSS_ENTROPIES)
+def test_cross_entropy(options: str, shape: tuple[int, ...], dtype: Any) -> None:
+    x, _ = inputs(shape, dtype)
+    y = np.random.default_rng(2).integers(0, 8, shape[:-1])
+    given = CROSS_ENTROPIES[options]
+    ours = {"smoothing": "label_smoothing", "soft_cap": "logits_soft_cap"}
+    theirs = {"ignore_index": "ignored"}
+    want = oracle.cross_entropy(x, y, **{theirs.get(k, k): v for k, v in given.items()})
+
+    def run(implementation: str) -> Any:
+        loss = functools.partial(
+            jaxsoftmax.softmax_cross_entropy_with_integer_labels,
+            labels=y,
+            implementation=implementation,
+            **{ours.get(k, k): v for k, v in given.items()},
+        )
+        total = lambda x: (lambda each: (each.sum(), each))(loss(x))
+        compiled = jax.jit(jax.value_and_grad(total, has_aux=True)).lower(x).compile()
+        assert ("mosaic_gpu" in compiled.as_text()) == (implementation == "mosaic_gpu")
+        (_, each), gradient = compiled(x)
+        return each, gradient, jax.jit(loss)(x), jax.jit(functools.partial(loss, return_lse=True))(x)
+
+    kernel, xla = run("mosaic_gpu"), run("xla")
+    # A sum of exponentials errs relatively, its logarithm therefore absolutely: hence the 1.
+    for got, reference in ((kernel[0], xla[0]), (kernel[2], xla[2]), (kernel[3][0], xla[3][0])):
+        errors.assert_accurate(got, reference, want.loss, magnitude=want.loss_terms + 1)
+    errors.assert_accurate(kernel[1], xla[1], want.gradient, magnitude=want.gradient_terms)
+    errors.assert_accurate(kernel[3][1], xla[3][1], want.lse, magnitude=np.abs(want.lse) + 1)
+
+
+def test_cross_entropy_masks_axes_and_transformations() -> None:
+    x, _ = inputs((16, 64, 512), jnp.float32)
+    loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+    mask = np.random.default_rng(1).random((16, 64, 512)) < 0.7
+    y = np.random.default_rng(2).integers(0, 512, (16, 64))
+
+    def both(x: jax.Array, y: Any, *arguments: Any) -> Any:
+        total = lambda x: (lambda each: (each.sum(), each))(loss(x, y, *arguments))
+        (_, each), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+        return each, gradient
+
+    for where in (mask, mask[:1, :1], mask[..., 0]):
+        each, gradient = both(x, y, -1, where)
+        full = where if where.ndim == 3 else where[..., None]
+        want = oracle.cross_entropy(x, y, -1, full)
+        np.testing.assert_allclose(each, want.loss, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(gradient, want.gradient, rtol=1e-4, atol=1e-6)
+    for axis, rows in ((0, (64, 512)), ((0, 2), (64,)), ((2, 1), (16,))):
+        labels = np.random.default_rng(3).integers(0, x.size // np.prod(rows), rows)
+        each, gradient = both(x, labels, axis)
+        want = oracle.cross_entropy(x, labels, axis)
+        np.testing.assert_allclose(each, want.loss, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(gradient, want.gradient, rtol=1e-4, atol=1e-6)
+    mapped = jax.jit(jax.vmap(jax.grad(lambda x, y: loss(x, y).sum()), 1, 1))(x, y)
+    np.testing.assert_allclose(mapped, oracle.cross_entropy(x, y).gradient, rtol=1e-4, atol=1e-6)
+    tangent = jax.jit(lambda x: jax.jvp(lambda x: loss(x, y), (x,), (x,))[1])(x)
+    np.testing.assert_allclose(tangent, (oracle.cross_entropy(x, y).gradient * x).sum(-1), rtol=1e-3, atol=1e-3)
+    t = np.asarray(jax.nn.softmax(x[::-1]))
+    np.testing.assert_allclose(
+        jaxsoftmax.softmax_cross_entropy(x, t), -(t * oracle.log_softmax(x)).sum(-1), rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_plain_custom_vjp_is_the_same_to_the_bit(op: str) -> None:
     x, ct = inputs((64, 4096), jnp.bfloat16)
@@ -90,3 +162,10 @@ def test_two_gpus(spec: tuple[str | None, ...]) -> None:
     np.testing.assert_allclose(y, oracle.softmax(x), rtol=1e-5)
     np.testing.assert_allclose(dx, oracle.log_softmax_cotangent(x, ct), rtol=1e-4, atol=1e-5)
     assert "all-gather" not in run.lower(*operands).compile().as_text()
+    labels = np.random.default_rng(2).integers(0, 8192, 64)
+    loss = jax.jit(jax.value_and_grad(lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, labels).sum()))
+    value, gradient = loss(operands[0])
+    want = oracle.cross_entropy(x, labels)
+    np.testing.assert_allclose(value, want.loss.sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, want.gradient, rtol=1e-4, atol=1e-6)
+    assert "all-gather" not in loss.lower(operands[0]).compile().as_text()

@@ -1,0 +1,204 @@
+"""The cross entropies: canonicalise, validate, bind. What they compute is in the primitives and `pallas_kernels`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax import _checks
+from jaxsoftmax import _cross_entropy_checks as checks
+from jaxsoftmax._api import scaled
+from jaxsoftmax._checks import Axis
+from jaxsoftmax._cross_entropy_primitives import losses
+from jaxsoftmax._primitives import bind
+from pallas_kernels.monoid import Stats
+from pallas_kernels.problem import IGNORED, Op
+from pallas_kernels.reference import accumulator_dtype
+
+ArrayLike = jax.typing.ArrayLike
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    scale: ArrayLike = 1.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """`logsumexp(logits) - logits[label]` of each row, `optax.softmax_cross_entropy_with_integer_labels`, and kin.
+
+    With `z` the logits, scaled and capped, and `n` how many of them `where` includes, a row's loss is `weights` times
+    `lse - (1 - label_smoothing) * z[label] - label_smoothing / n * sum(z) + z_loss * lse**2`, `lse = logsumexp(z)`.
+
+    It is float32, or float64 for float64 logits, as is all that is accumulated; the gradient has the logits' dtype and
+    is rounded once. Differentiated, one kernel reads the logits and writes `weights` times the gradient in one pass;
+    what multiplies the loss afterwards multiplies a gradient of the logits' size once more, unless it is 1. So
+
+        softmax_cross_entropy_with_integer_labels(logits, labels, weights=1 / n).sum()
+
+    costs less than `.mean()` does. Derivatives of every order in the logits and in `weights` exist, in forward and
+    reverse mode; in forward mode, tangents of logits that do not count must be finite.
+
+    A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
+    with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
+    entirely gives 0. Where the label is no column, the loss and the gradient of its row are NaN; if the labels' values
+    are known (outside `jit`), that is an error, for which the labels are copied to the host. Empty arrays are fine.
+
+    Source: as `softmax`; z-loss: de Brébisson & Vincent 2016, https://arxiv.org/abs/1604.08859.
+
+    Args:
+        logits: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
+        labels: Integers of any dtype and of the logits' shape without `axis`: each row's right column. With several
+            axes, a label is an index into those axes flattened, in the order in which they are given.
+        axis: The axis or axes of a row; None for all.
+        where: A boolean mask that broadcasts to `logits`, or has a shape of the rows' rank, to include whole rows.
+            Entries where it is False are absent from the sums; the label's logit is taken even so.
+        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row.
+        z_loss: A number: the factor of `lse**2`.
+        logits_soft_cap: A positive number `c`: logits are `c * tanh(scale * logits / c)`.
+        scale: The logits' factor, as for `softmax`.
+        ignore_index: A label whose rows have a loss of 0 and a gradient of 0, whatever their logits are.
+        weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced.
+        return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
+            being known in the forward pass, the gradient is then computed by XLA, in a pass of its own.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+
+    Returns:
+        The rows' losses, in the logits' shape without `axis`; or a pair of them and of `lse`, if `return_lse`.
+
+    Raises:
+        TypeError: `logits` is complex, `labels` are not integers, `where` is not boolean, or an option is not a number.
+        ValueError: an argument does not fit, or labels that are known are out of range.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
+    Array([1.3862944, 0.       ], dtype=float32)
+    """
+    name = "softmax_cross_entropy_with_integer_labels"
+    x = _checks.floating(name, "logits", logits)
+    listed = _checks.listed_axes(name, axis, x.ndim, "logits")
+    axes = tuple(sorted(listed))
+    rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
+    cols = math.prod(x.shape[d] for d in axes)
+    factor = _checks.scale_factor(name, scale, x.shape, "the logits'")
+    ignored = checks.ignore_index(name, ignore_index)
+    wide = accumulator_dtype(x.dtype)
+    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights(name, weights, rows, wide)
+    mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
+    counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
+    target = checks.labels(name, labels, rows, cols)
+    checks.labels_in_range(name, labels, cols, ignored, counts)
+    target, factors = _rows_to_read(target, factors, cols, ignored, counts)
+    x, factor = scaled(x, factor)
+    out = losses(
+        x,
+        jnp.expand_dims(_in_order(target, listed, x.shape), axes),
+        jnp.expand_dims(factors, axes),
+        *mask,
+        axes=axes,
+        scale=factor,
+        soft_cap=checks.soft_cap(name, logits_soft_cap),
+        smoothing=checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=checks.number(name, "z_loss", z_loss, -math.inf, math.inf),
+        return_lse=return_lse,
+        implementation=_checks.implementation(name, implementation),
+    )
+    return tuple(out) if return_lse else out[0]
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
+
+    A kernel takes the rows' statistics and XLA does the rest, in a second pass over the logits. All is accumulated in
+    float32, or float64 for float64 logits, which is the dtype of the loss.
+
+    A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
+    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN. A row that `where` excludes entirely gives 0.
+
+    Derivatives of every order in the logits and in the labels exist, in forward and reverse mode.
+
+    Source: as `softmax`.
+
+    Args:
+        logits: Logits of any real dtype and any shape, as above.
+        labels: Probabilities, or numbers of any real dtype, which broadcast to `logits`.
+        axis: The axis or axes of a row; None for all.
+        where: A boolean mask that broadcasts to `logits`, or has a shape of the rows' rank, to include whole rows.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`; the statistics' kernel.
+
+    Returns:
+        The rows' losses, in the logits' shape without `axis`.
+
+    Raises:
+        TypeError: `logits` or `labels` are complex, or `where` is not boolean.
+        ValueError: `axis`, `labels`, `where` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> softmax_cross_entropy(jnp.array([1.0, 2.0, -jnp.inf]), jnp.array([0.25, 0.75, 0.0])).round(3)
+    Array(0.563, dtype=float32)
+    """
+    name = "softmax_cross_entropy"
+    x = _checks.floating(name, "logits", logits)
+    axes = _checks.axes(name, axis, x.ndim, "logits")
+    target = _checks.floating(name, "labels", labels)
+    _checks.broadcastable(name, "labels", target.shape, x.shape, "the logits'")
+    mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
+    implementation = _checks.implementation(name, implementation)
+    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation))
+    wide = accumulator_dtype(x.dtype)
+    target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
+    absent = (target == 0) & (x == -jnp.inf)
+    absent = absent | ~mask[0] if mask else absent
+    # What is absent may be anything, and so may its derivative; a row of nothing else has no logarithm.
+    total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
+    distance = jnp.where(absent, 0.0, jnp.expand_dims(stats.max, axes) - x.astype(wide))
+    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+
+
+def _rows_to_read(
+    labels: jax.Array, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
+    known, weights = jnp.iinfo(labels.dtype), jnp.broadcast_to(weights, labels.shape)
+    fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
+    near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
+    exists = (near >= 0) & (near < cols)
+    target, weights = jnp.where(exists, near, 0), jnp.where(exists, weights, jnp.nan)
+    skipped = [] if counts is None else [~counts]
+    if ignored is not None and known.min <= ignored <= known.max:
+        skipped.append(labels == jnp.asarray(ignored, labels.dtype))
+    for skip in skipped:
+        target, weights = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights)
+    return target, weights
+
+
+def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:
+    """Indices into the axes flattened as listed, as indices into them flattened in rising order."""
+    if list(listed) == sorted(listed):
+        return labels
+    flat, at = jnp.maximum(labels, 0), {}
+    for axis in reversed(listed):
+        flat, at[axis] = jnp.divmod(flat, shape[axis])
+    column = jnp.zeros_like(labels)
+    for axis in sorted(listed):
+        column = column * shape[axis] + at[axis]
+    return jnp.where(labels == IGNORED, IGNORED, column)

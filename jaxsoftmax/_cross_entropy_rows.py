@@ -1,0 +1,191 @@
+"""Cross entropy from a row's numbers: what a kernel or the reference says of each row, and the loss made of it.
+
+The operands are the primitives': logits, labels and weights, and a mask if there is one, of one rank; labels and
+weights have an extent of 1 on the rows' axes. `rows(op, *operands, **row)` computes a row operation, by whatever means.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._collective import from_all
+from jaxsoftmax._sharding import Cuts, mesh_axes, spec_of
+from pallas_kernels import reference
+from pallas_kernels.monoid import Stats, log_normalizer, merge_over
+from pallas_kernels.problem import IGNORED, Op
+
+Rows = Callable[..., Any]
+Pick = Callable[..., jax.Array]
+
+
+class Found(NamedTuple):
+    """What a row's loss is made of, without the rows' axes."""
+
+    stats: Stats
+    label: jax.Array  # the label's logit
+    total: jax.Array | None  # with smoothing, the sum of the logits
+    count: Any  # and how many they are
+
+
+def cross_entropy(
+    rows: Rows,
+    pick: Pick,
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    *where: jax.Array,
+    return_lse: bool,
+    weighted: bool,
+    **row: Any,
+) -> list[jax.Array]:
+    """Each row's loss, `weighted` or not, and if `return_lse` its logsumexp, for which ignored rows are read too."""
+    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, return_lse), *where, **row)
+    found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
+    return _results(found, labels, weights, return_lse, weighted, **row)
+
+
+def cross_entropy_gradient(
+    rows: Rows, pick: Pick, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
+) -> list[jax.Array]:
+    """Each row's loss without its weight, and the gradient with it."""
+    gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
+    found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
+    return [_of_all(_loss(found, labels, **row), weights, row["axes"]), gradient]
+
+
+def cross_entropy_across(
+    cuts: Cuts,
+    rows: Rows,
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    *where: jax.Array,
+    return_lse: bool,
+    weighted: bool,
+    **row: Any,
+) -> list[jax.Array]:
+    """The losses of rows of which this device has some columns."""
+    found, _ = _exchange(cuts, rows, x, labels, where, return_lse, **row)
+    return _results(found, labels, weights, return_lse, weighted, **row)
+
+
+def cross_entropy_gradient_across(
+    cuts: Cuts, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
+) -> list[jax.Array]:
+    """The losses of rows of which this device has some columns, and those columns' gradient."""
+    found, local = _exchange(cuts, rows, x, labels, where, False, **row)
+    known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in found.stats))
+    of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
+    count = found.count if isinstance(found.count, int) else jnp.expand_dims(found.count, row["axes"])
+    mask = where[0] if where else None
+    slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
+    return [_of_all(_loss(found, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
+
+
+def gathered(
+    x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
+) -> jax.Array:
+    """The labels' logits, of any label for a row that is ignored; reads nothing else of an `x` that is not cut."""
+    rest = jnp.maximum(labels, 0)
+    if len(axes) == 1:
+        picked = jnp.take_along_axis(x, rest, axes[0], mode="promise_in_bounds")
+        return reference.logits(picked, scale, soft_cap).squeeze(axes)
+    at = list(jnp.indices(x.shape, jnp.int32, sparse=True))
+    for axis in reversed(axes):
+        rest, at[axis] = jnp.divmod(rest, x.shape[axis])
+    picked = x.at[tuple(at)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return reference.logits(picked, scale, soft_cap).squeeze(axes)
+
+
+def selected(
+    x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
+) -> jax.Array:
+    """The labels' logits, 0 for a row that is ignored, as a sum over the row, which can be cut in any way."""
+    at_label = reference.columns(x, axes) == labels
+    return reference.logits(jnp.where(at_label, x, jnp.zeros_like(x)), scale, soft_cap).sum(axes)
+
+
+def picked(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any) -> jax.Array:
+    """The labels' logits, by what XLA can compute without moving `x`, wherever that is."""
+    movable = len(axes) == 1 and x.shape[axes[0]] != 0 and not mesh_axes(spec_of(jax.typeof(x))[axes[0]])
+    return (gathered if movable else selected)(x, labels, axes=axes, **row)
+
+
+def _reading(labels: jax.Array, return_lse: bool) -> jax.Array:
+    """The labels to hand to an operation that only asks of them whether it must read the row."""
+    return jnp.maximum(labels, 0) if return_lse else labels
+
+
+def _found(numbers: Any, label: jax.Array, count: Any) -> Found:
+    maximum, total, *rest = numbers
+    return Found(Stats(maximum, total), label, rest[0] if rest else None, count)
+
+
+def _count(x: jax.Array, where: tuple[jax.Array, ...], *, axes: tuple[int, ...], smoothing: float, **_: Any) -> Any:
+    count = reference.column_count(x, where[0] if where and smoothing else None, axes)
+    return count.squeeze(axes) if isinstance(count, jax.Array) else count
+
+
+def _loss(
+    found: Found, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
+) -> jax.Array:
+    """The loss by distances from the maximum, in which the logits' common part cancels before it is rounded."""
+    maximum = found.stats.max
+    far = maximum == jnp.inf
+    distance = maximum - found.label
+    if found.total is not None:
+        distance = (1.0 - smoothing) * distance + smoothing * (maximum - found.total / found.count)
+    loss = distance + jnp.where(far, 0.0, jnp.log(jnp.where(far, 1.0, found.stats.sum)))
+    if z_loss:
+        loss = loss + z_loss * jnp.square(log_normalizer(found.stats))
+    return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
+
+
+def _results(
+    found: Found, labels: jax.Array, weights: jax.Array, return_lse: bool, weighted: bool, **row: Any
+) -> list[jax.Array]:
+    loss = _of_all(_loss(found, labels, **row), weights, row["axes"])
+    loss = weights.squeeze(row["axes"]) * loss if weighted else loss
+    return [loss, _of_all(log_normalizer(found.stats), weights, row["axes"])] if return_lse else [loss]
+
+
+def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """A row's number for all rows that the weights tell apart, as they do where only they are mapped."""
+    return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
+
+
+def _exchange(
+    cuts: Cuts,
+    rows: Rows,
+    x: jax.Array,
+    labels: jax.Array,
+    where: tuple[jax.Array, ...],
+    return_lse: bool,
+    **row: Any,
+) -> tuple[Found, jax.Array]:
+    """What the devices find together, in one exchange, and this device's numbering of the labels."""
+    axes, names = row["axes"], tuple(name for cut in cuts for name in cut)
+    local, cols = _local_labels(cuts, x, labels, axes), math.prod(x.shape[d] for d in axes)
+    here = (local >= 0) & (local < cols)
+    numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), return_lse), *where, **row)
+    label = jnp.where(here.squeeze(axes), gathered(x, jnp.where(here, local, 0), **row), 0.0)
+    count = _count(x, where, **row)
+    counts = () if isinstance(count, int) else (count,)
+    maximum, total, label, *rest = from_all(names, *numbers[:2], label, *numbers[2:], *counts)
+    sums = [each.sum(0) for each in rest]
+    whole = sums.pop() if counts else count * jax.lax.axis_size(names)
+    return _found((*merge_over(Stats(maximum, total), 0), *sums), label.sum(0), whole), local
+
+
+def _local_labels(cuts: Cuts, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Labels as columns of this device's part; past its last column where they are in another part."""
+    flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
+    for axis, names in reversed(list(zip(axes, cuts, strict=True))):
+        n = x.shape[axis]
+        flat, at = jnp.divmod(flat, n * (jax.lax.axis_size(names) if names else 1))
+        at = at - n * jax.lax.axis_index(names) if names else at
+        inside, local, stride = inside & (at >= 0) & (at < n), local + stride * at, stride * n
+    return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, local, stride))
