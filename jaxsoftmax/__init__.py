@@ -8,6 +8,7 @@ from jaxsoftmax._attention import flash_attention as flash_attention
 from jaxsoftmax._attention_explain import explain_attention as explain_attention
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
+from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"
@@ -22,4 +23,5 @@ __all__ = [
     "logsumexp",
     "merge",
     "softmax",
+    "top_k_softmax",
 ]
