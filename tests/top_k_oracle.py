@@ -56,8 +56,7 @@ def rows(n: int, dtype: Any, seed: int = 0) -> np.ndarray:
     unknown[rng.integers(n)] = np.nan
     clustered[n // 2 : n // 2 + 40] += 30
     ties = rng.integers(-1, 3, (3, n)).astype(np.float64)
-    ties[1:] *= rng.choice([-1.0, 1.0], n)  # zeros of both signs, which are equal
     ties[2, rng.random(n) < 0.5] = -INF
     ordered = np.linspace(-9, 9, n)
-    constant = np.stack([np.zeros(n), np.full(n, -INF), np.full(n, 7.0)])
+    constant = np.stack([rng.choice([-0.0, 0.0], n), np.full(n, -INF), np.full(n, 7.0)])
     return np.concatenate([normal, ties, constant, ordered[None], ordered[None, ::-1]]).astype(dtype)

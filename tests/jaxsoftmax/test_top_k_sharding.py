@@ -44,14 +44,14 @@ def put(x: Any, spec: P) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh(), spec))
 
 
-def exchanged(function: Callable[..., Any], *operands: jax.Array) -> list[tuple[str, int]]:
-    """Every collective in the compiled program, and how many numbers its result has."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
+def run(function: Callable[..., Any], *operands: jax.Array) -> tuple[Any, list[tuple[str, int]]]:
+    """The result, and every collective in the compiled program with how many numbers it gives."""
+    compiled = jax.jit(function).lower(*operands).compile()
+    found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
     sizes = lambda types: [
         math.prod(map(int, filter(None, t.split(",")))) for t in re.findall(r"\w\[([\d,]*)\]", types)
     ]
-    return [(name, sum(sizes(types))) for types, name in found]
+    return compiled(*operands), [(name, sum(sizes(types))) for types, name in found]
 
 
 def selected(x: jax.Array, k: int = K, **keywords: Any) -> tuple[jax.Array, jax.Array]:
@@ -76,119 +76,113 @@ def agree(got: jax.Array, normalize: str) -> None:
     assert np.isnan(got[has_nan]).any(-1).all()
 
 
-def right(function: Callable[..., Any], x: jax.Array, normalize: str = "all") -> None:
-    top_k_oracle.check(lambda _, k, **keywords: jax.jit(functools.partial(function, **keywords))(x), X, K,
-                       normalize=normalize)  # fmt: skip
+def right(got: Any, x: Any = X, k: int = K, normalize: str = "all") -> None:
+    """Whether probabilities and indices are those of `x`."""
+    top_k_oracle.check(lambda *_, **__: got, x, k, normalize=normalize)
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "stand-in"])
+@pytest.fixture
 def kernels(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue("stand_ins") if request.param else None
+    return request.getfixturevalue("stand_ins") if request.param == "kernels" else None
 
 
-@pytest.mark.parametrize("spec", ROWS, ids=str)
-@pytest.mark.parametrize("normalize", ["all", "top_k"])
+def cases(specs: list[P]) -> pytest.MarkDecorator:
+    ways = [("reference", "all"), ("kernels", "top_k"), ("kernels", "all")]
+    both = [(spec, *way) for spec, way in zip(specs, ways, strict=True)]
+    return pytest.mark.parametrize("spec, kernels, normalize", both, indirect=["kernels"], ids=str)
+
+
+@cases(ROWS)
 def test_rows_need_no_exchange(kernels: Any, spec: P, normalize: str) -> None:
     x = put(X, spec)
-    assert exchanged(functools.partial(selected, normalize=normalize), x) == []
-    assert exchanged(jax.grad(functools.partial(loss, normalize=normalize)), x) == []
-    right(selected, x, normalize)
-    agree(jax.jit(jax.grad(loss), static_argnums=1)(x, normalize), normalize)
-    for part in jax.jit(selected)(x):
-        assert part.sharding.is_equivalent_to(NamedSharding(mesh(), spec), 3)
+    got, moved = run(functools.partial(selected, normalize=normalize), x)
+    assert moved == []
+    right(got, normalize=normalize)
+    assert all(part.sharding.is_equivalent_to(NamedSharding(mesh(), spec), 3) for part in got)
+    got, moved = run(jax.grad(functools.partial(loss, normalize=normalize)), x)
+    assert moved == []
+    agree(got, normalize)
     if kernels:
         c = _selection.chunk_size(SHAPE[-1], K)
-        parts = 4 if spec == P("d") else 8
-        assert (32 // parts * SHAPE[-1] // c, c, 1) in kernels.ran(Op.STATS)
+        assert (32 // 8 * SHAPE[-1] // c, c, 1) in kernels.ran(Op.STATS)
 
 
-@pytest.mark.parametrize("spec", COLUMNS, ids=str)
-@pytest.mark.parametrize("normalize", ["all", "top_k"])
+@cases(COLUMNS)
 def test_cut_rows_exchange_k_numbers_once(kernels: Any, spec: P, normalize: str) -> None:
     x = put(X, spec)
     devices = math.prod(mesh().shape[name] for name in np.ravel(spec[2]))
     rows = 32 // (1 if spec[0] is None else mesh().shape[spec[0]])
-    assert exchanged(functools.partial(selected, normalize=normalize), x) == [
-        ("all-reduce", rows * devices * (2 * K + 2))
-    ]
-    right(selected, x, normalize)
-    moved = exchanged(jax.grad(functools.partial(loss, normalize=normalize)), x)
+    got, moved = run(functools.partial(selected, normalize=normalize), x)
+    assert moved == [("all-reduce", rows * devices * (2 * K + 2))]
+    right(got, normalize=normalize)
+    got, moved = run(jax.grad(functools.partial(loss, normalize=normalize)), x)
     assert sum(size for _, size in moved) <= rows * devices * (3 * K + 2)
     assert {name for name, _ in moved} == {"all-reduce"}
-    agree(jax.jit(jax.grad(loss), static_argnums=1)(x, normalize), normalize)
+    agree(got, normalize)
     if kernels:
         assert {cols for _, cols, _ in kernels.ran(Op.STATS)} == {_selection.chunk_size(SHAPE[-1] // devices, K)}
 
 
 def test_more_wanted_than_a_device_has() -> None:
     x = X[..., :40]
-    for k in (6, 17, 40):
-        cut = put(x, P(None, None, ("d", "m")))
-        top_k_oracle.check(lambda _, k, cut=cut, **__: jax.jit(functools.partial(selected, k=k))(cut), x, k)
+    for k in (6, 17):
+        right(jax.jit(selected, static_argnums=1)(put(x, P(None, None, ("d", "m"))), k), x, k)
     with jax.enable_x64(True):
         wide = x.astype(np.float64) / 3
-        cut = put(wide, P("d", None, "m"))
-        top_k_oracle.check(lambda _, k, **__: jax.jit(functools.partial(selected, k=k))(cut), wide, 33)
+        right(jax.jit(selected, static_argnums=1)(put(wide, P("d", None, "m")), 33), wide, 33)
 
 
 def test_columns_that_do_not_divide() -> None:
     x = X[..., :3195]
-    halves = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(None, None, "m")))
-    top_k_oracle.check(lambda x, k, **__: jax.jit(lambda x: selected(halves(x)))(x), x, K)
+    cut = NamedSharding(mesh(), P(None, None, ("d", "m")))
+    right(jax.jit(lambda x: selected(jax.lax.with_sharding_constraint(x, cut)))(x), x)
 
 
-def test_tangents_of_cut_rows(kernels: Any) -> None:
+def test_tangents_of_cut_rows(stand_ins: Any) -> None:
     x, t = X[3:4], T[3:4]
     pushed = lambda x, t: jax.jvp(lambda x: selected(x)[0], (x,), (t,))[1]
-    want = jax.jit(pushed)(x, t)
-    for spec in (P(None, None, "d"), P(None, None, ("d", "m"))):
-        np.testing.assert_allclose(jax.jit(pushed)(put(x, spec), put(t, spec)), want, rtol=1e-4, atol=1e-8)
-        assert {name for name, _ in exchanged(pushed, put(x, spec), put(t, spec))} == {"all-reduce"}
+    spec = P(None, None, ("d", "m"))
+    got, moved = run(pushed, put(x, spec), put(t, spec))
+    np.testing.assert_allclose(got, jax.jit(pushed)(x, t), rtol=1e-4, atol=1e-8)
+    assert {name for name, _ in moved} == {"all-reduce"}
 
 
-def test_vmap_of_a_sharded_axis(kernels: Any) -> None:
-    mapped = lambda x, **keywords: tuple(jnp.moveaxis(p, 0, 1) for p in jax.vmap(
-        functools.partial(selected, **keywords), 1)(x))  # fmt: skip
-    assert exchanged(mapped, put(X, P(None, "d"))) == []
-    right(mapped, put(X, P(None, "d")))
+def test_vmap_of_a_sharded_axis(stand_ins: Any) -> None:
+    got, moved = run(jax.vmap(selected, 1, 1), put(X, P(None, "d")))
+    assert moved == []
+    right(got)
 
 
-def test_shard_map(kernels: Any) -> None:
-    spec = P("d", "m")
-    for normalize in ("all", "top_k"):
-        inside = jax.shard_map(
-            functools.partial(selected, normalize=normalize), mesh=mesh(), in_specs=spec, out_specs=spec
-        )
-        right(lambda x, inside=inside, **_: inside(x), jnp.asarray(X), normalize)
-        mapped = jax.shard_map(
-            jax.grad(functools.partial(loss, normalize=normalize)), mesh=mesh(), in_specs=spec, out_specs=spec
-        )
-        agree(jax.jit(mapped)(X), normalize)
-
-
-def test_partly_manual_regions_keep_rows_local(kernels: Any) -> None:
-    mapped = jax.shard_map(selected, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
-    assert exchanged(mapped, put(X, P("d", "m"))) == []
-    for spec in (P("d", "m"), P("d", None, "m")):
-        right(lambda x, **_: mapped(x), put(X, spec))
-
-
-@pytest.mark.parametrize("spec", [P("d", "m", None), P("d", None, "m"), P(None, None, ("d", "m"))], ids=str)
 @pytest.mark.parametrize("normalize", ["all", "top_k"])
+def test_shard_map(stand_ins: Any, normalize: str) -> None:
+    over = functools.partial(jax.shard_map, mesh=mesh(), in_specs=P("d", "m"), out_specs=P("d", "m"))
+    right(jax.jit(over(functools.partial(selected, normalize=normalize)))(X), normalize=normalize)
+    agree(jax.jit(over(jax.grad(functools.partial(loss, normalize=normalize))))(X), normalize)
+
+
+def test_partly_manual_regions_keep_rows_local(stand_ins: Any) -> None:
+    mapped = jax.shard_map(selected, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
+    got, moved = run(mapped, put(X, P("d", "m")))
+    assert moved == []
+    right(got)
+    right(jax.jit(mapped)(put(X, P("d", None, "m"))))
+
+
+@cases([P("d", "m", None), P("d", None, "m"), P(None, None, ("d", "m"))])
 def test_explicit_meshes(kernels: Any, spec: P, normalize: str) -> None:
+    pushed = lambda x, t: jax.jvp(lambda x: selected(x, normalize=normalize)[0], (x,), (t,))[1]
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x, t = jax.device_put(X, spec), jax.device_put(T, spec)
-        got = jax.jit(selected)(x)
+        got, moved = run(functools.partial(selected, normalize=normalize), x)
         assert all(jax.typeof(part).sharding.spec == P(*spec[:2], None) for part in got)
-        right(selected, x, normalize)
-        moved = exchanged(functools.partial(selected, normalize=normalize), x)
         assert [name for name, _ in moved] == ([] if spec[2] is None else ["all-reduce"])
-        found = jax.jit(jax.grad(loss), static_argnums=1)(x, normalize)
+        right(got, normalize=normalize)
+        found, moved = run(jax.grad(functools.partial(loss, normalize=normalize)), x)
+        assert {name for name, _ in moved} <= {"all-reduce"}
         assert jax.typeof(found).sharding.spec == spec
         agree(found, normalize)
-        pushed = lambda x, t: jax.jvp(lambda x: selected(x, normalize=normalize)[0], (x,), (t,))[1]
-        tangent = jax.jit(pushed)(x, t)
-        assert {name for name, _ in exchanged(pushed, x, t)} <= {"all-reduce"}
-    want = jax.jit(pushed)(X, T)
-    finite = np.isfinite(np.asarray(want))
-    np.testing.assert_allclose(np.asarray(tangent)[finite], np.asarray(want)[finite], rtol=1e-4, atol=1e-7)
+        tangent, moved = run(pushed, x, t)
+        assert {name for name, _ in moved} <= {"all-reduce"}
+    want = np.asarray(jax.jit(pushed)(X, T))
+    finite = np.isfinite(want)
+    np.testing.assert_allclose(np.asarray(tangent)[finite], want[finite], rtol=1e-4, atol=1e-7)
