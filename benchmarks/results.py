@@ -28,8 +28,9 @@ class Results:
         return Results(self._folder, topic)
 
     def case(self, name: str) -> dict[str, Any] | None:
-        """The newest run of "ours" on a case, with the newest run of torch's side beside it."""
-        found = next(self._with(name, lambda impl: impl == "ours"), None)
+        """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's side beside it."""
+        ours = list(self._with(name, lambda impl: impl == "ours"))
+        found = next((record for record in ours if "xla" in record["impls"]), ours[0] if ours else None)
         if found is None:
             return None
         beside = next(self._with(name, lambda impl: impl in peers.NAMES), {"impls": {}})
