@@ -68,6 +68,16 @@ OPS = [
     "log_softmax_bwd_bf16_8192x128256",
     "log_softmax_value_and_vjp_bf16_32768x4096",
     "logsumexp_fwd_bf16_32768x4096",
+    "cross_entropy_fwd_f32_8192x128256",
+    "cross_entropy_value_and_grad_bf16_8192x50257",
+    "cross_entropy_value_and_grad_mean_bf16_8192x32000",
+    "cross_entropy_fwd_bf16_8192x128256_smoothed_capped",
+    "cross_entropy_value_and_grad_bf16_8192x128256_smoothed_capped",
+    "cross_entropy_fwd_bf16_8192x128256_half_ignored",
+    "cross_entropy_value_and_grad_bf16_8192x128256_half_ignored",
+    "cross_entropy_value_and_grad_f16_8192x128256",
+    "top_k_fwd_bf16_64x32000_k1",
+    "top_k_fwd_bf16_64x32000_k64",
 ]
 
 
@@ -99,6 +109,67 @@ def test_a_wrong_result_gets_no_time(monkeypatch, fault):
     assert "us" not in record["impls"]["ours"]
     assert "WRONG" in report.line(record)
     assert "WRONG" in report.table([record])
+
+
+def _swapped(p, at):
+    return p, at.at[-1, 1:3].set(at[-1, 2:0:-1])
+
+
+LOSS_FAULTS = {
+    "cross_entropy_fwd_bf16_8192x32000": {
+        "another label": lambda x, y, right: right(x, y.at[-1].add(-1)),
+        "a loss in 16 bits": lambda x, y, right: right(x, y).astype(x.dtype).astype(jax.numpy.float32),
+        "a row unwritten": lambda x, y, right: right(x, y).at[3].set(0),
+    },
+    "cross_entropy_value_and_grad_bf16_8192x32000": {
+        "the sum for the mean": lambda x, y, right: (right(x, y)[0] * 8, right(x, y)[1]),
+        "no label in the gradient": lambda x, y, right: (right(x, y)[0], right(x, y.at[-1].add(-1))[1]),
+        "probabilities of nothing": lambda x, y, right: (right(x, y)[0], right(x, y)[1].at[3, 7:].set(0)),
+        "a gradient of the sum": lambda x, y, right: (right(x, y)[0], right(x, y)[1] * 8),
+    },
+    "top_k_fwd_bf16_64x32000_k8": {
+        "two swapped": lambda x, right: _swapped(*right(x)),
+        "one left out": lambda x, right: tuple(y[:, 1:9] for y in jax.lax.top_k(jax.nn.softmax(x), 9)),
+        "probabilities among the selected": lambda x, right: (jax.nn.softmax(jax.lax.top_k(x, 8)[0]), right(x)[1]),
+    },
+}
+
+
+@pytest.mark.parametrize("name, fault", [(name, fault) for name in LOSS_FAULTS for fault in LOSS_FAULTS[name]])
+def test_a_wrong_loss_gets_no_time(monkeypatch, name, fault):
+    build = variants.build
+
+    def broken(case, impl, **override):
+        program = build(case, impl, **override)
+        wrong = jax.jit(lambda *operands: LOSS_FAULTS[name][fault](*operands, program.function))
+        return variants.Program(wrong, program.operands) if impl == "ours" else program
+
+    monkeypatch.setattr(variants, "build", broken)
+    record = runner.run(_case(name), runner.Options(rounds=1))
+    assert record["impls"]["ours"]["status"] == "WRONG", record["impls"]["ours"]
+    assert "us" not in record["impls"]["ours"]
+
+
+@pytest.mark.parametrize("name", LOSS_FAULTS)
+def test_every_row_of_a_loss_is_looked_at(name):
+    """The loose check on the device, without the sampled rows, and in blocks: a fault in any row is seen."""
+    case = _case(name).shrunk(2**17)
+    (operands,) = variants.make_operands(case, 1, seed=0)
+    right = variants.build(case, "ours").function(*operands)
+    check = truth.every_row(case)
+    assert check(operands, right) <= 1
+    for row in range(case.rows):
+        wrong = jax.tree.map(lambda y, row=row: y.at[row].add(1) if y.ndim else y, right)
+        assert not check(operands, wrong) <= 1
+
+
+def test_labels_are_of_every_kind():
+    case = _case("cross_entropy_fwd_bf16_8192x32000")
+    y = variants.losses.labels(case, jax.random.key(0))
+    assert (y[0], y[-1]) == (0, case.cols - 1)
+    assert len(set(y.tolist())) > 7000
+    case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
+    assert (variants.losses.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
@@ -182,3 +253,30 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
     assert record["impls"]["ours"]["us"] == 1000.0
     assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
     assert record["read"]["us"] == 1000.0
+
+
+def test_what_is_slow_is_launched_less_often(monkeypatch):
+    """The path of a GPU run in which XLA takes long, with and without sessions apart."""
+    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic", "read")}
+
+    def kernels(schedule):
+        launched = [variant.name for _, variant in schedule.slots()]
+        schedule()
+        if together and len(set(launched)) > 1:
+            raise RuntimeError("kernels of no one")
+        for name in rounds:
+            rounds[name].append(launched.count(name))
+        return [(name, 30.0 if name == "xla" else 1.0) for name in launched]
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "_device_kernels", kernels)
+    monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
+    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
+    for together in (False, True):
+        record = runner.run(_case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17), runner.Options(rounds=4))
+        assert record["clock"] == ("cupti, each round apart" if together else "cupti")
+        assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
+        assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]
+        assert record["impls"]["xla"]["launches"] == 2
