@@ -93,5 +93,7 @@ def _top_k_row(case: Case, ulps: float) -> Any:
 
 def _off(got: jax.Array, want: jax.Array, size: jax.Array, ulps: float, dtype: str = "float32") -> jax.Array:
     info = jnp.finfo(dtype)
-    off = jnp.abs(got.astype(jnp.float32) - want) / (ulps * float(info.eps) * jnp.maximum(size, float(info.tiny)))
+    # Not below what float32 has as a normal number: 0 / 0 is no deviation.
+    allowed = jnp.maximum(ulps * float(info.eps) * jnp.maximum(size, float(info.tiny)), jnp.finfo(jnp.float32).tiny)
+    off = jnp.abs(got.astype(jnp.float32) - want) / allowed
     return jnp.where(jnp.isnan(off), jnp.inf, off).max()

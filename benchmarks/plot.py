@@ -69,7 +69,8 @@ def _units(records: Sequence[Record], device: str, path: pathlib.Path) -> pathli
         axes.set_xscale("log", base=2)
         axes.set_ylim(0)
         axes.grid(alpha=0.3)
-        axes.legend()
+        if mine:
+            axes.legend()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path

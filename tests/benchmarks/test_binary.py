@@ -1,5 +1,6 @@
 """The binary on a machine without a GPU: gate, report, result file, and that a wrong result never gets a time."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -69,13 +70,10 @@ OPS = [
     "log_softmax_value_and_vjp_bf16_32768x4096",
     "logsumexp_fwd_bf16_32768x4096",
     "cross_entropy_fwd_f32_8192x128256",
-    "cross_entropy_value_and_grad_bf16_8192x50257",
     "cross_entropy_value_and_grad_mean_bf16_8192x32000",
     "cross_entropy_fwd_bf16_8192x128256_smoothed_capped",
     "cross_entropy_value_and_grad_bf16_8192x128256_smoothed_capped",
-    "cross_entropy_fwd_bf16_8192x128256_half_ignored",
     "cross_entropy_value_and_grad_bf16_8192x128256_half_ignored",
-    "cross_entropy_value_and_grad_f16_8192x128256",
     "top_k_fwd_bf16_64x32000_k1",
     "top_k_fwd_bf16_64x32000_k64",
 ]
@@ -135,32 +133,18 @@ LOSS_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name, fault", [(name, fault) for name in LOSS_FAULTS for fault in LOSS_FAULTS[name]])
-def test_a_wrong_loss_gets_no_time(monkeypatch, name, fault):
-    build = variants.build
-
-    def broken(case, impl, **override):
-        program = build(case, impl, **override)
-        wrong = jax.jit(lambda *operands: LOSS_FAULTS[name][fault](*operands, program.function))
-        return variants.Program(wrong, program.operands) if impl == "ours" else program
-
-    monkeypatch.setattr(variants, "build", broken)
-    record = runner.run(_case(name), runner.Options(rounds=1))
-    assert record["impls"]["ours"]["status"] == "WRONG", record["impls"]["ours"]
-    assert "us" not in record["impls"]["ours"]
-
-
 @pytest.mark.parametrize("name", LOSS_FAULTS)
-def test_every_row_of_a_loss_is_looked_at(name):
-    """The loose check on the device, without the sampled rows, and in blocks: a fault in any row is seen."""
-    case = _case(name).shrunk(2**17)
+def test_a_wrong_loss_is_seen_in_whatever_row(name):
+    case = _case(name).shrunk(2**18)
     (operands,) = variants.make_operands(case, 1, seed=0)
-    right = variants.build(case, "ours").function(*operands)
-    check = truth.every_row(case)
-    assert check(operands, right) <= 1
-    for row in range(case.rows):
-        wrong = jax.tree.map(lambda y, row=row: y.at[row].add(1) if y.ndim else y, right)
-        assert not check(operands, wrong) <= 1
+    ours, xla = (variants.build(case, impl).function for impl in ("ours", "xla"))
+    right, reference, check = ours(*operands), xla(*operands), truth.every_row(case)
+    assert truth.judge(case, operands, right, reference, check).right
+    for fault, wrong in LOSS_FAULTS[name].items():
+        verdict = truth.judge(case, operands, wrong(*operands, ours), reference, check)
+        assert not verdict.right, (fault, verdict.describe())
+    for row in range(case.rows):  # by the loose check, without the sampled rows
+        assert not check(operands, jax.tree.map(lambda y, row=row: y.at[row].add(1) if y.ndim else y, right)) <= 1
 
 
 def test_labels_are_of_every_kind():
@@ -274,8 +258,10 @@ def test_what_is_slow_is_launched_less_often(monkeypatch):
     monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
     monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
     monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
+    case = _case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
     for together in (False, True):
-        record = runner.run(_case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17), runner.Options(rounds=4))
+        with pytest.warns(UserWarning, match="kernels of no one") if together else contextlib.nullcontext():
+            record = runner.run(case, runner.Options(rounds=4))
         assert record["clock"] == ("cupti, each round apart" if together else "cupti")
         assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
         assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]

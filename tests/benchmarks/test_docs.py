@@ -14,7 +14,7 @@ from pallas_kernels import softmax
 def _record(name, ours=None, **others):
     (case,) = [case for case in cases.all_cases() if case.name == name]
     described = {"name": name, "op": case.op, "pass": case.pass_, "rows": case.rows, "cols": case.cols}
-    described |= {"dtype": case.dtype, "tags": sorted(case.tags), "source": case.source}
+    described |= {"dtype": case.dtype, "tags": sorted(case.tags), "source": case.source, "options": case.options}
     copy = {"method": "copy:torch", "us": 31.0, "tb_per_s": 4.2}
     impls = {name.replace("rung_", "rung:"): entry for name, entry in others.items()}
     impls |= {"ours": ours} if ours else {}
