@@ -1,4 +1,8 @@
-"""Cross entropy and top-k softmax on torch's side, for `peers`: imports no JAX."""
+"""Cross entropy and top-k softmax on torch's side, for `peers`: imports no JAX.
+
+"value_and_grad" is what a library does in the fewest passes, so quack's kernel that writes the gradient of the sum;
+"value_and_grad_mean" is the mean loss and its gradient by autograd. All but quack have one way for both.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -21,6 +25,8 @@ def peer(torch: Any, name: str, case: Mapping[str, Any]) -> tuple[Callable[..., 
     if case["op"] == "top_k":
         return _top_k(torch, name, case["options"]["k"]), lambda x: (x,)
     loss = _loss(torch, name, case)
+    if name == "quack" and case["pass"] == "value_and_grad":
+        return _quack_in_one, lambda x, y: (x, y)
     if case["pass"] == "fwd":
         return lambda x, y: loss(x, y, reduction="none"), lambda x, y: (x.clone(), y)
 
@@ -36,6 +42,11 @@ def _top_k(torch: Any, name: str, k: int) -> Callable[..., Any]:
         raise NotImplementedError(f"{name} has no top-k softmax of such rows")
     select = lambda x: torch.topk(torch.softmax(x, -1), k)
     return select if name == "torch" else torch.compile(select, dynamic=False)
+
+
+def _quack_in_one(x, y):
+    losses, gradient = importlib.import_module("quack.cross_entropy").cross_entropy_fwd(x, y, return_dx=True)
+    return losses.sum(), gradient
 
 
 def _loss(torch: Any, name: str, case: Mapping[str, Any]) -> Callable[..., Any]:

@@ -5,13 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, models, peers, probes, report, runner, timing, truth, variants
+from benchmarks import cases, losses, models, peers, probes, report, runner, timing, truth, variants
+from pallas_kernels import reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,13 +149,28 @@ def test_a_wrong_loss_is_seen_in_whatever_row(name):
         assert not check(operands, jax.tree.map(lambda y, row=row: y.at[row].add(1) if y.ndim else y, right)) <= 1
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
+def test_a_rung_has_the_loss_around_it(pass_):
+    case = _case(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk(2**17)
+    (operands,) = variants.make_operands(case, 1, seed=0)
+    kernel = getattr(reference, case.problems[0].op.value)
+
+    def run(x, *rows):
+        return kernel(x, *(row[:, None] for row in rows), axes=(1,))
+
+    function, take = losses.rung(case, types.SimpleNamespace(run=run))
+    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), losses.ours(case)(*operands)))
+    for got, want in zip(*outputs, strict=True):
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-5)
+
+
 def test_labels_are_of_every_kind():
     case = _case("cross_entropy_fwd_bf16_8192x32000")
-    y = variants.losses.labels(case, jax.random.key(0))
+    y = losses.labels(case, jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
     assert len(set(y.tolist())) > 7000
     case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
-    assert (variants.losses.labels(case, jax.random.key(0)) == -100).sum() == 4096
+    assert (losses.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
