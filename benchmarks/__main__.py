@@ -5,6 +5,7 @@ Examples:
   python -m benchmarks --tag=core --json=benchmarks/results/h200/core.json
   python -m benchmarks --op=softmax --pass=bwd --dtype=f16 --impl=ours,xla
   python -m benchmarks --tag=ladder --impl=ladder,xla --json=benchmarks/results/h200/ladder.json
+  python -m benchmarks --tag=cross_entropy,top_k --impl=ours,xla --json=losses.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
 """
 
@@ -23,7 +24,7 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import cases, environment, models, peers, plot, report, runner, timing, variants
 
-_OP = flags.DEFINE_list("op", [], "Operations: softmax, log_softmax, logsumexp.")
+_OP = flags.DEFINE_list("op", [], "Operations: softmax, log_softmax, logsumexp, cross_entropy, top_k.")
 _CASE = flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
 _DTYPE = flags.DEFINE_list("dtype", [], "float16 or f16, bfloat16 or bf16, float32 or f32.")
 _PASS = flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
@@ -79,8 +80,8 @@ class Session:
         if self.options.impls:
             record = runner.run(case, self.options)
         else:
-            clock = {"clock": "cuda events", "copy": None, "impls": {}, "least_bytes": models.least_bytes(case)}
-            record = {"case": runner.describe(case), **clock}
+            sizes = {"least_bytes": models.least_bytes(case), "operand_bytes": models.operand_bytes(case)}
+            record = {"case": runner.describe(case), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
         if self.peer_names:
             answer = self.peers.measure(_for_peers(case))
             record["peers_copy"] = answer["copy"]
@@ -127,7 +128,8 @@ def load_tests(*_) -> unittest.TestSuite:
 def _for_peers(case: cases.Case) -> dict:
     operand = models.operand_bytes(case)
     buffers = timing.buffers_needed(operand, hot=case.hot)
-    return runner.describe(case) | {"least_bytes": models.least_bytes(case), "buffers": buffers}
+    traffic = {"least_bytes": models.least_bytes(case), "copied_bytes": models.copied_bytes(case)}
+    return runner.describe(case) | traffic | {"buffers": buffers}
 
 
 def main() -> None:

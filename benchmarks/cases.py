@@ -2,20 +2,23 @@
 
 Tags: `core` (under two minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes),
 `smoke` (what a CPU runs by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the
-working set fits in L2 and buffers are not rotated: launch and latency show, not bandwidth), and one per source.
+working set fits in L2 and buffers are not rotated: launch and latency show, not bandwidth), `cross_entropy` and `top_k`
+(a run each, beside `standard`), and one per source.
 """
 
 import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.problem import Op, Problem
 
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-PASSES = ("fwd", "bwd", "value_and_vjp", "call")
+PASSES = ("fwd", "bwd", "value_and_vjp", "call", "value_and_grad", "value_and_grad_mean")
+_OWN_RUNS = frozenset({"cross_entropy", "top_k", "extended"})
 
 # Rows that give every width at least 64 MB in 16 bits (128 MB moved).
 SWEEP = {
@@ -44,14 +47,24 @@ CORE = {
     "bfloat16": (256, 8192, 65536),
     "float32": (1024, 8192, 32768, 131072),
 }
+LOSS_SHAPES = {32000: 8192, 50257: 8192, 128256: 8192, 151936: 4096, 262144: 4096}
+TOP_K = (1, 8, 64)
+# What a call is given by name, by the end of the case's name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "smoothed_capped": {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_soft_cap": 30.0},
+    "half_ignored": {"ignore_index": -100},
+    **{f"k{k}": {"k": k} for k in TOP_K},
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One measurement: an operation on `[rows, cols]`, along the columns.
 
-    `pass_` is "fwd", "bwd" (residual and cotangent to gradient), "value_and_vjp" (both, in one jitted function) or
-    "call" (what one small call costs).
+    `pass_` is "fwd", "bwd" (residual and cotangent to gradient), "value_and_vjp" (both, in one jitted function), "call"
+    (what one small call costs), or for a loss "value_and_grad" (of the sum of losses weighted by 1 / rows) or
+    "value_and_grad_mean" (of their mean). `variant` is a key of `OPTIONS`.
     """
 
     op: str
@@ -61,10 +74,16 @@ class Case:
     dtype: str
     source: str
     tags: frozenset[str]
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}"
+        end = f"_{self.variant}" if self.variant else ""
+        return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}{end}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return OPTIONS[self.variant]
 
     @property
     def hot(self) -> bool:
@@ -74,10 +93,11 @@ class Case:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What the kernels are asked for, in order."""
-        forward = Op.STATS if self.op == "logsumexp" else Op(self.op)
+        forward = Op.STATS if self.op in ("logsumexp", "top_k") else Op(self.op)
         backward = {"softmax": Op.SOFTMAX_TANGENT, "log_softmax": Op.LOG_SOFTMAX_COTANGENT}.get(self.op)
         ops = {"fwd": (forward,), "call": (forward,), "bwd": (backward,), "value_and_vjp": (forward, backward)}
-        return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in ops[self.pass_])
+        chosen = ops.get(self.pass_, (Op.CROSS_ENTROPY_GRADIENT,))
+        return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in chosen)
 
     def shrunk(self, elements: int) -> "Case":
         """The case with as many rows as fit in `elements` (one at least): for machines without the memory or speed."""
@@ -99,7 +119,7 @@ def _all_cases() -> tuple[Case, ...]:
             case = dataclasses.replace(known, source="; ".join(sources), tags=known.tags | case.tags)
         merged[case.name] = case
     return tuple(
-        case if "extended" in case.tags else dataclasses.replace(case, tags=case.tags | {"standard"})
+        case if case.tags & _OWN_RUNS else dataclasses.replace(case, tags=case.tags | {"standard"})
         for case in merged.values()
     )
 
@@ -128,8 +148,8 @@ def select(
     )
 
 
-def _case(op: str, pass_: str, rows: int, cols: int, dtype: str, source: str, *tags: str) -> Case:
-    return Case(op, pass_, rows, cols, dtype, source, frozenset(tags))
+def _case(op: str, pass_: str, rows: int, cols: int, dtype: str, source: str, *tags: str, variant: str = "") -> Case:
+    return Case(op, pass_, rows, cols, dtype, source, frozenset(tags), variant)
 
 
 def _declared() -> Iterator[Case]:
@@ -139,6 +159,8 @@ def _declared() -> Iterator[Case]:
     yield from _extremes()
     yield from _backward()
     yield from _other_ops()
+    yield from _cross_entropy()
+    yield from _top_k()
 
 
 def _forward_sweep() -> Iterator[Case]:
@@ -204,3 +226,27 @@ def _other_ops() -> Iterator[Case]:
         yield _case(op, "fwd", 4096, 131072, "float32", "losses", "losses")
     yield _case("log_softmax", "bwd", 8192, 128256, "bfloat16", "losses", "losses")
     yield _case("log_softmax", "value_and_vjp", 32768, 4096, "bfloat16", "losses", "losses")
+
+
+def _cross_entropy() -> Iterator[Case]:
+    case = functools.partial(_case, "cross_entropy")
+    source = "losses over vocabularies"
+    for pass_ in ("fwd", "value_and_grad", "value_and_grad_mean"):
+        for cols, rows in LOSS_SHAPES.items():
+            smoke = ("smoke",) if cols == 32000 else ()
+            yield case(pass_, rows, cols, "bfloat16", source, "cross_entropy", *smoke)
+    for pass_ in ("fwd", "value_and_grad"):
+        for dtype in ("float16", "float32"):
+            yield case(pass_, 8192, 128256, dtype, source, "extended")
+        for variant in ("smoothed_capped", "half_ignored"):
+            yield case(pass_, 8192, 128256, "bfloat16", source, "extended", variant=variant)
+        yield case(pass_, 64, 128256, "bfloat16", "few rows", "extended", "hot")
+
+
+def _top_k() -> Iterator[Case]:
+    for cols, most in ((32000, 8192), (128256, 8192), (262144, 4096)):
+        for rows in (1, 64, most):
+            tags = ("top_k", "hot") if rows <= 64 else ("top_k",)
+            for k in TOP_K:
+                smoke = ("smoke",) if (rows, cols, k) == (64, 32000, 8) else ()
+                yield _case("top_k", "fwd", rows, cols, "bfloat16", "sampling", *tags, *smoke, variant=f"k{k}")

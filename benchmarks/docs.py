@@ -40,6 +40,14 @@ README_BACKWARD = (
     "softmax_value_and_vjp_bf16_32768x4096",
     "softmax_value_and_vjp_bf16_8192x128256",
 )
+_PASS_WORDS = {
+    "fwd": "",
+    "bwd": " backward",
+    "value_and_vjp": " value and vjp",
+    "call": " call",
+    "value_and_grad": " value and gradient",
+    "value_and_grad_mean": " value and gradient of `.mean()`",
+}
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -59,9 +67,18 @@ def chosen(names: Iterable[str]) -> Callable[[Results], str]:
 
 
 def everything(results: Results) -> str:
-    """Every measured case."""
+    """Every measured case of softmax and its kin."""
+    return _comparison((r for r in _in_order(results) if r["case"]["op"] not in ("cross_entropy", "top_k")), results)
+
+
+def of_op(op: str, facts: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> Callable[[Results], str]:
+    """Every measured case of an operation, `facts` being the columns between the time and the peers."""
+    return lambda results: _comparison((r for r in _in_order(results) if r["case"]["op"] == op), results, facts)
+
+
+def _in_order(results: Results) -> list[Mapping[str, Any]]:
     order = {case.name: i for i, case in enumerate(cases.all_cases())}
-    return _comparison(sorted(results.records(), key=lambda r: order.get(r["case"]["name"], len(order))), results)
+    return sorted(results.records(), key=lambda r: order.get(r["case"]["name"], len(order)))
 
 
 def targets(results: Results) -> str:
@@ -98,6 +115,15 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "forward": chosen(README_FORWARD),
     "backward": chosen(README_BACKWARD),
     "everything": everything,
+    "cross_entropy": of_op(
+        "cross_entropy",
+        {
+            "units": lambda record: _number(report.units(record, "ours"), ".2f"),
+            "extra memory": lambda record: _number(report.extra_memory(record, "ours"), ".2%"),
+            "XLA's": lambda record: _number(report.extra_memory(record, "xla"), ".0%"),
+        },
+    ),
+    "top_k": of_op("top_k", {}),
     "targets": targets,
     "ladder_forward_f16": ladder("fwd", "f16"),
     "ladder_forward_f32": ladder("fwd", "f32"),
@@ -106,20 +132,29 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 
-def _comparison(records: Iterable[Mapping[str, Any]], results: Results) -> str:
+_SPEED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "TB/s": lambda record: _number(record["impls"]["ours"].get("tb_per_s"), ".2f"),
+    "of copy": lambda record: _number(record["impls"]["ours"].get("fraction_of_copy"), ".2f"),
+}
+
+
+def _comparison(
+    records: Iterable[Mapping[str, Any]],
+    results: Results,
+    facts: Mapping[str, Callable[[Mapping[str, Any]], str]] = _SPEED,
+) -> str:
     records = list(records)
     if not records:
         return NOT_MEASURED
     peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
-    heads = ["case", "us", "TB/s", "of copy", *(f"x {PEERS[peer]}" for peer in peers), "error, ulp"]
+    heads = ["case", "us", *facts, *(f"x {PEERS[peer]}" for peer in peers), "error, ulp"]
     rows = []
     for record in records:
         ours = record["impls"]["ours"]
         rows.append([
             title(record["case"]),
             _number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
-            _number(ours.get("tb_per_s"), ".2f"),
-            _number(ours.get("fraction_of_copy"), ".2f"),
+            *(fact(record) for fact in facts.values()),
             *(_against(record, peer) for peer in peers),
             _number(ours.get("max_error_ulp"), ".1f"),
         ])  # fmt: skip
@@ -128,8 +163,9 @@ def _comparison(records: Iterable[Mapping[str, Any]], results: Results) -> str:
 
 def title(case: Mapping[str, Any]) -> str:
     """A case in words: "softmax f16 32768 x 1024"."""
-    words = {"fwd": "", "bwd": " backward", "value_and_vjp": " value and vjp", "call": " call"}[case["pass"]]
-    return f"{case['op']}{words} {cases.SHORT_DTYPES[case['dtype']]} {case['rows']} x {case['cols']}"
+    words = _PASS_WORDS[case["pass"]]
+    options = "".join(f", {name} {value:g}" for name, value in case.get("options", {}).items())
+    return f"{case['op']}{words} {cases.SHORT_DTYPES[case['dtype']]} {case['rows']} x {case['cols']}{options}"
 
 
 def _against(record: Mapping[str, Any], peer: str) -> str:
@@ -146,12 +182,10 @@ def _target_row(target: Target, results: Results) -> list[str]:
     if measured is None:
         return [target.label, must, goal, "-", "-", "-", "-"]
     worst, name, count = measured
-    if target.must is not None and worst < target.must:
+    if target.must is not None and not target.reached(worst, target.must):
         verdict = "**missed**"
     else:
-        verdict = (
-            "goal" if target.goal is not None and worst >= target.goal else "kept" if target.must else "below goal"
-        )
+        verdict = "goal" if target.reached(worst, target.goal) else "kept" if target.must else "below goal"
     return [target.label, must, goal, format(worst, ".3f"), verdict, f"`{name}`", str(count)]
 
 

@@ -3,13 +3,19 @@
 from benchmarks.cases import Case
 
 # Per element, exp counted as one: (scale, subtract, exp, add, multiply) forward; products and sums backward.
-_FLOPS = {"softmax": 5, "log_softmax": 5, "logsumexp": 4}
-_BACKWARD_FLOPS = {"softmax": 4, "log_softmax": 6}
+_FLOPS = {"softmax": 5, "log_softmax": 5, "logsumexp": 4, "cross_entropy": 4, "top_k": 4}
+_BACKWARD_FLOPS = {"softmax": 4, "log_softmax": 6, "cross_entropy": 2}
 
 
 def least_bytes(case: Case) -> int:
     """The traffic no implementation can go below: every operand read once, every result written once."""
-    return sum(problem.least_bytes for problem in case.problems)
+    unread = operand_bytes(case) // 2 if case.variant == "half_ignored" else 0
+    return sum(problem.least_bytes for problem in case.problems) - unread
+
+
+def copied_bytes(case: Case) -> int:
+    """The traffic of the copy beside it: as much, and for a loss the logits read and written once."""
+    return 2 * operand_bytes(case) if case.op == "cross_entropy" else least_bytes(case)
 
 
 def operand_bytes(case: Case) -> int:
@@ -21,5 +27,5 @@ def operand_bytes(case: Case) -> int:
 def flops(case: Case) -> int:
     """Arithmetic of the algorithm, not of any implementation of it."""
     forward = _FLOPS[case.op] if case.pass_ != "bwd" else 0
-    backward = _BACKWARD_FLOPS[case.op] if case.pass_ in ("bwd", "value_and_vjp") else 0
+    backward = 0 if case.pass_ in ("fwd", "call") else _BACKWARD_FLOPS[case.op]
     return case.rows * case.cols * (forward + backward)

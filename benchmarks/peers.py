@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks import peer_losses
+
 NAMES = ("torch", "torch_compile", "quack", "liger")
 _LAUNCHES = 10
 _GRAPHED_BYTES = 1 << 28
@@ -34,7 +36,7 @@ class Peers:
         self._child: subprocess.Popen | None = None
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer {"name", "copy", "impls"} to a case: name, op, pass, rows, cols, dtype, least_bytes, buffers."""
+        """The answer {"name", "copy", "impls"} to a case, described as in result files, with bytes and buffers."""
         if self._child is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
@@ -95,7 +97,7 @@ def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: 
     bursts = {name: _burst(torch, launch, case) for name, launch in variants.items()}
     times = _interleaved(torch, bursts, rounds)
     copy = _summary(times.pop("copy"))
-    copy = {"method": "torch", "tb_per_s": case["least_bytes"] / copy["us"] / 1e6, **copy}
+    copy = {"method": "torch", "tb_per_s": case["copied_bytes"] / copy["us"] / 1e6, **copy}
     for name, samples in times.items():
         impls[name] |= _summary(samples)
         impls[name]["tb_per_s"] = round(case["least_bytes"] / impls[name]["us"] / 1e6, 4)
@@ -110,13 +112,15 @@ def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: 
 
 def _operands(torch: Any, case: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     torch.manual_seed(0)
-    arrays = 1 if case["pass"] in ("fwd", "call") else 2
     shape, kind = (case["rows"], case["cols"]), {"device": "cuda", "dtype": getattr(torch, case["dtype"])}
+    if case["op"] == "cross_entropy":
+        return [(torch.randn(shape, **kind), peer_losses.labels(torch, case)) for _ in range(case["buffers"])]
+    arrays = 1 if case["pass"] in ("fwd", "call") else 2
     return [tuple(torch.randn(shape, **kind) for _ in range(arrays)) for _ in range(case["buffers"])]
 
 
 def _copy(torch: Any, case: Mapping[str, Any]) -> Callable[[int], None]:
-    elements = max(1, case["least_bytes"] // 8)
+    elements = max(1, case["copied_bytes"] // 8)
     sources = [torch.empty(elements, dtype=torch.int32, device="cuda").random_() for _ in range(case["buffers"])]
     targets = [torch.empty_like(source) for source in sources]
     return lambda k: targets[k].copy_(sources[k])
@@ -124,6 +128,8 @@ def _copy(torch: Any, case: Mapping[str, Any]) -> Callable[[int], None]:
 
 def _peer(torch: Any, name: str, case: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]:
     """What to time, and how its arguments come from a case's operands."""
+    if case["op"] in peer_losses.OPS:
+        return peer_losses.peer(torch, name, case)
     forward = _forward(torch, name, case["op"])
     if case["pass"] in ("fwd", "call"):
         return forward, lambda x: (x,)
@@ -217,14 +223,20 @@ def _summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def _error(torch: Any, case: Mapping[str, Any], operands: Sequence[Any], out: Any) -> float | None:
-    """The error of the first and last rows, measured as ours is; None for gradients."""
-    if case["pass"] not in ("fwd", "call"):
+    """The error of the first and last rows, measured as ours is; None for gradients and selections."""
+    if case["pass"] not in ("fwd", "call") or case["op"] == "top_k":
         return None
     from benchmarks.oracle import errors, oracle
 
     ends = [0, -1]
     x = _to_numpy(torch, operands[0][ends])
-    truth, size = getattr(oracle, case["op"])(x, -1), None
+    if case["op"] == "cross_entropy":
+        names = {"label_smoothing": "smoothing", "logits_soft_cap": "soft_cap", "ignore_index": "ignored"}
+        options = {names.get(key) or key: value for key, value in case["options"].items()}
+        true = oracle.cross_entropy(x, _to_numpy(torch, operands[1][ends]), **options)
+        truth, size = true.loss, true.loss_terms + abs(true.lse)
+    else:
+        truth, size = getattr(oracle, case["op"])(x, -1), None
     if case["op"] == "log_softmax":
         size = oracle.log_softmax_terms(x, -1)
     return round(errors.max_error(_to_numpy(torch, out.detach()[ends]), truth, magnitude=size), 4)

@@ -4,6 +4,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks import report
+
 Record = Mapping[str, Any]
 
 
@@ -24,6 +26,9 @@ def draw(records: Sequence[Record], header: Mapping[str, Any], folder: pathlib.P
             path = folder / f"bandwidth_{op}_{pass_}_{dtype}.svg"
             _bandwidth(series, f"{op} {pass_}, {dtype}, {device}", path)
             drawn.append(path)
+    losses = [r for r in records if r["case"]["op"] == "cross_entropy" and "cross_entropy" in r["case"]["tags"]]
+    if losses:
+        drawn.append(_units(losses, device, folder / "cross_entropy.svg"))
     timed = [record for record in records if record.get("flops") and "us" in record["impls"].get("ours", {})]
     if timed:
         drawn.append(_roofline(timed, device, folder / "roofline.svg"))
@@ -49,6 +54,26 @@ def _bandwidth(records: Sequence[Record], title: str, path: pathlib.Path) -> Non
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _units(records: Sequence[Record], device: str, path: pathlib.Path) -> pathlib.Path:
+    """The cost of a loss against the vocabulary, in passes over the logits."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axes, pass_ in zip(panels, ("fwd", "value_and_grad"), strict=True):
+        mine = sorted((r for r in records if r["case"]["pass"] == pass_), key=lambda r: r["case"]["cols"])
+        for name in dict.fromkeys(name for record in mine for name in record["impls"]):
+            axes.plot(*_points(mine, lambda r, n=name: report.units(r, n)), "o-", label=name)
+        axes.set(xlabel="vocabulary", ylabel="passes over the logits", title=f"cross entropy {pass_}, {device}")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0)
+        axes.grid(alpha=0.3)
+        if mine:
+            axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
 
 
 def _points(records: Iterable[Record], value: Any) -> tuple[list[int], list[float]]:

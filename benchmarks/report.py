@@ -36,6 +36,8 @@ def _impl_lines(record: Record) -> Iterable[str]:
             parts.append(f"{entry['tb_per_s']:>6.3f} TB/s")
         if "fraction_of_copy" in entry:
             parts.append(f"{100 * entry['fraction_of_copy']:>5.1f}% of copy")
+        if record["case"]["op"] == "cross_entropy" and (cost := units(record, name)):
+            parts.append(f"{cost:.2f} units")
         if "us_per_iteration" in entry:
             parts.append(f"{entry['us_per_iteration']:.2f} us per loop iteration")
         if ours and name != "ours":
@@ -79,6 +81,21 @@ def ratio(record: Record, peer: str) -> float | None:
     if other.get("process") == ours.get("process") or "fraction_of_copy" not in other:
         return other["us"] / ours["us"]
     return ours["fraction_of_copy"] / other["fraction_of_copy"] if "fraction_of_copy" in ours else None
+
+
+def units(record: Record, name: str) -> float | None:
+    """Time as a multiple of what one pass over the logits takes at the copy's rate: a copy of them takes 2."""
+    fraction = record["impls"].get(name, {}).get("fraction_of_copy")
+    return record["least_bytes"] / record["operand_bytes"] / fraction if fraction else None
+
+
+def extra_memory(record: Record, name: str) -> float | None:
+    """Buffers and results beyond the least, the gradient, as a share of the logits' size."""
+    entry, size = record["impls"].get(name, {}), record["operand_bytes"]
+    if "output_bytes" not in entry:
+        return None
+    least = 0 if record["case"]["pass"] == "fwd" else size
+    return (entry["temp_bytes"] + entry["output_bytes"] - least) / size
 
 
 def write(path: pathlib.Path, header: Mapping[str, Any], records: Iterable[Record]) -> None:

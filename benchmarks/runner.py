@@ -38,6 +38,12 @@ class _Ready:
     def launch(self, k: int) -> Any:
         return self.compiled(*self.buffers[k])
 
+    def is_slow(self) -> bool:
+        """Whether a launch, which is not the first, takes long enough to launch it less often."""
+        started = time.perf_counter()
+        jax.block_until_ready(self.launch(0))
+        return time.perf_counter() - started > timing.SLOW_SECONDS
+
 
 def run(case: Case, options: Options) -> dict[str, Any]:
     """Measures `case`. Implementations that are wrong or decline are recorded with the reason and no time."""
@@ -53,10 +59,11 @@ def run(case: Case, options: Options) -> dict[str, Any]:
     operands = variants.make_operands(case, buffers, options.seed)
     ready, impls, schedule = _prepare(case, operands, buffers, options)
     right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
-    schedule = [*(timing.Variant(name, ready[name].launch) for name in right), *schedule]
+    schedule = [*(timing.Variant(name, ready[name].launch, ready[name].is_slow()) for name in right), *schedule]
     clock, timings, copies = _time(case, schedule, buffers, options)
     record |= {
         "least_bytes": models.least_bytes(case),
+        "operand_bytes": models.operand_bytes(case),
         "flops": models.flops(case),
         "buffers": buffers,
         "clock": clock,
@@ -75,8 +82,8 @@ def run(case: Case, options: Options) -> dict[str, Any]:
 def describe(case: Case) -> dict[str, Any]:
     """The case as JSON."""
     fields = dataclasses.asdict(case) | {"name": case.name, "tags": sorted(case.tags), "pass": case.pass_}
-    del fields["pass_"]
-    return fields
+    del fields["pass_"], fields["variant"]
+    return fields | {"options": case.options}
 
 
 def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
@@ -88,10 +95,14 @@ def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
     return found
 
 
-def _probes(case: Case, options: Options) -> list[Callable[[int, int], timing.Variant]]:
+def _probes(case: Case, buffers: int, options: Options) -> list[timing.Variant]:
     """What is timed beside the implementations in JAX's process."""
-    copies = [probes.copy_variant] if options.copy != "torch" or jax.default_backend() != "gpu" else []
-    return copies + ([probes.read_variant] if case.op == "logsumexp" else [])
+    found = []
+    if options.copy != "torch" or jax.default_backend() != "gpu":
+        found.append(probes.copy_variant(models.copied_bytes(case), buffers))
+    if all(problem.op.streams == 1 for problem in case.problems):
+        found.append(probes.read_variant(models.least_bytes(case), buffers))
+    return found
 
 
 def _prepare(
@@ -109,9 +120,9 @@ def _prepare(
                 own = program.buffers(operands)
                 built[name] = (program, own, pool.submit(program.function.lower(*own[0]).compile))
         xla, own, _ = built["xla"]
-        outputs = jax.eval_shape(xla.function, *own[0])
+        outputs = jax.eval_shape(lambda *operands: truth.widened(xla.function(*operands)), *own[0])
         check = pool.submit(truth.every_row(case).lower(operands[0], outputs).compile)
-        schedule = [probe(models.least_bytes(case), buffers) for probe in _probes(case, options)]
+        schedule = _probes(case, buffers, options)
     ready = {}
     for name, (program, own, compiled) in built.items():
         with _recorded(impls, name):
@@ -147,14 +158,15 @@ def _gate(
 
 def _judged(built: _Ready, verdict: truth.Verdict, *, is_reference: bool) -> dict[str, Any]:
     right = verdict.right or is_reference
-    program = built.program
+    program, memory = built.program, built.compiled.memory_analysis()
     return {
         "status": "ok" if right else "WRONG",
         **({} if right else {"reason": verdict.describe()}),
         "process": "jax",
         "max_error_ulp": round(verdict.error, 4),
         "allowed_error_ulp": round(verdict.allowed, 4),
-        "temp_bytes": built.compiled.memory_analysis().temp_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
         "kernel": program.kernel,
         "config": program.config,
         "bytes_moved": program.bytes_moved,
@@ -167,7 +179,7 @@ def _time(
 ) -> tuple[str, dict[str, timing.Timing], dict[str, tuple[float, int]]]:
     """Times implementations and probes together; copies as {method: (microseconds, bytes moved)}."""
     on_gpu = jax.default_backend() == "gpu"
-    size = models.least_bytes(case)
+    size = models.copied_bytes(case)
     torch_times = _torch_copy(size, buffers, options)
     clock, timings = timing.measure(
         schedule,

@@ -1,6 +1,8 @@
 """What the project promises, as data, and whether the committed results keep it."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +14,10 @@ Metric = Callable[[Mapping[str, Any], Results], float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The worst `metric` over the selected softmax cases is at least `must`, hopefully `goal`; a wrong one counts 0."""
+    """The worst `metric` over the selected cases is at least `must`, hopefully `goal`; a wrong one counts 0.
+
+    With `at_most`, the metric is a cost: the worst is the largest, and a wrong one counts infinity.
+    """
 
     label: str
     metric: Metric
@@ -22,20 +27,27 @@ class Target:
     passes: tuple[str, ...] = ("fwd",)
     dtypes: tuple[str, ...] = ()
     cols: Callable[[int], bool] = lambda cols: True
+    op: str = "softmax"
+    at_most: bool = False
 
     def select(self) -> tuple[cases.Case, ...]:
-        chosen = cases.select(ops=["softmax"], passes=self.passes, dtypes=self.dtypes, tags=self.tags)
+        chosen = cases.select(ops=[self.op], passes=self.passes, dtypes=self.dtypes, tags=self.tags)
         return tuple(case for case in chosen if self.cols(case.cols))
 
     def measured(self, results: Results) -> tuple[float, str, int] | None:
         """The worst value, the case that has it, and how many cases were measured."""
         records = [record for case in self.select() if (record := results.case(case.name)) is not None]
-        values = []
+        values, wrong = [], math.inf if self.at_most else 0.0
         for record in records:
-            value = self.metric(record, results) if record["impls"]["ours"]["status"] == "ok" else 0.0
+            value = self.metric(record, results) if record["impls"]["ours"]["status"] == "ok" else wrong
             if value is not None:
                 values.append((value, record["case"]["name"]))
-        return (*min(values), len(values)) if values else None
+        worst = max if self.at_most else min
+        return (*worst(values), len(values)) if values else None
+
+    def reached(self, value: float, bound: float | None) -> bool:
+        """Whether `value` is as good as `bound`; False without one."""
+        return bound is not None and (value <= bound if self.at_most else value >= bound)
 
 
 def of_copy(record: Mapping[str, Any], _: Results) -> float | None:
@@ -49,6 +61,14 @@ def bandwidth(record: Mapping[str, Any], _: Results) -> float | None:
 def times(peer: str) -> Metric:
     """How many times faster than `peer`."""
     return lambda record, _: report.ratio(record, peer)
+
+
+def units(record: Mapping[str, Any], _: Results) -> float | None:
+    return report.units(record, "ours")
+
+
+def extra_memory(record: Mapping[str, Any], _: Results) -> float | None:
+    return report.extra_memory(record, "ours")
 
 
 def loop_times_xla(record: Mapping[str, Any], _: Results) -> float | None:
@@ -87,6 +107,8 @@ def _wide(cols: int) -> bool:
 
 _MAIN = frozenset({"sweep", "htile", "msra"})
 _TRAINING = frozenset({"training"})
+_LOSS = functools.partial(Target, tags=frozenset({"cross_entropy"}), op="cross_entropy")
+_GRADIENT = functools.partial(_LOSS, passes=("value_and_grad",))
 TARGETS = (
     Target("forward, N = 1024 ... 262144: share of the copy", of_copy, 0.95, 0.98, _MAIN, cols=_wide),
     Target("the same: against XLA", times("xla"), None, 1.0, _MAIN, cols=_wide),
@@ -106,4 +128,10 @@ TARGETS = (
     Target("(8, 128) call: wall time against XLA", times("xla"), 1 / 1.1, 1.0, frozenset({"latency"}), ("call",)),
     Target("(8, 128) in a loop: against XLA", loop_times_xla, 1 / 1.1, 1.0, frozenset({"latency"}), ("call",)),
     Target("no memory beyond the output", no_extra_memory, 1.0, None, frozenset({"standard"}), ("fwd", "bwd")),
+    _LOSS("cross entropy: passes over the logits, at most", units, 1.15, 0.97, at_most=True),
+    _GRADIENT("cross entropy, value and gradient: passes, at most", units, 2.6, 2.15, at_most=True),
+    _GRADIENT("the same: against XLA", times("xla"), 3.0, None),
+    _GRADIENT("the same: memory beyond the gradient, share of the logits, at most", extra_memory, 0.01, None,
+              at_most=True),
+    Target("top-k softmax: against XLA", times("xla"), 3.0, 5.0, frozenset({"top_k"}), op="top_k"),
 )  # fmt: skip

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
+from benchmarks import losses
 from benchmarks.cases import Case
 from pallas_kernels import dispatch, hardware, softmax
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -49,9 +50,12 @@ class Declined(Exception):
 
 
 def make_operands(case: Case, count: int, seed: int) -> Buffers:
-    """`count` sets of standard-normal operands: the logits, and for a gradient its cotangent."""
-    arrays = 1 if case.pass_ in ("fwd", "call") else 2
+    """`count` sets of operands: standard-normal logits, and labels, or for a gradient its cotangent."""
+    arrays = 1 if case.pass_ in ("fwd", "call") and case.op != "cross_entropy" else 2
     keys = jax.random.split(jax.random.key(seed), count * arrays)
+    if case.op == "cross_entropy":
+        pairs = zip(keys[::2], keys[1::2], strict=True)
+        return [(_normal(k, (case.rows, case.cols), jnp.dtype(case.dtype)), losses.labels(case, y)) for k, y in pairs]
     flat = [_normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)) for key in keys]
     return [tuple(flat[i * arrays : (i + 1) * arrays]) for i in range(count)]
 
@@ -73,13 +77,18 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
         return _rung(case, impl.removeprefix("rung:"), config)
     if kernel is not None:
         return _rung(case, kernel, config)
-    return dataclasses.replace(_public(case, _OURS[case.op]), **_explained(case))
+    program = _plain(losses.ours(case)) if case.op in losses.OPS else _public(case, _OURS[case.op])
+    return dataclasses.replace(program, **_explained(case))
 
 
 def expand(impls: list[str]) -> Iterator[str]:
     """Replaces "ladder" by its rungs."""
     for impl in impls:
         yield from (f"rung:{name}" for name in softmax.LADDER) if impl == "ladder" else (impl,)
+
+
+def _plain(function: Callable[..., Any]) -> Program:
+    return Program(jax.jit(function), lambda *operands: operands)
 
 
 def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
@@ -101,6 +110,8 @@ def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
 
 def _xla(case: Case) -> Program:
     """As `jax.nn` has it; the backward pass alone in its leanest form, from the saved output."""
+    if case.op in losses.OPS:
+        return _plain(losses.xla(case))
     op = _XLA[case.op]
     if case.pass_ != "bwd":
         return _public(case, op)
@@ -127,6 +138,8 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
         raise Declined("kernels need a GPU")
     if len(case.problems) != 1:
         raise Declined("a rung runs one problem; this case has two")
+    if case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
+        raise Declined("a rung runs plain operations")
     (problem,) = case.problems
     device = hardware.present() or hardware.H200
     decision = dispatch.decide(problem, device, kernel=kernel)
@@ -135,6 +148,10 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
         decision = dispatch.decide(problem, device, kernel=kernel, config=config)
     if decision.kernel is None:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
+    known = decision.kernel, repr(decision.config), decision.bytes_moved
+    if case.op == "cross_entropy":
+        labelled, taken = losses.rung(case, decision)
+        return Program(jax.jit(labelled), taken, *known)
 
     def run(*operands: jax.Array) -> jax.Array:
         out = decision.run(*operands)
@@ -145,14 +162,17 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
             return (x,)
         return (jax.nn.softmax(x) if case.op == "softmax" else x, t)
 
-    return Program(jax.jit(run), operands, decision.kernel, repr(decision.config), decision.bytes_moved)
+    return Program(jax.jit(run), operands, *known)
 
 
 def _explained(case: Case) -> dict[str, Any]:
     """The kernels that the public functions choose here."""
+    if case.op == "top_k":
+        return {}
     operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
     calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}.get(case.pass_, (case.op,))
-    chosen = [jaxsoftmax.explain(operand, op=op) for op in calls]
+    calls = calls if "value_and_grad" not in case.pass_ else ("cross_entropy_gradient",)
+    chosen = [jaxsoftmax.explain(operand, op=op, **case.options) for op in calls]
     if not all(call.here and call.kernel for call in chosen):
         return {"kernel": "reference (XLA)"}
     return {

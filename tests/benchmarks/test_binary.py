@@ -1,16 +1,19 @@
 """The binary on a machine without a GPU: gate, report, result file, and that a wrong result never gets a time."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, models, peers, probes, report, runner, timing, truth, variants
+from benchmarks import cases, losses, models, peers, probes, report, runner, timing, truth, variants
+from pallas_kernels import reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +71,13 @@ OPS = [
     "log_softmax_bwd_bf16_8192x128256",
     "log_softmax_value_and_vjp_bf16_32768x4096",
     "logsumexp_fwd_bf16_32768x4096",
+    "cross_entropy_fwd_f32_8192x128256",
+    "cross_entropy_value_and_grad_mean_bf16_8192x32000",
+    "cross_entropy_fwd_bf16_8192x128256_smoothed_capped",
+    "cross_entropy_value_and_grad_bf16_8192x128256_smoothed_capped",
+    "cross_entropy_value_and_grad_bf16_8192x128256_half_ignored",
+    "top_k_fwd_bf16_64x32000_k1",
+    "top_k_fwd_bf16_64x32000_k64",
 ]
 
 
@@ -99,6 +109,68 @@ def test_a_wrong_result_gets_no_time(monkeypatch, fault):
     assert "us" not in record["impls"]["ours"]
     assert "WRONG" in report.line(record)
     assert "WRONG" in report.table([record])
+
+
+def _swapped(p, at):
+    return p, at.at[-1, 1:3].set(at[-1, 2:0:-1])
+
+
+LOSS_FAULTS = {
+    "cross_entropy_fwd_bf16_8192x32000": {
+        "another label": lambda x, y, right: right(x, y.at[-1].add(-1)),
+        "a loss in 16 bits": lambda x, y, right: right(x, y).astype(x.dtype).astype(jax.numpy.float32),
+        "a row unwritten": lambda x, y, right: right(x, y).at[3].set(0),
+    },
+    "cross_entropy_value_and_grad_bf16_8192x32000": {
+        "the sum for the mean": lambda x, y, right: (right(x, y)[0] * 8, right(x, y)[1]),
+        "no label in the gradient": lambda x, y, right: (right(x, y)[0], right(x, y.at[-1].add(-1))[1]),
+        "probabilities of nothing": lambda x, y, right: (right(x, y)[0], right(x, y)[1].at[3, 7:].set(0)),
+        "a gradient of the sum": lambda x, y, right: (right(x, y)[0], right(x, y)[1] * 8),
+    },
+    "top_k_fwd_bf16_64x32000_k8": {
+        "two swapped": lambda x, right: _swapped(*right(x)),
+        "one left out": lambda x, right: tuple(y[:, 1:9] for y in jax.lax.top_k(jax.nn.softmax(x), 9)),
+        "probabilities among the selected": lambda x, right: (jax.nn.softmax(jax.lax.top_k(x, 8)[0]), right(x)[1]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOSS_FAULTS)
+def test_a_wrong_loss_is_seen_in_whatever_row(name):
+    case = _case(name).shrunk(2**18)
+    (operands,) = variants.make_operands(case, 1, seed=0)
+    ours, xla = (variants.build(case, impl).function for impl in ("ours", "xla"))
+    right, reference, check = ours(*operands), xla(*operands), truth.every_row(case)
+    assert truth.judge(case, operands, right, reference, check).right
+    for fault, wrong in LOSS_FAULTS[name].items():
+        verdict = truth.judge(case, operands, wrong(*operands, ours), reference, check)
+        assert not verdict.right, (fault, verdict.describe())
+    for row in range(case.rows):  # by the loose check, without the sampled rows
+        assert not check(operands, jax.tree.map(lambda y, row=row: y.at[row].add(1) if y.ndim else y, right)) <= 1
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
+def test_a_rung_has_the_loss_around_it(pass_):
+    case = _case(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk(2**17)
+    (operands,) = variants.make_operands(case, 1, seed=0)
+    kernel = getattr(reference, case.problems[0].op.value)
+
+    def run(x, *rows):
+        return kernel(x, *(row[:, None] for row in rows), axes=(1,))
+
+    function, take = losses.rung(case, types.SimpleNamespace(run=run))
+    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), losses.ours(case)(*operands)))
+    for got, want in zip(*outputs, strict=True):
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-5)
+
+
+def test_labels_are_of_every_kind():
+    case = _case("cross_entropy_fwd_bf16_8192x32000")
+    y = losses.labels(case, jax.random.key(0))
+    assert (y[0], y[-1]) == (0, case.cols - 1)
+    assert len(set(y.tolist())) > 7000
+    case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
+    assert (losses.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
@@ -182,3 +254,32 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
     assert record["impls"]["ours"]["us"] == 1000.0
     assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
     assert record["read"]["us"] == 1000.0
+
+
+def test_what_is_slow_is_launched_less_often(monkeypatch):
+    """The path of a GPU run in which XLA takes long, with and without sessions apart."""
+    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic", "read")}
+
+    def kernels(schedule):
+        launched = [variant.name for _, variant in schedule.slots()]
+        schedule()
+        if together and len(set(launched)) > 1:
+            raise RuntimeError("kernels of no one")
+        for name in rounds:
+            rounds[name].append(launched.count(name))
+        return [(name, 30.0 if name == "xla" else 1.0) for name in launched]
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "_device_kernels", kernels)
+    monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
+    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
+    case = _case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
+    for together in (False, True):
+        with pytest.warns(UserWarning, match="kernels of no one") if together else contextlib.nullcontext():
+            record = runner.run(case, runner.Options(rounds=4))
+        assert record["clock"] == ("cupti, each round apart" if together else "cupti")
+        assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
+        assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]
+        assert record["impls"]["xla"]["launches"] == 2

@@ -14,7 +14,7 @@ from pallas_kernels import softmax
 def _record(name, ours=None, **others):
     (case,) = [case for case in cases.all_cases() if case.name == name]
     described = {"name": name, "op": case.op, "pass": case.pass_, "rows": case.rows, "cols": case.cols}
-    described |= {"dtype": case.dtype, "tags": sorted(case.tags), "source": case.source}
+    described |= {"dtype": case.dtype, "tags": sorted(case.tags), "source": case.source, "options": case.options}
     copy = {"method": "copy:torch", "us": 31.0, "tb_per_s": 4.2}
     impls = {name.replace("rung_", "rung:"): entry for name, entry in others.items()}
     impls |= {"ours": ours} if ours else {}
@@ -104,6 +104,38 @@ def test_rungs_stand_with_traffic_and_time(folder):
     assert "| naive | 4 MN | 70 (1.92) |" in table
 
 
+LOSS, SELECTION = "cross_entropy_value_and_grad_bf16_8192x32000", "top_k_fwd_bf16_64x32000_k8"
+
+
+def _loss(fraction, extra=0, size=2**29):
+    memory = {"temp_bytes": extra, "output_bytes": size + 4}
+    impls = {"xla": _entry(400.0, temp_bytes=2 * size, output_bytes=size), "liger": _entry(90.0, 0.4, "torch")}
+    return _record(LOSS, _entry(100.0, fraction, **memory), **impls) | {"operand_bytes": size, "least_bytes": 2 * size}
+
+
+def test_a_loss_is_counted_in_passes_over_the_logits(folder):
+    results = Results(folder("run", "2026-11-02", _loss(0.8), _record(SELECTION, _entry(10.0), xla=_entry(70.0))))
+    assert report.units(results.case(LOSS), "ours") == 2.5
+    table = docs.TABLES["cross_entropy"](results)
+    assert "| case | us | units | extra memory | XLA's | x XLA | x Liger | error, ulp |" in table
+    assert "bf16 8192 x 32000 | 100.0 | 2.50 | 0.00% | 200% | 4.00 | 2.00 | 0.5 |" in table
+    assert docs.TABLES["top_k"](results).splitlines()[2].startswith("| top_k bf16 64 x 32000, k 8 | 10.0 | 7.00 |")
+    assert "cross_entropy" not in docs.everything(results)
+    assert "top_k" not in docs.everything(results)
+
+
+def test_what_must_be_at_most_something_is_missed_above_it(folder):
+    (target,) = [target for target in TARGETS if target.label.startswith("cross entropy, value")]
+    for fraction, extra, verdict in ((0.95, 0, "goal"), (0.8, 2**21, "kept"), (0.7, 2**23, "**missed**")):
+        results = Results(folder("run", "2026-11-02", _loss(fraction, extra)))
+        assert docs._target_row(target, results)[4] == verdict
+        row = next(line for line in docs.targets(results).splitlines() if "memory beyond the gradient" in line)
+        assert ("missed" in row) == (verdict == "**missed**")
+    wrong = _loss(0.8)
+    wrong["impls"]["ours"] = {"status": "WRONG", "reason": "off"}
+    assert target.measured(Results(folder("run", "2026-11-02", wrong)))[0] == float("inf")
+
+
 def test_every_promise_selects_cases():
     assert all(target.select() for target in TARGETS)
     assert {*docs.README_FORWARD, *docs.README_BACKWARD} <= {case.name for case in cases.all_cases()}
@@ -126,3 +158,4 @@ def test_plots_are_drawn_from_results(folder, tmp_path):
     drawn = plot.draw(results.records(), results.headers()[0], tmp_path / "pictures")
     assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "roofline.svg"]
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+    assert plot.draw([_loss(0.8)], results.headers()[0], tmp_path)[0].name == "cross_entropy.svg"

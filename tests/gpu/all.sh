@@ -1,6 +1,7 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of under ten minutes; results go to $OUT.
-# Usage: OUT=DIR COMMIT=SHA tests/gpu/all.sh softmax|cross-entropy|attention|library|benchmark|attention-benchmark|sanitize
+# Usage: OUT=DIR COMMIT=SHA tests/gpu/all.sh PART: softmax, cross-entropy, attention, library, benchmark, loss-benchmark,
+#   attention-benchmark or sanitize
 set -u
 cd "$(dirname "$0")/../.."
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
@@ -39,6 +40,10 @@ library)
 benchmark)
   python3 -m benchmarks --tag=standard --impl=ours,xla --rounds=3 --json="$out/standard.json" --commit="${COMMIT:?}"
   python3 -m benchmarks --tag=ladder --impl=ladder --rounds=2 --json="$out/ladder.json" --commit="$COMMIT"
+  ;;
+loss-benchmark)
+  python3 -m benchmarks --tag=cross_entropy --impl=ours,xla --json="$out/cross_entropy.json" --commit="${COMMIT:?}"
+  python3 -m benchmarks --tag=top_k --impl=ours,xla --rounds=3 --json="$out/top_k.json" --commit="$COMMIT"
   ;;
 attention-benchmark)
   python3 -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 --budget_s=420 \
