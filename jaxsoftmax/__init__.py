@@ -12,6 +12,7 @@ from jaxsoftmax._cross_entropy import (
 )
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
+from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"
@@ -28,4 +29,5 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
+    "top_k_softmax",
 ]

@@ -1,0 +1,148 @@
+"""The k largest of a row, chunk by chunk, together with the row's softmax statistics.
+
+The k largest elements lie in the k chunks with the largest maxima, of equal ones the first: an element outside of
+those has k chunks before it, each with an element that is larger, or equal and of lower index. A chunk's maximum is
+part of its softmax state, so one read of the row gives what selects the chunks and, merged, the row's state. What is
+left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements.
+
+Source of the fusion: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", arXiv:1805.02867.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax._primitives import bind
+from jaxsoftmax._sharding import Names, Piece, Shape, Spec, mesh_axes
+from pallas_kernels.monoid import Stats, merge_over
+from pallas_kernels.problem import Op
+from pallas_kernels.reference import accumulator_dtype
+
+# Rows that XLA orders in one kernel; and the cost of ordering an element, of a chunk's state, of a chunk that begins
+# anywhere and of a padded copy, in reads of an element.
+_AT_ONCE = 1024
+_ORDER, _STATE, _UNALIGNED, _COPY = 8.0, 4.0, 0.5, 2.0
+_VECTOR = 8
+
+
+@functools.cache
+def chunk_size(n: Any, k: int) -> Any:
+    """Into chunks of how many elements to cut a row of `n` to find the `k` largest; `n` itself for not at all."""
+    if not isinstance(n, int) or n <= _AT_ONCE or k == 0:
+        return n
+
+    def cost(c: int) -> float:
+        chunks = -(-n // c)
+        copy = _COPY * n if n % c else _UNALIGNED * n if c % _VECTOR else 0.0
+        return (_ORDER + _STATE) * chunks + _ORDER * k * c + copy
+
+    most = max(2, min(n // k, 8 * math.isqrt(n // k)))
+    best = min(range(2, most + 1), key=cost)
+    return best if cost(best) < _ORDER * n else n
+
+
+def chunked(x: jax.Array, c: int) -> jax.Array:
+    """`[..., n]` as `[..., chunks, c]`, the last chunk filled up with -inf."""
+    short = -x.shape[-1] % c
+    if short:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
+    return x.reshape(*x.shape[:-1], -1, c)
+
+
+def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k`, for long rows chunk by chunk."""
+    c = chunk_size(keys.shape[-1], k)
+    if c == keys.shape[-1]:
+        return jax.lax.top_k(keys, k)
+    chunks = chunked(keys, c)
+    return largest_in(chunks, chunks.max(-1), k)
+
+
+def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, scale: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, whose maxima are known, and their places in the row."""
+    c = chunks.shape[-1]
+    # In the row's order again, so that of equal candidates the first comes first.
+    chosen = jnp.sort(largest(maxima, k)[1], -1)
+    candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
+    values, at = largest(scaled(candidates.reshape(*candidates.shape[:-2], k * c), scale), k)
+    return values, jnp.take_along_axis(chosen, at // c, -1) * c + at % c
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """Logits as they are compared: `x` itself, or `scale * x` as a row's statistics have it."""
+    return x if scale == 1.0 else x.astype(accumulator_dtype(x.dtype)) * scale
+
+
+def select(x: jax.Array, *, k: int, scale: float, implementation: str | None) -> list[jax.Array]:
+    """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum."""
+    state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation)
+    wide, c = accumulator_dtype(x.dtype), chunk_size(x.shape[-1], k)
+    if c == x.shape[-1]:
+        values, indices = jax.lax.top_k(scaled(x, scale), k)
+        return [values.astype(wide), indices.astype(jnp.int32), *state(x, axes=(x.ndim - 1,))]
+    chunks = chunked(x, c)
+    stats = Stats(*state(chunks, axes=(x.ndim,)))
+    maxima = stats.max.astype(x.dtype) if scale == 1.0 else stats.max
+    values, indices = largest_in(chunks, maxima, k, scale)
+    return [values.astype(wide), indices.astype(jnp.int32), *merge_over(stats, -1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """`select`, to be cut: between rows without communication, within rows with one exchange of k numbers each."""
+
+    k: int
+    scale: float
+    implementation: str | None
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """Everything on one device."""
+        return select(*operands, k=self.k, scale=self.scale, implementation=self.implementation)
+
+    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
+        """One device's part."""
+        *lead, last = specs[0]
+        names = mesh_axes(last)
+        run = functools.partial(self._across, names) if names else self.whole
+        return Piece([P(*specs[0])], [P(*lead, None), P(*lead, None), P(*lead), P(*lead)], run)
+
+    def _across(self, names: Names, x: jax.Array) -> list[jax.Array]:
+        """The whole rows' selection, from that of this device's columns and of everyone's."""
+        n = x.shape[-1]
+        mine = dataclasses.replace(self, k=min(self.k, n)).whole(x)
+        mine[1] += jax.lax.axis_index(names) * n
+        values, indices, *stats = from_all(names, *mine)
+        values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
+        values, at = jax.lax.top_k(values, self.k)
+        return [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """A factor for each leading axis, one for the row, one for what is selected of it."""
+        lead = [f"d{d}" for d in range(len(shapes[0]) - 1)]
+        row, selected, stat = ArrayMapping(*lead, "row"), ArrayMapping(*lead, "selected"), ArrayMapping(*lead)
+        return SdyShardingRule((row,), (selected, selected, stat, stat))
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Cuts between rows."""
+        return pieces[0][-1] == 1
+
+
+def from_all(names: Names, *parts: Any) -> list[jax.Array]:
+    """The parts of every device, stacked in front: one all-reduce of their bits, in slots that others leave zero."""
+    words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+    mine = jnp.concatenate([word.ravel() for word in words])
+    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
+    ends = list(itertools.accumulate(word.size for word in words))
+    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
+    return [
+        jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
+        for all_words, word, part in zip(everyone, words, parts, strict=True)
+    ]

@@ -1,0 +1,176 @@
+"""`top_k_softmax`: the public function, and the primitive that JAX's transformations know it by.
+
+The primitive gives the k largest logits, their places, and the row's softmax state. It reduces the last axis, so that
+vmap adds a leading one. Its derivative is that of a selection, which places k numbers, and of the state's sum.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax import _checks, _sharding
+from jaxsoftmax._selection import Selection
+from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
+from pallas_kernels import reference
+from pallas_kernels.monoid import Stats
+from pallas_kernels.reference import accumulator_dtype
+
+NAME = "top_k_softmax"
+NORMALIZE = ("all", "top_k")
+
+TOP_K = Primitive("softmax_top_k")
+
+
+def top_k_softmax(
+    logits: jax.typing.ArrayLike,
+    k: int,
+    *,
+    axis: int = -1,
+    normalize: str = "all",
+    scale: jax.typing.ArrayLike = 1.0,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The k largest of `softmax(scale * logits)` along `axis` and their indices, without the softmax being written.
+
+    As `jax.lax.top_k(jax.nn.softmax(logits), k)`, but ordered as the logits are, before any rounding: the probabilities
+    descend, and of equal logits the one of lower index comes first. The logits are read once; where a row is long, what
+    is ordered is a maximum for each of its chunks and the k chunks that can matter. 16-bit and 8-bit floats are
+    accumulated in float32 and rounded once.
+
+    An entry of -inf has the probability 0 and comes last. A row of only -inf, and one with +inf or NaN, gives NaN;
+    where a NaN comes in the order of the indices is not said.
+
+    Derivatives of every order exist, in forward and reverse mode: to all logits of a row for `normalize="all"`, to
+    the k selected ones for "top_k". The indices have none.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867.
+
+    Args:
+        logits: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
+        k: How many to select, at most as many as there are along `axis`.
+        axis: The axis to select along. Any but the last is moved there first, which costs a copy.
+        normalize: "all" for probabilities among all logits of a row, as in sampling from a vocabulary; "top_k" for
+            probabilities among the k selected, which sum to one, as in a router to experts.
+        scale: The logits' factor, an inverse temperature, as for `softmax`.
+        implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back; it
+            is that of the rows' statistics, which is where the logits are read.
+
+    Returns:
+        The probabilities, in the logits' (floating) dtype, and their indices, int32: both of the logits' shape, but
+        with k entries along `axis`.
+
+    Raises:
+        TypeError: `logits` is complex, or `k` or `axis` is not an integer.
+        ValueError: `k`, `axis`, `normalize`, `scale` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> top_k_softmax(jnp.array([0.0, 1.0, -jnp.inf, 1.0, 0.0]), 3, normalize="top_k")[1]
+    Array([1, 3, 0], dtype=int32)
+    """
+    x = _checks.floating(NAME, "logits", logits)
+    (along,) = _checks.axes(NAME, operator.index(axis), x.ndim)
+    k = _checked_k(k, x.shape[along], along)
+    if normalize not in NORMALIZE:
+        raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
+    factor = _checks.scale_factor(NAME, scale, x.shape)
+    implementation = _checks.implementation(NAME, implementation)
+    dtype, wide = x.dtype, accumulator_dtype(x.dtype)
+    if not isinstance(factor, float) or not 0 < factor < math.inf:
+        x, factor = x.astype(wide) * jnp.asarray(factor, wide), 1.0
+    x = x.astype(wide) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf to fill chunks with
+    whole = normalize == "all"
+    values, indices, *state = TOP_K.bind(
+        jnp.moveaxis(x, along, -1), k=k, whole=whole, scale=factor, implementation=implementation
+    )
+    row = Stats(*state)
+    y = reference.softmax(values, axes=(x.ndim - 1,), known=row if whole else None)
+    if not whole:
+        y = jnp.where(jnp.isnan(row.sum)[..., None], row.sum[..., None], y)
+    return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
+
+
+def _checked_k(k: int, n: Any, axis: int) -> int:
+    """`k` as a number of entries that there are."""
+    count = operator.index(k)
+    if count < 0 or (isinstance(n, int) and count > n):
+        raise ValueError(f"{NAME}: k={count}, expected 0 <= k <= {n}, the number of logits along axis {axis}.")
+    return count
+
+
+def _avals(x: Any, *, k: int, **_: Any) -> list[Any]:
+    """The types of the selected logits and their indices, and of the row's maximum and sum."""
+    lead = spec_of(x)[:-1]
+
+    def typed(shape: tuple[Any, ...], spec: Sequence[Any], dtype: Any) -> Any:
+        sharding = NamedSharding(x.sharding.mesh, P(*spec))
+        return x.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+
+    wide, rows = accumulator_dtype(x.dtype), x.shape[:-1]
+    selected = functools.partial(typed, (*rows, k), (*lead, None))
+    return [selected(wide), selected(jnp.int32), typed(rows, lead, wide), typed(rows, lead, wide)]
+
+
+def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, whole: bool, **params: Any) -> Any:
+    """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
+    avals: Sequence[Any] = ctx.avals_in
+    # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
+    with jax.enable_x64(jax.config.jax_enable_x64 or avals[0].dtype.itemsize == 8):
+        return _sharding.lower(ctx, Selection(**params), x)
+
+
+def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+    """Maps a leading axis where it is; the last is moved to the front."""
+    (x,), (at,) = operands, dims
+    if at is not None and at == x.ndim - 1:
+        x, at = jnp.moveaxis(x, at, 0), 0
+    return TOP_K.bind(x, **params), [at] * 4
+
+
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, whole: bool, scale: float, **params: Any
+) -> tuple[Any, Any]:
+    """The selection moves with what it selects. The maximum counts as a constant, as in the rows' state by itself."""
+    (x,), (t,) = primals, tangents
+    out = TOP_K.bind(x, whole=whole, scale=scale, **params)
+    moved: list[Any] = [ad.Zero(jax.typeof(part).to_tangent_aval()) for part in out]
+    if type(t) is not ad.Zero:
+        values, indices, maximum, _ = out
+        moved[0] = _pick(*unify_varying(t, indices)).astype(values.dtype) * scale
+        if whole:
+            moved[3] = reference.stats_tangent(x, None, t, maximum, axes=(x.ndim - 1,), scale=scale)
+    return out, moved
+
+
+def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
+    """The entries of rows at `indices`; of rows that a type says are cut, each device's own, added up."""
+    spec = spec_of(jax.typeof(t))
+    names = mesh_axes(spec[-1])
+    if not names:
+        return jnp.take_along_axis(t, indices, -1, mode="promise_in_bounds")
+
+    def own(t: jax.Array, indices: jax.Array) -> jax.Array:
+        at = indices - jax.lax.axis_index(names) * t.shape[-1]
+        is_here = (at >= 0) & (at < t.shape[-1])
+        found = jnp.take_along_axis(t, jnp.where(is_here, at, 0), -1, mode="promise_in_bounds")
+        return jax.lax.psum(jnp.where(is_here, found, 0), names)
+
+    selected = P(*spec[:-1], None)
+    return jax.shard_map(own, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
+
+
+TOP_K.multiple_results = True
+TOP_K.def_abstract_eval(_avals)
+TOP_K.def_impl(functools.partial(xla.apply_primitive, TOP_K))
+batching.fancy_primitive_batchers[TOP_K] = _batch
+mlir.register_lowering(TOP_K, _lower)
+ad.primitive_jvps[TOP_K] = _jvp
