@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxsoftmax import _checks
 
@@ -76,7 +77,7 @@ def labels(function: str, given: Any, rows: Shape, cols: Any) -> jax.Array:
 def labels_in_range(function: str, given: jax.Array, cols: Any, ignored: int | None, counts: Any) -> None:
     """Raises if labels whose values are known are no columns; `counts` says which rows are looked at (None: all)."""
     known = [x for x in (given, counts) if x is not None]
-    if not isinstance(cols, int) or any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable for x in known):
+    if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in known):
         return
     values = np.asarray(given)
     bad = (values < 0) | (values >= cols)

@@ -78,7 +78,8 @@ def cross_entropy_gradient_across(
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in found.stats))
     of_p = weights * (1.0 + 2.0 * row.pop("z_loss") * log_normalizer(known))
     count = found.count if isinstance(found.count, int) else jnp.expand_dims(found.count, row["axes"])
-    slope = reference.cross_entropy_slope(x, local, *(where or (None,)), of_p, weights, known, count=count, **row)
+    mask = where[0] if where else None
+    slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
     return [_loss(found, labels, z_loss=0.0, **row), slope.astype(x.dtype)]
 
 
@@ -86,7 +87,8 @@ def gathered(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
     """The labels' logits, of any label for a row that is ignored; reads nothing else. `x` must not be cut."""
-    flat, index = jnp.maximum(labels, 0), {}
+    flat = jnp.maximum(labels, 0)
+    index: dict[int, jax.Array] = {}
     for axis in reversed(axes):
         flat, index[axis] = jnp.divmod(flat, x.shape[axis]) if axis != axes[0] else (flat, flat)
     for d, n in enumerate(x.shape):
@@ -123,7 +125,7 @@ def _loss(
     found: Found, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
 ) -> jax.Array:
     """The loss by distances from the maximum, in which the logits' common part cancels before it is rounded."""
-    maximum, _ = found.stats
+    maximum = found.stats.max
     far = maximum == jnp.inf
     distance = maximum - found.label
     if found.total is not None:

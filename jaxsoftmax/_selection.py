@@ -51,14 +51,15 @@ def chunk_size(n: Any, k: int) -> Any:
 
 def chunked(x: jax.Array, c: int) -> jax.Array:
     """`[..., n]` as `[..., chunks, c]`, the last chunk filled up with -inf."""
-    short = -x.shape[-1] % c
-    if short:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
-    return x.reshape(*x.shape[:-1], -1, c)
+    *lead, n = x.shape
+    chunks = -(-n // c)
+    if n < chunks * c:
+        x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, chunks * c - n)], constant_values=-jnp.inf)
+    return x.reshape(*lead, chunks, c)
 
 
 def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k`, for long rows chunk by chunk."""
+    """`jax.lax.top_k` of what is comparable, for long rows chunk by chunk."""
     c = chunk_size(keys.shape[-1], k)
     if c == keys.shape[-1]:
         return jax.lax.top_k(keys, k)
@@ -72,13 +73,14 @@ def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, scale: float = 1.0)
     # In the row's order again, so that of equal candidates the first comes first.
     chosen = jnp.sort(largest(maxima, k)[1], -1)
     candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
-    values, at = largest(scaled(candidates.reshape(*candidates.shape[:-2], k * c), scale), k)
+    values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k)
     return values, jnp.take_along_axis(chosen, at // c, -1) * c + at % c
 
 
-def scaled(x: jax.Array, scale: float) -> jax.Array:
-    """Logits as they are compared: `x` itself, or `scale * x` as a row's statistics have it."""
-    return x if scale == 1.0 else x.astype(accumulator_dtype(x.dtype)) * scale
+def comparable(x: jax.Array, scale: float = 1.0) -> jax.Array:
+    """Logits as they are compared: `scale * x` as a row's statistics have it, and 0 for -0, which XLA may order."""
+    x = x if scale == 1.0 else x.astype(accumulator_dtype(x.dtype)) * scale
+    return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
 def select(x: jax.Array, *, k: int, scale: float, implementation: str | None) -> list[jax.Array]:
@@ -86,11 +88,11 @@ def select(x: jax.Array, *, k: int, scale: float, implementation: str | None) ->
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation)
     wide, c = accumulator_dtype(x.dtype), chunk_size(x.shape[-1], k)
     if c == x.shape[-1]:
-        values, indices = jax.lax.top_k(scaled(x, scale), k)
+        values, indices = jax.lax.top_k(comparable(x, scale), k)
         return [values.astype(wide), indices.astype(jnp.int32), *state(x, axes=(x.ndim - 1,))]
     chunks = chunked(x, c)
     stats = Stats(*state(chunks, axes=(x.ndim,)))
-    maxima = stats.max.astype(x.dtype) if scale == 1.0 else stats.max
+    maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
     values, indices = largest_in(chunks, maxima, k, scale)
     return [values.astype(wide), indices.astype(jnp.int32), *merge_over(stats, -1)]
 

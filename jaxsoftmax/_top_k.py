@@ -95,7 +95,8 @@ def top_k_softmax(
     row = Stats(*state)
     y = reference.softmax(values, axes=(x.ndim - 1,), known=row if whole else None)
     if not whole:
-        y = jnp.where(jnp.isnan(row.sum)[..., None], row.sum[..., None], y)
+        # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
+        y *= jnp.where(jnp.isnan(row.sum), row.sum, 1)[..., None]
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 

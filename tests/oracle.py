@@ -24,6 +24,16 @@ class Stats(NamedTuple):
     sum: Array
 
 
+class CrossEntropy(NamedTuple):
+    """Rows' losses, their logsumexp, and the gradient of the losses' sum; and the sizes of what these are sums of."""
+
+    loss: Array
+    lse: Array
+    gradient: Array
+    loss_terms: Array
+    gradient_terms: Array
+
+
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
     """`exp(scale * x) / sum(exp(scale * x))`."""
     weights, _ = _lift(_logits(x, where, scale), axis)
@@ -141,6 +151,60 @@ def logsumexp_tangent(
 ) -> Array:
     """`J t` of logsumexp at its input `x`: the mean of `scale * t` under softmax."""
     return scale * (softmax(x, axis, where, scale) * _kept(t, where)).sum(axis)
+
+
+def cross_entropy(
+    x: ArrayLike,
+    labels: ArrayLike,
+    axis: int | tuple[int, ...] = -1,
+    where: ArrayLike | None = None,
+    scale: float = 1.0,
+    *,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: ArrayLike = 1.0,
+    ignored: int | None = None,
+    of_lse: ArrayLike = 0.0,
+) -> CrossEntropy:
+    """Cross entropy with integer labels; the gradient is that of `sum(loss) + sum(of_lse * lse)`.
+
+    A label is an index into the axes flattened as they are listed. Rows that are ignored, or excluded entirely, have a
+    loss of 0; rows whose label is no column have NaN.
+    """
+    given = _widen(x)
+    axes = tuple(a % given.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    order = [d for d in range(given.ndim) if d not in axes] + list(axes)
+    moved = given.transpose(order)
+    rows = moved.shape[: given.ndim - len(axes)]
+    mask = np.broadcast_to(True if where is None else where, given.shape).transpose(order).reshape(*rows, -1)
+    z = scale * moved.reshape(*rows, -1)
+    with np.errstate(all="ignore"):
+        slope = np.full(z.shape, scale)
+        if soft_cap is not None:
+            z = soft_cap * np.tanh(z / soft_cap)
+            slope = scale * (1 - (z / soft_cap) ** 2)
+        label = np.asarray(labels).astype(np.int64)
+        skip, exists = (label == ignored) | ~mask.any(-1), (label >= 0) & (label < z.shape[-1])
+        onehot = np.arange(z.shape[-1]) == label[..., None]
+        lse = logsumexp(z, -1, where=mask)
+        p = softmax(z, -1, mask)
+        share = mask * smoothing / mask.sum(-1, keepdims=True)
+        far = [np.where(onehot, (lse[..., None] - z), 0).sum(-1), np.where(share > 0, share * (lse[..., None] - z), 0)]
+        loss = (1 - smoothing) * far[0] + far[1].sum(-1) + z_loss * lse**2
+        terms = (1 - smoothing) * np.abs(far[0]) + np.abs(far[1]).sum(-1) + np.abs(z_loss) * lse**2
+        w = np.where(skip, 0.0, np.where(exists, _widen(weights), np.nan))
+        of_p, of_q = (1 + 2 * z_loss * lse)[..., None] * p, (1 - smoothing) * onehot + share
+        by_loss = w[..., None] * (of_p - of_q) * slope
+        by_lse = _widen(of_lse)[..., None] * p * slope
+        sizes = np.abs(w)[..., None] * (np.abs(of_p) + of_q) * np.abs(slope) + np.abs(by_lse)
+        live = mask | onehot
+        by_loss = np.where(~skip[..., None] & live, by_loss, 0.0)
+        gradient = by_loss + np.where(mask & (_widen(of_lse)[..., None] != 0), by_lse, 0.0)
+    back = np.argsort(order)
+    whole = lambda a: a.reshape(moved.shape).transpose(back)
+    loss, terms = (np.where(skip, 0.0, np.where(exists, w * a, np.nan)) for a in (loss, terms))
+    return CrossEntropy(loss, lse, whole(gradient), np.abs(terms), whole(sizes))
 
 
 def _widen(x: ArrayLike) -> Array:

@@ -1,0 +1,474 @@
+"""Cross entropy: values and gradients against NumPy float64 and against optax, and what the programs do for them."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxsoftmax
+from pallas_kernels.problem import Op
+from tests import errors, oracle
+
+RNG = np.random.default_rng(0)
+INF = np.inf
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+ours = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+theirs = optax.softmax_cross_entropy_with_integer_labels
+
+# Our options' names, and the oracle's.
+NAMES = {"label_smoothing": "smoothing", "logits_soft_cap": "soft_cap", "ignore_index": "ignored"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "capped": {"logits_soft_cap": 3.0, "scale": 0.5},
+    "ignored": {"ignore_index": 2},
+    "weighted": {"weights": np.array([0.5, -2.0, 0.0, 1.5, 1 / 3], np.float32)},
+    "all": {
+        "label_smoothing": 0.2,
+        "z_loss": 1e-2,
+        "logits_soft_cap": 5.0,
+        "scale": 2.0,
+        "ignore_index": 2,
+        "weights": 0.25,
+    },
+}
+WHERE: dict[str, Any] = {
+    "none": None,
+    "full": np.array([[True] * 7, [True, False] * 3 + [True], [False] * 7, [False] * 6 + [True], [True] * 7]),
+    "shared": np.arange(7) < 5,
+    "rows": np.array([True, False, True, True, False]),
+}
+
+
+def logits(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    return (3 * RNG.normal(size=shape)).astype(dtype)
+
+
+def labels(rows: tuple[int, ...], cols: int) -> np.ndarray:
+    return RNG.integers(0, cols, rows).astype(np.int32)
+
+
+def truth(x: Any, y: Any, axis: Any = -1, where: Any = None, scale: float = 1.0, **options: Any) -> oracle.CrossEntropy:
+    if where is not None and np.ndim(where) == np.ndim(y) and np.ndim(y) != np.ndim(x) and np.shape(where) != (7,):
+        where = np.expand_dims(where, axis)
+    return oracle.cross_entropy(x, y, axis, where, scale, **{NAMES.get(k, k): v for k, v in options.items()})
+
+
+def value_and_grad(x: Any, y: Any, *arguments: Any, **options: Any) -> Any:
+    def total(x: jax.Array) -> Any:
+        loss = ours(x, y, *arguments, **options)
+        return loss.sum(), loss
+
+    (_, loss), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(jnp.asarray(x))
+    return loss, gradient
+
+
+def check(x: Any, y: Any, *arguments: Any, ulps: float = 8, **options: Any) -> None:
+    """Loss, with and without its derivative, and gradient within `ulps` of the terms they are the sums of."""
+    want = truth(x, y, *arguments, **options)
+    loss, gradient = value_and_grad(x, y, *arguments, **options)
+    assert gradient.dtype == jnp.asarray(x).dtype
+    for got in (loss, ours(x, y, *arguments, **options), ours(x, y, *arguments, return_lse=True, **options)[0]):
+        assert got.dtype == (jnp.float64 if gradient.dtype == jnp.float64 else jnp.float32)
+        # A sum of exponentials near 1 is right to its own last place, so its logarithm is so far from 0.
+        assert errors.max_error(got, want.loss, magnitude=want.loss_terms + 0.1) <= ulps
+    assert errors.max_error(gradient, want.gradient, magnitude=want.gradient_terms) <= ulps
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(options: str, where: str) -> None:
+    if where == "shared" or where == "none":
+        y = labels((5,), 7)
+    else:
+        y = np.array([0, 2, 2, 1, 6], np.int32)
+    arguments = OPTIONS[options]
+    mask = WHERE[where]
+    if where == "shared":
+        mask = mask[None]
+    check(logits((5, 7)), y, -1, mask, ulps=32, **arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape, axis", [((7, 1000), -1), ((5, 33, 9), 1), ((4, 6, 8), (0, 2)), ((50257,), 0)], ids=str)
+def test_accuracy(shape: tuple[int, ...], axis: Any, dtype: Any) -> None:
+    x = logits(shape, dtype)
+    axes = (axis,) if isinstance(axis, int) else axis
+    y = labels(tuple(n for d, n in enumerate(shape) if d not in {a % len(shape) for a in axes}), 8)
+    check(x, y, axis, ulps=16 if dtype == jnp.float32 else 2)
+    check(x, y, axis, ulps=32 if dtype == jnp.float32 else 4, label_smoothing=0.1, z_loss=1e-3, logits_soft_cap=4.0)
+
+
+@pytest.mark.parametrize("axis", [(1, 2), (2, 1), (0, 2), (2, 0), (-1, -3), (2, 1, 0), (1,), ()], ids=str)
+def test_several_axes_are_flattened_as_listed(axis: tuple[int, ...]) -> None:
+    x = logits((2, 3, 4))
+    rows = tuple(n for d, n in enumerate(x.shape) if d not in {a % 3 for a in axis})
+    y = labels(rows, int(x.size / np.prod(rows)))
+    np.testing.assert_allclose(ours(x, y, axis), theirs(jnp.asarray(x), jnp.asarray(y), axis), rtol=1e-4, atol=1e-5)
+    check(x, y, axis, ulps=16, label_smoothing=0.1)
+    if axis == (2, 1, 0):
+        with pytest.raises(ValueError, match="must be of type"):
+            theirs(jnp.asarray(x), jnp.asarray(y), None)
+        order = np.unravel_index(y, (4, 3, 2))
+        np.testing.assert_allclose(ours(x, np.ravel_multi_index(order[::-1], (2, 3, 4)), None), ours(x, y, axis))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_masks_are_those_of_optax(where: str, axis: int) -> None:
+    mask = None if where == "none" else jnp.asarray(WHERE[where])
+    if where == "shared":
+        mask = mask[None]
+    x, y = jnp.asarray(logits((5, 7))), jnp.asarray(labels((5,), 7))
+    if axis == 0:
+        x, mask = x.T, mask if mask is None or mask.ndim == 1 else mask.T
+    got, want = (
+        jax.value_and_grad(lambda x, f=f: (f(x, y, axis, mask) * jnp.arange(1, 6)).sum())(x) for f in (ours, theirs)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, jnp.float64], ids=lambda d: d.__name__)
+def test_optax_in_its_own_dtype(dtype: Any) -> None:
+    with jax.enable_x64(dtype == jnp.float64):
+        x, y = jnp.asarray(logits((6, 40)), dtype), jnp.asarray(labels((6,), 40))
+        eps = float(jnp.finfo(dtype).eps)
+        scale = float(abs(x.astype(jnp.float32)).max())
+        np.testing.assert_allclose(
+            np.asarray(ours(x, y), np.float64), np.asarray(theirs(x, y), np.float64), atol=8 * scale * eps
+        )
+        mine, other = (np.asarray(jax.grad(lambda x, f=f: f(x, y).sum())(x), np.float64) for f in (ours, theirs))
+        np.testing.assert_allclose(mine, other, atol=8 * eps, rtol=16 * eps)
+        check(x, y, ulps=16 if dtype == jnp.float64 else 8)
+
+
+def test_float16_losses_do_not_overflow() -> None:
+    n = 100_000
+    x = jnp.zeros((2, n), jnp.float16).at[0, 5].set(-60000.0).at[1, 5].set(-jnp.inf)
+    assert not np.isfinite(theirs(x, jnp.array([3, 3]))).any(), "optax loses it; when it does not any more, say so"
+    loss, gradient = value_and_grad(x, np.array([5, 3], np.int32))
+    np.testing.assert_allclose(loss, [60000 + np.log(n - 1), np.log(n - 1)], rtol=1e-6)
+    assert gradient.dtype == jnp.float16
+    assert gradient[0, 5] == -1
+    np.testing.assert_array_equal(gradient[0, 6:9], np.full(3, 1 / (n - 1), np.float16))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -3e4])
+def test_confident_rows_keep_their_digits(offset: float) -> None:
+    x = np.float32([[14, 0, 0.5, 1], [3, 9, 2, 1]]) + np.float32(offset)
+    want = truth(x, [0, 1]).loss
+    assert want.max() < 0.01
+    np.testing.assert_allclose(ours(x, np.array([0, 1])), want, rtol=0, atol=1.2e-7)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+def test_label_smoothing_is_that_of_optax(dtype: Any, masked: bool) -> None:
+    x, y = jnp.asarray(logits((6, 9)), dtype), jnp.asarray(labels((6,), 7))
+    where = jnp.arange(9) < 7 if masked else None
+    wide = x.astype(jnp.float32)[:, : 7 if masked else 9]
+
+    def smoothed(x: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy(x, optax.smooth_labels(jax.nn.one_hot(y, x.shape[-1]), 0.3))
+
+    mask = None if where is None else where[None]
+    got = ours(x, y, where=mask, label_smoothing=0.3)
+    np.testing.assert_allclose(got, smoothed(wide), rtol=1e-5)
+    gradient = jax.grad(lambda x: ours(x, y, where=mask, label_smoothing=0.3).sum())(x)[:, : wide.shape[1]]
+    want = jax.grad(lambda x: smoothed(x).sum())(wide)
+    np.testing.assert_allclose(gradient.astype(jnp.float32), want, atol=float(jnp.finfo(dtype).eps))
+
+
+def test_all_of_the_target_may_be_spread() -> None:
+    check(logits((3, 5)), labels((3,), 5), label_smoothing=1.0, ulps=16)
+
+
+def test_ignored_rows_are_not_looked_at() -> None:
+    x = logits((6, 5))
+    x[1], x[3, 2], x[4] = np.nan, INF, -INF
+    y = np.array([0, -100, 4, -100, -100, 2])
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 2.0}):
+        check(x, y, ignore_index=-100, ulps=16, **options)
+        hessian = jax.hessian(lambda x, o=options: jnp.sin(ours(x, y, ignore_index=-100, **o)).sum())(jnp.asarray(x))
+        assert np.isfinite(hessian).all()
+        assert not hessian[1].any()
+    np.testing.assert_array_equal(ours(x, y, ignore_index=-100, weights=INF)[y == -100], 0)
+    _, lse = ours(x, y, ignore_index=-100, return_lse=True)
+    np.testing.assert_allclose(lse, oracle.logsumexp(x, -1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.uint32, np.int64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("x64", [False, True])
+def test_labels_of_any_integer_dtype(dtype: Any, x64: bool) -> None:
+    x = logits((4, 300))
+    y = np.array([3, 0, 127, 99]).astype(dtype)
+    with jax.enable_x64(x64):
+        np.testing.assert_allclose(ours(x, y), truth(x, y).loss, rtol=1e-5)
+        got = ours(x, y, ignore_index=-1)
+        np.testing.assert_array_equal(got, ours(x, y), err_msg="an index that the dtype has not is no label's")
+        high = jnp.asarray([np.iinfo(dtype).max] * 4, dtype)
+        exists = np.iinfo(high.dtype).max < 300
+        assert np.isfinite(jax.jit(ours)(x, high)).all() == exists
+
+
+def test_labels_out_of_range() -> None:
+    x = logits((4, 5))
+    bad = np.array([0, 5, -1, 4])
+    with pytest.raises(ValueError, match=r"labels has 5 at \(1,\), expected 0 <= label < 5.* Pass ignore_index=5 to"):
+        ours(x, bad)
+    with pytest.raises(ValueError, match=r"labels has 5 at \(1,\)"):
+        jax.jit(lambda x: ours(x, bad))(x)
+    with pytest.raises(ValueError, match=r"labels has 5 at \(1,\)"):
+        ours(x, bad, ignore_index=-1)
+    for call in (lambda f: jax.jit(f)(x, bad), lambda f: jax.vmap(f)(x, bad)):
+        loss = call(lambda x, y: ours(x, y, label_smoothing=0.1))
+        np.testing.assert_array_equal(np.isnan(loss), [False, True, True, False])
+        gradient = call(jax.grad(lambda x, y: ours(x, y).sum()))
+        np.testing.assert_array_equal(np.isnan(gradient), np.array([[False], [True], [True], [False]]).repeat(5, 1))
+    both = jax.jit(functools.partial(ours, return_lse=True, ignore_index=-1))
+    loss, lse = both(x, bad)
+    np.testing.assert_array_equal(np.isnan(loss), [False, True, False, False])
+    np.testing.assert_allclose(lse, oracle.logsumexp(x, -1), rtol=1e-6)
+    where = np.array([True, False, False, True])
+    np.testing.assert_array_equal(ours(x, bad, where=where)[1:3], 0)
+    np.testing.assert_array_equal(jax.jit(lambda w: ours(x, bad, where=w))(where)[1:3], 0)
+
+
+def test_special_rows() -> None:
+    x = np.array(
+        [[0, 1, -INF, 2], [-INF] * 4, [INF, 0, 1, 2], [np.nan, 0, 1, 2], [1e4, 1e4, 0, -1e4], [0, 1, -INF, 2]],
+        np.float32,
+    )
+    y = np.array([0, 0, 1, 2, 0, 2])
+    loss, gradient = value_and_grad(x, y)
+    e = np.exp([0, 1, 2]).sum()
+    np.testing.assert_allclose(loss, [np.log(e), np.nan, INF, np.nan, np.log(2), INF], rtol=1e-6)
+    assert np.isnan(ours(x[2], 0))
+    finite = [[1 / e - 1, np.e / e, 0, np.e**2 / e], [np.nan] * 4, [np.nan] * 4, [np.nan] * 4, [-0.5, 0.5, 0, 0]]
+    np.testing.assert_allclose(gradient[:5], finite, rtol=1e-6)
+    np.testing.assert_allclose(gradient[5], [1 / e, np.e / e, -1, np.e**2 / e], rtol=1e-6)
+    smoothed = ours(x[:1], y[:1], label_smoothing=0.1)
+    np.testing.assert_array_equal(smoothed, INF, err_msg="a share of the target is where nothing can be")
+    np.testing.assert_allclose(ours(x[:1], y[:1], label_smoothing=0.1, where=np.isfinite(x[:1])), 0.3 / 3 + 1.4076, 1e-1)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "logits_soft_cap": 3.0}], ids=["plain", "capped"])
+def test_what_is_masked_is_not_looked_at(options: dict[str, Any]) -> None:
+    x = np.array([[1.0, np.nan, 2.0, INF], [np.nan, 3.0, INF, 0.0]], np.float32)
+    mask = np.array([[True, False, True, False], [False] * 4])
+    y = np.array([2, 0])
+    check(x, y, -1, mask, ulps=16, **options)
+    hessian = jax.hessian(lambda x: jnp.sin(ours(x, y, where=mask, **options)).sum())(jnp.asarray(x))
+    assert np.isfinite(hessian).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_return_lse_and_its_gradient(options: str) -> None:
+    arguments = OPTIONS[options]
+    x, y = logits((5, 7)), np.array([0, 2, 2, 1, 6])
+    of_lse = np.array([1.0, -0.5, 2.0, 0.0, 0.3])
+    for where in (None, WHERE["full"], WHERE["rows"]):
+        want = truth(x, y, -1, where, of_lse=of_lse, **arguments)
+
+        def total(x: jax.Array, where: Any = where) -> Any:
+            loss, lse = ours(x, y, where=where, return_lse=True, **arguments)
+            return loss.sum() + (jnp.where(jnp.isfinite(lse), lse, 0.0) * of_lse).sum(), lse
+
+        (_, lse), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+        np.testing.assert_allclose(lse, want.lse, rtol=1e-5, atol=1e-6)
+        assert errors.max_error(gradient, want.gradient, magnitude=want.gradient_terms) <= 32
+        hvp = jax.jvp(jax.grad(lambda x: total(x)[0]), (x,), (x,))[1]
+        sums = jax.jit(jax.grad(lambda x: (jax.jvp(lambda x: total(x)[0], (x,), (x,))[1])))(x)
+        want = hvp + jax.grad(lambda x: total(x)[0])(x)
+        np.testing.assert_allclose(sums, want, rtol=1e-3, atol=1e-5)
+
+
+def test_weights_are_differentiable() -> None:
+    x, y = jnp.asarray(logits((3, 4, 5))), labels((3, 4), 5)
+    for weights in (jnp.float32(0.3), jnp.asarray([0.5, 0.0, -1.0, 2.0]), jnp.ones((3, 1)), jnp.ones((3, 4)) * 2):
+        for lse in (False, True):
+
+            def losses(f: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+                return jnp.sin(f(x, w)).sum()
+
+            mine = lambda x, w, lse=lse: jax.tree.leaves(ours(x, y, weights=w, return_lse=lse))[0]
+            other = lambda x, w: w * theirs(x, y)
+            for wrt in (0, 1, (0, 1)):
+                got, want = (jax.jit(jax.grad(functools.partial(losses, f), wrt))(x, weights) for f in (mine, other))
+                jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), got, want)
+            hessians = [jax.jit(jax.hessian(functools.partial(losses, f), 1))(x, weights) for f in (mine, other)]
+            np.testing.assert_allclose(*hessians, rtol=1e-3, atol=1e-5)
+    integers = ours(x, y, weights=2)
+    np.testing.assert_array_equal(integers, 2 * ours(x, y))
+    assert ours(x, y, weights=np.float64(2)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("scale", [2, -0.5, 0, "array"])
+def test_scale(scale: Any) -> None:
+    x, y = jnp.asarray(logits((3, 7)), jnp.bfloat16), labels((3,), 7)
+    factor = jnp.asarray([[0.5], [1.0], [-2.0]]) if scale == "array" else scale
+    wide = x.astype(jnp.float32)
+    np.testing.assert_allclose(ours(x, y, scale=factor), theirs(wide * factor, y), rtol=1e-5, atol=1e-6)
+    got = jax.grad(lambda x: ours(x, y, scale=factor).sum())(x)
+    want = jax.grad(lambda x: theirs(x * factor, y).sum())(wide)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=1e-2, atol=1e-6)
+    if scale == "array":
+        mine, other = (
+            jax.grad(lambda s, f=f: jnp.sin(f(s)).sum())(factor)
+            for f in (lambda s: ours(x, y, scale=s), lambda s: theirs(wide * s, y))
+        )
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.float64, ml_dtypes.float8_e4m3fn], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("x64", [False, True])
+def test_promotion(dtype: Any, x64: bool) -> None:
+    x = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+    with jax.enable_x64(x64):
+        wide = jnp.float64 if dtype == np.float64 and x64 else jnp.float32
+        for loss in (ours(x, [1, 2]), jaxsoftmax.softmax_cross_entropy(x, np.eye(3)[[1, 2]])):
+            assert loss.dtype == (jnp.float64 if x64 and dtype in (np.int8, np.bool_) else wide)
+            np.testing.assert_allclose(loss, truth(x, [1, 2]).loss, rtol=4 * float(jnp.finfo(loss.dtype).eps))
+    weak = ours(jnp.full((2, 3), 2.0), [0, 1])
+    assert not weak.weak_type
+
+
+@pytest.mark.parametrize("shape, axis", [((0, 3), 1), ((3, 0), 0), ((0, 0), 0), ((0,), ())], ids=str)
+def test_zero_size(shape: tuple[int, ...], axis: Any) -> None:
+    x = jnp.zeros(shape)
+    rows = tuple(n for d, n in enumerate(shape) if axis == () or d != axis)
+    y = jnp.zeros(rows, jnp.int32)
+    if 0 in rows:
+        loss, gradient = jax.value_and_grad(lambda x: ours(x, y, axis, label_smoothing=0.1).sum())(x)
+        assert (loss, gradient.shape) == (0, shape)
+        assert ours(x, y, axis).shape == jaxsoftmax.softmax_cross_entropy(x, x, axis).shape == rows
+        return
+    with pytest.raises(ValueError, match="expected 0 <= label < 0"):
+        ours(x, y, axis)
+
+
+def test_rows_without_columns_and_scalars() -> None:
+    x, y = jnp.zeros((3, 0)), jnp.zeros(3, jnp.int32)
+    np.testing.assert_array_equal(jax.jit(ours)(x, y), np.full(3, np.nan))
+    np.testing.assert_array_equal(jaxsoftmax.softmax_cross_entropy(x, x), np.zeros(3))
+    assert ours(3.0, 0, ()) == ours(3.0, 0, None) == 0
+    assert jax.grad(ours)(3.0, 0, None) == 0
+
+
+PROBABILITIES = np.asarray(jax.nn.softmax(logits((5, 7))))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_probabilities_are_those_of_optax(where: str) -> None:
+    mask = None if where == "none" else jnp.asarray(WHERE[where])
+    if where == "shared":
+        mask = mask[None]
+    x, t = jnp.asarray(logits((5, 7))), jnp.asarray(PROBABILITIES).at[0].set(jax.nn.one_hot(3, 7))
+
+    def other(x: jax.Array, t: jax.Array) -> jax.Array:
+        full = mask if mask is None or mask.ndim == 2 else mask[:, None]
+        y = -(t * (jax.nn.log_softmax(x, -1)) if full is None else -t * jnp.where(full, jax.nn.log_softmax(x, -1, where=full), 0.0))
+        return y.sum(-1) if full is None else -y.sum(-1)
+
+    np.testing.assert_allclose(
+        jaxsoftmax.softmax_cross_entropy(x, t, -1, mask), optax.softmax_cross_entropy(x, t, -1, mask), rtol=1e-5, atol=1e-6
+    )
+    f = lambda x, t: jnp.sin(jaxsoftmax.softmax_cross_entropy(x, t, -1, mask)).sum()
+    got = jax.jit(jax.grad(f, (0, 1)))(x, t)
+    assert all(np.isfinite(g).all() for g in got)
+    if where in ("none", "full"):
+        live = np.ones(5, bool) if mask is None else np.asarray(mask).any(-1)
+        g = lambda x, t: jnp.sin(optax.softmax_cross_entropy(x, t, -1, mask)).sum(where=live)
+        want = jax.grad(g, 0)(x, t)
+        np.testing.assert_allclose(got[0][live], want[live], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+def test_probabilities(dtype: Any) -> None:
+    x = jnp.asarray(logits((5, 7)), dtype)
+    wide = np.asarray(x, np.float64)
+    want = -(PROBABILITIES * oracle.log_softmax(wide)).sum(-1)
+    got = jaxsoftmax.softmax_cross_entropy(x, PROBABILITIES)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    gradient = jax.grad(lambda x: jaxsoftmax.softmax_cross_entropy(x, PROBABILITIES).sum())(x)
+    assert gradient.dtype == dtype
+    expected = oracle.softmax(wide) * PROBABILITIES.sum(-1, keepdims=True) - PROBABILITIES
+    np.testing.assert_allclose(gradient.astype(jnp.float32), expected, atol=float(jnp.finfo(dtype).eps))
+    jax.test_util.check_grads(jaxsoftmax.softmax_cross_entropy, (wide.astype(np.float32), PROBABILITIES), 2, rtol=2e-2)
+
+
+def test_nothing_times_infinity_is_nothing() -> None:
+    x = jnp.array([[1.0, 2.0, -INF], [1.0, 2.0, -INF], [-INF] * 3, [INF, 0.0, 0.0]])
+    t = jnp.array([[0.25, 0.75, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+    got, gradient = jax.value_and_grad(lambda x: (f := jaxsoftmax.softmax_cross_entropy(x, t))[0])(x)
+    np.testing.assert_allclose(got, np.log1p(np.e) + 1 - 1.75, rtol=1e-6)
+    np.testing.assert_allclose(gradient[0], [1 / (1 + np.e) - 0.25, np.e / (1 + np.e) - 0.75, 0], rtol=1e-5)
+    np.testing.assert_array_equal(jaxsoftmax.softmax_cross_entropy(x, t)[1:], [INF, np.nan, np.nan])
+    assert jaxsoftmax.softmax_cross_entropy(x[0], jnp.array([0, 1, 0])) == ours(x[0], 1)
+
+
+def primitives(function: Any, *operands: Any) -> list[str]:
+    names = {op.value for op in Op} | {"softmax_stats"}
+    return [e.primitive.name for e in jax.make_jaxpr(function)(*operands).eqns if e.primitive.name in names]
+
+
+def test_one_primitive_either_way() -> None:
+    x, y = jnp.asarray(logits((3, 4))), jnp.array([0, 1, 2])
+    total = lambda x, w=1.0: ours(x, y, weights=w).sum()
+    assert primitives(total, x) == ["cross_entropy"]
+    assert primitives(jax.value_and_grad(total), x) == ["cross_entropy_gradient"]
+    assert primitives(lambda x: jax.jvp(total, (x,), (x,)), x) == ["cross_entropy_gradient"]
+    assert primitives(jax.grad(total, 1), x, 2.0) == ["cross_entropy"]
+    assert primitives(jax.grad(total, (0, 1)), x, 2.0) == ["cross_entropy_gradient"]
+    assert primitives(jax.grad(lambda x: ours(x, y, return_lse=True)[0].sum()), x) == ["cross_entropy"]
+    assert primitives(lambda x: jaxsoftmax.softmax_cross_entropy(x, x), x) == ["softmax_stats"]
+    assert primitives(jax.grad(lambda x: jaxsoftmax.softmax_cross_entropy(x, x).sum()), x) == ["softmax_stats"]
+
+
+def test_a_loss_alone_writes_nothing_of_the_logits_size(stand_ins: Any) -> None:
+    x, y = jnp.zeros((64, 512)), jnp.zeros(64, jnp.int32)
+    jaxpr = jax.make_jaxpr(ours)(x, y)
+    assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) == 64
+    ours(x, y)
+    assert {p.op for p in stand_ins.problems} == {Op.CROSS_ENTROPY}
+    program = jax.jit(functools.partial(ours, implementation="xla")).lower(x, y).compile()
+    assert program.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+def test_a_unit_cotangent_costs_no_pass(stand_ins: Any, dtype: Any) -> None:
+    x, y = jnp.asarray(logits((64, 512)), dtype), labels((64,), 512)
+
+    def passes(function: Any) -> int:
+        """Computations over the logits' size behind the kernel, which is an opaque call."""
+        opaque = jax.ffi.ffi_call
+        del opaque
+        closed = jax.make_jaxpr(function)(x)
+        (kernel,) = (e for e in closed.eqns if e.primitive.name == "cross_entropy_gradient")
+        after = closed.jaxpr.replace(
+            invars=[*closed.jaxpr.invars, *kernel.outvars],
+            eqns=[e for e in closed.eqns if e is not kernel],
+            debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+        )
+        run = jax.jit(lambda *xs: jax.core.eval_jaxpr(after, closed.consts, *xs))
+        text = run.lower(x, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outvars)).compile().as_text()
+        return len(re.findall(r"\[64,512\]\S* multiply\(", text))
+
+    assert passes(jax.value_and_grad(lambda x: ours(x, y, weights=1 / 64).sum())) == 0
+    assert passes(jax.value_and_grad(lambda x: ours(x, y).mean())) == 1
+
+
+def test_memory_of_the_reference() -> None:
+    x, y = jnp.zeros((256, 4096)), jnp.zeros(256, jnp.int32)
+    program = jax.jit(jax.value_and_grad(lambda x: ours(x, y).sum())).lower(x).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= x.nbytes

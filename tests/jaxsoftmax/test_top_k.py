@@ -1,0 +1,289 @@
+"""`top_k_softmax`: values and indices against NumPy float64, derivatives against plain JAX's, and its messages."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import export
+
+import jaxsoftmax
+from jaxsoftmax import _selection, _top_k, top_k_softmax
+from pallas_kernels.problem import Op
+from tests import top_k_oracle
+
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
+# Rows that one selection orders, rows cut evenly, primes, and as many wanted as there are.
+SIZES = [(1, 1), (7, 7), (300, 5), (1200, 7), (1500, 700), (4096, 1), (5003, 3), (8192, 64), (50257, 8)]
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(3, 4, 40)))
+T = jnp.asarray(RNG.normal(size=(3, 4, 40)))
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short rows take the long ones' way too, over more than one level."""
+
+    def clear() -> None:
+        jax.clear_caches()
+        _selection.chunk_size.cache_clear()
+
+    monkeypatch.setattr(_selection, "_AT_ONCE", 4)
+    clear()
+    yield
+    monkeypatch.undo()
+    clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("n, k", SIZES)
+def test_values(n: int, k: int, dtype: Any) -> None:
+    for normalize in ("all", "top_k"):
+        top_k_oracle.check(jax.jit(top_k_softmax, static_argnums=1, static_argnames=("normalize", "scale")),
+                           top_k_oracle.rows(n, dtype), k, normalize=normalize)  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [0.3, -1.0, 0.0, 1e-3])
+@pytest.mark.parametrize("n, k", [(50, 9), (2500, 9)])
+def test_scale(n: int, k: int, scale: float) -> None:
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        x = top_k_oracle.rows(n, dtype)
+        x = x[np.isfinite(x).all(-1)] if scale == 0 else x
+        top_k_oracle.check(top_k_softmax, x, k, scale=scale)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        for normalize in ("all", "top_k"):
+            top_k_oracle.check(top_k_softmax, top_k_oracle.rows(2501, np.float64), 9, normalize=normalize)
+
+
+@pytest.mark.parametrize("n, k", [(40, 2), (41, 1), (96, 5), (97, 3), (256, 12), (1000, 1), (1024, 9)])
+def test_many_levels(short_chunks: None, n: int, k: int) -> None:
+    assert _selection.chunk_size(n, k) < n
+    for seed, normalize in enumerate(("all", "top_k")):
+        top_k_oracle.check(top_k_softmax, top_k_oracle.rows(n, np.float32, seed), k, normalize=normalize)
+
+
+@pytest.mark.parametrize("k", [1, 8, 50, 64, 256])
+def test_chunks_leave_little_to_order(k: int) -> None:
+    for n in (32000, 50176, 50257, 50261, 128256, 151936, 262144):
+        c = _selection.chunk_size(n, k)
+        assert n % c == 0 or n == 50261, "a padded copy"
+        assert -(-n // c) >= k
+        assert n / c + k * c <= 4 * 2 * (n * k) ** 0.5
+        assert _selection.chunked(jnp.zeros((2, n), jnp.bfloat16), c).shape == (2, -(-n // c), c)
+
+
+def test_the_kernel_sees_chunks(stand_ins: Any) -> None:
+    c = _selection.chunk_size(32000, 64)
+    top_k_oracle.check(top_k_softmax, top_k_oracle.rows(32000, ml_dtypes.bfloat16), 64)
+    assert stand_ins.ran(Op.STATS) == {(16 * 32000 // c, c, 1)}
+    stand_ins.problems.clear()
+    top_k_oracle.check(top_k_softmax, top_k_oracle.rows(64, np.float32), 4, scale=0.5)
+    assert stand_ins.ran(Op.STATS) == {(16, 64, 1)}
+    stand_ins.problems.clear()
+    top_k_softmax(np.zeros((4, 64), np.float32), 4, implementation="xla")
+    assert not stand_ins.problems
+
+
+def test_shapes_axes_and_dtypes() -> None:
+    x = np.random.default_rng(1).normal(size=(5, 33, 9)).astype(np.float32)
+    for axis in (1, -2, 0, 2):
+        y, indices = top_k_softmax(x, 3, axis=axis)
+        truth, expected = top_k_oracle.top_k_softmax(np.moveaxis(x, axis, -1), 3)
+        np.testing.assert_array_equal(indices, np.moveaxis(expected, -1, axis))
+        np.testing.assert_allclose(y, np.moveaxis(truth, -1, axis), rtol=1e-5)
+    for shape, k in (((3, 4), 0), ((0, 4), 2), ((3, 0), 0), ((0, 3000), 2), ((2, 3000), 0)):
+        y, indices = top_k_softmax(jnp.ones(shape), k)
+        assert y.shape == indices.shape == (*shape[:-1], k)
+    assert top_k_softmax(np.arange(4), 2)[0].dtype == jnp.float32
+    y, indices = top_k_softmax(jnp.asarray(x, jnp.float8_e4m3fn)[0], 2)
+    assert (y.dtype, indices.dtype) == (jnp.float8_e4m3fn, jnp.int32)
+    padded = jnp.asarray(np.random.default_rng(2).normal(size=(2, 5003)), jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(top_k_softmax(padded, 3)[1], jax.lax.top_k(padded.astype(jnp.float32), 3)[1])
+
+
+def test_scales_that_are_arrays() -> None:
+    x = jnp.asarray(X, jnp.bfloat16)
+    scale = jnp.asarray([[1.0], [-2.0], [0.5], [0.0]])
+    y, indices = jax.jit(lambda x, s: top_k_softmax(x, 4, scale=s))(x, scale)
+    _, expected = top_k_oracle.top_k_softmax(x.astype(jnp.float32) * scale, 4)
+    np.testing.assert_array_equal(indices, expected)
+    np.testing.assert_allclose(y, jax.lax.top_k(jax.nn.softmax(x.astype(jnp.float32) * scale), 4)[0], rtol=1e-2)
+    assert y.dtype == jnp.bfloat16
+    ours, theirs = (
+        jax.grad(lambda s, f=f: jnp.sin(f(X, s)).sum())(scale)
+        for f in (lambda x, s: top_k_softmax(x, 4, scale=s)[0], lambda x, s: plain(x * s, 4, "all"))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+def plain(x: jax.Array, k: int, normalize: str) -> jax.Array:
+    """What it is in `jax.nn`."""
+    if normalize == "all":
+        return jax.lax.top_k(jax.nn.softmax(x), k)[0]
+    return jax.nn.softmax(jax.lax.top_k(x, k)[0])
+
+
+def loss(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    def total(x: jax.Array) -> jax.Array:
+        y = jnp.sin(function(x))
+        return (y * jnp.arange(1.0, 1 + y.shape[-1])).sum()
+
+    return total
+
+
+TRANSFORMED: dict[str, Callable[..., Any]] = {
+    "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+    "hessian": lambda f, x, t: jax.hessian(loss(f))(x[0, 0]),
+    "jacfwd": lambda f, x, t: jax.jacfwd(f)(x[0]),
+    "jacrev": lambda f, x, t: jax.jacrev(f)(x[0]),
+    "reverse_over_reverse": lambda f, x, t: jax.grad(lambda x: (jax.grad(loss(f))(x) * t).sum())(x),
+    "third": lambda f, x, t: jax.jvp(lambda x: jax.jvp(jax.grad(loss(f)), (x,), (t,))[1], (x,), (x,))[1],
+    "vmap_1_0": lambda f, x, t: jax.vmap(f, 1, 0)(x),
+    "vmap_last": lambda f, x, t: jax.vmap(f, -1, 1)(x.transpose(0, 2, 1)),
+    "vmap_of_nothing": lambda f, x, t: jax.vmap(lambda s: f(x) + s)(jnp.arange(2.0)),
+    "vmap_of_grad": lambda f, x, t: jax.vmap(jax.grad(loss(f)), 1)(x),
+    "grad_of_vmap": lambda f, x, t: jax.grad(loss(jax.vmap(f, 1)))(x),
+    "vmap_of_tangents": lambda f, x, t: jax.vmap(lambda t: jax.jvp(f, (x,), (t,))[1])(jnp.stack([t, 2 * t])),
+    "checkpoint": lambda f, x, t: jax.grad(jax.checkpoint(loss(f)))(x),
+    "scan": lambda f, x, t: jax.lax.scan(lambda c, x: (c + f(x).sum(), f(x)), 0.0, x),
+}
+SOME = ("hessian", "vmap_last", "vmap_of_grad")
+
+
+@functools.cache
+def plainly(name: str, normalize: str) -> Any:
+    """What plain JAX gives."""
+    return jax.jit(functools.partial(TRANSFORMED[name], functools.partial(plain, k=3, normalize=normalize)))(X, T)
+
+
+def check_transformation(name: str, normalize: str) -> None:
+    ours = lambda x: top_k_softmax(x, 3, normalize=normalize)[0]
+    got = jax.jit(functools.partial(TRANSFORMED[name], ours))(X, T)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, got, plainly(name, normalize))
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("normalize", ["all", "top_k"])
+def test_transformations(normalize: str, name: str) -> None:
+    check_transformation(name, normalize)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_transformations_of_many_levels(short_chunks: None, name: str) -> None:
+    check_transformation(name, "all")
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_transformations_over_kernels(stand_ins: Any, name: str) -> None:
+    check_transformation(name, "all")
+    assert stand_ins.ran(Op.STATS)
+
+
+@pytest.mark.parametrize("normalize", ["all", "top_k"])
+def test_gradients_of_long_rows(normalize: str) -> None:
+    with jax.enable_x64(True):
+        x = np.random.default_rng(3).normal(size=(2, 3000))
+        t = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3000)))
+        for scale in (1.0, 0.5):
+            ours = lambda x, s=scale: top_k_softmax(x, 5, normalize=normalize, scale=s)[0]
+            theirs = lambda x, s=scale: plain(x * s, 5, normalize)
+            got, want = (jax.jit(jax.value_and_grad(loss(f)))(x) for f in (ours, theirs))
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-14), got, want)
+            got, want = (jax.jvp(jax.grad(loss(f)), (jnp.asarray(x),), (t,))[1] for f in (ours, theirs))
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-14)
+            if normalize == "top_k":
+                assert (np.count_nonzero(jax.grad(loss(ours))(x), -1) == 5).all()
+
+
+def test_gradients_at_holes() -> None:
+    x = jnp.asarray(top_k_oracle.rows(2000, np.float32))
+    for normalize in ("all", "top_k"):
+        ours, theirs = (
+            jax.grad(lambda x, f=f: loss(f)(jnp.where(True, x, 0)))(x)
+            for f in (
+                lambda x, m=normalize: top_k_softmax(x, 5, normalize=m)[0],
+                lambda x, m=normalize: plain_at(x, x, 5, m),
+            )
+        )
+        is_whole = np.isfinite(np.asarray(x)).all(-1)
+        np.testing.assert_allclose(ours[is_whole], theirs[is_whole], rtol=1e-4, atol=1e-8)
+        has_holes = ~np.isfinite(np.asarray(x)).all(-1) & np.isfinite(np.asarray(x).max(-1))
+        np.testing.assert_allclose(ours[has_holes], theirs[has_holes], rtol=1e-4, atol=1e-8)
+        assert np.isnan(ours[~np.isfinite(np.asarray(x).max(-1))]).any(-1).all()
+
+
+def plain_at(x: jax.Array, keys: jax.Array, k: int, normalize: str) -> jax.Array:
+    """`plain`, ordered by the logits: `top_k` of rounded probabilities may meet ties that the logits do not have."""
+    at = jax.lax.top_k(keys, k)[1]
+    y = jax.nn.softmax(jnp.take_along_axis(x, at, -1)) if normalize == "top_k" else jax.nn.softmax(x)
+    return y if normalize == "top_k" else jnp.take_along_axis(y, at, -1)
+
+
+def test_the_first_derivative_of_what_is_selected_touches_no_row() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, t: jax.jvp(lambda x: top_k_softmax(x, 5, normalize="top_k")[0], (x,), (t,)))(X, T)
+    primitives = [eqn.primitive.name for eqn in jaxpr.eqns if eqn.outvars[0].aval.shape == X.shape]
+    assert not primitives
+
+
+def test_export_with_symbolic_rows() -> None:
+    (b,) = export.symbolic_shape("b")
+    x = np.random.default_rng(5).normal(size=(3, 3000)).astype(np.float32)
+    function = lambda x: top_k_softmax(x, 4)
+    exported = export.export(jax.jit(function), platforms=["cpu", "cuda"])(jax.ShapeDtypeStruct((b, 3000), np.float32))
+    top_k_oracle.check(lambda x, *_, **__: export.deserialize(exported.serialize()).call(x), x, 4)
+
+
+@pytest.mark.parametrize(
+    "error, text, arguments",
+    [
+        (ValueError, "k=4, expected 0 <= k <= 3, the number of logits along axis 1", {"k": 4}),
+        (ValueError, "k=-1, expected 0 <= k <= 2, the number of logits along axis 0", {"k": -1, "axis": -2}),
+        (ValueError, "normalize='k', expected 'all' or 'top_k'", {"normalize": "k"}),
+        (ValueError, "axis 2 is out of bounds", {"axis": 2}),
+        (ValueError, "implementation='cuda', expected one of", {"implementation": "cuda"}),
+        (ValueError, "scale is nan", {"scale": float("nan")}),
+        (ValueError, "scale has shape (2,)", {"scale": np.ones(2)}),
+        (TypeError, "logits has dtype complex64", {"logits": np.zeros(3, np.complex64)}),
+    ],
+)
+def test_messages(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error) as raised:
+        top_k_softmax(**{"logits": np.zeros((2, 3), np.float32), "k": 2, **arguments})
+    assert str(raised.value).startswith("top_k_softmax: " + text)
+
+
+def test_other_types_of_arguments() -> None:
+    for arguments in ({"k": 1.0}, {"k": 1, "axis": (0,)}, {"k": 1, "axis": None}):
+        with pytest.raises(TypeError):
+            top_k_softmax(np.zeros((2, 3), np.float32), **arguments)
+
+
+def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
+    named = functools.partial(top_k_softmax, k=2, implementation="mosaic_gpu")
+    assert named(np.zeros((2, 3), np.float32))[1].tolist() == [[0, 1]] * 2
+    stand_ins.accepts = lambda _: False
+    with pytest.raises(NotImplementedError, match="no kernel takes this call:\n  first: it is not for this"):
+        named(np.zeros((2, 4), np.float32))
+
+
+def test_a_named_kernel_on_another_platform() -> None:
+    with pytest.raises(NotImplementedError, match="lowered for a platform other than cuda"):
+        jax.jit(lambda x: top_k_softmax(x, 2, implementation="mosaic_gpu"))(np.zeros((2, 3), np.float32))
+
+
+def test_examples_in_docstrings() -> None:
+    import doctest
+
+    result = doctest.testmod(_top_k)
+    assert result.attempted
+    assert not result.failed
+    assert jaxsoftmax.top_k_softmax is top_k_softmax
