@@ -58,7 +58,7 @@ def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int], of: s
 
 
 def scale_factor(
-    function: str, scale: jax.typing.ArrayLike, shape: Sequence[int], operand: str = "x"
+    function: str, scale: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's"
 ) -> float | jax.Array:
     """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
@@ -67,7 +67,7 @@ def scale_factor(
             raise ValueError(f"{function}: scale is nan, expected a number.")
         return factor
     array = floating(function, "scale", scale)
-    broadcastable(function, "scale", array.shape, shape, f"{operand}'s")
+    broadcastable(function, "scale", array.shape, shape, of)
     return array
 
 

@@ -46,15 +46,16 @@ def ignore_index(function: str, value: Any) -> int | None:
 def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
     """`where` of the logits' rank; one of the rows' rank holds for rows."""
     array = jnp.asarray(where)
-    rows = len(shape) - len(axes)
-    if array.ndim == rows != len(shape):
+    rows = [n for d, n in enumerate(shape) if d not in axes]
+    if array.ndim == len(rows) != len(shape):
+        _checks.broadcastable(function, "where", array.shape, rows, "the rows'")
         array = jnp.expand_dims(array, tuple(axes))
     if array.ndim != len(shape):
         raise ValueError(
             f"{function}: where has shape {array.shape}, expected the rank of the logits, {len(shape)}, or of the "
-            f"rows, {rows}."
+            f"rows, {len(rows)}."
         )
-    return _checks.mask(function, array, shape, "logits's")
+    return _checks.mask(function, array, shape, "the logits'")
 
 
 def labels(function: str, given: Any, rows: Shape, cols: Any) -> jax.Array:
@@ -74,10 +75,10 @@ def labels(function: str, given: Any, rows: Shape, cols: Any) -> jax.Array:
     return array
 
 
-def labels_in_range(function: str, given: jax.Array, cols: Any, ignored: int | None, counts: Any) -> None:
+def labels_in_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
     """Raises if labels whose values are known are no columns; `counts` says which rows are looked at (None: all)."""
-    known = [x for x in (given, counts) if x is not None]
-    if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in known):
+    arrays = [x for x in (given, counts) if isinstance(x, jax.Array)]
+    if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
         return
     values = np.asarray(given)
     bad = (values < 0) | (values >= cols)

@@ -18,7 +18,7 @@ from jaxsoftmax import _lowering
 from jaxsoftmax._primitives import BY_OP, bind
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import Op
+from pallas_kernels.problem import IGNORED, Op
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -68,13 +68,25 @@ def _pushed(*operands: jax.Array, axes: tuple[int, ...], z_loss: float, **row: A
         lse, t = jnp.expand_dims(lse, axes), t.astype(lse.dtype)
         # A row whose logsumexp is not finite has no probabilities.
         known = Stats(lse, jnp.where(jnp.isfinite(lse), 1.0, jnp.nan))
-        slope = functools.partial(reference.cross_entropy_slope, x, axes=axes, **row)
-        mask = where[0] if where else None
-        of_loss = slope(labels, mask, weights * (1.0 + 2.0 * z_loss * lse), weights, known)
-        of_lse = slope(jnp.maximum(labels, 0), mask, jnp.ones_like(weights), jnp.zeros_like(weights), known)
+        mask, of_p = where[0] if where else None, weights * (1.0 + 2.0 * z_loss * lse)
+
+        def slope(labels: jax.Array, of_p: jax.Array, of_q: jax.Array) -> jax.Array:
+            seen = _seen(x, labels, where, axes)
+            return reference.cross_entropy_slope(seen, labels, mask, of_p, of_q, known, axes=axes, **row)
+
+        of_loss = slope(labels, of_p, weights)
+        of_lse = slope(jnp.maximum(labels, 0), jnp.ones_like(weights), jnp.zeros_like(weights))
         return [(of_loss * t).sum(axes), (of_lse * t).sum(axes)]
 
     return tangents(*operands)
+
+
+def _seen(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
+    """`x` where it counts, lest what it is elsewhere should come into a derivative, as infinity times 0."""
+    seen = labels != IGNORED
+    for mask in where:
+        seen = seen & (mask | (reference.columns(x, axes) == labels))
+    return jnp.where(seen, x, jnp.zeros_like(x))
 
 
 def _gradient_jvp(
@@ -88,7 +100,9 @@ def _gradient_jvp(
 
     def compute(*moved: jax.Array) -> list[jax.Array]:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return _lowering.compute_reference(Op.CROSS_ENTROPY_GRADIENT, *operands.values(), **row)
+        x, labels, weights, *where = operands.values()
+        x = _seen(x, labels, where, row["axes"])
+        return _lowering.compute_reference(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
 
     return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 

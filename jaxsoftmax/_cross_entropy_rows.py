@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._collective import from_all
-from jaxsoftmax._sharding import Cuts
+from jaxsoftmax._sharding import Cuts, mesh_axes, spec_of
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.problem import IGNORED, Op
@@ -86,24 +86,30 @@ def cross_entropy_gradient_across(
 def gathered(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, of any label for a row that is ignored; reads nothing else. `x` must not be cut."""
-    flat = jnp.maximum(labels, 0)
-    index: dict[int, jax.Array] = {}
+    """The labels' logits, of any label for a row that is ignored; reads nothing else of an `x` that is not cut."""
+    rest = jnp.maximum(labels, 0)
+    if len(axes) == 1:
+        picked = jnp.take_along_axis(x, rest, axes[0], mode="promise_in_bounds")
+        return reference.logits(picked, scale, soft_cap).squeeze(axes)
+    at = list(jnp.indices(x.shape, jnp.int32, sparse=True))
     for axis in reversed(axes):
-        flat, index[axis] = jnp.divmod(flat, x.shape[axis]) if axis != axes[0] else (flat, flat)
-    for d, n in enumerate(x.shape):
-        if d not in axes:
-            index[d] = jax.lax.broadcasted_iota(jnp.int32, [n if e == d else 1 for e in range(x.ndim)], d)
-    picked = x.at[tuple(index[d] for d in range(x.ndim))].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        rest, at[axis] = jnp.divmod(rest, x.shape[axis])
+    picked = x.at[tuple(at)].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return reference.logits(picked, scale, soft_cap).squeeze(axes)
 
 
 def selected(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, 0 for a row that is ignored, as a sum over the row, which XLA can cut anywhere."""
-    at_label = reference.columns(x.shape, axes) == labels
+    """The labels' logits, 0 for a row that is ignored, as a sum over the row, which can be cut in any way."""
+    at_label = reference.columns(x, axes) == labels
     return reference.logits(jnp.where(at_label, x, jnp.zeros_like(x)), scale, soft_cap).sum(axes)
+
+
+def picked(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any) -> jax.Array:
+    """The labels' logits, by what XLA can compute without moving `x`, wherever that is."""
+    movable = len(axes) == 1 and x.shape[axes[0]] != 0 and not mesh_axes(spec_of(jax.typeof(x))[axes[0]])
+    return (gathered if movable else selected)(x, labels, axes=axes, **row)
 
 
 def _reading(labels: jax.Array, return_lse: bool) -> jax.Array:

@@ -50,9 +50,7 @@ def kernel_call(
 def compute_reference(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """What the primitive of an operation computes, in plain `jax.numpy`."""
     rows = lambda op, *operands, **row: REFERENCE[op](*operands, **row)
-    return (
-        _LOSSES[op][0](rows, losses.selected, *operands, **params) if op in _LOSSES else rows(op, *operands, **params)
-    )
+    return _LOSSES[op][0](rows, losses.picked, *operands, **params) if op in _LOSSES else rows(op, *operands, **params)
 
 
 def reference_rule(

@@ -113,14 +113,17 @@ class Selection:
         """One device's part."""
         *lead, last = specs[0]
         names = mesh_axes(last)
-        run = functools.partial(self._across, names) if names else self.whole
+        run = functools.partial(self._across, names, shapes[0][-1]) if names else self.whole
         return Piece([P(*specs[0])], [P(*lead, None), P(*lead, None), P(*lead), P(*lead)], run)
 
-    def _across(self, names: Names, x: jax.Array) -> list[jax.Array]:
-        """The whole rows' selection, from that of this device's columns and of everyone's."""
-        n = x.shape[-1]
-        mine = dataclasses.replace(self, k=min(self.k, n)).whole(x)
-        mine[1] += jax.lax.axis_index(names) * n
+    def _across(self, names: Names, n: int, x: jax.Array) -> list[jax.Array]:
+        """The selection from rows of `n`, from that of this device's columns and of everyone's."""
+        local = x.shape[-1]
+        first = jax.lax.axis_index(names) * local
+        if local * jax.lax.axis_size(names) > n:  # what XLA fills the last device's columns up with is not said
+            x = jnp.where(first + jnp.arange(local) < n, x, -jnp.inf)
+        mine = dataclasses.replace(self, k=min(self.k, local)).whole(x)
+        mine[1] += first
         values, indices, *stats = from_all(names, *mine)
         values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
         values, at = jax.lax.top_k(values, self.k)

@@ -151,12 +151,12 @@ def cross_entropy(
 
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
-    read = labels != IGNORED
-    z = logits(_select(read if where is None else read & where, x), scale, soft_cap)
+    read, z = labels != IGNORED, logits(x, scale, soft_cap)
     _, kept = _lift(z if where is None else jnp.where(where, z, -jnp.inf), axes)
     numbers = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
-        numbers.append((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True))
+        total = (z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True)
+        numbers.append(jnp.where(read, total, 0.0))
     numbers = [number.squeeze(axes) for number in numbers]
     return tuple(numbers) if smoothing else Stats(*numbers)
 
@@ -210,8 +210,7 @@ def cross_entropy_slope(
     `p = exp(z) / sum` of the rows' `known` states and `q = (1 - smoothing) * [j == label] + smoothing / count`. All but
     `x` and `where` have an extent of 1 on `axes`. `count` is the number of columns, where `x` is a part of them.
     """
-    read, at_label = labels != IGNORED, columns(x.shape, axes) == labels
-    z = logits(_select(read if where is None else read & (where | at_label), x), scale, soft_cap)
+    z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
     p = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max) / known.sum
     p = p if where is None else jnp.where(where, p, 0.0)
     q = jnp.where(at_label, 1.0 - smoothing, 0.0)
@@ -219,26 +218,25 @@ def cross_entropy_slope(
         share = smoothing / (column_count(x, where, axes) if count is None else count)
         q = q + (share if where is None else jnp.where(where, share, 0.0))
     slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
-    return jnp.where(read, (of_p * p - of_q * q) * slope, 0.0)
+    out = (of_p * p - of_q * q) * slope
+    # What is absent may be anything.
+    return jnp.where((labels != IGNORED) & (True if where is None else where | at_label), out, 0.0)
 
 
-def _select(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` where it matters: what does not may be anything, and so may its derivative."""
-    return jnp.where(mask, x, jnp.zeros_like(x))
-
-
-def columns(shape: tuple[int, ...], axes: Axes) -> jax.Array:
-    """Each column's number within its row: `axes` flattened, in an array of extent 1 elsewhere."""
-    number, stride = jnp.zeros((1,) * len(shape), jnp.int32), 1
-    for axis in reversed(axes):
-        extents = [n if d == axis else 1 for d, n in enumerate(shape)]
-        number, stride = number + stride * jax.lax.broadcasted_iota(jnp.int32, extents, axis), stride * shape[axis]
+def columns(x: jax.Array, axes: Axes) -> jax.Array:
+    """Each element's column: its place in its row, `axes` flattened; cut as `x` is, if its type says how."""
+    sharding = jax.typeof(x).sharding
+    cut = sharding if any(entry is not None for entry in sharding.spec) else None
+    number = jnp.zeros((), jnp.int32)
+    for axis in axes:
+        number = number * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis, out_sharding=cut)
     return number
 
 
 def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:
     """How many columns of each row take part, at least 1, with the reduced axes kept."""
     if where is None:
-        return math.prod(x.shape[d] for d in axes)
+        count = math.prod(x.shape[d] for d in axes)
+        return 1 if count == 0 else count
     full = jnp.broadcast_to(where, [x.shape[d] if d in axes else n for d, n in enumerate(where.shape)])
     return jnp.maximum(full.sum(axes, keepdims=True, dtype=accumulator_dtype(x.dtype)), 1.0)

@@ -180,10 +180,10 @@ def cross_entropy(
     mask = np.broadcast_to(True if where is None else where, given.shape).transpose(order).reshape(*rows, -1)
     z = scale * moved.reshape(*rows, -1)
     with np.errstate(all="ignore"):
-        slope = np.full(z.shape, scale)
+        slope = slope_terms = np.full(z.shape, scale)
         if soft_cap is not None:
             z = soft_cap * np.tanh(z / soft_cap)
-            slope = scale * (1 - (z / soft_cap) ** 2)
+            slope, slope_terms = (scale * (1 + sign * (z / soft_cap) ** 2) for sign in (-1, 1))
         label = np.asarray(labels).astype(np.int64)
         skip, exists = (label == ignored) | ~mask.any(-1), (label >= 0) & (label < z.shape[-1])
         onehot = np.arange(z.shape[-1]) == label[..., None]
@@ -197,13 +197,13 @@ def cross_entropy(
         of_p, of_q = (1 + 2 * z_loss * lse)[..., None] * p, (1 - smoothing) * onehot + share
         by_loss = w[..., None] * (of_p - of_q) * slope
         by_lse = _widen(of_lse)[..., None] * p * slope
-        sizes = np.abs(w)[..., None] * (np.abs(of_p) + of_q) * np.abs(slope) + np.abs(by_lse)
+        sizes = (np.abs(w)[..., None] * (np.abs(of_p) + of_q) + np.abs(_widen(of_lse)[..., None] * p)) * slope_terms
         live = mask | onehot
         by_loss = np.where(~skip[..., None] & live, by_loss, 0.0)
         gradient = by_loss + np.where(mask & (_widen(of_lse)[..., None] != 0), by_lse, 0.0)
+        loss, terms = (np.where(skip, 0.0, np.where(exists, w * a, np.nan)) for a in (loss, terms))
     back = np.argsort(order)
     whole = lambda a: a.reshape(moved.shape).transpose(back)
-    loss, terms = (np.where(skip, 0.0, np.where(exists, w * a, np.nan)) for a in (loss, terms))
     return CrossEntropy(loss, lse, whole(gradient), np.abs(terms), whole(sizes))
 
 

@@ -98,6 +98,16 @@ def test_every_op(explained: Any, name: str) -> None:
     assert explained.problems[-1].op is want.get(name, Op(name) if name in set(Op) else None)
 
 
+def test_options_are_the_calls(explained: Any) -> None:
+    found = jaxsoftmax.explain(X, op="cross_entropy_gradient", label_smoothing=0.1, logits_soft_cap=30.0, z_loss=1e-4)
+    problem = explained.problems[-1]
+    assert (problem.smoothing, problem.soft_cap, problem.z_loss) == (0.1, 30.0, 1e-4)
+    # Labels and weights are read, and losses written, besides the logits and their gradient.
+    assert found.least_bytes == 2 * 8192 * 4096 * 2 + 3 * 8192 * 4
+    with pytest.raises(TypeError, match="label_smoothing"):
+        jaxsoftmax.explain(X, label_smoothing=0.1)
+
+
 def test_it_computes_nothing(explained: Any) -> None:
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
     assert jaxsoftmax.explain(huge).least_bytes == 2 * 4 * 2**40

@@ -56,6 +56,39 @@ def test_strict_promotion_of_16_bit(flag: str, op: str) -> None:
     assert jax.grad(lambda x: jaxsoftmax.logsumexp(x, where=mask[0, 0]))(x).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+def test_cross_entropy_under_a_flag(flag: str, dtype: object) -> None:
+    x, labels, w = X.astype(dtype), jnp.arange(12, dtype=jnp.int32).reshape(3, 4) % 6 - 1, jnp.abs(W[..., 0])
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 3.0, "ignore_index": -1, "scale": 0.5}
+
+    def both(f: object) -> tuple[jax.Array, ...]:
+        loss = lambda x: jnp.sin(f(x)).sum()
+        return (
+            f(x),
+            jax.grad(loss)(x),
+            jax.jvp(jax.checkpoint(f), (x,), (W.astype(dtype),))[1],
+            jax.jvp(jax.grad(loss), (x,), (W.astype(dtype),))[1],
+            jax.grad(lambda x: jax.lax.scan(lambda c, r: (c, jnp.sin(f(x)) + r), 0.0, w)[1].sum())(x),
+        )
+
+    def theirs(x: jax.Array) -> jax.Array:
+        z = jnp.float32(3.0) * jnp.tanh(jnp.float32(0.5 / 3.0) * x.astype(jnp.float32))
+        lse = jax.nn.logsumexp(z, -1)
+        target = jnp.float32(0.9) * jax.nn.one_hot(labels, 5, dtype=jnp.float32) + jnp.float32(0.1 / 5)
+        raw = lse - (target * z).sum(-1) + jnp.float32(0.1) * lse * lse
+        return jnp.where(labels < 0, jnp.float32(0.0), w * raw)
+
+    ours = functools.partial(
+        jaxsoftmax.softmax_cross_entropy_with_integer_labels, labels=labels, weights=w, where=None, **options
+    )
+    for mine in (ours, lambda x: ours(x, return_lse=True)[0]):
+        got, want = (jax.jit(both, static_argnums=0)(f) for f in (mine, theirs))
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype
+            error = 1e-3 if dtype == jnp.float32 else 3e-2
+            np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=error, atol=error / 10)
+
+
 def test_offloading_by_name() -> None:
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _api, _attention, _attention_explain, _explain
+from jaxsoftmax import _api, _attention, _attention_explain, _cross_entropy, _explain
 
 
 def test_import_leaves_pallas_for_the_lowering() -> None:
@@ -37,7 +37,9 @@ def test_explanations_and_states_pickle() -> None:
     assert pickle.loads(pickle.dumps(state)) == state
 
 
-@pytest.mark.parametrize("module", [_api, _attention, _attention_explain, _explain], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [_api, _attention, _attention_explain, _cross_entropy, _explain], ids=lambda m: m.__name__
+)
 def test_examples_in_docstrings(module: object) -> None:
     result = doctest.testmod(module)
     assert result.attempted

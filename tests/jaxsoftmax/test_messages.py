@@ -53,6 +53,52 @@ def test_logsumexp() -> None:
         jaxsoftmax.merge()
 
 
+@pytest.mark.parametrize(
+    "error, text, arguments",
+    [
+        (TypeError, "logits has dtype complex64, expected a real dtype", {"logits": np.zeros((2, 3), np.complex64)}),
+        (ValueError, "axis 2 is out of bounds for logits of rank 2", {"axis": 2}),
+        (ValueError, "duplicate value in axis=(1, -1)", {"axis": (1, -1)}),
+        (TypeError, "labels has dtype float32, expected integers. Pass labels.astype(int), or", {"labels": X[:, 0]}),
+        (TypeError, "labels has dtype bool, expected integers", {"labels": X[:, 0] > 0}),
+        (ValueError, "labels has shape (2, 1), expected that of the logits without axis, (2,)", {"labels": [[0], [1]]}),
+        (ValueError, "labels has shape (2,), expected that of the logits without axis, (3,)", {"axis": 0}),
+        (ValueError, "labels has 3 at (1,), expected 0 <= label < 3", {"labels": [0, 3]}),
+        (ValueError, "labels has -1 at (0,), expected 0 <= label < 3", {"labels": [-1, 0]}),
+        (TypeError, "where has dtype float32, expected bool", {"where": X}),
+        (ValueError, "where has shape (3,), expected a shape that broadcasts to", {"where": np.ones(3, bool)}),
+        (ValueError, "where has shape (), expected the rank of the logits, 2, or of the rows, 1", {"where": True}),
+        (ValueError, "label_smoothing is 1.5, expected a finite number from 0.0 to 1.0", {"label_smoothing": 1.5}),
+        (ValueError, "label_smoothing is nan", {"label_smoothing": float("nan")}),
+        (TypeError, "label_smoothing is an array, float32[], expected a Python", {"label_smoothing": jnp.ones(())}),
+        (ValueError, "z_loss is inf, expected a finite number", {"z_loss": float("inf")}),
+        (ValueError, "logits_soft_cap is 0, expected a positive number. Pass None", {"logits_soft_cap": 0}),
+        (ValueError, "logits_soft_cap is -1.0, expected a finite number from 0.0", {"logits_soft_cap": -1.0}),
+        (TypeError, "logits_soft_cap is '30', expected a Python number", {"logits_soft_cap": "30"}),
+        (ValueError, "scale has shape (2,), expected a shape that broadcasts to the logits'", {"scale": np.ones(2)}),
+        (TypeError, "ignore_index is 1.0, expected a Python integer or None", {"ignore_index": 1.0}),
+        (ValueError, "weights has shape (3,), expected a shape that broadcasts to the rows', (2,)", {"weights": X[0]}),
+        (TypeError, "weights has dtype complex64", {"weights": np.ones((), np.complex64)}),
+        (ValueError, "implementation='cuda', expected one of None", {"implementation": "cuda"}),
+    ],
+)
+def test_cross_entropy(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    name = "softmax_cross_entropy_with_integer_labels"
+    with pytest.raises(error, match="^" + name + ": " + re.escape(text)):
+        getattr(jaxsoftmax, name)(**{"logits": X, "labels": np.array([0, 1]), **arguments})
+
+
+def test_cross_entropy_of_probabilities() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("labels has shape (2,), expected a shape that broadcasts to the log")
+    ):
+        jaxsoftmax.softmax_cross_entropy(X, np.ones(2))
+    with pytest.raises(TypeError, match="softmax_cross_entropy: labels has dtype complex64"):
+        jaxsoftmax.softmax_cross_entropy(X, np.zeros((2, 3), np.complex64))
+    with pytest.raises(ValueError, match=re.escape("where has shape (3,), expected a shape that broadcasts to")):
+        jaxsoftmax.softmax_cross_entropy(X, X, where=np.ones(3, bool))
+
+
 def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
     stand_ins.accepts = lambda problem: problem.cols > 3
     with pytest.raises(
@@ -72,6 +118,9 @@ def test_a_named_kernel_on_another_platform(function: Any) -> None:
     for op in (jaxsoftmax.softmax, jaxsoftmax.log_softmax, jaxsoftmax.logsumexp):
         with pytest.raises(NotImplementedError, match="lowered for a platform other than cuda"):
             function(lambda x, op=op: op(x, implementation="mosaic_gpu"), X)
+    loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+    with pytest.raises(NotImplementedError, match=r"cross_entropy: .*lowered for a platform other than cuda"):
+        function(lambda x: loss(x, np.array([0, 1]), implementation="mosaic_gpu"), X)
     jax.make_jaxpr(lambda x: jaxsoftmax.softmax(x, implementation="mosaic_gpu"))(X)
 
 

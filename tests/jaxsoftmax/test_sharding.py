@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from pallas_kernels.problem import Op
+from tests.jaxsoftmax import labelled
 
 SHAPE = (8, 4, 16)
 X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
@@ -24,6 +26,10 @@ OPS = {
     "softmax": (jaxsoftmax.softmax, jax.nn.softmax),
     "log_softmax": (jaxsoftmax.log_softmax, jax.nn.log_softmax),
     "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1), functools.partial(jax.nn.logsumexp, axis=-1)),
+    "cross_entropy": (
+        labelled.constant(jaxsoftmax.softmax_cross_entropy_with_integer_labels),
+        labelled.constant(optax.softmax_cross_entropy_with_integer_labels),
+    ),
 }
 ROWS = [P("d"), P("d", "m"), P(None, "m"), P(("d", "m")), P(None, "d")]
 COLUMNS = [P(None, None, "d"), P(None, None, ("d", "m")), P("d", None, "m")]
@@ -109,7 +115,14 @@ def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P)
     assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < SHAPE[-1]], "a part of a row is not a row"
 
 
-@pytest.mark.parametrize("op, mode, spec", [("logsumexp", "forward", COLUMNS[0]), ("log_softmax", "jvp", COLUMNS[2])])
+@pytest.mark.parametrize(
+    "op, mode, spec",
+    [
+        ("logsumexp", "forward", COLUMNS[0]),
+        ("log_softmax", "jvp", COLUMNS[2]),
+        *(("cross_entropy", mode, spec) for mode in ("forward", "vjp") for spec in COLUMNS),
+    ],
+)
 def test_one_exchange_of_the_others(stand_ins: Any, op: str, mode: str, spec: P) -> None:
     ours = MODES[mode](OPS[op][0])
     assert collectives(ours, put(X, spec), put(CT, spec)) == {"all-reduce": 1}
@@ -228,14 +241,15 @@ def test_explicit_meshes(request: pytest.FixtureRequest, op: str, mode: str, spe
     ours, want = MODES[mode](OPS[op][0]), expected(op, mode)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x, ct = jax.device_put(X, spec), jax.device_put(CT, spec)
-        if op == "logsumexp" and mode == "vjp":
+        if op in ("logsumexp", "cross_entropy") and mode == "vjp":
             ct = jax.reshard(CT[..., 0], P(*spec[:2]))[..., None]
         out = jax.jit(ours)(x, ct)
         assert jax.typeof(out).sharding.spec == P(*spec[: out.ndim])
         agree(out, want)
         if kernels and op != "logsumexp":
             counts = collectives(ours, x, ct)
-            exchanges = 2 if op == "softmax" and mode != "forward" else 1
+            # Cross entropy's tangent is a sum over the gradient's part.
+            exchanges = 2 if (op == "softmax" and mode != "forward") or (op, mode) == ("cross_entropy", "jvp") else 1
             assert counts == ({} if spec[2] is None else {"all-reduce": exchanges})
 
 

@@ -1,4 +1,4 @@
-"""Every JAX transformation, against the same transformation of `jax.nn`."""
+"""Every JAX transformation, against the same transformation of `jax.nn`, or of optax."""
 
 import functools
 import itertools
@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.test_util import check_grads
 
 import jaxsoftmax
+from tests.jaxsoftmax import labelled
 
 SHAPE = (3, 4, 5)
 X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
@@ -23,12 +25,18 @@ OPS = {
     "softmax": (jaxsoftmax.softmax, jax.nn.softmax),
     "log_softmax": (jaxsoftmax.log_softmax, jax.nn.log_softmax),
     "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1), functools.partial(jax.nn.logsumexp, axis=-1)),
+    "cross_entropy": (
+        labelled.varied(jaxsoftmax.softmax_cross_entropy_with_integer_labels),
+        labelled.varied(optax.softmax_cross_entropy_with_integer_labels),
+    ),
 }
+# Where a mask does to an operation what it does to the others, once is enough.
+PAIRS = [(name, masked) for name in OPS for masked in (False, True) if (name, masked) != ("cross_entropy", True)]
 
 Function = Callable[..., jax.Array]
 
 
-@pytest.fixture(params=[(name, masked) for name in OPS for masked in (False, True)], ids=lambda p: f"{p[0]}-mask{p[1]}")
+@pytest.fixture(params=PAIRS, ids=lambda p: f"{p[0]}-mask{p[1]}")
 def pair(request: pytest.FixtureRequest) -> tuple[Function, Function]:
     """Ours and theirs, as functions of one array of which the last axes are the mask's."""
     name, masked = request.param

@@ -1,0 +1,184 @@
+"""Cross entropy from primitive to program: kernels in any view, labels that are cut, export, and what is said of it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from pallas_kernels.problem import Op
+from tests import oracle
+from tests.jaxsoftmax.test_sharding import collectives, mesh
+
+SHAPE = (8, 4, 16)
+RNG = np.random.default_rng(0)
+X = (3 * RNG.normal(size=SHAPE)).astype(np.float32)
+Y = RNG.integers(0, 16, SHAPE[:2]).astype(np.int32)
+MASK = RNG.random(SHAPE) < 0.7
+OPTIONS: dict[str, Any] = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-2,
+    "logits_soft_cap": 5.0,
+    "scale": 0.5,
+    "weights": 0.25,
+}
+TRUTH: dict[str, Any] = {"smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 5.0, "scale": 0.5, "weights": 0.25}
+
+ours = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+
+
+def value_and_grad(x: Any, y: Any, *arguments: Any, **options: Any) -> Any:
+    def total(x: jax.Array) -> Any:
+        loss = ours(x, y, *arguments, **options)
+        return loss.sum(), loss
+
+    (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(x)
+    return loss, gradient
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 2), (2, 1), (2, 0, 1), ()], ids=str)
+@pytest.mark.parametrize("mask", [None, SHAPE, (8, 1, 16), (1, 1, 16)], ids=str)
+def test_kernels_see_rows(stand_ins: Any, axis: Any, mask: Any) -> None:
+    where = None if mask is None else MASK[tuple(slice(n) for n in mask)]
+    axes = (axis,) if isinstance(axis, int) else axis
+    rows = tuple(n for d, n in enumerate(SHAPE) if d not in {a % 3 for a in axes})
+    y = RNG.integers(-1, X.size // int(np.prod(rows)), rows)
+    want = oracle.cross_entropy(X, y, axis, where, **TRUTH, ignored=-1)
+    run = jax.jit(functools.partial(value_and_grad, axis=axis, where=where, ignore_index=-1, **OPTIONS))
+    loss, gradient = run(X, y)
+    close(loss, want.loss)
+    close(gradient, want.gradient)
+    close(jax.jit(functools.partial(ours, axis=axis, where=where, ignore_index=-1, **OPTIONS))(X, y), want.loss)
+    assert {p.op for p in stand_ins.problems} == {Op.CROSS_ENTROPY, Op.CROSS_ENTROPY_GRADIENT}
+    facts = {(p.scale, p.soft_cap, p.smoothing, p.z_loss) for p in stand_ins.problems}
+    assert facts == {(0.5, 5.0, 0.1, 1e-2)}
+
+
+def test_a_declined_kernel_is_the_reference(stand_ins: Any) -> None:
+    stand_ins.accepts = lambda problem: problem.op is Op.CROSS_ENTROPY
+    loss, gradient = value_and_grad(X, Y)
+    want = oracle.cross_entropy(X, Y)
+    close(loss, want.loss)
+    close(gradient, want.gradient)
+    with pytest.raises(NotImplementedError, match="cross_entropy_gradient: .*no kernel takes this call:\n  first: it"):
+        value_and_grad(X, Y, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("d", "m"), P(None, None, ("m", "d")), P("d", None, "m")], ids=str)
+def test_labels_are_cut_as_their_rows(
+    request: pytest.FixtureRequest, spec: P, kind: AxisType, options: Any, kernels: bool
+) -> None:
+    if kernels:
+        request.getfixturevalue("stand_ins")
+    want = oracle.cross_entropy(X, Y, ignored=3, **(TRUTH if options else {}))
+    with jax.set_mesh(mesh(kind)):
+        x, y = jax.device_put(X, spec), jax.device_put(Y, P(*spec[:2]))
+        run = functools.partial(value_and_grad, ignore_index=3, **options)
+        loss, gradient = jax.jit(run)(x, y)
+        close(loss, want.loss)
+        close(gradient, want.gradient)
+        assert gradient.sharding.is_equivalent_to(x.sharding, 3)
+        cut = len(spec) == 3
+        if kernels:
+            # The sum of the losses is one where the rows are cut.
+            sums = int(spec[0] is not None)
+            assert collectives(run, x, y) == ({"all-reduce": cut + sums} if cut + sums else {})
+            assert collectives(functools.partial(ours, **options), x, y) == ({"all-reduce": 1} if cut else {})
+        both = jax.jit(jax.grad(lambda x: sum(map(jnp.sum, ours(x, y, return_lse=True, ignore_index=3, **options)))))(x)
+        of_lse = oracle.cross_entropy(X, Y, ignored=3, of_lse=np.ones(SHAPE[:2]), **(TRUTH if options else {}))
+        close(both, of_lse.gradient)
+
+
+@pytest.mark.parametrize("axis, spec", [((0, 2), P("d", None, "m")), ((2, 0), P(("m", "d"))), ((1, 2), P(None, "m"))])
+def test_labels_in_several_cut_axes(stand_ins: Any, axis: Any, spec: P) -> None:
+    rows = tuple(n for d, n in enumerate(SHAPE) if d not in axis)
+    y = RNG.integers(-1, X.size // rows[0], rows)
+    run = jax.jit(functools.partial(value_and_grad, axis=axis, where=MASK, ignore_index=-1, **OPTIONS))
+    loss, gradient = run(jax.device_put(X, NamedSharding(mesh(), spec)), y)
+    want = oracle.cross_entropy(X, y, axis, MASK, ignored=-1, **TRUTH)
+    close(loss, want.loss)
+    close(gradient, want.gradient)
+
+
+@pytest.mark.parametrize("spec, sums", [(P("d"), 1), (P(None, None, "d"), 2)], ids=str)
+def test_probabilities_that_are_cut(stand_ins: Any, spec: P, sums: int) -> None:
+    t = np.asarray(jax.nn.softmax(X[::-1]))
+    run = jax.value_and_grad(lambda x, t: jaxsoftmax.softmax_cross_entropy(x, t).sum())
+    operands = [jax.device_put(a, NamedSharding(mesh(), spec)) for a in (X, t)]
+    assert collectives(run, *operands) == {"all-reduce": sums}
+    close(jax.jit(run)(*operands)[0], -(t * oracle.log_softmax(X)).sum())
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (2, 1, 0), (1, 0, None), (None, None, 0)], ids=str)
+def test_vmap_of_every_operand(axes: tuple[int | None, ...]) -> None:
+    x, y, w = X[:5, :, :5], Y[:5] % 5, RNG.normal(size=(5, 4)).astype(np.float32)
+    args = [a if d is not None else a[0] for a, d in zip((x, y, w), axes, strict=True)]
+    args = [a if d is None else np.moveaxis(a, 0, d) for a, d in zip(args, axes, strict=True)]
+    one = lambda x, y, w: jax.value_and_grad(lambda x, w: jnp.sin(ours(x, y, weights=w)).sum(), (0, 1))(x, w)
+    got = jax.jit(jax.vmap(one, axes))(*args)
+    each = [one(*(a if d is None else np.take(a, i, d) for a, d in zip(args, axes, strict=True))) for i in range(5)]
+    jax.tree.map(lambda g, *e: close(g, np.stack(e), atol=1e-5), got, *each)
+
+
+def test_real_kernels_are_in_the_cuda_program_when_explain_says_so() -> None:
+    x, y = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
+    for function, name in ((ours, "cross_entropy"), (value_and_grad, "cross_entropy_gradient")):
+        promised = jaxsoftmax.explain(x, op=name).kernel is not None
+        for platform in ("cuda", "cpu"):
+            text = jax.jit(function).trace(x, y).lower(lowering_platforms=(platform,)).as_text()
+            assert ("mosaic_gpu" in text) == (promised and platform == "cuda")
+
+
+def test_the_kernel_runs_once_either_way(stand_ins: Any) -> None:
+    x, y = jax.ShapeDtypeStruct((64, 4096), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    for function in (ours, value_and_grad):
+        text = jax.jit(function).lower(x, y).as_text()
+        assert text.count("call @_launch") == 1
+
+
+def test_export() -> None:
+    exported = export.export(jax.jit(functools.partial(value_and_grad, **OPTIONS)))(X, Y)
+    reloaded = export.deserialize(exported.serialize())
+    jax.tree.map(close, tuple(reloaded.call(X, Y)), value_and_grad(X, Y, **OPTIONS))
+    forward = export.deserialize(export.export(jax.jit(ours))(X, Y).serialize(vjp_order=1))
+    close(jax.grad(lambda x: jnp.sin(forward.call(x, Y)).sum())(X), jax.grad(lambda x: jnp.sin(ours(x, Y)).sum())(X))
+
+
+@pytest.mark.parametrize("axis", [-1, (0, 1)], ids=str)
+def test_export_with_symbolic_shapes(axis: Any) -> None:
+    b, n = export.symbolic_shape("b, n")
+    logits = jax.ShapeDtypeStruct((b, n), jnp.float32)
+    y = jax.ShapeDtypeStruct((b,) if axis == -1 else (), jnp.int32)
+    function = jax.jit(functools.partial(value_and_grad, axis=axis, ignore_index=-1, **OPTIONS))
+    exported = export.export(function, platforms=["cpu", "cuda"])(logits, y)
+    labels = Y[0] if axis == -1 else Y[0, 0]
+    got = export.deserialize(exported.serialize()).call(X[0], labels)
+    jax.tree.map(close, tuple(got), tuple(function(X[0], labels)))
+
+
+def test_donation_and_shapes_alone() -> None:
+    shapes = jax.eval_shape(functools.partial(ours, return_lse=True), jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16), Y)
+    assert [(s.shape, s.dtype) for s in shapes] == [(SHAPE[:2], jnp.float32)] * 2
+    step = jax.jit(lambda x: value_and_grad(x, Y)[1], donate_argnums=0)
+    x = jnp.asarray(X)
+    close(step(x), oracle.cross_entropy(X, Y).gradient)
+    assert x.is_deleted()
+
+
+def test_remat_runs_the_loss_and_then_the_gradient() -> None:
+    run = jax.checkpoint(lambda x: ours(jnp.sin(x), Y))
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: run(x).sum()))(X))
+    assert (jaxpr.count("= cross_entropy["), jaxpr.count("= cross_entropy_gradient[")) == (1, 1)
+    close(jax.grad(lambda x: run(x).sum())(X), jax.grad(lambda x: ours(jnp.sin(x), Y).sum())(X))
+    plain = str(jax.make_jaxpr(jax.grad(lambda x: ours(jnp.sin(x), Y).sum()))(X))
+    assert (plain.count("= cross_entropy["), plain.count("= cross_entropy_gradient[")) == (0, 1)
