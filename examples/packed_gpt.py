@@ -78,8 +78,11 @@ class GPT(nnx.Module):
 def loss_of(model: GPT, batch: Batch) -> jax.Array:
     """The mean over bytes whose successor is in the same document."""
     logits = model(batch.tokens[:, :-1], batch.documents[:, :-1], batch.positions[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
-    return losses.mean(where=batch.documents[:, 1:] == batch.documents[:, :-1])
+    counts = batch.documents[:, 1:] == batch.documents[:, :-1]
+    losses = jaxsoftmax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.where(counts, batch.tokens[:, 1:], -1), ignore_index=-1, weights=1 / counts.sum()
+    )
+    return losses.sum()
 
 
 def batches(length: int, rows: int) -> Iterator[Batch]:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -45,3 +48,19 @@ def test_demo_compares_speeds(capsys):
     for name in ("jaxsoftmax", r"jax\.nn"):
         assert len(re.findall(rf"^  {name} +[\d.]+ us$", printed, re.MULTILINE)) == 2, printed
     assert len(re.findall(r"^  jax\.nn cuDNN", printed, re.MULTILINE)) == 1, printed
+
+
+def test_no_program_of_the_vocabulary_example_gathers_logits():
+    finished = _run("vocabulary_sharded_loss.py")
+    rows = re.findall(r"^(uncut|by hand|by jit) +loss ([\d.]+)(?:.* collectives (.*))?$", finished.stdout, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["uncut", "by hand", "by jit"], finished.stdout + finished.stderr
+    assert len({loss for _, loss, _ in rows}) == 1
+    assert rows[1][2] == "{'all-reduce': 1}"
+    assert re.fullmatch(r"{'all-reduce': \d}", rows[2][2])
+
+
+def test_the_vocabulary_example_sees_a_gather_where_there_is_one():
+    collectives = runpy.run_path(str(ROOT / "examples" / "vocabulary_sharded_loss.py"))["collectives"]
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    gathers = jax.shard_map(lambda x: jax.lax.all_gather(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    assert collectives(gathers, jnp.ones(64)) == {"all-gather": 1}
