@@ -160,7 +160,7 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     refs.dq_s[warpgroup] = part
     plgpu.commit_smem()
-    if problem.bias:
+    if problem.bias_gradient:
         _write_scores(tile)
     at = pl.ds(step.i * block.config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
     source, target = refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
@@ -194,6 +194,9 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     slots = [refs.ds_s.at[turn, warpgroup, c] for turn in range(2) for c in range(refs.ds_s.shape[2])]
     pieces = [(dk * block.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
     pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
+    if block.problem.bias_gradient:
+        # The last steps' score gradients may still be on their way out.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, c) in zip(slots, here, strict=False):

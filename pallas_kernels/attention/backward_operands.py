@@ -125,7 +125,7 @@ def outputs(
         places["d_query"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
     if problem.deterministic:
         places["turns"] = jax.new_ref(jnp.zeros((config.warpgroups, b, n, rows // config.block_q), jnp.int32))
-    if problem.bias:
+    if problem.bias_gradient:
         places["d_logits"] = jax.new_ref(jnp.zeros((b, n, s, _up(inputs["query"].shape[1], CHUNK)), problem.dtype))
     return whole, places
 

@@ -202,6 +202,7 @@ INTERPRETED = {
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
+    "bias-in-any-order": ("bias", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
     "segments": ("segments", (70, 90), (64, 64), {"deterministic": False, "soft_cap": 3.0}),
 }
@@ -230,11 +231,14 @@ def test_compiles_without_spills(kind, head_dim, deterministic):
 
 @pytest.mark.parametrize("bias_gradient", [False, True])
 def test_returns_the_gradient_of_a_bias_on_request(bias_gradient):
-    p = problem_of("bias", (64, 72), (64, 64), "bfloat16", sinks=True, bias_gradient=bias_gradient)
+    p = problem_of("bias-of-heads", (64, 72), (64, 64), "bfloat16", sinks=True, bias_gradient=bias_gradient)
     config = heuristics.backward(p, hardware.H200)[0]
     found = jax.eval_shape(lambda *a: backward.run(p, config, *a), *all_operands_of(p))
     wanted = [(2, 64, 4, 64), (2, 72, 2, 64), (2, 72, 2, 64), *[p.bias] * bias_gradient, (4,)]
     assert [x.shape for x in found] == wanted
+    # The gradient of every logit is written for it alone.
+    jaxpr = jax.make_jaxpr(lambda *a: backward.run(p, config, *a))(*all_operands_of(p))
+    assert ("bf16[2,4,72,64]" in str(jaxpr)) == bias_gradient
 
 
 def test_declines_in_words():
