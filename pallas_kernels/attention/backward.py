@@ -16,12 +16,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels import mosaic, scopes
-from pallas_kernels.attention import backward_launch, backward_operands, backward_turns
+from pallas_kernels import scopes
+from pallas_kernels.attention import backward_launch, backward_operands, backward_turns, gather
 from pallas_kernels.attention.backward_blocks import Block, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK
 from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
@@ -102,7 +99,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     """One tile: adds to dK and dV in registers and to dQ in device memory."""
     problem, config, refs = block.problem, block.config, block.refs
     dk_sum, dv_sum = sums
-    warpgroup = _recomputed(lax.axis_index("warpgroup"))
+    warpgroup = gather.recomputed(lax.axis_index("warpgroup"))
     slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
     q_s, do_s, ds_s = refs.q_s.at[slot], refs.do_s.at[slot], refs.ds_s.at[turn]
     tile = _Tile(block, step, warpgroup, slot, ds_s)
@@ -190,22 +187,6 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
         for slot, (_, ref, c) in zip(slots, here, strict=False):
             plgpu.copy_smem_to_gmem(slot, ref.at[block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _recomputed(x: jax.Array) -> jax.Array:
-    """`x`, whose history the compiler does not see: what is derived from it inside a loop stays inside.
-
-    Otherwise 24 matrix descriptors are kept in registers all along the loop, which spills: D = 128, S = 2048, bf16,
-    449 TFLOP/s, and 598 like this, H200.
-    """
-
-    def copy_scalar(ctx, x):
-        word = ir.IntegerType.get_signless(32)
-        y = llvm.inline_asm(word, [mosaic.scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(y, (), is_signed=True)
-
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=mosaic.SPLAT)
-    return plgpu.inline_mgpu(arg_types=(mosaic.SPLAT,), return_type=result)(copy_scalar)(x)
 
 
 def _body(problem: Attention, config: BackwardConfig, each_block: Callable[[Visit], None]) -> None:

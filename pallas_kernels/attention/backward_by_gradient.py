@@ -8,7 +8,7 @@ Traffic: as `backward`, with blocks of 64 keys: Q and dO are read and dQ is adde
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the roles of warpgroups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scopes
-from pallas_kernels.attention import backward_launch, backward_turns
+from pallas_kernels.attention import backward_launch, backward_turns, gather
 from pallas_kernels.attention.backward_blocks import Block, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, padded_dims, tiled
 from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
@@ -29,9 +29,11 @@ from pallas_kernels.hardware import Device
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Accumulator = Any  # a reference to one in registers
+Sums = tuple[Accumulator, ...]  # the pieces of a gradient
 
 TILE = (CHUNK, CHUNK)  # keys and queries of a step
-PIECE = 2 * CHUNK  # columns of dQ at a time
+PIECE = 2 * CHUNK  # columns of a gradient at a time: with more, ptxas wants more registers than a thread has at first
+DQ_PIECE = CHUNK
 ADDER = np.int32(0)  # of those who add to a tile of dQ: the only one
 LAUNCHED = 128  # registers of a thread at first, 65536 among four warpgroups
 
@@ -46,11 +48,11 @@ def _scratch(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     stages, d_out_stages = config.stages, config.d_out_stages
     return dict(
-        k_s=tiled((CHUNK, head_dim), dtype),
-        v_s=tiled((CHUNK, value_dim), dtype),
+        k_s=tiled((1, CHUNK, head_dim), dtype),
+        v_s=tiled((1, CHUNK, value_dim), dtype),
         q_s=tiled((stages, CHUNK, head_dim), dtype),
         do_s=tiled((d_out_stages, CHUNK, value_dim), dtype),
-        p_s=tiled(TILE, jnp.float32),
+        p_s=tiled((1, *TILE), jnp.float32),
         ds_s=tiled((2, *TILE), dtype),
         dq_s=tiled((config.dq_slots, *TILE), jnp.float32),
         lse_s=plgpu.SMEM((stages, CHUNK), jnp.float32),
@@ -74,8 +76,8 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
     config, refs, batch = block.config, block.refs, block.batch
     keys = batch, pl.ds(block.first_key, CHUNK), block.key_head
     pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_free))
-    plgpu.copy_gmem_to_smem(refs.key.at[keys], refs.k_s, refs.k_full)
-    plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.v_s, refs.v_full)
+    plgpu.copy_gmem_to_smem(refs.key.at[keys], refs.k_s.at[0], refs.k_full)
+    plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.v_s.at[0], refs.v_full)
 
     def copy(step: Step) -> None:
         rows = pl.ds(step.i * CHUNK, CHUNK)
@@ -97,29 +99,30 @@ def _values(block: Block) -> None:
     refs = block.refs
     plgpu.barrier_wait(refs.k_full)
 
-    def walk(dv: Accumulator) -> None:
-        block.each_step(lambda step, compare: _add_to_dv(block, step, dv, compare))
+    def walk(sums: Sums) -> None:
+        block.each_step(lambda step, compare: _add_to_dv(block, step, sums, compare))
 
-    dv = pl.run_state(walk)(ACC.init(_zeros(refs.v_s.shape[1])))
-    _write(block, dv, refs.v_s, refs.d_value)
+    sums = pl.run_state(walk)(_zeros(refs.v_s.shape[2]))
+    _write(block, sums, refs.v_s.at[0], refs.d_value)
 
 
-def _add_to_dv(block: Block, step: Step, dv: Accumulator, compare: bool) -> None:
+def _add_to_dv(block: Block, step: Step, sums: Sums, compare: bool) -> None:
     problem, config, refs = block.problem, block.config, block.refs
+    here = gather.recomputed(jnp.int32(0))
     slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
 
     def products(logits: Accumulator) -> None:
         plgpu.barrier_wait(refs.q_full.at[slot])
-        plgpu.wgmma(logits, refs.k_s, refs.q_s.at[slot].T)
+        plgpu.wgmma(logits, refs.k_s.at[here], refs.q_s.at[slot].T)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=0)
         p, slope = probabilities(block, step, 0, x, compare)
         pl.when(step.n > 0)(lambda: plgpu.barrier_wait(refs.p_free))
-        refs.p_s[...] = p if slope is None else p * slope
+        refs.p_s[here] = p if slope is None else p * slope
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.p_full)
         plgpu.barrier_arrive(refs.q_free.at[slot])
         plgpu.barrier_wait(refs.do_full.at[d_out_slot])
-        plgpu.wgmma(dv, p.astype(problem.dtype), refs.do_s.at[d_out_slot])
+        _multiply(sums, p.astype(problem.dtype), refs.do_s.at[d_out_slot])
 
     pl.run_scoped(products, ACC(TILE, jnp.float32))
     plgpu.wgmma_wait(0)
@@ -131,26 +134,27 @@ def _keys(block: Block) -> None:
     refs = block.refs
     plgpu.barrier_wait(refs.v_full)
 
-    def walk(dk: Accumulator) -> None:
-        block.each_step_alike(lambda step: _add_to_dk(block, step, dk))
+    def walk(sums: Sums) -> None:
+        block.each_step_alike(lambda step: _add_to_dk(block, step, sums))
 
-    dk = pl.run_state(walk)(ACC.init(_zeros(refs.k_s.shape[1])))
-    _write(block, dk * block.problem.scale, refs.k_s, refs.d_key)
+    sums = pl.run_state(walk)(_zeros(refs.k_s.shape[2]))
+    _write(block, [x * block.problem.scale for x in sums], refs.k_s.at[0], refs.d_key)
 
 
-def _add_to_dk(block: Block, step: Step, dk: Accumulator) -> None:
+def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     problem, config, refs = block.problem, block.config, block.refs
+    here = gather.recomputed(jnp.int32(0))
     slot, d_out_slot, turn = (lax.rem(step.n, n) for n in (config.stages, config.d_out_stages, 2))
 
     def products(dp: Accumulator) -> None:
         plgpu.barrier_wait(refs.do_full.at[d_out_slot])
         dp[...] = by_column(refs.delta_s.at[d_out_slot], TILE)
-        plgpu.wgmma(dp, refs.v_s, refs.do_s.at[d_out_slot].T)
+        plgpu.wgmma(dp, refs.v_s.at[here], refs.do_s.at[d_out_slot].T)
         pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
         plgpu.barrier_wait(refs.p_full)
-        ds = (plgpu.load(refs.p_s, layout=WGMMA) * pull).astype(problem.dtype)
+        ds = (plgpu.load(refs.p_s.at[here], layout=WGMMA) * pull).astype(problem.dtype)
         plgpu.barrier_arrive(refs.p_free)
         pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_free.at[turn]))
         if problem.bias_gradient:
@@ -162,7 +166,7 @@ def _add_to_dk(block: Block, step: Step, dk: Accumulator) -> None:
             keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(refs.ds_s.at[turn], refs.d_logits.at[block.batch, step.head, keys, rows])
         plgpu.barrier_wait(refs.q_full.at[slot])
-        plgpu.wgmma(dk, ds, refs.q_s.at[slot])
+        _multiply(sums, ds, refs.q_s.at[slot])
 
     pl.run_scoped(products, ACC(TILE, jnp.float32))
     plgpu.wgmma_wait(0)
@@ -181,24 +185,25 @@ def _queries(block: Block) -> None:
 
 def _add_to_dq(block: Block, step: Step) -> None:
     config, refs = block.config, block.refs
-    turn, columns = lax.rem(step.n, 2), refs.k_s.shape[1]
+    here = gather.recomputed(jnp.int32(0))
+    turn, columns = lax.rem(step.n, 2), refs.k_s.shape[2]
     before = ended = None
     if block.problem.deterministic:
         backward_turns.end_before(block, step, ADDER)
         before, ended = backward_turns.before(block, step.i), backward_turns.ended(block, step, ADDER)
     plgpu.barrier_wait(refs.ds_full.at[turn])
-    for start in range(0, columns, PIECE):
+    for start, width in _pieces(columns, DQ_PIECE):
 
-        def product(dq: Accumulator, start: int = start) -> jax.Array:
-            plgpu.wgmma(dq, refs.ds_s.at[turn].T, refs.k_s.at[:, pl.ds(start, dq.shape[1])])
+        def product(dq: Accumulator, start: int = start, width: int = width) -> jax.Array:
+            plgpu.wgmma(dq, refs.ds_s.at[turn].T, refs.k_s.at[here, :, pl.ds(start, width)])
             return plgpu.wgmma_accumulator_load(dq, wait_n=0)
 
-        piece = pl.run_scoped(product, ACC((CHUNK, min(PIECE, columns - start)), jnp.float32))
-        if start + PIECE >= columns:
+        piece = pl.run_scoped(product, ACC((CHUNK, width), jnp.float32))
+        if start + width == columns:
             plgpu.barrier_arrive(refs.ds_free.at[turn])
         if ended is not None and start == 0:
             backward_turns.wait(block, step, ADDER, before, ended)
-        for c in range(piece.shape[1] // CHUNK):
+        for c in range(width // CHUNK):
             at = start // CHUNK + c
             slot = refs.dq_s.at[lax.rem(step.n * (columns // CHUNK) + at, config.dq_slots)]
             plgpu.wait_smem_to_gmem(config.dq_slots - 1, wait_read_only=True)
@@ -208,14 +213,27 @@ def _add_to_dq(block: Block, step: Step) -> None:
             backward_turns.add(block, slot, target, before)
 
 
-def _zeros(columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA)
+def _pieces(columns: int, most: int = PIECE) -> list[tuple[int, int]]:
+    """The first column of each piece, and how many it has."""
+    return [(start, min(most, columns - start)) for start in range(0, columns, most)]
 
 
-def _write(block: Block, gradient: jax.Array, place: jax.Ref, target: jax.Ref) -> None:
+def _zeros(columns: int) -> Sums:
+    zeros = (jnp.zeros((CHUNK, width), jnp.float32) for _, width in _pieces(columns))
+    return tuple(ACC.init(plgpu.layout_cast(x, WGMMA)) for x in zeros)
+
+
+def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> None:
+    """Adds `weights @ rows` to a gradient."""
+    for x, (start, width) in zip(sums, _pieces(rows.shape[1]), strict=True):
+        plgpu.wgmma(x, weights, rows.at[:, pl.ds(start, width)])
+
+
+def _write(block: Block, gradient: Sequence[jax.Array], place: jax.Ref, target: jax.Ref) -> None:
     """Writes dK or dV by way of the keys' or the values' place in shared memory, when nobody reads those any more."""
     scopes.sync_block(block.config.warpgroups)
-    place[...] = gradient.astype(block.problem.dtype)
+    for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):
+        place[:, start : start + width] = x.astype(block.problem.dtype)
     plgpu.commit_smem()
     rows = pl.ds(block.first_key, CHUNK)
     plgpu.copy_smem_to_gmem(place, target.at[block.batch, rows, block.key_head])
