@@ -84,7 +84,7 @@ class ByGradientConfig:
     @property
     def registers(self) -> tuple[int, int, int, int]:
         """Registers of a thread that computes dV, dK or dQ, and of one that only copies."""
-        return 192, 192, 104, 24
+        return 200, 200, 88, 24
 
 
 AnyBackwardConfig = BackwardConfig | ByGradientConfig

@@ -237,8 +237,7 @@ def test_compiles_without_spills(kind, dims, deterministic):
     p = problem_of(kind, (1024, 1024), dims, "bfloat16", deterministic=deterministic)
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
     (report,) = aot.compile_for_h200(decided(p).run, *operands)
-    # Some scalars, in the tiles that compare indices (D = 64: 64) or segments (256: 84); none in the plain wide ones.
-    assert report.spill_bytes <= (96 if kind == "segments" else 64 if max(dims) <= 128 else 0)
+    assert report.spill_bytes <= (64 if max(dims) <= 128 else 16)  # in the tiles that compare indices, D = 64 and 256
     assert not [line for line in report.complaints if "C7519" not in line]
     assert report.smem <= hardware.H200.smem_per_cta
 
