@@ -363,13 +363,6 @@ MUTANTS = (
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward(
-        "piece_overwritten",
-        "a piece of dQ is overwritten on its way out",
-        "plgpu.wait_smem_to_gmem(config.dq_slots - 1, wait_read_only=True)",
-        "pass",
-        rejected_by=RACE,
-    ),
-    _wide_backward(
         "wide_bias_overwritten",
         "score gradients are overwritten on their way to the bias",
         "plgpu.wait_smem_to_gmem(1, wait_read_only=True)",
@@ -381,12 +374,4 @@ MUTANTS = (
         "wide_cap_ignored", "the gradient goes past the soft cap", "p if slope is None else p * slope", "p", "soft-cap"
     ),
     _wide_backward("wide_dk_unscaled", "dK lacks the scale", "[x * block.problem.scale for x in sums]", "sums"),
-    _wide_backward(
-        "wide_turn_not_awaited",
-        "blocks of keys add to dQ when it is not their turn",
-        "backward_turns.wait(block, step, ADDER, before, ended)",
-        "pass",
-        rejected_by=UNORDERED,
-        deterministic=True,
-    ),
 )
