@@ -42,7 +42,7 @@ class Block:
     """A block of keys: the problem, its references, and which keys they are."""
 
     problem: Attention
-    config: AnyBackwardConfig
+    config: Any  # an `AnyBackwardConfig`: which one, its kernel knows
     refs: SimpleNamespace  # operands, results and scratch
     batch: jax.Array
     key_head: jax.Array

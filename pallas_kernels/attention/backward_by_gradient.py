@@ -33,8 +33,8 @@ Sums = tuple[Accumulator, ...]  # the pieces of a gradient
 
 TILE = (CHUNK, CHUNK)  # keys and queries of a step
 PIECE = 2 * CHUNK  # columns of a gradient at a time: with more, ptxas wants more registers than a thread has at first
-DQ_PIECE = CHUNK
-ADDER = np.int32(0)  # of those who add to a tile of dQ: the only one
+DQ_PIECE = CHUNK  # columns of dQ: with more, registers spill
+ADDER: Any = np.int32(0)  # of those who add to a tile of dQ: the only one
 LAUNCHED = 128  # registers of a thread at first, 65536 among four warpgroups
 
 
@@ -187,7 +187,7 @@ def _add_to_dq(block: Block, step: Step) -> None:
     config, refs = block.config, block.refs
     here = gather.recomputed(jnp.int32(0))
     turn, columns = lax.rem(step.n, 2), refs.k_s.shape[2]
-    before = ended = None
+    before, ended = None, None
     if block.problem.deterministic:
         backward_turns.end_before(block, step, ADDER)
         before, ended = backward_turns.before(block, step.i), backward_turns.ended(block, step, ADDER)
@@ -201,7 +201,7 @@ def _add_to_dq(block: Block, step: Step) -> None:
         piece = pl.run_scoped(product, ACC((CHUNK, width), jnp.float32))
         if start + width == columns:
             plgpu.barrier_arrive(refs.ds_free.at[turn])
-        if ended is not None and start == 0:
+        if before is not None and ended is not None and start == 0:
             backward_turns.wait(block, step, ADDER, before, ended)
         for c in range(width // CHUNK):
             at = start // CHUNK + c
@@ -229,7 +229,7 @@ def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> None:
         plgpu.wgmma(x, weights, rows.at[:, pl.ds(start, width)])
 
 
-def _write(block: Block, gradient: Sequence[jax.Array], place: jax.Ref, target: jax.Ref) -> None:
+def _write(block: Block, gradient: Sequence[jax.Array], place: Any, target: jax.Ref) -> None:
     """Writes dK or dV by way of the keys' or the values' place in shared memory, when nobody reads those any more."""
     scopes.sync_block(block.config.warpgroups)
     for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):

@@ -53,7 +53,7 @@ def first_stores(problem: Attention, config: AnyBackwardConfig) -> bool:
     return True
 
 
-def add(block: Block, source: jax.Ref, target: jax.Ref, before: Any) -> None:
+def add(block: Block, source: Any, target: Any, before: Any) -> None:
     """Adds a piece to dQ in device memory; `before`: how many have added there, None where there are no turns."""
 
     def reduce() -> None:
