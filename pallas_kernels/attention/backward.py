@@ -9,7 +9,6 @@ Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +16,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels import hardware, mosaic, scopes
-from pallas_kernels.attention import backward_operands, backward_turns
-from pallas_kernels.attention.backward_blocks import Block, Step
+from pallas_kernels import scopes
+from pallas_kernels.attention import backward_launch, backward_operands, backward_turns, gather
+from pallas_kernels.attention.backward_blocks import Block, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK
 from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
@@ -36,15 +32,7 @@ Accumulator = Any  # a reference to one in registers
 
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Why the kernel does not take the problem."""
-    if problem.dtype.name not in ("float16", "bfloat16"):
-        return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
-    for name in ("head_dim", "value_dim"):
-        size = getattr(problem, name)
-        if size > 128 or size % 8:
-            return f"the kernel takes {name} up to 128 in multiples of 8; it is {size}"
-    if problem.bias is not None and problem.soft_cap is not None:
-        return "the kernel has no gradient of a bias beside a soft cap"
-    return None
+    return backward_launch.unsupported(problem, widest=128)
 
 
 def _copy(block: Block, first_tile: jax.Array) -> None:
@@ -111,7 +99,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     """One tile: adds to dK and dV in registers and to dQ in device memory."""
     problem, config, refs = block.problem, block.config, block.refs
     dk_sum, dv_sum = sums
-    warpgroup = _recomputed(lax.axis_index("warpgroup"))
+    warpgroup = gather.recomputed(lax.axis_index("warpgroup"))
     slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
     q_s, do_s, ds_s = refs.q_s.at[slot], refs.do_s.at[slot], refs.ds_s.at[turn]
     tile = _Tile(block, step, warpgroup, slot, ds_s)
@@ -160,22 +148,16 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     refs.dq_s[warpgroup] = part
     plgpu.commit_smem()
-    if problem.bias:
+    if problem.bias_gradient:
         _write_scores(tile)
     at = pl.ds(step.i * block.config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
     source, target = refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
 
-    def add() -> None:
-        plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
-
-    if ended is None:
-        return add()
-    before = backward_turns.before(block, step.i)
-    backward_turns.wait(block, step, warpgroup, before, ended)
-    if not backward_turns.first_stores(problem, block.config):
-        return add()
-    pl.when(before == 0)(lambda: plgpu.copy_smem_to_gmem(source, target))
-    pl.when(before > 0)(add)
+    before = None
+    if ended is not None:
+        before = backward_turns.before(block, step.i)
+        backward_turns.wait(block, step, warpgroup, before, ended)
+    backward_turns.add(block, source, target, before)
 
 
 def _write_scores(tile: _Tile) -> None:
@@ -194,6 +176,9 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     slots = [refs.ds_s.at[turn, warpgroup, c] for turn in range(2) for c in range(refs.ds_s.shape[2])]
     pieces = [(dk * block.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
     pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
+    if block.problem.bias_gradient:
+        # The last steps' score gradients may still be on their way out.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, c) in zip(slots, here, strict=False):
@@ -204,71 +189,22 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _recomputed(x: jax.Array) -> jax.Array:
-    """`x`, whose history the compiler does not see: what is derived from it inside a loop stays inside.
-
-    Otherwise 24 matrix descriptors are kept in registers all along the loop, which spills: D = 128, S = 2048, bf16,
-    449 TFLOP/s, and 598 like this, H200.
-    """
-
-    def copy_scalar(ctx, x):
-        word = ir.IntegerType.get_signless(32)
-        y = llvm.inline_asm(word, [mosaic.scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(y, (), is_signed=True)
-
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=mosaic.SPLAT)
-    return plgpu.inline_mgpu(arg_types=(mosaic.SPLAT,), return_type=result)(copy_scalar)(x)
-
-
-def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, grid: int) -> None:
-    me, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+def _body(problem: Attention, config: BackwardConfig, each_block: Callable[[Visit], None]) -> None:
+    warpgroup = lax.axis_index("warpgroup")
     computing, copying = config.registers
-
-    def each_tile(visit: Callable[[Block, jax.Array], None]) -> None:
-        def one(turn: jax.Array, steps_before: jax.Array) -> jax.Array:
-            block = Block.of(problem, config, refs, me + turn * grid, steps_before)
-            visit(block, turn == 0)
-            return steps_before + block.steps
-
-        lax.fori_loop(0, lax.div(tiles - 1 - me, grid) + 1, one, jnp.int32(0))
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
         plgpu.set_max_registers(copying, action="decrease")
-        each_tile(_copy)
+        each_block(_copy)
 
     @pl.when(warpgroup < config.warpgroups)
     def _():
         plgpu.set_max_registers(computing, action="increase")
-        each_tile(lambda block, _: _compute(block))
+        each_block(lambda block, _: _compute(block))
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    ops = backward_operands.named(problem, operands)
-    nothing = backward_operands.without_keys(problem, ops)
-    delta = backward_operands.logit_shift(ops, nothing)
-    inputs = backward_operands.inputs(problem, config, ops, nothing, delta)
-    outputs, places = backward_operands.outputs(problem, config, inputs)
     scratch = backward_operands.scratch(problem, config)
-    tiles = problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
-    grid = min(tiles, hardware.current().sm_count) if config.persistent else tiles
-    names = [*inputs, *places, *outputs, *scratch]
-    results = plgpu.kernel(
-        lambda *refs: _body(problem, config, SimpleNamespace(**dict(zip(names, refs, strict=True))), tiles, grid),
-        out_type=list(outputs.values()),
-        grid=(grid,),
-        grid_names=("block",),
-        scratch_types=list(scratch.values()),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name="attention_backward",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-    )(*inputs.values(), *places.values())
-    written = dict(zip(outputs, results, strict=True)) | {name: ref[...] for name, ref in places.items()}
-    gradients = backward_operands.gradients(problem, written)
-    if problem.bias_gradient:
-        gradients.append(backward_operands.bias_gradient(problem, ops, written["d_logits"]))
-    if problem.sinks:
-        gradients.append(backward_operands.sinks_gradient(ops, nothing, delta))
-    return tuple(gradients)
+    return backward_launch.launch("attention_backward", problem, config, scratch, _body, operands)

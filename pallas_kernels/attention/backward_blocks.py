@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import schedule
-from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import Index
 
@@ -34,12 +34,15 @@ class Step(NamedTuple):
     starts: Any  # whether it is the first one for these keys
 
 
+Visit = Callable[["Block", jax.Array], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A block of keys: the problem, its references, and which keys they are."""
 
     problem: Attention
-    config: BackwardConfig
+    config: Any  # an `AnyBackwardConfig`: which one, its kernel knows
     refs: SimpleNamespace  # operands, results and scratch
     batch: jax.Array
     key_head: jax.Array
@@ -50,7 +53,12 @@ class Block:
 
     @classmethod
     def of(
-        cls, problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tile: jax.Array, steps_before: jax.Array
+        cls,
+        problem: Attention,
+        config: AnyBackwardConfig,
+        refs: SimpleNamespace,
+        tile: jax.Array,
+        steps_before: jax.Array,
     ) -> "Block":
         per_head, together = -(-problem.key_length // config.block_kv), _together(problem, config)
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
@@ -96,6 +104,10 @@ class Block:
         else:
             pl.loop(0, self.group)(visit)
 
+    def each_step_alike(self, visit: Callable[[Step], None]) -> None:
+        """`visit(step)` for the same steps in the same order, for those who do not compare indices."""
+        self.each_head(lambda h: pl.loop(self.span.first, self.span.end)(lambda i: visit(self.step(h, i))))
+
     def each_step(self, visit: Callable[[Step, bool], None]) -> None:
         """`visit(step, compare)` for each head of the group and block of queries that sees the keys."""
         first, inner_first, inner_end, end = self.span
@@ -114,11 +126,28 @@ class Block:
         self.each_head(of_head)
 
 
-def _ragged(problem: Attention, config: BackwardConfig) -> bool:
+def each_block(
+    problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, tiles: int, grid: int
+) -> Callable[[Visit], None]:
+    """`f(visit)` calls `visit(block, whether it is the first)` for the blocks of keys that a block of threads takes."""
+    me = lax.axis_index("block")
+
+    def each(visit: Visit) -> None:
+        def one(turn: jax.Array, steps_before: jax.Array) -> jax.Array:
+            block = Block.of(problem, config, refs, me + turn * grid, steps_before)
+            visit(block, turn == 0)
+            return steps_before + block.steps
+
+        lax.fori_loop(0, lax.div(tiles - 1 - me, grid) + 1, one, jnp.int32(0))
+
+    return each
+
+
+def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:
     return problem.key_lengths or problem.key_length % config.block_kv != 0
 
 
-def _span(problem: Attention, config: BackwardConfig, key: Index, keys: Index, queries: Index) -> Span:
+def _span(problem: Attention, config: AnyBackwardConfig, key: Index, keys: Index, queries: Index) -> Span:
     """The blocks of queries that see some of the keys from `key` on; all there are: `keys`, and `queries` blocks."""
     left, right = schedule.bounds(problem)
     block_q, last = config.block_q, key + (config.block_kv - 1)
@@ -145,7 +174,7 @@ def _latest_first(problem: Attention) -> bool:
     return problem.deterministic and schedule.bounds(problem)[1] is not None
 
 
-def _together(problem: Attention, config: BackwardConfig) -> int:
+def _together(problem: Attention, config: AnyBackwardConfig) -> int:
     """Of how many heads the blocks of keys are started in turn."""
     heads = problem.batch * problem.key_heads
     return max(g for g in range(1, config.together + 1) if heads % g == 0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import monoid
 from pallas_kernels.attention import backward_turns
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, BackwardConfig
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 
 LOG2E = math.log2(math.e)
@@ -32,14 +32,14 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     w, block_q, stages = config.warpgroups, config.block_q, config.stages
     return dict(
-        k_s=_tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
-        v_s=_tiled((w, CHUNK, value_dim), dtype),
-        q_s=_tiled((stages, block_q, head_dim), dtype),
-        do_s=_tiled((stages, block_q, value_dim), dtype),
+        k_s=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
+        v_s=tiled((w, CHUNK, value_dim), dtype),
+        q_s=tiled((stages, block_q, head_dim), dtype),
+        do_s=tiled((stages, block_q, value_dim), dtype),
         lse_s=plgpu.SMEM((stages, block_q), jnp.float32),
         delta_s=plgpu.SMEM((stages, block_q), jnp.float32),
-        ds_s=_tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
-        dq_s=_tiled((w, CHUNK, CHUNK), jnp.float32),
+        ds_s=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
+        dq_s=tiled((w, CHUNK, CHUNK), jnp.float32),
         kv_free=plgpu.Barrier(num_arrivals=w),
         kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
         q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
@@ -49,7 +49,7 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     )
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Scratch as wgmma and the copy engine want it."""
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
@@ -82,7 +82,7 @@ def logit_shift(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
 
 
 def inputs(
-    problem: Attention, config: BackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
+    problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     """What the kernel reads, by name; queries come last, as a tile's columns."""
     b, n, k = problem.batch, problem.query_heads, problem.key_heads
@@ -111,7 +111,7 @@ def inputs(
 
 
 def outputs(
-    problem: Attention, config: BackwardConfig, inputs: dict[str, Any]
+    problem: Attention, config: AnyBackwardConfig, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the kernel writes, by name: all of an array, and in places, of one that is zero before."""
     b, n, rows = inputs["lse"].shape
@@ -124,8 +124,8 @@ def outputs(
     else:
         places["d_query"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
     if problem.deterministic:
-        places["turns"] = jax.new_ref(jnp.zeros((config.warpgroups, b, n, rows // config.block_q), jnp.int32))
-    if problem.bias:
+        places["turns"] = jax.new_ref(jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32))
+    if problem.bias_gradient:
         places["d_logits"] = jax.new_ref(jnp.zeros((b, n, s, _up(inputs["query"].shape[1], CHUNK)), problem.dtype))
     return whole, places
 

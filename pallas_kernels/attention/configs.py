@@ -52,6 +52,39 @@ class BackwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
+    def adders(self) -> int:
+        """Warpgroups that add to a tile of dQ, each its own part."""
+        return self.warpgroups
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a computing thread and of one that only copies."""
         return {2: (240, 24), 3: (160, 32)}[self.warpgroups]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByGradientConfig:
+    """A block: 64 keys, for three warpgroups, one for each of dV, dK and dQ; 64 queries at a time.
+
+    There are `stages` slots for queries, `d_out_stages` for their cotangents and `dq_slots` for pieces of dQ on their
+    way out. `persistent` and `together` are as in `BackwardConfig`.
+    """
+
+    stages: int = 2
+    d_out_stages: int = 1
+    dq_slots: int = 2
+    persistent: bool = False
+    together: int = 1
+
+    block_q = WARPGROUP_ROWS
+    block_kv = WARPGROUP_ROWS
+    warpgroups = 3
+    adders = 1
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """Registers of a thread that computes dV, dK or dQ, and of one that only copies."""
+        return 200, 200, 88, 24
+
+
+AnyBackwardConfig = BackwardConfig | ByGradientConfig

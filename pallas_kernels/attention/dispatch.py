@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward, forward, heuristics
+from pallas_kernels.attention import backward, backward_by_gradient, forward, heuristics
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
@@ -20,8 +20,11 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    Op.FORWARD: Kernel(forward, heuristics.forward),
-    Op.BACKWARD: Kernel(backward, heuristics.backward),
+    Op.FORWARD: {"attention": Kernel(forward, heuristics.forward)},
+    Op.BACKWARD: {
+        "attention_gradients": Kernel(backward, heuristics.backward),
+        "attention_gradients_wide": Kernel(backward_by_gradient, heuristics.backward_by_gradient),
+    },
 }
 
 
@@ -39,17 +42,20 @@ class Decision:
     def run(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Runs the chosen kernel on operands in the order that `problem` gives."""
         assert self.kernel is not None, self.reason
-        return tuple(KERNELS[self.problem.op].module.run(self.problem, self.config, *operands))
+        return tuple(KERNELS[self.problem.op][self.kernel].module.run(self.problem, self.config, *operands))
 
 
 def decide(problem: Attention, device: Device, *, config: Any = None) -> Decision:
-    """The kernel for `problem` on `device`, if it accepts; `config` overrides the choice of the heuristic."""
-    name = str(problem.op)
-    kernel = KERNELS[problem.op]
-    why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device)
-    if why is not None:
-        return Decision(problem, device, None, None, "no kernel takes the problem", ((name, why),))
-    source = "asked for"
-    if config is None:
-        config, source = kernel.configs(problem, device)[0], "by the heuristic"
-    return Decision(problem, device, name, config, f"it takes the problem; config {source}", ())
+    """The first kernel for `problem` on `device` that accepts; `config` overrides the choice of the heuristic."""
+    declined = []
+    for name, kernel in KERNELS[problem.op].items():
+        why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device)
+        if why is not None:
+            declined.append((name, why))
+            continue
+        source = "asked for"
+        if config is None:
+            config, source = kernel.configs(problem, device)[0], "by the heuristic"
+        reason = f"it takes the problem; config {source}"
+        return Decision(problem, device, name, config, reason, tuple(declined))
+    return Decision(problem, device, None, None, "no kernel takes the problem", tuple(declined))

@@ -3,7 +3,8 @@
 import dataclasses
 
 from pallas_kernels.attention import schedule
-from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
+from pallas_kernels.attention.backward_operands import padded_dims
+from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
@@ -27,20 +28,32 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
 
 
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
-    """As many queries at a time as the registers hold; the order of the tiles by what makes them wait."""
+    """As many queries at a time as the registers hold."""
     block_q = 128 if max(problem.head_dim, problem.value_dim) <= 64 else 64
-    config = BackwardConfig(block_q, warpgroups=2, stages=2)
+    return (_in_order(problem, device, BackwardConfig(block_q, warpgroups=2, stages=2)),)
+
+
+def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradientConfig, ...]:
+    """As many slots as fit in shared memory."""
+    config = ByGradientConfig()
+    if sum(padded_dims(problem)) <= 384:
+        config = ByGradientConfig(d_out_stages=2, dq_slots=3)
+    return (_in_order(problem, device, config),)
+
+
+def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, device: Device, config: Config) -> Config:
+    """`config` with the order of the tiles, by what makes them wait."""
     if schedule.bounds(problem) != (None, None) or problem.key_lengths or problem.query_lengths:
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
         # 532 TFLOP/s, and 512 head by head, H200.
         rows = problem.query_length * problem.query_heads // problem.key_heads
         head_bytes = rows * ((problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4)
-        return (dataclasses.replace(config, together=min(max(32 * MIB // max(head_bytes, 1), 1), 16)),)
+        return dataclasses.replace(config, together=min(max(32 * MIB // max(head_bytes, 1), 1), 16))
     if not problem.deterministic:
         # Tiles that take equally long: D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a block to each, H200.
-        return (dataclasses.replace(config, persistent=True),)
+        return dataclasses.replace(config, persistent=True)
     # A head's tiles wait for each other, a step each, unless they start a step apart. Persistent blocks would need the
     # whole device to themselves, lest a tile wait for one whose block cannot start, and are slower: D = 128, S = 2048,
     # bf16, 558 TFLOP/s with a block to each, 542 persistent, H200.
-    steps = -(-problem.query_length // block_q)
-    return (dataclasses.replace(config, together=-(-5 * device.sm_count // (4 * steps))),)
+    steps = -(-problem.query_length // config.block_q)
+    return dataclasses.replace(config, together=-(-5 * device.sm_count // (4 * steps)))

@@ -27,7 +27,7 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `slack` is the forward config's, `deterministic` the backward problem's.
+    `slack` is the forward config's, `deterministic` and `dims`, of heads, the backward problem's.
     """
 
     op: Op
@@ -40,11 +40,12 @@ class Mutant:
     heads: tuple[int, int] = (2, 1)
     slack: int = 0
     deterministic: bool = False
+    dims: tuple[int, int] = (64, 64)
 
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        return self.op, self.kind, self.heads, self.slack, self.deterministic
+        return self.op, self.kind, self.heads, self.slack, self.deterministic, self.dims
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -86,6 +87,7 @@ def _has_source(function: types.FunctionType) -> bool:
 
 _forward = functools.partial(Mutant, Op.FORWARD)
 _backward = functools.partial(Mutant, Op.BACKWARD)
+_wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
 
 MUTANTS = (
     _forward(
@@ -339,4 +341,37 @@ MUTANTS = (
         rejected_by=DEADLOCK,
         deterministic=True,
     ),
+    _wide_backward(
+        "probabilities_not_awaited",
+        "score gradients are made of probabilities that are not there",
+        "plgpu.barrier_wait(refs.p_full)",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _wide_backward(
+        "probabilities_overwritten",
+        "probabilities are overwritten before they are read",
+        "pl.when(step.n > 0)(lambda: plgpu.barrier_wait(refs.p_free))",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _wide_backward(
+        "scores_overwritten",
+        "score gradients are overwritten before dQ is multiplied from them",
+        "pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_free.at[turn]))",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _wide_backward(
+        "wide_bias_overwritten",
+        "score gradients are overwritten on their way to the bias",
+        "plgpu.wait_smem_to_gmem(1, wait_read_only=True)",
+        "pass",
+        "bias-of-heads",
+        rejected_by=RACE,
+    ),
+    _wide_backward(
+        "wide_cap_ignored", "the gradient goes past the soft cap", "p if slope is None else p * slope", "p", "soft-cap"
+    ),
+    _wide_backward("wide_dk_unscaled", "dK lacks the scale", "[x * block.problem.scale for x in sums]", "sums"),
 )

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward, heuristics, schedule
-from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention import dispatch, schedule
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
 DIMS = ((64, 64), (128, 128), (72, 40), (8, 8), (32, 128), (96, 96))
+WIDE = ((256, 256), (192, 128), (160, 256), (256, 64), (136, 8))
 QKV = ("query", "key", "value")
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -136,7 +136,12 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
     return found
 
 
-def check(p: Attention, config: BackwardConfig, run: Any = lambda f, *operands: f(*operands)) -> list[Any]:
+def decided(p: Attention) -> dispatch.Decision:
+    return dispatch.decide(p, hardware.H200)
+
+
+def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands)) -> list[Any]:
+    """Checks the gradients of `kernel`, a function of operands."""
     arrays, rng = operands_of(p), np.random.default_rng(1)
     rules = rules_of(p, arrays)
     qkvb = [arrays[name] for name in QKV] + [arrays.get("bias")]
@@ -151,7 +156,7 @@ def check(p: Attention, config: BackwardConfig, run: Any = lambda f, *operands: 
         past = np.arange(p.query_length) >= arrays["query_lengths"][:, None]
         for name in ("query", "out", "d_out"):
             operands[name] = np.where(past[:, :, None, None], np.asarray(np.nan, p.dtype), operands[name])
-    got = run(lambda *a: backward.run(p, config, *a), *(jnp.asarray(x) for x in operands.values()))
+    got = run(kernel, *(jnp.asarray(x) for x in operands.values()))
     eps = float(jnp.finfo(p.dtype).eps)
     for name, x in zip(expected, got, strict=True):
         error = np.abs(np.asarray(x, np.float64) - expected[name]).max(initial=0.0)
@@ -168,27 +173,31 @@ def check(p: Attention, config: BackwardConfig, run: Any = lambda f, *operands: 
 def cases() -> list[Attention]:
     """Every kind at some lengths and sizes of heads, the plain kinds at all of them; in turns and in any order."""
     turns = itertools.cycle((True, False))
-    rotations = zip(KINDS, itertools.cycle(LENGTHS[4:]), itertools.cycle(DIMS), turns, strict=False)
-    found = [problem_of(kind, at, dims, "bfloat16", deterministic=turn) for kind, at, dims, turn in rotations]
+    found = []
+    for dims in (DIMS, WIDE):
+        rotations = zip(KINDS, itertools.cycle(LENGTHS[4:]), itertools.cycle(dims), turns, strict=False)
+        found += [problem_of(kind, at, dims, "bfloat16", deterministic=turn) for kind, at, dims, turn in rotations]
     for kind in ("full", "causal"):
+        found += [
+            problem_of(kind, at, (256, 256), "float16", heads=(3, 1), deterministic=next(turns)) for at in LENGTHS
+        ]
         found += [problem_of(kind, at, (64, 64), "float16", heads=(6, 2), deterministic=next(turns)) for at in LENGTHS]
-        found += [problem_of(kind, (239, 399), dims, "bfloat16", deterministic=next(turns)) for dims in DIMS]
+        found += [problem_of(kind, (239, 399), dims, "bfloat16", deterministic=next(turns)) for dims in DIMS + WIDE]
     return list(dict.fromkeys(found))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    check(p, heuristics.backward(p, hardware.H200)[0])
+    check(p, decided(p).run)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
     p = problem_of(kind, (1024, 2048), (head_dim, head_dim), "bfloat16", heads=(16, 8), deterministic=True)
-    config, operands = heuristics.backward(p, hardware.H200)[0], [jnp.asarray(x) for x in all_operands_of(p)]
-    run = jax.jit(lambda *a: backward.run(p, config, *a))
+    run, operands = jax.jit(decided(p).run), [jnp.asarray(x) for x in all_operands_of(p)]
     first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
     for _ in range(5):
         for a, b in zip(first, run(*operands), strict=True):
@@ -202,8 +211,13 @@ INTERPRETED = {
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
+    "bias-in-any-order": ("bias", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
     "segments": ("segments", (70, 90), (64, 64), {"deterministic": False, "soft_cap": 3.0}),
+    "wide": ("full", (130, 70), (256, 256), {"deterministic": False, "heads": (1, 1)}),
+    "wide-causal": ("causal", (70, 130), (192, 128), {"deterministic": True, "heads": (2, 1)}),
+    "wide-bias": ("bias", (200, 70), (136, 64), {"deterministic": False, "heads": (1, 1)}),
+    "wide-lengths": ("lengths", (90, 140), (64, 192), {"deterministic": False, "heads": (2, 1)}),
 }
 
 
@@ -212,35 +226,45 @@ INTERPRETED = {
 def test_interpreted_without_a_race(interpreted, name):
     kind, lengths, dims, facts = INTERPRETED[name]
     p = problem_of(kind, lengths, dims, "bfloat16", **facts)
-    check(p, heuristics.backward(p, hardware.H200)[0], interpreted)
+    check(p, decided(p).run, interpreted)
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["full", "causal", "segments"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiles_without_spills(kind, head_dim, deterministic):
-    p = problem_of(kind, (1024, 1024), (head_dim, head_dim), "bfloat16", deterministic=deterministic)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_compiles_without_spills(kind, dims, deterministic):
+    p = problem_of(kind, (1024, 1024), dims, "bfloat16", deterministic=deterministic)
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
-    config = heuristics.backward(p, hardware.H200)[0]
-    (report,) = aot.compile_for_h200(lambda *a: backward.run(p, config, *a), *operands)
-    assert report.spill_bytes <= 64  # in the tiles that compare indices, D = 64
+    (report,) = aot.compile_for_h200(decided(p).run, *operands)
+    assert report.spill_bytes <= (64 if max(dims) <= 128 else 16)  # in the tiles that compare indices, D = 64 and 256
     assert not [line for line in report.complaints if "C7519" not in line]
+    assert report.smem <= hardware.H200.smem_per_cta
 
 
 @pytest.mark.parametrize("bias_gradient", [False, True])
 def test_returns_the_gradient_of_a_bias_on_request(bias_gradient):
-    p = problem_of("bias", (64, 72), (64, 64), "bfloat16", sinks=True, bias_gradient=bias_gradient)
-    config = heuristics.backward(p, hardware.H200)[0]
-    found = jax.eval_shape(lambda *a: backward.run(p, config, *a), *all_operands_of(p))
+    p = problem_of("bias-of-heads", (64, 72), (64, 64), "bfloat16", sinks=True, bias_gradient=bias_gradient)
+    found = jax.eval_shape(decided(p).run, *all_operands_of(p))
     wanted = [(2, 64, 4, 64), (2, 72, 2, 64), (2, 72, 2, 64), *[p.bias] * bias_gradient, (4,)]
     assert [x.shape for x in found] == wanted
+    # The gradient of every logit is written for it alone.
+    jaxpr = jax.make_jaxpr(decided(p).run)(*all_operands_of(p))
+    assert ("bf16[2,4,72,64]" in str(jaxpr)) == bias_gradient
 
 
 def test_declines_in_words():
-    decline = lambda **facts: backward.unsupported(dataclasses.replace(plain, **facts), hardware.H200)
     plain = problem_of("full", (64, 64), (64, 64), "bfloat16")
-    assert decline() is None
-    assert "float32" in decline(dtype=jnp.dtype("float32"))
-    assert "256" in decline(head_dim=256)
-    assert "soft cap" in decline(bias=(1, 1, 64, 64), soft_cap=1.0)
+    at = lambda **facts: decided(dataclasses.replace(plain, **facts))
+    assert (at().kernel, at().declined) == ("attention_gradients", ())
+    wide = at(head_dim=256)
+    assert (wide.kernel, [name for name, _ in wide.declined]) == ("attention_gradients_wide", ["attention_gradients"])
+    assert "up to 128" in wide.declined[0][1]
+    for facts, word in (
+        ({"dtype": jnp.dtype("float32")}, "float32"),
+        ({"value_dim": 264}, "264"),
+        ({"bias": (1, 1, 64, 64), "soft_cap": 1.0}, "soft cap"),
+    ):
+        none = at(**facts)
+        assert none.kernel is None
+        assert all(word in why for _, why in none.declined)

@@ -10,8 +10,7 @@ from attention_mutants import DEADLOCK, MUTANTS, NOT_FINITE, NOT_WAITED_FOR, NUM
 from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
-from pallas_kernels import hardware
-from pallas_kernels.attention import heuristics, schedule
+from pallas_kernels.attention import schedule
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Op
 
@@ -29,7 +28,7 @@ REJECTIONS = {
 }
 
 
-def check(op, kind, heads, slack, deterministic, *, limit_s=100.0):
+def check(op, kind, heads, slack, deterministic, dims, *, limit_s=100.0):
     """The check of the kernel's tests, of a problem with more than one of whatever there can be more than one of."""
     run = functools.partial(interpret, limit_s=limit_s)
     if op is Op.FORWARD:
@@ -38,8 +37,8 @@ def check(op, kind, heads, slack, deterministic, *, limit_s=100.0):
         test_attention_forward.check(problem, config, run)
     else:
         facts = {"heads": heads, "deterministic": deterministic}
-        problem = test_attention_backward.problem_of(kind, (200, 150), (64, 64), "bfloat16", **facts)
-        test_attention_backward.check(problem, heuristics.backward(problem, hardware.H200)[0], run)
+        problem = test_attention_backward.problem_of(kind, (200, 150), dims, "bfloat16", **facts)
+        test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run)
 
 
 @pytest.fixture

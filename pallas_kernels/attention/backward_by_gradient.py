@@ -1,0 +1,263 @@
+"""Flash attention, backward, for wide heads: as `backward`, but a warpgroup to each gradient instead of to 64 keys.
+
+The gradients of 64 keys and values of 256 numbers would take all registers of a warpgroup. Here one warpgroup has dV in
+its registers and finds the probabilities for it, one has dK and finds the score gradients, from the probabilities that
+the first one leaves in shared memory; so both are left operands in registers, and no product is computed twice. A third
+one multiplies the score gradients by the keys, piece by piece, and sends the pieces to dQ. They are steps apart.
+Traffic: as `backward`, with blocks of 64 keys: Q and dO are read and dQ is added to twice as often.
+Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the roles of warpgroups.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import scopes
+from pallas_kernels.attention import backward_launch, backward_turns, gather
+from pallas_kernels.attention.backward_blocks import Block, Step, Visit
+from pallas_kernels.attention.backward_operands import CHUNK, padded_dims, tiled
+from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
+from pallas_kernels.attention.configs import ByGradientConfig
+from pallas_kernels.attention.problem import Attention
+from pallas_kernels.hardware import Device
+
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+Accumulator = Any  # a reference to one in registers
+Sums = tuple[Accumulator, ...]  # the pieces of a gradient
+
+TILE = (CHUNK, CHUNK)  # keys and queries of a step
+PIECE = 2 * CHUNK  # columns of a gradient at a time: with more, ptxas wants more registers than a thread has at first
+DQ_PIECE = CHUNK  # columns of dQ: with more, registers spill
+ADDER: Any = np.int32(0)  # of those who add to a tile of dQ: the only one
+LAUNCHED = 128  # registers of a thread at first, 65536 among four warpgroups
+
+
+def unsupported(problem: Attention, device: Device) -> str | None:
+    """Why the kernel does not take the problem."""
+    return backward_launch.unsupported(problem, widest=256)
+
+
+def _scratch(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
+    """What a block has in shared memory, by name."""
+    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
+    stages, d_out_stages = config.stages, config.d_out_stages
+    return dict(
+        k_s=tiled((1, CHUNK, head_dim), dtype),
+        v_s=tiled((1, CHUNK, value_dim), dtype),
+        q_s=tiled((stages, CHUNK, head_dim), dtype),
+        do_s=tiled((d_out_stages, CHUNK, value_dim), dtype),
+        p_s=tiled((1, *TILE), jnp.float32),
+        ds_s=tiled((2, *TILE), dtype),
+        dq_s=tiled((config.dq_slots, *TILE), jnp.float32),
+        lse_s=plgpu.SMEM((stages, CHUNK), jnp.float32),
+        delta_s=plgpu.SMEM((d_out_stages, CHUNK), jnp.float32),
+        k_full=plgpu.Barrier(),
+        v_full=plgpu.Barrier(),
+        kv_free=plgpu.Barrier(num_arrivals=2),
+        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        do_full=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
+        do_free=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
+        p_full=plgpu.Barrier(),
+        p_free=plgpu.Barrier(),
+        ds_full=plgpu.Barrier(num_barriers=2),
+        ds_free=plgpu.Barrier(num_barriers=2),
+    )
+
+
+def _copy(block: Block, first_tile: jax.Array) -> None:
+    """The copying warpgroup: keys and values once, then the queries' side, slot after slot."""
+    config, refs, batch = block.config, block.refs, block.batch
+    keys = batch, pl.ds(block.first_key, CHUNK), block.key_head
+    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_free))
+    plgpu.copy_gmem_to_smem(refs.key.at[keys], refs.k_s.at[0], refs.k_full)
+    plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.v_s.at[0], refs.v_full)
+
+    def copy(step: Step) -> None:
+        rows = pl.ds(step.i * CHUNK, CHUNK)
+
+        def into_slot(stages: int, free: jax.Ref, full: jax.Ref, wide: Any, narrow: Any) -> None:
+            slot = lax.rem(step.n, stages)
+            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            plgpu.copy_gmem_to_smem(wide[0].at[batch, rows, step.head], wide[1].at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(narrow[0].at[batch, step.head, rows], narrow[1].at[slot], full.at[slot])
+
+        into_slot(config.stages, refs.q_free, refs.q_full, (refs.query, refs.q_s), (refs.lse, refs.lse_s))
+        into_slot(config.d_out_stages, refs.do_free, refs.do_full, (refs.d_out, refs.do_s), (refs.delta, refs.delta_s))
+
+    block.each_step_alike(copy)
+
+
+def _values(block: Block) -> None:
+    """The warpgroup of dV, and of the probabilities."""
+    refs = block.refs
+    plgpu.barrier_wait(refs.k_full)
+
+    def walk(sums: Sums) -> None:
+        block.each_step(lambda step, compare: _add_to_dv(block, step, sums, compare))
+
+    sums = pl.run_state(walk)(_zeros(refs.v_s.shape[2]))
+    _write(block, sums, refs.v_s.at[0], refs.d_value)
+
+
+def _add_to_dv(block: Block, step: Step, sums: Sums, compare: bool) -> None:
+    problem, config, refs = block.problem, block.config, block.refs
+    here = gather.recomputed(jnp.int32(0))
+    slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+
+    def products(logits: Accumulator) -> None:
+        plgpu.barrier_wait(refs.q_full.at[slot])
+        plgpu.wgmma(logits, refs.k_s.at[here], refs.q_s.at[slot].T)
+        x = plgpu.wgmma_accumulator_load(logits, wait_n=0)
+        p, slope = probabilities(block, step, 0, x, compare)
+        pl.when(step.n > 0)(lambda: plgpu.barrier_wait(refs.p_free))
+        refs.p_s[here] = p if slope is None else p * slope
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.p_full)
+        plgpu.barrier_arrive(refs.q_free.at[slot])
+        plgpu.barrier_wait(refs.do_full.at[d_out_slot])
+        _multiply(sums, p.astype(problem.dtype), refs.do_s.at[d_out_slot])
+
+    pl.run_scoped(products, ACC(TILE, jnp.float32))
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
+
+
+def _keys(block: Block) -> None:
+    """The warpgroup of dK, and of the score gradients."""
+    refs = block.refs
+    plgpu.barrier_wait(refs.v_full)
+
+    def walk(sums: Sums) -> None:
+        block.each_step_alike(lambda step: _add_to_dk(block, step, sums))
+
+    sums = pl.run_state(walk)(_zeros(refs.k_s.shape[2]))
+    _write(block, [x * block.problem.scale for x in sums], refs.k_s.at[0], refs.d_key)
+
+
+def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
+    problem, config, refs = block.problem, block.config, block.refs
+    here = gather.recomputed(jnp.int32(0))
+    slot, d_out_slot, turn = (lax.rem(step.n, n) for n in (config.stages, config.d_out_stages, 2))
+
+    def products(dp: Accumulator) -> None:
+        plgpu.barrier_wait(refs.do_full.at[d_out_slot])
+        dp[...] = by_column(refs.delta_s.at[d_out_slot], TILE)
+        plgpu.wgmma(dp, refs.v_s.at[here], refs.do_s.at[d_out_slot].T)
+        pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
+        plgpu.barrier_wait(refs.p_full)
+        ds = (plgpu.load(refs.p_s.at[here], layout=WGMMA) * pull).astype(problem.dtype)
+        plgpu.barrier_arrive(refs.p_free)
+        pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_free.at[turn]))
+        if problem.bias_gradient:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        refs.ds_s[turn] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.ds_full.at[turn])
+        if problem.bias_gradient:
+            keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(refs.ds_s.at[turn], refs.d_logits.at[block.batch, step.head, keys, rows])
+        plgpu.barrier_wait(refs.q_full.at[slot])
+        _multiply(sums, ds, refs.q_s.at[slot])
+
+    pl.run_scoped(products, ACC(TILE, jnp.float32))
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(refs.q_free.at[slot])
+
+
+def _queries(block: Block) -> None:
+    """The warpgroup of dQ, of which it keeps nothing."""
+    plgpu.barrier_wait(block.refs.k_full)
+    block.each_step_alike(lambda step: _add_to_dq(block, step))
+    if block.problem.deterministic:
+        backward_turns.end_last(block, ADDER)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    scopes.sync_block(block.config.warpgroups)
+
+
+def _add_to_dq(block: Block, step: Step) -> None:
+    config, refs = block.config, block.refs
+    here = gather.recomputed(jnp.int32(0))
+    turn, columns = lax.rem(step.n, 2), refs.k_s.shape[2]
+    before, ended = None, None
+    if block.problem.deterministic:
+        backward_turns.end_before(block, step, ADDER)
+        before, ended = backward_turns.before(block, step.i), backward_turns.ended(block, step, ADDER)
+    plgpu.barrier_wait(refs.ds_full.at[turn])
+    for start, width in _pieces(columns, DQ_PIECE):
+
+        def product(dq: Accumulator, start: int = start, width: int = width) -> jax.Array:
+            plgpu.wgmma(dq, refs.ds_s.at[turn].T, refs.k_s.at[here, :, pl.ds(start, width)])
+            return plgpu.wgmma_accumulator_load(dq, wait_n=0)
+
+        piece = pl.run_scoped(product, ACC((CHUNK, width), jnp.float32))
+        if start + width == columns:
+            plgpu.barrier_arrive(refs.ds_free.at[turn])
+        if before is not None and ended is not None and start == 0:
+            backward_turns.wait(block, step, ADDER, before, ended)
+        for c in range(width // CHUNK):
+            at = start // CHUNK + c
+            slot = refs.dq_s.at[lax.rem(step.n * (columns // CHUNK) + at, config.dq_slots)]
+            plgpu.wait_smem_to_gmem(config.dq_slots - 1, wait_read_only=True)
+            slot[...] = piece[:, c * CHUNK : (c + 1) * CHUNK]
+            plgpu.commit_smem()
+            target = refs.d_query.at[block.batch, step.head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(at * CHUNK, CHUNK)]
+            backward_turns.add(block, slot, target, before)
+
+
+def _pieces(columns: int, most: int = PIECE) -> list[tuple[int, int]]:
+    """The first column of each piece, and how many it has."""
+    return [(start, min(most, columns - start)) for start in range(0, columns, most)]
+
+
+def _zeros(columns: int) -> Sums:
+    zeros = (jnp.zeros((CHUNK, width), jnp.float32) for _, width in _pieces(columns))
+    return tuple(ACC.init(plgpu.layout_cast(x, WGMMA)) for x in zeros)
+
+
+def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> None:
+    """Adds `weights @ rows` to a gradient."""
+    for x, (start, width) in zip(sums, _pieces(rows.shape[1]), strict=True):
+        plgpu.wgmma(x, weights, rows.at[:, pl.ds(start, width)])
+
+
+def _write(block: Block, gradient: Sequence[jax.Array], place: Any, target: jax.Ref) -> None:
+    """Writes dK or dV by way of the keys' or the values' place in shared memory, when nobody reads those any more."""
+    scopes.sync_block(block.config.warpgroups)
+    for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):
+        place[:, start : start + width] = x.astype(block.problem.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(block.first_key, CHUNK)
+    plgpu.copy_smem_to_gmem(place, target.at[block.batch, rows, block.key_head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(block.refs.kv_free)
+
+
+def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Visit], None]) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    *computing, copying = config.registers
+    for i, (role, registers) in enumerate(zip((_values, _keys, _queries), computing, strict=True)):
+
+        @pl.when(warpgroup == i)
+        def _(role=role, registers=registers):
+            plgpu.set_max_registers(registers, action="increase" if registers > LAUNCHED else "decrease")
+            each_block(lambda block, _: role(block))
+
+    @pl.when(warpgroup == config.warpgroups)
+    def _():
+        plgpu.set_max_registers(copying, action="decrease")
+        each_block(_copy)
+
+
+def run(problem: Attention, config: ByGradientConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs the kernel."""
+    scratch = _scratch(problem, config)
+    return backward_launch.launch("attention_backward", problem, config, scratch, _body, operands)

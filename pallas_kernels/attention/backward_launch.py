@@ -1,0 +1,71 @@
+"""What the backward kernels share outside of them: what they decline, and the call, from operands to gradients."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+from pallas_kernels import hardware
+from pallas_kernels.attention import backward_operands
+from pallas_kernels.attention.backward_blocks import Visit, each_block
+from pallas_kernels.attention.configs import AnyBackwardConfig
+from pallas_kernels.attention.problem import Attention
+
+Body = Callable[[Attention, Any, Callable[[Visit], None]], None]
+
+
+def unsupported(problem: Attention, widest: int) -> str | None:
+    """Why a kernel for heads up to `widest` does not take the problem."""
+    if problem.dtype.name not in ("float16", "bfloat16"):
+        return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
+    for name in ("head_dim", "value_dim"):
+        size = getattr(problem, name)
+        if size > widest or size % 8:
+            return f"the kernel takes {name} up to {widest} in multiples of 8; it is {size}"
+    if problem.bias is not None and problem.soft_cap is not None:
+        return "the kernel has no gradient of a bias beside a soft cap"
+    return None
+
+
+def launch(
+    name: str,
+    problem: Attention,
+    config: AnyBackwardConfig,
+    scratch: dict[str, Any],
+    body: Body,
+    operands: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Runs `body(problem, config, each_block)` with XLA's share before and after it."""
+    ops = backward_operands.named(problem, operands)
+    nothing = backward_operands.without_keys(problem, ops)
+    delta = backward_operands.logit_shift(ops, nothing)
+    inputs = backward_operands.inputs(problem, config, ops, nothing, delta)
+    outputs, places = backward_operands.outputs(problem, config, inputs)
+    tiles = problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
+    grid = min(tiles, hardware.current().sm_count) if config.persistent else tiles
+    names = [*inputs, *places, *outputs, *scratch]
+
+    def kernel(*refs: jax.Ref) -> None:
+        by_name = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        body(problem, config, each_block(problem, config, by_name, tiles, grid))
+
+    results = plgpu.kernel(
+        kernel,
+        out_type=list(outputs.values()),
+        grid=(grid,),
+        grid_names=("block",),
+        scratch_types=list(scratch.values()),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+    )(*inputs.values(), *places.values())
+    written = dict(zip(outputs, results, strict=True)) | {name: ref[...] for name, ref in places.items()}
+    gradients = backward_operands.gradients(problem, written)
+    if problem.bias_gradient:
+        gradients.append(backward_operands.bias_gradient(problem, ops, written["d_logits"]))
+    if problem.sinks:
+        gradients.append(backward_operands.sinks_gradient(ops, nothing, delta))
+    return tuple(gradients)
