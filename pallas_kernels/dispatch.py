@@ -7,7 +7,6 @@ import jax
 
 from pallas_kernels import hardware, heuristics, softmax
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats
 from pallas_kernels.problem import Problem
 
 
@@ -23,8 +22,8 @@ class Decision:
     declined: tuple[tuple[str, str], ...]  # (rung, why it was not chosen), in ladder order
     bytes_moved: int
 
-    def run(self, *operands: jax.Array) -> jax.Array | Stats:
-        """Runs the chosen kernel on `[rows, cols]` operands."""
+    def run(self, *operands: jax.Array) -> Any:
+        """Runs the chosen kernel on `[rows, cols]` operands, followed by `[rows]` ones if it has some."""
         assert self.kernel is not None, self.reason
         return softmax.LADDER[self.kernel].run(self.problem, self.config, *operands)
 

@@ -8,6 +8,7 @@ Traffic: 1 read, 1 write, and 8 bytes from each warp to each block.
 import functools
 
 from pallas_kernels import heuristics
+from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.softmax import staged
@@ -16,7 +17,11 @@ from pallas_kernels.softmax.rung import Rung, declines_any
 
 def unsupported(problem: Problem, device: Device) -> str | None:
     """Rows that do not fit the shared memory of the largest cluster."""
-    return declines_any(problem) or staged.does_not_fit(problem, heuristics.cluster(problem, device)[0], device)
+    return declines_any(problem) or staged.does_not_fit(problem, heuristics.cluster(problem, device), device)
 
 
-RUNG = Rung("cluster", unsupported, heuristics.cluster, functools.partial(staged.run, name="cluster"), reads=1)
+def _configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
+    return staged.fitting(problem, heuristics.cluster(problem, device), device)
+
+
+RUNG = Rung("cluster", unsupported, _configs, functools.partial(staged.run, name="cluster"), reads=1)

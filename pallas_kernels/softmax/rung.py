@@ -19,6 +19,8 @@ from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 
 DTYPES = ("float16", "bfloat16", "float32")
+# Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
+REDUCTION_SCRATCH = 16
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
@@ -51,7 +53,7 @@ def _declines_cross_entropy(problem: Problem) -> str | None:
     if not problem.op.has_labels:
         extras = {"a soft cap": problem.soft_cap, "label smoothing": problem.smoothing, "a z loss": problem.z_loss}
         asked = [name for name, value in extras.items() if value]
-        return f"{problem.op} has no {' and no '.join(asked)}" if asked else None
+        return f"only the cross entropy has {' and '.join(asked)}" if asked else None
     if problem.soft_cap is not None and not 0 < problem.soft_cap < math.inf:
         return f"kernels take a finite soft cap above 0; it is {problem.soft_cap}"
     if problem.smoothing and problem.where != "none":
@@ -87,30 +89,37 @@ class Operands:
         if not self.problem.op.gives_rows:
             return Labelled(labels)
         weights = numbers.load(self.of_rows[1], row, tile, fill=0)
-        logits = self._logits(numbers.load_element(self.inputs[0], row, labels, tile))
+        logits = self.capped(self._scaled(numbers.load_element(self.inputs[0], row, labels, tile)))
         held = None if self.mask is None else numbers.load_element(self.mask, row, labels, tile)
         return Labelled(labels, weights, logits, held)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
-        """float32 numbers scaled, and softly capped."""
-        x = x if self.problem.scale == 1.0 else x * self.problem.scale
-        if (cap := self.problem.soft_cap) is None:
-            return x
-        return cap * elementary.tanh_for(self.problem.dtype)(x * (1.0 / cap))
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        """float32 numbers scaled: to logits, or to what `capped` makes logits of."""
+        scale = self.problem.scale / (self.problem.soft_cap or 1.0)
+        return x if scale == 1.0 else x * scale
 
-    def in_float32(self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False) -> Tiles:
+    def capped(self, x: jax.Array) -> jax.Array:
+        """The logits."""
+        cap = self.problem.soft_cap
+        return x if cap is None else cap * elementary.tanh_for(self.problem.dtype)(x)
+
+    def in_float32(
+        self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False, capped: bool = True
+    ) -> Tiles:
         """Tiles as the operation wants them: float32, the logits scaled, and -inf where the mask does not hold.
 
         With smoothed labels, the logits once more as they count in their sum. `interior`: the tile is inside the row.
+        Not `capped`: what has the logits' order, and the greatest of it, `capped`, is their maximum.
         """
         first_operand, *others = (x.astype(jnp.float32) for x in raw)
         if row_ops.has_max(self.problem.op):
-            first_operand = self._logits(first_operand)
+            first_operand = self._scaled(first_operand)
             within = lambda z, other: masks.inside(self.inputs[0].shape, row, first, tile, z, other)
+            if self.problem.soft_cap is not None and capped:
+                first_operand = self.capped(first_operand)
+                first_operand = first_operand if interior else within(first_operand, -jnp.inf)
             if row_ops.has_total(self.problem):
                 others.append(first_operand if interior else within(first_operand, 0.0))
-            if self.problem.soft_cap is not None and not interior:
-                first_operand = within(first_operand, -jnp.inf)
             if self.mask is not None:
                 first_operand = masks.select(self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf)
         return (first_operand, *others)
@@ -196,9 +205,8 @@ def launch(
         scratch_types=list(scratch),
         kernel_name=f"{problem.op.value}_{name}",
         compiler_params=plgpu.CompilerParams(
-            # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
             approx_math=True,
-            reduction_scratch_bytes=16,
+            reduction_scratch_bytes=REDUCTION_SCRATCH,
             unsafe_no_auto_barriers=True,
         ),
         **axes,

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of under ten minutes; results go to $OUT.
-# Usage: OUT=DIR COMMIT=SHA tests/gpu/all.sh softmax|attention|library|benchmark|attention-benchmark|sanitize
+# Usage: OUT=DIR COMMIT=SHA tests/gpu/all.sh softmax|cross-entropy|attention|library|benchmark|attention-benchmark|sanitize
 set -u
 cd "$(dirname "$0")/../.."
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
@@ -17,7 +17,14 @@ case ${1:?which part} in
 softmax) # about 2500 cases of two seconds, over 16 processes
   for rung in naive warp block online cluster grid; do
     for dtype in -float16 bfloat16 float32; do
-      part "$rung$dtype" tests/pallas_kernels/test_conformance.py -k "on_gpu and $rung- and $dtype"
+      part "$rung$dtype" tests/pallas_kernels/test_conformance.py -k "on_gpu and $rung- and $dtype and not cross_entropy"
+    done
+  done
+  ;;
+cross-entropy) # about 240 cases of two seconds, over 18 processes
+  for rung in naive warp block online cluster grid; do
+    for dtype in -float16 bfloat16 float32; do
+      part "loss-$rung$dtype" tests/pallas_kernels/test_conformance.py -k "on_gpu and $rung- and $dtype and cross_entropy"
     done
   done
   ;;

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hardware import H200
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.problem import IGNORED, Op, Problem
 
 DTYPES = tuple(jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
@@ -85,15 +85,37 @@ def _mask(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     return _inner_last(rows, problem)
 
 
+def _labels(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    """The first and the last column, any, and of some rows none."""
+    rows = np.arange(problem.rows)
+    labels = rng.integers(0, problem.cols, problem.rows, np.int32)
+    labels = np.where(rows % 5 == 0, 0, np.where(rows % 5 == 1, problem.cols - 1, labels))
+    return np.where(rows % 7 == 4, IGNORED, labels).astype(np.int32)
+
+
+def _weights(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    weights = rng.standard_normal(problem.rows).astype(np.float32)
+    weights[8::13], weights[12::29] = NAN, 0
+    return weights
+
+
 def operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
-    """The operands of `problem`: logits, or a residual and a tangent; then the mask, if it has one."""
+    """The operands of `problem`: logits, or a residual and a tangent; labels, weights; then the mask, if it has one.
+
+    What must not be read of ignored rows is NaN.
+    """
     rng = np.random.default_rng(seed)
     x = _rows(problem, rng)
     if problem.op is Op.SOFTMAX_TANGENT:
         with np.errstate(invalid="ignore"):
             x = np.exp(x - x.max(1, keepdims=True))
             x /= x.sum(1, keepdims=True)
-    arrays = [jnp.asarray(x, problem.dtype)]
+    of_rows = []
+    if problem.op.has_labels:
+        labels = _labels(problem, rng)
+        x[labels == IGNORED] = NAN
+        of_rows = [labels, _weights(problem, rng)][: len(problem.op.row_operands)]
+    arrays = [jnp.asarray(x, problem.dtype), *map(jnp.asarray, of_rows)]
     if problem.op.is_linear:
         arrays.append(jnp.asarray(rng.standard_normal(x.shape), problem.dtype))
     if problem.where != "none":
@@ -105,6 +127,8 @@ def shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes of `operands(problem)`."""
     shape = (problem.rows, problem.cols) + ((problem.inner,) if problem.inner > 1 else ())
     arrays = [jax.ShapeDtypeStruct(shape, problem.dtype)] * (2 if problem.op.is_linear else 1)
+    of_rows = {"labels": jnp.int32, "weights": jnp.float32}
+    arrays += [jax.ShapeDtypeStruct((problem.rows,), of_rows[name]) for name in problem.op.row_operands]
     mask_shapes = {"none": [], "full": [shape], "shared": [(problem.cols,)]}[problem.where]
     return tuple(arrays + [jax.ShapeDtypeStruct(s, jnp.bool_) for s in mask_shapes])
 
@@ -127,7 +151,8 @@ class Case:
             configs.index(self.config) if self.config in configs else "_".join(map(str, vars(self.config).values()))
         )
         extras = [f"inner{p.inner}"] * (p.inner > 1) + [f"where_{p.where}"] * (p.where != "none")
-        extras += [f"scale{p.scale:g}"] * (p.scale != 1)
+        extras += [f"scale{p.scale:g}"] * (p.scale != 1) + [f"cap{p.soft_cap}"] * (p.soft_cap is not None)
+        extras += [f"smoothing{p.smoothing:g}"] * (p.smoothing != 0) + [f"z_loss{p.z_loss:g}"] * (p.z_loss != 0)
         return "-".join([self.rung.name, p.op.value, p.dtype.name, f"{p.rows}x{p.cols}", *extras, f"config{config}"])
 
 
@@ -154,4 +179,16 @@ def variations(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> lis
     changes += [{"scale": scale} for scale in (0.5, -1.0, 30.0)]
     if not op.is_linear:
         changes += [{"where": "full"}, {"where": "shared", "scale": 0.5}, {"where": "full", "inner": 3}]
+    return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(rung, p)]
+
+
+def losses(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
+    """The cross entropy's forms that the rung takes, several of its extras at once in each."""
+    base = Problem(op, rows, cols, dtype)
+    changes: list[dict[str, Any]] = [
+        {"soft_cap": 5.0, "smoothing": 0.1, "z_loss": 0.01, "scale": 0.5},
+        {"z_loss": -0.3, "where": "full", "scale": -1.0},
+        {"soft_cap": 30.0, "where": "shared"},
+        {"smoothing": 0.25},
+    ]
     return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(rung, p)]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
+import cross_entropy_oracle as truth_of_loss
 import errors
 import jax
 import ml_dtypes
@@ -23,36 +24,67 @@ def check(run: Run, problem: Problem, *, execute: Callable[..., Any] = jax.jit, 
     For each kind by itself: a bad row must not widen the bound of a good one.
     """
     operands = cases.operands(problem)
-    got = execute(run)(*operands)
+    got = _meaning(problem, execute(run)(*operands))
     expected = _by_xla(problem, operands)
-    truth, magnitude = _truth(problem, [np.asarray(x) for x in operands])
     kinds = cases.row_kinds(problem)
-    arrays = [_rows(problem, a) for a in (_meaning(problem, got), expected, truth, magnitude)]
-    for i, kind in enumerate(kinds[: len(arrays[0])]):
-        mine, xla, true, size = (a[i :: len(kinds)] for a in arrays)
-        try:
-            errors.assert_accurate(mine, xla, true, magnitude=size, slack=slack)
-        except AssertionError as error:
-            raise AssertionError(f"{problem}, row kind {kind!r}: {error}") from None
+    for mine, xla, (truth, magnitude) in zip(got, expected, _truths(problem, operands), strict=True):
+        arrays = [_rows(problem, a) for a in (mine, xla, truth, magnitude)]
+        for i, kind in enumerate(kinds[: len(arrays[0])]):
+            mine, xla, true, size = (a[i :: len(kinds)] for a in arrays)
+            try:
+                errors.assert_accurate(mine, xla, true, magnitude=size, slack=slack)
+            except AssertionError as error:
+                raise AssertionError(f"{problem}, row kind {kind!r}: {error}") from None
 
 
 def _rows(problem: Problem, array: np.ndarray) -> np.ndarray:
-    return np.asarray(array).reshape(-1) if problem.op is Op.STATS else cases.rows_of(array, problem)
+    return np.asarray(array) if np.ndim(array) == 1 else cases.rows_of(array, problem)
 
 
-def _meaning(problem: Problem, result: Any) -> Any:
-    """States have many representations and one meaning, their logarithm."""
-    return monoid.log_normalizer(monoid.Stats(*result)) if problem.op is Op.STATS else result
+def _meaning(problem: Problem, result: Any) -> list[Any]:
+    """The results to be compared: states have many representations and one meaning, their logarithm."""
+    if not problem.op.gives_stats:
+        return [result]
+    *rows, maximum, total = result[: problem.op.gives_rows + 2]
+    logarithm = monoid.log_normalizer(monoid.Stats(maximum, total))
+    return [*rows, logarithm.reshape(-1), *result[problem.op.gives_rows + 2 :]]
 
 
 @functools.cache
 def _xla(problem: Problem) -> Run:
-    operation = getattr(reference, problem.op.value)
-    return jax.jit(functools.partial(operation, axes=(1,), scale=problem.scale))
+    options: dict[str, Any] = {"axes": (1,), "scale": problem.scale}
+    if problem.op.has_labels:
+        options |= {name: getattr(problem, name) for name in ("soft_cap", "smoothing", "z_loss")}
+    return jax.jit(functools.partial(getattr(reference, problem.op.value), **options))
 
 
-def _by_xla(problem: Problem, operands: tuple[jax.Array, ...]) -> Any:
+def _by_xla(problem: Problem, operands: tuple[jax.Array, ...]) -> list[Any]:
+    if problem.op.has_labels:
+        end = 1 + len(problem.op.row_operands)
+        operands = (operands[0], *(x[:, None] for x in operands[1:end]), *operands[end:])
+        return _meaning(problem, _xla(problem)(*operands))
     return _meaning(problem, _xla(problem)(*_with_broadcastable_mask(problem, operands)))
+
+
+def _truths(problem: Problem, operands: tuple[jax.Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The true results, and the size each one's error is measured against."""
+    arrays = [np.asarray(x) for x in operands]
+    if not problem.op.has_labels:
+        truth, size = _truth(problem, arrays)
+        return [(truth.reshape(-1), size.reshape(-1))] if problem.op is Op.STATS else [(truth, size)]
+    where = arrays.pop() if problem.where != "none" else None
+    x, labels, *weights = arrays
+    truths = []
+    if weights:
+        gradient, terms = truth_of_loss.gradient(problem, x, labels, weights[0], where)
+        truths.append((gradient, np.abs(gradient) + terms * _rounding(problem)))
+    truths.append(truth_of_loss.lse(problem, x, labels, where))
+    return [*truths, truth_of_loss.total(problem, x, labels, where)] if problem.smoothing else truths
+
+
+def _rounding(problem: Problem) -> float:
+    """An ulp of float32 in ulps of the problem's dtype."""
+    return float(np.finfo(np.float32).eps / float(ml_dtypes.finfo(problem.dtype).eps))
 
 
 def _with_broadcastable_mask(problem: Problem, operands: Any) -> list[Any]:
@@ -78,5 +110,4 @@ def _truth(problem: Problem, operands: list[np.ndarray]) -> tuple[np.ndarray, np
     if problem.op is Op.SOFTMAX:
         return truth, np.abs(truth)
     terms = getattr(oracle, f"{problem.op.value}_terms")(*arrays, **arguments) + (problem.op is Op.LOG_SOFTMAX)
-    rounding = np.finfo(np.float32).eps / float(ml_dtypes.finfo(problem.dtype).eps)
-    return truth, np.abs(truth) + terms * float(rounding)
+    return truth, np.abs(truth) + terms * _rounding(problem)

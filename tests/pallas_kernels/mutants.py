@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import wrong
 
-from pallas_kernels import asynchronous, elementary, monoid, mosaic, scopes
+from pallas_kernels import asynchronous, elementary, masks, monoid, mosaic, numbers, scopes
 from pallas_kernels.problem import Op
+from pallas_kernels.softmax import row_ops, staged
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
 
@@ -93,6 +94,7 @@ class KernelMutant:
     fault: Callable[..., Any]
     op: Op = Op.SOFTMAX
     rungs: tuple[str, ...] = _ALL
+    form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
 
 
 def _unguarded(decay, frm, to, *, exp=jnp.exp):
@@ -138,6 +140,54 @@ def _base_2(exp_for, dtype):
     return lambda d: jnp.exp2(d)
 
 
+def _next_label(store_element, ref, row, column, *arguments, **keywords):
+    return store_element(ref, row, column + 1, *arguments, **keywords)
+
+
+def _nothing_smoothed(with_factors, problem, stats, labelled):
+    stats = with_factors(problem, stats, labelled)
+    return stats._replace(factors=stats.factors[:1])
+
+
+def _other_sign(with_factors, problem, stats, labelled):
+    return with_factors(dataclasses.replace(problem, z_loss=-problem.z_loss), stats, labelled)
+
+
+def _none_ignored(numbers, stats, labelled):
+    return numbers(stats, None)
+
+
+def _all_read(load, *arguments, labels, **keywords):
+    return load(*arguments, labels=None, **keywords)
+
+
+def _unbent(bent, problem, out, z):
+    return out
+
+
+def _all_inside(inside, shape, row, first, tile, z, other):
+    return z
+
+
+def _held_at_label(load_element, ref, *arguments):
+    held = load_element(ref, *arguments)
+    return held if ref.dtype != jnp.bool_ else jnp.ones_like(held)
+
+
+_SOME = ("warp", "block")
+
+
+def _gradient(
+    name: str,
+    words: str,
+    original: Callable[..., Any],
+    fault: Callable[..., Any],
+    rungs: tuple[str, ...] = ("warp", "block", "cluster"),
+    **form: Any,
+) -> KernelMutant:
+    return KernelMutant(name, words, original, fault, Op.CROSS_ENTROPY_GRADIENT, rungs, tuple(form.items()))
+
+
 KERNEL_MUTANTS = (
     KernelMutant("decay_unguarded", "exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, Op.STATS),
     KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled, rungs=_STREAMING),
@@ -170,6 +220,26 @@ KERNEL_MUTANTS = (
     ),
     KernelMutant(
         "merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only, rungs=_MERGING
+    ),
+    _gradient("label_off_by_one", "the label is the next column", numbers.store_element, _next_label),
+    _gradient("mass_lost", "labels are not smoothed", row_ops.with_factors, _nothing_smoothed, _SOME, smoothing=0.1),
+    _gradient("z_loss_sign", "the z loss is subtracted", row_ops.with_factors, _other_sign, _SOME, z_loss=0.1),
+    _gradient("cap_not_derived", "the gradient goes past the soft cap", row_ops._bent, _unbent, _SOME, soft_cap=5.0),
+    _gradient("ignored_counted", "ignored rows give their own numbers", row_ops.numbers, _none_ignored, _SOME),
+    _gradient("ignored_read", "ignored rows are read", mosaic.load, _all_read, ("warp", "online")),
+    _gradient(
+        "ignored_unwritten", "ignored rows get no zeros", staged.Share._write_zeros, _left_out, ("block", "grid")
+    ),
+    _gradient(
+        "outside_capped", "columns past the end count as the soft cap", masks.inside, _all_inside, _SOME, soft_cap=5.0
+    ),
+    _gradient(
+        "label_unmasked",
+        "the label counts where the mask excludes it",
+        numbers.load_element,
+        _held_at_label,
+        _SOME,
+        where="full",
     ),
 )
 
@@ -215,7 +285,9 @@ HARNESS_FAULTS = (
 def document() -> str:
     """The text of `docs/mutants.md`."""
     rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
-    rows += [(m.words, f"`{_qualified(m.original)}` of {', '.join(m.rungs)}", _KERNELS_TEST) for m in KERNEL_MUTANTS]
+    rows += [
+        (m.words, f"`{_qualified(m.original)}` of {', '.join(m.rungs)}", _kernel_killer(m)) for m in KERNEL_MUTANTS
+    ]
     rows += list(HARNESS_FAULTS)
     rows += [(m.words, _edit(m), f"test_attention_mutants.py: {m.rejected_by}") for m in attention_mutants.MUTANTS]
     table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in rows)
@@ -231,6 +303,11 @@ Each fault below is planted and must be rejected: tests of the tests. The table 
 
 
 _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
+
+
+def _kernel_killer(mutant: KernelMutant) -> str:
+    extras = [] if mutant.op is not Op.CROSS_ENTROPY_GRADIENT else [mutant.op.value]
+    return ", ".join([_KERNELS_TEST, *extras, *(f"`{name}` {value}" for name, value in mutant.form)])
 
 
 def _qualified(function: Callable[..., Any]) -> str:

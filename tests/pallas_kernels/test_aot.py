@@ -8,9 +8,10 @@ import pytest
 import toy
 from cases import DTYPES, Op, Problem
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, heuristics
+from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER
+from pallas_kernels.softmax import LADDER, staged
 
 pytestmark = pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 
@@ -28,12 +29,17 @@ def _chosen():
     """What `decide` gives each operation and shape, with every config of the chosen rung; the dtypes take turns."""
     seen = set()
     for i, op in enumerate(Op):
-        for j, (rows, cols) in enumerate(SHAPES):
+        # The cross entropy without its gradient has the loops of the statistics.
+        for j, (rows, cols) in enumerate(SHAPES[::4] if op is Op.CROSS_ENTROPY else SHAPES):
             problem = Problem(op, rows, cols, DTYPES[(i + j) % 3])
             kernel = dispatch.decide(problem, H200).kernel
             for case in cases.every_config(LADDER[kernel], problem) if kernel else ():
                 seen.add((kernel, case.problem.dtype, case.config))
                 yield case
+    for i, (rows, cols) in enumerate(SHAPES[1::2]):
+        problem = Problem(Op.CROSS_ENTROPY_GRADIENT, rows, cols, DTYPES[i % 3])
+        rung = LADDER[dispatch.decide(problem, H200).kernel or ""]
+        yield from (cases.default(rung, form) for form in cases.losses(rung, problem.op, problem.dtype, rows, cols)[:2])
     for rows, cols in SHAPES:
         for dtype in DTYPES:
             for rung in LADDER.values():
@@ -54,7 +60,24 @@ def test_compiles_within_the_registers(case):
         assert not report.complaints, report.complaints
         assert not report.shares_scratch, "warpgroups reduce through the same shared memory"
         assert report.registers * report.threads <= 65536
-        assert report.smem <= H200.smem_per_cta
+        assert report.smem < H200.smem_per_cta
+
+
+@pytest.mark.parametrize("op", [Op.SOFTMAX_TANGENT, Op.CROSS_ENTROPY_GRADIENT])
+@pytest.mark.parametrize(
+    "config", [StagedConfig(1, 2, 2, 1, 1), StagedConfig(1, 4, 2, 1, 1), StagedConfig(3, 1, 3, 2, 4)], ids=str
+)
+def test_shared_memory_is_what_mosaic_allocates(op, config):
+    case = cases.Case(LADDER["cluster" if config.blocks > 1 else "block"], Problem(op, 21, 20011, DTYPES[1]), config)
+    (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
+    assert report.smem == staged.shared_bytes(case.problem, config)
+
+
+def test_configs_that_do_not_fit_are_not_offered():
+    problem = Problem(Op.SOFTMAX_TANGENT, 21, 50257, DTYPES[1])
+    two, four = heuristics.block(problem, H200)
+    assert staged.shared_bytes(problem, four) == H200.smem_per_cta, "with Mosaic's own byte, one too many"
+    assert LADDER["block"].configs(problem, H200) == (two,)
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])

@@ -1,5 +1,6 @@
 """Every rung of the ladder gives the right numbers: in the interpreter at small sizes, on a GPU at real ones."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -40,7 +41,7 @@ _ON_OLDEST_TOO = (Op.SOFTMAX, Op.LOG_SOFTMAX_TANGENT)
 def _interpreted():
     """Each rung and operation in one dtype of the three, which take turns, and in the other forms at one length."""
     for r, rung in enumerate(LADDER.values()):
-        for i, op in enumerate(Op):
+        for i, op in enumerate(op for op in Op if not op.has_labels):
             dtype = DTYPES[(i + r) % 3]
             for config, lengths in INTERPRETED[rung.name]:
                 for cols in lengths:
@@ -52,13 +53,29 @@ def _interpreted():
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
 
+def _interpreted_losses():
+    """The cross entropy: the gradient as it is and in some forms, and the sums alone in one; the dtypes take turns."""
+    gradient, sums = Op.CROSS_ENTROPY_GRADIENT, Op.CROSS_ENTROPY
+    for r, rung in enumerate(LADDER.values()):
+        config, lengths = INTERPRETED[rung.name][-1]
+        cols = min(lengths[-1], 1001)
+        case = _case(rung, Problem(gradient, ROWS, cols, DTYPES[r % 3]), config)
+        yield case if rung.name in ("warp", "block") else pytest.param(case, marks=pytest.mark.slow)
+        for i in range(3):
+            form = cases.losses(rung, gradient, DTYPES[(r + i) % 3], ROWS, cols)[i]
+            if i == r % 3 or rung.name not in ("cluster", "grid"):
+                yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
+        form = cases.losses(rung, sums, DTYPES[(r + 1) % 3], ROWS, cols)[0]
+        yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
+
+
 def _case(rung: Any, problem: Problem, config: Any) -> cases.Case:
     return cases.default(rung, problem) if config is None else cases.Case(rung, problem, config)
 
 
 def _on_gpu():
     for rung in LADDER.values():
-        for op in Op:
+        for op in (op for op in Op if not op.has_labels):
             for dtype in DTYPES:
                 supported = [n for n in REAL if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
                 for cols in supported:
@@ -66,6 +83,23 @@ def _on_gpu():
                 for cols in supported[len(supported) // 2 :: 4]:
                     rows = _rows_on_gpu(cols)
                     yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, rows, cols))
+
+
+def _losses_on_gpu():
+    """The cross entropy at a short, a middling and a long row, and there in its other forms."""
+    gradient, sums = Op.CROSS_ENTROPY_GRADIENT, Op.CROSS_ENTROPY
+    for rung in LADDER.values():
+        for dtype in DTYPES:
+            supported = [n for n in REAL if cases.takes(rung, Problem(gradient, _rows_on_gpu(n), n, dtype))]
+            middle = supported[len(supported) // 2]
+            for cols in (supported[0], middle, supported[-1]):
+                problem = Problem(gradient, _rows_on_gpu(cols), cols, dtype)
+                yield from cases.every_config(rung, problem)[: 2 if cols == supported[-1] else 1]
+                yield cases.default(rung, dataclasses.replace(problem, op=sums))
+                forms = cases.losses(rung, gradient, dtype, problem.rows, cols)
+                forms = forms if cols == middle else forms[:2] if cols == supported[-1] else []
+                forms += cases.losses(rung, sums, dtype, problem.rows, cols)[:1] if cols == middle else []
+                yield from (cases.default(rung, form) for form in forms)
 
 
 def _slack(case: cases.Case) -> float:
@@ -82,13 +116,13 @@ def _interpreted_slack(case: cases.Case) -> float:
     return _slack(case) + (52 if unrounded else 0)
 
 
-@pytest.mark.parametrize("case", list(_interpreted()), ids=str)
+@pytest.mark.parametrize("case", [*_interpreted(), *_interpreted_losses()], ids=str)
 def test_interpreted(case):
     execute = lambda run: functools.partial(interpret, run)
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", list(_on_gpu()), ids=str)
+@pytest.mark.parametrize("case", [*_on_gpu(), *_losses_on_gpu()], ids=str)
 def test_on_gpu(case):
     conformance.check(case.run, case.problem, execute=poisoned.execute, slack=_slack(case))

@@ -35,6 +35,19 @@ def test_every_overhanging_vector_is_masked(lanes, dtype):
     assert not wrong, f"{len(wrong)} times, first (registers, cols, row, register): {wrong[:5]}"
 
 
+@pytest.mark.parametrize("tanh, slack", [(elementary.tanh_16bit, None), (elementary.tanh_32bit, 2.5)])
+def test_tanh(tanh, slack):
+    x = np.concatenate([np.linspace(-20, 20, 40001), np.logspace(-30, 0, 3001), [0, 0.55, 1e30]]).astype(np.float32)
+    truth = np.tanh(x.astype(np.float64))
+    got = np.asarray(tanh(jnp.asarray(x)))
+    if slack is None:
+        np.testing.assert_allclose(got, truth, atol=3e-7, rtol=0)
+    else:
+        errors.assert_accurate(got, np.tanh(x), truth, slack=slack)
+    special = jnp.array([-jnp.inf, jnp.inf, jnp.nan], jnp.float32)
+    np.testing.assert_array_equal(tanh(special), [-1, 1, np.nan])
+
+
 def test_log_is_accurate_also_where_it_is_near_zero():
     rng = np.random.default_rng(0)
     x = np.concatenate(
