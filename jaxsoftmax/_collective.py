@@ -4,6 +4,7 @@ Each function computes one device's part of an operation whose reduced axes are 
 All that crosses the wire is a few numbers per row and device, in one exchange.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,15 +57,17 @@ def log_softmax_cotangent(names: Names, local_stats: LocalStats, x: jax.Array, t
     return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
 
 
-def from_all(names: Names, *parts: jax.Array) -> tuple[jax.Array, ...]:
-    """The parts of every device, stacked in front: an all-gather as one sum, so that the result is the same everywhere.
-
-    Every device adds its numbers in its own slot and zeros elsewhere, which all-reduces what XLA would otherwise
-    gather; -inf, +inf and NaN survive a sum with zeros.
-    """
-    mine = jnp.stack(jnp.broadcast_arrays(*parts))
-    slots = jnp.zeros((jax.lax.axis_size(names), *mine.shape), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
-    return tuple(jnp.moveaxis(jax.lax.psum(slots, names), 1, 0))
+def from_all(names: Names, *parts: jax.Array) -> list[jax.Array]:
+    """The parts of every device, stacked in front: one all-reduce of their bits, in slots that others leave zero."""
+    words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+    mine = jnp.concatenate([word.ravel() for word in words])
+    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
+    ends = list(itertools.accumulate(word.size for word in words))
+    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
+    return [
+        jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
+        for all_words, word, part in zip(everyone, words, parts, strict=True)
+    ]
 
 
 BY_OP: dict[Op, Callable[..., jax.Array | Stats]] = {

@@ -54,7 +54,7 @@ def softmax_cross_entropy_with_integer_labels(
     entirely gives 0. Where the label is no column, the loss and the gradient of its row are NaN; if the labels' values
     are known (outside `jit`), that is an error, for which the labels are copied to the host. Empty arrays are fine.
 
-    Source: as `softmax`; z-loss: de Brébisson & Vincent 2016, https://arxiv.org/abs/1604.08859.
+    Source: as `softmax`; z-loss: Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311.
 
     Args:
         logits: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._collective import from_all
-from jaxsoftmax._sharding import Cuts, mesh_axes, spec_of
+from jaxsoftmax._sharding import Cuts, mesh_axes, names_of, spec_of
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.problem import IGNORED, Op
@@ -58,6 +58,7 @@ def cross_entropy_gradient(
 
 def cross_entropy_across(
     cuts: Cuts,
+    inside: jax.Array | None,
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
@@ -67,15 +68,23 @@ def cross_entropy_across(
     weighted: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """The losses of rows of which this device has some columns."""
-    found, _ = _exchange(cuts, rows, x, labels, where, return_lse, **row)
+    """The losses of rows of which this device has some columns, those `inside`."""
+    found, _ = _exchange(cuts, rows, x, labels, _within(inside, where), return_lse, **row)
     return _results(found, labels, weights, return_lse, weighted, **row)
 
 
 def cross_entropy_gradient_across(
-    cuts: Cuts, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
+    cuts: Cuts,
+    inside: jax.Array | None,
+    rows: Rows,
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    *where: jax.Array,
+    **row: Any,
 ) -> list[jax.Array]:
-    """The losses of rows of which this device has some columns, and those columns' gradient."""
+    """The losses of rows of which this device has some columns, those `inside`, and those columns' gradient."""
+    where = _within(inside, where)
     found, local = _exchange(cuts, rows, x, labels, where, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in found.stats))
     of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
@@ -137,7 +146,7 @@ def _loss(
     far = maximum == jnp.inf
     distance = maximum - found.label
     if found.total is not None:
-        distance = (1.0 - smoothing) * distance + smoothing * (maximum - found.total / found.count)
+        distance = (1.0 - smoothing) * distance + smoothing * (maximum - found.total / jnp.maximum(found.count, 1))
     loss = distance + jnp.where(far, 0.0, jnp.log(jnp.where(far, 1.0, found.stats.sum)))
     if z_loss:
         loss = loss + z_loss * jnp.square(log_normalizer(found.stats))
@@ -157,6 +166,13 @@ def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax
     return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
 
 
+def _within(inside: jax.Array | None, where: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The mask, if there is to be one, of what counts."""
+    if inside is None:
+        return where
+    return (where[0] & inside,) if where else (inside,)
+
+
 def _exchange(
     cuts: Cuts,
     rows: Rows,
@@ -167,7 +183,7 @@ def _exchange(
     **row: Any,
 ) -> tuple[Found, jax.Array]:
     """What the devices find together, in one exchange, and this device's numbering of the labels."""
-    axes, names = row["axes"], tuple(name for cut in cuts for name in cut)
+    axes, names = row["axes"], names_of(cuts)
     local, cols = _local_labels(cuts, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), return_lse), *where, **row)
@@ -183,9 +199,9 @@ def _exchange(
 def _local_labels(cuts: Cuts, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Labels as columns of this device's part; past its last column where they are in another part."""
     flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
-    for axis, names in reversed(list(zip(axes, cuts, strict=True))):
+    for axis, cut in reversed(list(zip(axes, cuts, strict=True))):
         n = x.shape[axis]
-        flat, at = jnp.divmod(flat, n * (jax.lax.axis_size(names) if names else 1))
-        at = at - n * jax.lax.axis_index(names) if names else at
+        flat, at = jnp.divmod(flat, cut.extent)
+        at = at - n * jax.lax.axis_index(cut.names) if cut.names else at
         inside, local, stride = inside & (at >= 0) & (at < n), local + stride * at, stride * n
     return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, local, stride))

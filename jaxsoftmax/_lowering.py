@@ -84,12 +84,23 @@ def kernel_rule(
         return jax.tree.leaves(whole(op, *shards, **params))
 
     def exchange(cuts: _sharding.Cuts, *shards: jax.Array) -> list[jax.Array]:
+        inside = _sharding.inside(cuts, row["axes"], jnp.broadcast_shapes(*(shard.shape for shard in shards)))
         if op in _LOSSES:
-            return _LOSSES[op][1](cuts, across, *shards, **params)
-        names = tuple(name for cut in cuts for name in cut)
-        return jax.tree.leaves(_collective.BY_OP[op](names, functools.partial(across, Op.STATS), *shards, **params))
+            return _LOSSES[op][1](cuts, inside, across, *shards, **params)
+        names, stats = _sharding.names_of(cuts), functools.partial(across, Op.STATS)
+        return jax.tree.leaves(_collective.BY_OP[op](names, stats, *_neutral(op, inside, shards), **params))
 
     return _sharding.lower(ctx, _sharding.RowOp(row["axes"], keeps(op, **params), local, exchange), *operands)
+
+
+def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """A row operation's operands with what adds nothing where they are not `inside`."""
+    if inside is None:
+        return shards
+    first, *others = shards
+    fill = 0.0 if op is Op.SOFTMAX_TANGENT else -jnp.inf
+    first = jnp.where(inside, first, jnp.asarray(fill, first.dtype))
+    return [first, *(x if x.dtype == bool else jnp.where(inside, x, jnp.zeros_like(x)) for x in others)]
 
 
 def choose(

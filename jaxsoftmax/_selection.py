@@ -10,7 +10,6 @@ Source of the fusion: Milakov & Gimelshein 2018, "Online normalizer calculation 
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +19,9 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._collective import from_all
 from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import Names, Piece, Shape, Spec, mesh_axes
+from jaxsoftmax._sharding import Cut, Names, Piece, Shape, Spec, inside, mesh_axes
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
@@ -120,8 +120,8 @@ class Selection:
         """The selection from rows of `n`, from that of this device's columns and of everyone's."""
         local = x.shape[-1]
         first = jax.lax.axis_index(names) * local
-        if local * jax.lax.axis_size(names) > n:  # what XLA fills the last device's columns up with is not said
-            x = jnp.where(first + jnp.arange(local) < n, x, -jnp.inf)
+        mask = inside((Cut(names, n),), (x.ndim - 1,), x.shape)
+        x = x if mask is None else jnp.where(mask, x, -jnp.inf)
         mine = dataclasses.replace(self, k=min(self.k, local)).whole(x)
         mine[1] += first
         values, indices, *stats = from_all(names, *mine)
@@ -138,16 +138,3 @@ class Selection:
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Cuts between rows."""
         return pieces[0][-1] == 1
-
-
-def from_all(names: Names, *parts: Any) -> list[jax.Array]:
-    """The parts of every device, stacked in front: one all-reduce of their bits, in slots that others leave zero."""
-    words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
-    mine = jnp.concatenate([word.ravel() for word in words])
-    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
-    ends = list(itertools.accumulate(word.size for word in words))
-    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
-    return [
-        jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
-        for all_words, word, part in zip(everyone, words, parts, strict=True)
-    ]

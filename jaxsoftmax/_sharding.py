@@ -21,7 +21,16 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
-Cuts = tuple[Names, ...]
+
+
+class Cut(NamedTuple):
+    """How an axis is cut: over which axes of the mesh, and its extent before."""
+
+    names: Names
+    extent: int
+
+
+Cuts = tuple[Cut, ...]
 
 
 class Piece(NamedTuple):
@@ -56,7 +65,7 @@ class Cuttable(Protocol):
 class RowOp:
     """A row operation to be cut: `local` computes whole rows, `across(cuts, ...)` this device's part of cut ones.
 
-    `cuts` are the mesh axes that cut each of `axes`; `keeps` says which outputs have the axes, as the operands do.
+    `cuts` are those of each of `axes`; `keeps` says which outputs have the axes, as the operands do.
     """
 
     axes: Shape
@@ -65,12 +74,13 @@ class RowOp:
     across: Callable[..., list[jax.Array]]
 
     def specs(self, shapes: Sequence[Shape], specs: Sequence[Spec]) -> tuple[list[P], list[P], Cuts]:
-        """The operands' and outputs' cuts, and those of each reduced axis."""
+        """The operands' and outputs' partitions, and the cuts of each reduced axis."""
         full = common_spec(specs)
         ins = [P(*(None if n == 1 else entry for n, entry in zip(s, full, strict=True))) for s in shapes]
         number = P(*(entry for d, entry in enumerate(full) if d not in self.axes))
         outs = [P(*full) if keeps else number for keeps in self.keeps]
-        return ins, outs, tuple(mesh_axes(full[d]) for d in self.axes)
+        extents = jnp.broadcast_shapes(*shapes)
+        return ins, outs, tuple(Cut(mesh_axes(full[d]), extents[d]) for d in self.axes)
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Everything on one device."""
@@ -79,7 +89,7 @@ class RowOp:
     def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
         """One device's part."""
         ins, outs, cuts = self.specs(shapes, specs)
-        return Piece(ins, outs, functools.partial(self.across, cuts) if any(cuts) else self.local)
+        return Piece(ins, outs, functools.partial(self.across, cuts) if names_of(cuts) else self.local)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal cuts between rows."""
@@ -96,6 +106,26 @@ class RowOp:
             ArrayMapping(*(f"d{d}" for d in range(len(full)) if keeps or d not in self.axes)) for keeps in self.keeps
         )
         return SdyShardingRule(operands, results)
+
+
+def names_of(cuts: Cuts) -> Names:
+    """The mesh axes of all cuts."""
+    return tuple(name for cut in cuts for name in cut.names)
+
+
+def inside(cuts: Cuts, axes: Shape, shape: Shape) -> jax.Array | None:
+    """Where this device's part, of `shape`, holds what the whole has; None if everywhere.
+
+    XLA cuts an axis that does not divide into equal parts, and what it fills the last ones up with is not said.
+    """
+    mask = None
+    for axis, cut in zip(axes, cuts, strict=True):
+        n = shape[axis]
+        if cut.names and n * jax.lax.axis_size(cut.names) > cut.extent:
+            at = jax.lax.axis_index(cut.names) * n + jnp.arange(n)
+            exists = jnp.expand_dims(at < cut.extent, [d for d in range(len(shape)) if d != axis])
+            mask = exists if mask is None else mask & exists
+    return mask
 
 
 def spec_of(aval: Any) -> Spec:

@@ -216,7 +216,7 @@ def cross_entropy_slope(
     p = p if where is None else jnp.where(where, p, 0.0)
     q = jnp.where(at_label, 1.0 - smoothing, 0.0)
     if smoothing:
-        share = smoothing / (column_count(x, where, axes) if count is None else count)
+        share = smoothing / jnp.maximum(column_count(x, where, axes) if count is None else count, 1)
         q = q + (share if where is None else jnp.where(where, share, 0.0))
     slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
     out = (of_p * p - of_q * q) * slope
@@ -240,10 +240,9 @@ def columns(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:
-    """How many columns of each row take part, at least 1, with the reduced axes kept."""
+    """How many columns of each row take part, with the reduced axes kept."""
     if where is None:
-        count = math.prod(x.shape[d] for d in axes)
-        return 1 if count == 0 else count
+        return math.prod(x.shape[d] for d in axes)
     whole_rows = [n if d in axes else 1 for d, n in enumerate(x.shape)]
     full = jnp.broadcast_to(where, jnp.broadcast_shapes(where.shape, tuple(whole_rows)))
-    return jnp.maximum(full.sum(axes, keepdims=True, dtype=accumulator_dtype(x.dtype)), 1.0)
+    return full.sum(axes, keepdims=True, dtype=accumulator_dtype(x.dtype))

@@ -43,8 +43,13 @@ def value_and_grad(x: Any, y: Any, *arguments: Any, **options: Any) -> Any:
     return loss, gradient
 
 
-@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 2), (2, 1), (2, 0, 1), ()], ids=str)
-@pytest.mark.parametrize("mask", [None, SHAPE, (8, 1, 16), (1, 1, 16)], ids=str)
+AXES = [-1, 0, 1, (0, 2), (2, 1), (2, 0, 1), ()]
+MASKS = [None, SHAPE, (8, 1, 16), (1, 1, 16)]
+
+
+@pytest.mark.parametrize(
+    "axis, mask", [(-1, m) for m in MASKS] + [((0, 2), m) for m in MASKS] + [(a, None) for a in AXES], ids=str
+)
 def test_kernels_see_rows(stand_ins: Any, axis: Any, mask: Any) -> None:
     where = None if mask is None else MASK[tuple(slice(n) for n in mask)]
     axes = (axis,) if isinstance(axis, int) else axis
@@ -71,8 +76,9 @@ def test_a_declined_kernel_is_the_reference(stand_ins: Any) -> None:
         value_and_grad(X, Y, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "kernels, options", [(False, OPTIONS), (True, {}), (True, OPTIONS)], ids=["reference", "plain", "all"]
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("spec", [P("d", "m"), P(None, None, ("m", "d")), P("d", None, "m")], ids=str)
 def test_labels_are_cut_as_their_rows(

@@ -120,7 +120,7 @@ def test_cut_rows_exchange_k_numbers_once(kernels: Any, spec: P, normalize: str)
     assert {name for name, _ in moved} == {"all-reduce"}
     agree(got, normalize)
     if kernels:
-        assert {cols for _, cols, _ in kernels.ran(Op.STATS)} == {_selection.chunk_size(SHAPE[-1] // devices, K)}
+        assert _selection.chunk_size(SHAPE[-1] // devices, K) in {cols for _, cols, _ in kernels.ran(Op.STATS)}
 
 
 def test_more_wanted_than_a_device_has() -> None:
