@@ -40,26 +40,32 @@ def operands(dim: int, value_dim: int, dtype: Any) -> list[jax.Array]:
 def test_values_and_gradients(name: str, dim: int, value_dim: int, dtype: Any) -> None:
     *qkv, d_out = operands(dim, value_dim, dtype)
     arguments = CALLS[name]
-    floats = {key: jnp.asarray(x) for key, x in arguments.items() if key in ("bias", "sinks")}
-    rest = {key: x for key, x in arguments.items() if key not in floats}
+    arrays = {key: jnp.asarray(x) for key, x in arguments.items() if isinstance(x, np.ndarray)}
+    floats = {key: x for key, x in arrays.items() if key in ("bias", "sinks")}
+    others = {key: x for key, x in arrays.items() if key not in floats}
+    static = {key: x for key, x in arguments.items() if key not in arrays}
     truth = attention_oracle.forward(*qkv, **arguments)
     want = {"out": truth.out, "lse": np.swapaxes(truth.lse, 1, 2)}
     want |= attention_oracle.gradients(*qkv, d_out=d_out, d_lse=np.ones_like(truth.lse), **arguments)
 
-    def everything(implementation: str | None) -> dict[str, jax.Array]:
+    # Operands are arguments: what is constant, XLA would compute while it compiles, and not on the GPU.
+    def everything(implementation: str | None, qkv: Any, floats: Any, others: Any, d_out: Any) -> dict[str, jax.Array]:
         call = lambda qkv, floats: jaxsoftmax.flash_attention(
-            *qkv, **floats, **rest, return_residual=True, implementation=implementation
+            *qkv, **floats, **others, **static, return_residual=True, implementation=implementation
         )
         (out, lse), pull = jax.vjp(call, qkv, floats)
-        gradients, others = pull((d_out, jnp.ones_like(lse)))
-        return {"out": out, "lse": lse} | dict(zip(("query", "key", "value"), gradients, strict=True)) | others
+        gradients, more = pull((d_out, jnp.ones_like(lse)))
+        return {"out": out, "lse": lse} | dict(zip(("query", "key", "value"), gradients, strict=True)) | more
 
-    ours, theirs = (jax.jit(everything, static_argnums=0)(kind) for kind in (None, "xla"))
+    run = jax.jit(everything, static_argnums=0)
+    ours, theirs = (run(kind, qkv, floats, others, d_out) for kind in (None, "xla"))
     for part, exact in want.items():
         seen = np.isfinite(exact)
-        np.testing.assert_array_equal(np.isfinite(np.asarray(ours[part], np.float64)), seen)
-        error, allowed = (np.abs(np.asarray(x[part], np.float64) - exact)[seen].max() for x in (ours, theirs))
-        assert error <= 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact[seen]).max(), part
+        for whose, found in (("ours", ours), ("xla", theirs)):
+            np.testing.assert_array_equal(np.isfinite(np.asarray(found[part], np.float64)), seen, f"{whose} {part}")
+        error, allowed = (np.abs(np.asarray(x[part], np.float64)[seen] - exact[seen]).max() for x in (ours, theirs))
+        bound = 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact[seen]).max()
+        assert error <= bound, f"{part}: error {error}, xla's {allowed}, bound {bound}"
 
 
 def test_the_kernels_run() -> None:
