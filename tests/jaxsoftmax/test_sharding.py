@@ -60,7 +60,7 @@ def forward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
 def pulled_back(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     def gradient(x: jax.Array, ct: jax.Array, **kw: Any) -> jax.Array:
         y, vjp = jax.vjp(functools.partial(function, **kw), x)
-        return vjp(ct if y.shape == ct.shape else jnp.cos(y))[0]
+        return vjp(ct if y.shape == ct.shape else jnp.full_like(y, 0.5))[0]
 
     return gradient
 
