@@ -93,6 +93,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return request.param
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls())
 def test_values_and_gradients(chunk: int, call: tuple[tuple[np.ndarray, ...], Arguments]) -> None:
@@ -349,6 +350,7 @@ def test_the_signature_is_jax_nns_and_more() -> None:
         assert ours[name].kind == theirs.kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["forward", "grad", "jvp", "hvp", "grad of grad"])
 def test_memory_grows_with_the_length(order: str) -> None:
     """Four times the length takes four times the memory, where a matrix of weights would take sixteen times."""

@@ -24,7 +24,7 @@ MASKS = {
     ),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def close(ours: Any, theirs: Any, tol: float = 2e-5) -> None:

@@ -84,6 +84,7 @@ def test_without_a_fault_the_check_passes() -> None:
         check(function, mutant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.words)
 def test_planted_fault_is_rejected(mutant: Mutant) -> None:
     with pytest.raises(AssertionError, match=r"indices|ulp"):

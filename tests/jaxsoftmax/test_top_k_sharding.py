@@ -33,7 +33,7 @@ ROWS = [P("d"), P("d", "m"), P(("d", "m"))]
 COLUMNS = [P(None, None, "d"), P(None, None, ("d", "m")), P("d", None, "m")]
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
-pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default::DeprecationWarning")]
 
 
 def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("d", "m")) -> Mesh:
