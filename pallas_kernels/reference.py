@@ -214,14 +214,15 @@ def cross_entropy_slope(
     z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
     p = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max) / known.sum
     if where is not None:
-        # Of a row of which nothing is held, the logsumexp in `of_p` is -inf.
-        p, of_p = jnp.where(where, p, 0.0), jnp.where(known.max == -jnp.inf, 0.0, of_p)
+        # Where nothing is held the logsumexp in `of_p` is -inf; 0 for `p` alone would leave 0 * inf of infinite rows.
+        of_p = jnp.where(known.max == -jnp.inf, 0.0, of_p)
+    by_p = of_p * p if where is None else jnp.where(where, of_p * p, 0.0)
     q = jnp.where(at_label, 1.0 - smoothing, 0.0)
     if smoothing:
         share = smoothing / jnp.maximum(column_count(x, where, axes) if count is None else count, 1)
         q = q + (share if where is None else jnp.where(where, share, 0.0))
     slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
-    out = (of_p * p - of_q * q) * slope
+    out = (by_p - of_q * q) * slope
     # What is absent may be anything.
     return jnp.where((labels != IGNORED) & (True if where is None else where | at_label), out, 0.0)
 
