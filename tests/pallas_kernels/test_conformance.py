@@ -81,6 +81,9 @@ def _on_gpu():
                 supported = [n for n in REAL if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
                 for cols in supported:
                     yield from cases.every_config(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
+                if rung.name == "block":
+                    # So many rows that blocks take two.
+                    yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
                 for cols in supported[len(supported) // 2 :: 4]:
                     rows = _rows_on_gpu(cols)
                     yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, rows, cols))
