@@ -45,7 +45,7 @@ def measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: i
     for name, entry in impls.items():
         if entry["status"] == "ok":
             mine = {key.split(":")[1]: samples for key, samples in times.items() if key.startswith(f"{name}:")}
-            mine = {key: peers.summary(samples) | {"rounds_us": samples} for key, samples in mine.items()}
+            mine = {key: peers.summary(x) | {"rounds_us": [round(us, 3) for us in x]} for key, x in mine.items()}
             entry |= attention_rules.speeds(case["pass"], mine, case["flops"])
             entry["matmul_tflop_per_s"] = matmul["tflop_per_s"]
     for held in (bursts, launches, operands):
