@@ -1,9 +1,10 @@
 """`python -m benchmarks.training`: the GPT of examples/packed_gpt.py at 100 million parameters, ours beside `jax.nn`.
 
 Each variant trains in a process of its own, so that its peak of memory is its own: attention and cross entropy from
-here, or `jax.nn`'s attention with the documents as a mask, by XLA or by cuDNN, and optax's cross entropy. All compile
-at once; then they train one after the other, a few steps to warm up and the timed ones, by wall clock around all of
-them. All see the same tokens from the same parameters, so the losses must fall and agree.
+here, or `jax.nn`'s attention with the documents as a mask, by XLA or by cuDNN, and optax's cross entropy. All are
+traced at once; then, one after the other, each has the GPU to itself: it compiles, takes a few steps to warm up and the
+timed ones, by wall clock around all of them. All see the same tokens from the same parameters, so the losses must fall
+and agree.
 
     python -m benchmarks.training --json=benchmarks/results/h200/models.json --commit=SHA
 """
@@ -55,7 +56,7 @@ def define_flags() -> None:
 
 
 def train(variant: str, example: Mapping[str, Any], ready: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Compiles a variant's step, calls `ready`, trains, and says what it took."""
+    """Traces a variant's step, calls `ready`, compiles and trains, and says what it took."""
     length, rows, warm = FLAGS.length, FLAGS.rows, FLAGS.warm
     size = example["Size"](*SIZES[FLAGS.size])
     attend = example["ours"] if variant == "ours" else example["theirs"]
@@ -78,13 +79,13 @@ def train(variant: str, example: Mapping[str, Any], ready: Callable[[], Any] = l
 
     source = example["batches"](length, rows, size.vocabulary)
     batches = [next(source) for _ in range(warm + FLAGS.steps)]
+    first = start.lower()
+    lowered = step.lower(*first.out_info, batches[0])
+    ready()
     began = time.perf_counter()
-    begin = start.lower().compile()
-    lowered = step.lower(*begin.out_info, batches[0])
-    compiled = lowered.compile()
+    begin, compiled = first.compile(), lowered.compile()
     memory = compiled.memory_analysis()
     seconds = time.perf_counter() - began
-    ready()
     (parameters, state), losses = begin(), []
     for i, batch in enumerate(batches):
         if i == warm:
@@ -117,7 +118,7 @@ def _loss_by_optax(model: Any, batch: Any) -> jax.Array:
 
 
 def measure(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Every variant in a process of its own: compiled together, trained one after the other."""
+    """Every variant in a process of its own: traced together, compiled and trained one after the other."""
     own = [f"--{name}={FLAGS[name].value}" for name in ("size", "length", "rows", "warm", "steps")]
     command = [sys.executable, "-m", "benchmarks.training", *own]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": _ROOT}
@@ -139,7 +140,7 @@ def _first_line(child: subprocess.Popen) -> str:
 
 
 def _child(variant: str) -> None:
-    """Says "ready" when it has compiled, waits for a line, trains and answers in JSON."""
+    """Says "ready" when it has traced, waits for a line, compiles, trains and answers in JSON."""
     said, sys.stdout = sys.stdout, sys.stderr
 
     def ready() -> None:
