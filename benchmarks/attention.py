@@ -4,29 +4,36 @@ Examples:
   python -m benchmarks.attention --list --tag=core
   python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
+  python -m benchmarks.attention --tag=rest --pass=fwd,bwd --impl=ours,cudnn --json=attention_rest.json
+  python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
 """
 
 import ctypes
+import os
 import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
+
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, attention_impls, environment, report
+from benchmarks import attention_cases, attention_impls, attention_peers, attention_rules, environment, report
 from benchmarks.attention_runner import Bench, Options
+from benchmarks.peers import Peers
 
 FLAGS = flags.FLAGS
 _TOGETHER = 5  # cases that are compiled at once
+_MATMULS = ("matmul", "peers_matmul")
 
 
 def define_flags() -> None:
     """Names are the softmax benchmark's where they mean the same; defined here so that importing defines none."""
-    impls = tuple(attention_impls.IMPLS)
-    flags.DEFINE_list("tag", ["core"], "Tags: core, standard.")
+    impls = (*attention_impls.IMPLS, *attention_peers.NAMES)
+    flags.DEFINE_list("tag", ["core"], f"Tags: {', '.join(attention_cases.TAGS)}.")
     flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
     flags.DEFINE_list("pass", [], f"Passes: {', '.join(attention_cases.PASSES)}.")
     flags.DEFINE_list("kind", [], f"Kinds: {', '.join(attention_cases.KINDS)}.")
@@ -36,19 +43,26 @@ def define_flags() -> None:
     flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
     flags.DEFINE_string("json", None, "Where to write results, after each case.")
     flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
+    flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
     flags.DEFINE_bool("list", False, "List the selected cases and stop.")
     flags.register_validator("impl", lambda names: set(names) <= set(impls), f"--impl takes {', '.join(impls)}")
+    tags = set(attention_cases.TAGS)
+    flags.register_validator("tag", lambda names: set(names) <= tags, f"--tag takes {', '.join(attention_cases.TAGS)}")
 
 
 def measure(
     cases: Sequence[attention_cases.Case],
     options: Options,
     *,
+    peers: Peers | None = None,
     path: pathlib.Path | None = None,
     commit: str | None = None,
     budget_s: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs the cases, printing and saving each; those that the budget leaves out are named in the file's header."""
+    """Runs the cases, printing and saving each; those that the budget leaves out are named in the file's header.
+
+    Without `options.impls` there are only `peers`, and JAX measures nothing.
+    """
     started = time.perf_counter()
     header = environment.header(commit=commit, seed=options.seed, rounds=options.rounds)
     header |= {"topic": "attention", "left_out": [case.name for case in cases]}
@@ -66,12 +80,13 @@ def measure(
         group = cases[first : first + _TOGETHER]
         if budget_s is not None and elapsed() >= budget_s:
             break
-        print(f"[{elapsed():.0f}s] compiling {first + 1} to {first + len(group)} of {len(cases)} cases", flush=True)
-        bench.prepare(group)
+        if options.impls:
+            print(f"[{elapsed():.0f}s] compiling {first + 1} to {first + len(group)} of {len(cases)} cases", flush=True)
+            bench.prepare(group)
         for case in group:
             if budget_s is not None and elapsed() >= budget_s:
                 break
-            records.append(_run(bench, case))
+            records.append(_run(bench, case, peers))
             header["left_out"].remove(case.name)
             print(f"[{len(records)}/{len(cases)} {elapsed():.0f}s] {lines(records[-1])}", flush=True)
             save()
@@ -81,12 +96,23 @@ def measure(
     return records
 
 
-def _run(bench: Bench, case: attention_cases.Case) -> dict[str, Any]:
+def _run(bench: Bench, case: attention_cases.Case, peers: Peers | None) -> dict[str, Any]:
+    record: dict[str, Any] = {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None}
     try:
-        return bench.run(case)
+        record = bench.run(case) if bench.options.impls else record | {"flops": case.flops, "clock": "cuda events"}
     except Exception as error:  # out of memory in the truth, say: the other cases go on
-        text = f"{type(error).__name__}: {error}"[:500]
-        return {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None, "error": text}
+        record["error"] = f"{type(error).__name__}: {error}"[:500]
+    if peers is not None:
+        answer = peers.measure(_for_peers(case))
+        record["peers_matmul"] = answer.get("matmul")
+        record["impls"] |= answer["impls"]
+        record |= attention_rules.against_best(record)
+    return record
+
+
+def _for_peers(case: attention_cases.Case) -> dict[str, Any]:
+    documents = case.shape.documents().tolist() if case.shape.kind == "documents" else []
+    return case.describe() | {"flops": case.flops, "documents": documents}
 
 
 def lines(record: Mapping[str, Any]) -> str:
@@ -96,8 +122,9 @@ def lines(record: Mapping[str, Any]) -> str:
         return f"{name}: failed: {record['error']}"
     shrunk = " (CPU: one short sequence)" if "measured" in record else ""
     best = f", ours {record['ratio']:.3f} x {record['best_peer']}" if record["ratio"] else ""
-    matmul, copy = record["matmul"]["tflop_per_s"], record["copy"]["tb_per_s"]
-    head = f"{name}{shrunk}: {record['clock']} clock, matmul {matmul:.0f} TFLOP/s, copy {copy:.2f} TB/s{best}"
+    ceilings = [f"copy {record['copy']['tb_per_s']:.2f} TB/s"] if "copy" in record else []
+    ceilings += [f"{key} {record[key]['tflop_per_s']:.0f} TFLOP/s" for key in _MATMULS if record.get(key)]
+    head = f"{name}{shrunk}: {record['clock']} clock, {', '.join(ceilings)}{best}"
     return "\n".join([head, *(f"  {impl:<8} {_line(entry)}" for impl, entry in record["impls"].items())])
 
 
@@ -131,8 +158,12 @@ def main(_: Sequence[str]) -> None:
     if jax.default_backend() != "gpu":
         print("No GPU: every case runs on one short sequence, by wall clock. Times say nothing about the kernels.")
     path = pathlib.Path(FLAGS.json) if FLAGS.json else None
-    options = Options(tuple(FLAGS.impl), FLAGS.rounds, FLAGS.seed)
-    records = measure(cases, options, path=path, commit=FLAGS.commit, budget_s=FLAGS.budget_s)
+    names = [name for name in FLAGS.impl if name in attention_peers.NAMES]
+    options = Options(tuple(name for name in FLAGS.impl if name not in names), FLAGS.rounds, FLAGS.seed)
+    peers = Peers(names, FLAGS.rounds, FLAGS.peers_path, attention_peers.__name__) if names else None
+    records = measure(cases, options, peers=peers, path=path, commit=FLAGS.commit, budget_s=FLAGS.budget_s)
+    if peers is not None:
+        peers.close()
     red = [
         r["case"]["name"] for r in records if r["impls"].get("ours", {}).get("status", "failed") in ("WRONG", "failed")
     ]

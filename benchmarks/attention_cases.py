@@ -1,6 +1,8 @@
 """What is measured of attention: named cases, what each computes, and its arithmetic.
 
-Tags: `core` (the cells that decide, a few minutes on an H200), `standard` (everything).
+Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
+dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
+`standard` (everything).
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+TAGS = ("core", "grid", "rest", "standard")
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
@@ -128,10 +131,7 @@ class Case:
 
 def all_cases() -> tuple[Case, ...]:
     """Every case once, those that decide first."""
-    found = [
-        Case(shape, pass_, frozenset({"standard", *(["core"] if _is_core(shape, pass_) else [])}))
-        for shape, pass_ in itertools.product(_shapes(), PASSES)
-    ]
+    found = [Case(shape, pass_, _tags(shape, pass_)) for shape, pass_ in itertools.product(_shapes(), PASSES)]
     return tuple(sorted(found, key=lambda case: "core" not in case.tags))
 
 
@@ -168,7 +168,15 @@ def _shapes() -> Iterator[Shape]:
     yield square(2048, 128, "bias")
 
 
-def _is_core(shape: Shape, pass_: str) -> bool:
-    on_grid = shape.kind in ("full", "causal") and shape == square(shape.length, shape.head_dim, shape.kind)
-    dims = {"fwd": DIMS, "bwd": (64, 128)}.get(pass_, ())
-    return on_grid and shape.length in (2048, 16384) and shape.head_dim in dims
+def _tags(shape: Shape, pass_: str) -> frozenset[str]:
+    tags = {"standard"}
+    if shape.kind in ("full", "causal"):
+        is_square = shape == square(shape.length, shape.head_dim, shape.kind)
+        dims = {"fwd": DIMS, "bwd": (64, 128)}.get(pass_, ())
+        if is_square and shape.length in (2048, 16384) and shape.head_dim in dims:
+            tags.add("core")
+        if pass_ in ("fwd", "bwd"):
+            tags.add("grid")
+            if is_square and shape.length in (512, 4096):
+                tags.add("rest")
+    return frozenset(tags)

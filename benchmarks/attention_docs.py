@@ -4,12 +4,12 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_cases, report
+from benchmarks import attention_cases, attention_rules, report
 from benchmarks.results import NOT_MEASURED, Results
 
 Record = Mapping[str, Any]
 
-PEERS = {"cudnn": "cuDNN", "mgpu": "JAX's attention_mgpu", "tokamax": "tokamax"}
+PEERS = {"cudnn": "cuDNN", "mgpu": "JAX's attention_mgpu", "tokamax": "tokamax", "fa4": "flash-attn-4"}
 PASSES = {"fwd": "forward", "bwd": "backward", "value_and_vjp": "value and vjp"}
 PAGE = """# Attention, measured
 
@@ -18,9 +18,9 @@ stands at the top of `benchmarks/attention_runner.py`, how correctness is judged
 `benchmarks/attention_truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
 TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
 documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its
-residuals. "x PEER" says how many times faster ours is. A case whose result is wrong has no time. JAX's
-`attention_mgpu` runs in float16; cuDNN and tokamax get documents as a mask tensor; the error is the root mean square
-of the worst output, relative to float32.
+residuals. "x PEER" says how many times faster ours is; "refuses" that the peer does not take the call. A case whose
+result is wrong has no time. JAX's `attention_mgpu` runs in float16; cuDNN and tokamax get documents as a mask tensor;
+the error is the root mean square of the worst output, relative to float32.
 
 {table}
 {left_out}"""
@@ -107,14 +107,15 @@ def _row(record: Record, peers: Iterable[str]) -> list[str]:
         _number(ours.get("tflop_per_s"), ".0f"),
         _number(ours.get("direct_tflop_per_s"), ".0f"),
         _number(share, ".2f"),
-        *(_against(ours, record["impls"].get(peer, {})) for peer in peers),
+        *(_against(record, peer) for peer in peers),
         _number(ours.get("error"), ".1e"),
     ]
 
 
-def _against(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
-    if "us" in ours and "us" in peer:
-        return f"{peer['us'] / ours['us']:.2f} ({peer['tflop_per_s']:.0f})"
+def _against(record: Record, name: str) -> str:
+    ratio, peer = attention_rules.faster(record, name), record["impls"].get(name, {})
+    if ratio is not None:
+        return f"{ratio:.2f} ({peer['tflop_per_s']:.0f})"
     status = peer.get("status", "-")
     return "-" if status in ("ok", "declined", "not installed") else status
 
@@ -131,6 +132,19 @@ def _caption(records: Sequence[Record], results: Results) -> str:
         f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}, {used}, "
         f"{header['timestamp'][:10]}, commit {commits}; medians of interleaved runs, {clocks} clock. In brackets the "
         f"peer's TFLOP/s; matrix products of 8192³ in the same run: {min(products):.0f} to {max(products):.0f}."
+        + _torch_side(records)
+    )
+
+
+def _torch_side(records: Sequence[Record]) -> str:
+    found = [entry for r in records for entry in r["impls"].values() if "matmul_tflop_per_s" in entry]
+    if not found:
+        return ""
+    versions = ", ".join(dict.fromkeys(entry["version"] for entry in found))
+    products = [entry["matmul_tflop_per_s"] for entry in found]
+    return (
+        f" flash-attn-4 {versions} runs in torch's process, by CUDA events, and is compared by shares of each "
+        f"process's matrix product (torch's: {min(products):.0f} to {max(products):.0f})."
     )
 
 

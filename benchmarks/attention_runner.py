@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_impls, attention_truth, probes, timing
+from benchmarks import attention_impls, attention_rules, attention_truth, probes, timing
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_impls import IMPLS
 from benchmarks.variants import Declined
@@ -95,17 +95,17 @@ class Bench:
         for name, entry in impls.items():
             if entry["status"] == "ok":
                 mine = {program: timings[f"{name}:{program}"] for program in _programs(case, name)}
-                entry |= _times(case, mine, flops)
-        return {
+                entry |= attention_rules.speeds(case.pass_, {name: t.as_json() for name, t in mine.items()}, flops)
+        record = {
             "case": case.describe(),
             **({} if shape == case.shape else {"measured": dataclasses.asdict(shape)}),
             "flops": flops,
             "clock": clock,
             **self._ceilings(timings),
             "impls": impls,
-            **against_best(impls),
             "seconds": round(time.perf_counter() - started, 2),
         }
+        return record | attention_rules.against_best(record)
 
     def _measured(self, case: Case) -> Shape:
         return case.shape if self.on_gpu else case.shape.shrunk()
@@ -145,9 +145,9 @@ class Bench:
                 variants.append(timing.Variant(f"{name}:{program}", lambda _, launch=launch: launch()))
         if entry:
             return entry | _note(name), []
-        worst = next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
-        entry = {"status": "ok" if worst.right else "WRONG", **worst.as_json(), "temp_bytes": temporary, **_note(name)}
-        return (entry, variants) if worst.right else (entry | {"reason": worst.describe()}, [])
+        worst = attention_rules.worst(verdicts)
+        entry = {**worst.entry(), "temp_bytes": temporary, **_note(name)}
+        return entry, variants if worst.right else []
 
     @functools.cached_property
     def _probes(self) -> list[timing.Variant]:
@@ -188,14 +188,6 @@ class _Direct:
         return self.gradients.memory_analysis()
 
 
-def against_best(impls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The fastest peer, and how many times faster ours is; XLA is no peer, as its scores are in memory."""
-    peers = {name: entry["us"] for name, entry in impls.items() if name not in ("ours", "xla") and "us" in entry}
-    best = min(peers, key=lambda name: peers[name], default=None)
-    ours = impls.get("ours", {}).get("us")
-    return {"best_peer": best, "ratio": round(peers[best] / ours, 4) if best is not None and ours else None}
-
-
 def _programs(case: Case, name: str) -> tuple[str, ...]:
     return PROGRAMS[case.pass_] + (("direct",) if case.pass_ == "bwd" and name == "ours" else ())
 
@@ -234,23 +226,3 @@ def _caught(entry: dict[str, Any]) -> Iterator[None]:
 
 def _note(name: str) -> dict[str, str]:
     return {"note": IMPLS[name].note} if IMPLS[name].note else {}
-
-
-def _times(case: Case, mine: Mapping[str, timing.Timing], flops: float) -> dict[str, Any]:
-    """Microseconds and TFLOP/s; of a backward pass, each round's difference of medians."""
-    programs = {program: t.as_json() for program, t in mine.items()}
-    if case.pass_ == "bwd":
-        rounds = zip(programs["value_and_vjp"]["rounds_us"], programs["fwd"]["rounds_us"], strict=True)
-        differences = [both - forward for both, forward in rounds]
-        us = programs["value_and_vjp"]["us"] - programs["fwd"]["us"]
-        found = {"us": us, "min_us": min(differences), "max_us": max(differences)}
-    else:
-        found = {name: programs[case.pass_][name] for name in ("us", "min_us", "max_us")}
-    found = {name: round(us, 3) for name, us in found.items()}
-    if found["us"] <= 0:  # a difference within the noise, on a machine too loud to measure
-        return {"status": "unresolved", "reason": "value and vjp took no longer than forward", "programs": programs}
-    found["tflop_per_s"] = round(flops / found["us"] / 1e6, 2)
-    if "direct" in programs:
-        direct = programs["direct"]["us"]
-        found |= {"direct_us": direct, "direct_tflop_per_s": round(flops / direct / 1e6, 2)}
-    return found | {"programs": programs}

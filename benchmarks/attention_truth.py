@@ -4,7 +4,6 @@ The rule is FlashAttention's: the error is at most twice that of XLA in 16 bits,
 are root mean squares over the slice, relative to the truth's.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,33 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.attention_cases import Shape
-
-NAMES = {1: ("out",), 3: ("d_query", "d_key", "d_value"), 4: ("out", "d_query", "d_key", "d_value")}
-_SLACK = float(jnp.finfo(jnp.bfloat16).eps) / 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The output that is worst by its allowance: relative errors of it and of XLA in 16 bits."""
-
-    output: str
-    error: float
-    xla_error: float
-
-    @property
-    def allowed(self) -> float:
-        return 2 * self.xla_error + _SLACK
-
-    @property
-    def right(self) -> bool:
-        return self.error <= self.allowed  # false for NaN
-
-    def describe(self) -> str:
-        return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e}"
-
-    def as_json(self) -> dict[str, Any]:
-        error = self.error if math.isfinite(self.error) else None
-        return {"output": self.output, "error": error, "xla_error": self.xla_error, "allowed_error": self.allowed}
+from benchmarks.attention_rules import NAMES, Verdict, worst
 
 
 def truth(
@@ -67,8 +40,7 @@ def judge(shape: Shape, got: Sequence[jax.Array], truths: Mapping[str, tuple[jax
     """Compares a program's outputs with the truth."""
     names = NAMES[len(got)]
     errors = jax.device_get(_errors(shape, dict(zip(names, got, strict=True)), {name: truths[name] for name in names}))
-    verdicts = [Verdict(name, float(error), float(xla)) for name, (error, xla) in errors.items()]
-    return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error / v.allowed))
+    return worst(Verdict(name, float(error), float(xla)) for name, (error, xla) in errors.items())
 
 
 def _slice(name: str, shape: Shape, x: jax.Array) -> jax.Array:

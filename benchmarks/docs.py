@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks import attention_docs, cases, plot, report
+from benchmarks import attention_docs, cases, plot, report, training
 from benchmarks.results import NOT_MEASURED, RUNG, Results
 from benchmarks.targets import TARGETS, Target
 
@@ -129,6 +129,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_forward_f32": ladder("fwd", "f32"),
     "ladder_backward_f16": ladder("bwd", "f16"),
     "attention": lambda results: attention_docs.table(results.about("attention")),
+    "models": lambda results: training.table(results.about("models")),
 }
 
 

@@ -27,11 +27,11 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Peers:
-    """The process that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
+    """The process of `module` that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
 
-    def __init__(self, names: Sequence[str], rounds: int, path: str):
+    def __init__(self, names: Sequence[str], rounds: int, path: str, module: str = "benchmarks.peers"):
         self._names = tuple(names)
-        self._command = [sys.executable, "-m", "benchmarks.peers", ",".join(names), str(rounds)]
+        self._command = [sys.executable, "-m", module, ",".join(names), str(rounds)]
         self._env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
         self._child: subprocess.Popen | None = None
 
@@ -61,8 +61,8 @@ class Peers:
             child.communicate()
 
 
-def _serve(names: Sequence[str], rounds: int) -> None:
-    """Answers cases from standard input; whatever libraries print goes to standard error."""
+def serve(measure: Callable[..., dict[str, Any]], names: Sequence[str], rounds: int) -> None:
+    """Answers cases from standard input by `measure`; whatever libraries print goes to standard error."""
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         torch = importlib.import_module("torch")
@@ -74,7 +74,7 @@ def _serve(names: Sequence[str], rounds: int) -> None:
             reason = "torch" if torch is None else "a GPU for torch"
             answer = {"copy": None, "impls": {name: {"status": "not installed", "reason": reason} for name in names}}
         else:
-            answer = _measure(torch, case, names, rounds)
+            answer = measure(torch, case, names, rounds)
         print(json.dumps({"name": case["name"], **answer}), file=answers, flush=True)
 
 
@@ -94,12 +94,13 @@ def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: 
             impls[name] = {"status": "declined", "reason": f"{type(error).__name__}: {error}"[:300]}
         out = None
     variants["copy"] = _copy(torch, case)
-    bursts = {name: _burst(torch, launch, case) for name, launch in variants.items()}
-    times = _interleaved(torch, bursts, rounds)
-    copy = _summary(times.pop("copy"))
+    graphed = case["least_bytes"] <= _GRAPHED_BYTES
+    bursts = {name: burst(torch, launch, case, graphed=graphed) for name, launch in variants.items()}
+    times = interleaved(torch, bursts, rounds)
+    copy = summary(times.pop("copy"))
     copy = {"method": "torch", "tb_per_s": case["copied_bytes"] / copy["us"] / 1e6, **copy}
     for name, samples in times.items():
-        impls[name] |= _summary(samples)
+        impls[name] |= summary(samples)
         impls[name]["tb_per_s"] = round(case["least_bytes"] / impls[name]["us"] / 1e6, 4)
         impls[name]["fraction_of_copy"] = round(impls[name]["tb_per_s"] / copy["tb_per_s"], 4)
     for held in (bursts, variants, prepared, operands):
@@ -176,29 +177,29 @@ def _backward(torch: Any, name: str, case: Mapping[str, Any]) -> Callable[[Any, 
     raise NotImplementedError(f"{name} has no separate backward of {case['op']}")
 
 
-def _burst(torch: Any, launch: Callable[[int], Any], case: Mapping[str, Any]) -> Callable[[], None]:
-    """`_LAUNCHES` launches, outputs kept alive as long as inputs rotate; short ones as a CUDA graph where possible."""
+def burst(torch: Any, launch: Callable[[int], Any], case: Mapping[str, Any], *, graphed: bool) -> Callable[[], None]:
+    """`_LAUNCHES` launches, outputs kept alive as long as inputs rotate; `graphed` as a CUDA graph where possible."""
 
-    def burst() -> None:
+    def launches() -> None:
         alive = collections.deque(maxlen=case["buffers"])
         for k in range(_LAUNCHES):
             alive.append(launch(k % case["buffers"]))
 
-    if case["least_bytes"] > _GRAPHED_BYTES:
-        return burst
+    if not graphed:
+        return launches
     try:
-        burst()
+        launches()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            burst()
+            launches()
     except RuntimeError as error:
         print(f"{case['name']}: launched one by one, no CUDA graph: {error}", file=sys.stderr)
-        return burst
+        return launches
     return graph.replay
 
 
-def _interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Microseconds per launch, one number for each round."""
     times = {name: [] for name in bursts}
     names = list(bursts)
@@ -214,7 +215,8 @@ def _interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: i
     return times
 
 
-def _summary(samples: Sequence[float]) -> dict[str, Any]:
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and percentiles."""
     import numpy as np
 
     p20, p50, p80 = np.percentile(samples, (20, 50, 80)).round(3).tolist()
@@ -250,4 +252,4 @@ def _to_numpy(torch: Any, tensor: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1].split(","), int(sys.argv[2]))
+    serve(_measure, sys.argv[1].split(","), int(sys.argv[2]))

@@ -4,10 +4,11 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks import peers, report
+from benchmarks import attention_peers, peers, report
 
 FOLDER = pathlib.Path(__file__).parent / "results" / "h200"
 RUNG = "rung:"
+_TORCH = (*peers.NAMES, *attention_peers.NAMES)
 NOT_MEASURED = "*Not measured yet: no result file under `benchmarks/results/h200/` has these cases.*"
 
 
@@ -33,8 +34,8 @@ class Results:
         found = next((record for record in ours if "xla" in record["impls"]), ours[0] if ours else None)
         if found is None:
             return None
-        beside = next(self._with(name, lambda impl: impl in peers.NAMES), {"impls": {}})
-        torchs = {impl: entry for impl, entry in beside["impls"].items() if impl in peers.NAMES}
+        beside = next(self._with(name, lambda impl: impl in _TORCH), {"impls": {}})
+        torchs = {impl: entry for impl, entry in beside["impls"].items() if impl in _TORCH}
         return found | {"impls": found["impls"] | torchs}
 
     def rungs(self, name: str) -> dict[str, Any] | None:

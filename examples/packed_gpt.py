@@ -5,6 +5,8 @@ token sees another document, as segment ids tell. Query heads share key heads in
 a mask of every query with every key. The losses must fall and agree, or the exit status is 1.
 
     python examples/packed_gpt.py --steps 300 --plot loss.svg
+
+`python -m benchmarks.training` runs the same model at 100 million parameters.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,23 @@ from flax import nnx
 
 import jaxsoftmax
 
-WIDTH, HEADS, KEY_HEADS, LAYERS = 64, 4, 2, 2
-HEAD = WIDTH // HEADS
+
+class Size(NamedTuple):
+    """A GPT's shape; parameters are float32, what they compute is `dtype`."""
+
+    width: int
+    heads: int
+    key_heads: int
+    layers: int
+    vocabulary: int
+    dtype: Any
+
+
+TINY = Size(64, 4, 2, 2, 256, jnp.float32)
 
 
 class Batch(NamedTuple):
-    """Bytes `[batch, length + 1]`, and of each the document and the position in it."""
+    """Tokens `[batch, length + 1]`, and of each the document and the position in it."""
 
     tokens: jax.Array
     documents: jax.Array
@@ -41,20 +54,24 @@ def ours(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.
     return jaxsoftmax.flash_attention(q, k, v, is_causal=True, query_segment_ids=documents)
 
 
-def theirs(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.Array:
+def theirs(
+    q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array, by: Literal["xla", "cudnn"] | None = None
+) -> jax.Array:
     """The same with a mask `[batch, 1, length, length]`."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True)
+    return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation=by)
 
 
 class Block(nnx.Module):
-    def __init__(self, attend: Callable[..., jax.Array], rngs: nnx.Rngs):
+    def __init__(self, size: Size, attend: Callable[..., jax.Array], rngs: nnx.Rngs):
         self.attend = attend
-        self.query = nnx.LinearGeneral(WIDTH, (HEADS, HEAD), rngs=rngs)
-        self.key, self.value = (nnx.LinearGeneral(WIDTH, (KEY_HEADS, HEAD), rngs=rngs) for _ in range(2))
-        self.out = nnx.LinearGeneral((HEADS, HEAD), WIDTH, axis=(-2, -1), rngs=rngs)
-        self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2)])
-        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        width, head = size.width, size.width // size.heads
+        options = {"dtype": size.dtype, "rngs": rngs}
+        self.query = nnx.LinearGeneral(width, (size.heads, head), **options)
+        self.key, self.value = (nnx.LinearGeneral(width, (size.key_heads, head), **options) for _ in range(2))
+        self.out = nnx.LinearGeneral((size.heads, head), width, axis=(-2, -1), **options)
+        self.norms = nnx.List([nnx.RMSNorm(width, **options) for _ in range(2)])
+        self.up, self.down = nnx.Linear(width, 4 * width, **options), nnx.Linear(4 * width, width, **options)
 
     def __call__(self, x: jax.Array, documents: jax.Array) -> jax.Array:
         h = self.norms[0](x)
@@ -63,20 +80,21 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, length: int, attend: Callable[..., jax.Array], rngs: nnx.Rngs):
-        self.bytes, self.positions = nnx.Embed(256, WIDTH, rngs=rngs), nnx.Embed(length, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(attend, rngs) for _ in range(LAYERS)])
-        self.norm, self.head = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 256, rngs=rngs)
+    def __init__(self, size: Size, length: int, attend: Callable[..., jax.Array], rngs: nnx.Rngs):
+        options = {"dtype": size.dtype, "rngs": rngs}
+        self.tokens, self.positions = (nnx.Embed(n, size.width, **options) for n in (size.vocabulary, length))
+        self.blocks = nnx.List([Block(size, attend, rngs) for _ in range(size.layers)])
+        self.norm, self.head = nnx.RMSNorm(size.width, **options), nnx.Linear(size.width, size.vocabulary, **options)
 
     def __call__(self, tokens: jax.Array, documents: jax.Array, positions: jax.Array) -> jax.Array:
-        x = self.bytes(tokens) + self.positions(positions)
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x, documents)
         return self.head(self.norm(x))
 
 
 def loss_of(model: GPT, batch: Batch) -> jax.Array:
-    """The mean over bytes whose successor is in the same document."""
+    """The mean over tokens whose successor is in the same document."""
     logits = model(batch.tokens[:, :-1], batch.documents[:, :-1], batch.positions[:, :-1])
     counts = batch.documents[:, 1:] == batch.documents[:, :-1]
     losses = jaxsoftmax.softmax_cross_entropy_with_integer_labels(
@@ -85,10 +103,12 @@ def loss_of(model: GPT, batch: Batch) -> jax.Array:
     return losses.sum()
 
 
-def batches(length: int, rows: int) -> Iterator[Batch]:
-    """Pieces of random files, end to end."""
+def batches(length: int, rows: int, vocabulary: int = 256) -> Iterator[Batch]:
+    """Pieces of random files, end to end; a token is a byte, or two of them beyond 256 tokens."""
     files = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    files = [np.frombuffer(file, np.uint8) for file in files if len(file) > 64]
+    token = np.uint8 if vocabulary <= 256 else np.uint16
+    files = [np.frombuffer(file[: len(file) // 2 * 2], token).astype(np.int32) % vocabulary for file in files]
+    files = [file for file in files if len(file) > 64]
     rng = np.random.default_rng(0)
     while True:
         tokens = np.empty(rows * (length + 1), np.int32)
@@ -115,7 +135,7 @@ class Run(NamedTuple):
 
 
 def train(attend: Callable[..., jax.Array], steps: int, length: int, rows: int) -> Run:
-    model = GPT(length, attend, nnx.Rngs(0))
+    model = GPT(TINY, length, attend, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
     @nnx.jit

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,8 @@ import pytest
 from benchmarks import attention, attention_cases, attention_docs, attention_impls, attention_truth, docs, report
 from benchmarks.attention_cases import Case, Shape, square
 from benchmarks.attention_impls import IMPLS
-from benchmarks.attention_runner import Bench, Options, against_best
+from benchmarks.attention_rules import against_best
+from benchmarks.attention_runner import Bench, Options
 from benchmarks.results import NOT_MEASURED, Results
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +36,18 @@ def test_every_case_has_a_name_of_its_own():
     names = [case.name for case in attention_cases.all_cases()]
     assert len(set(names)) == len(names) == 3 * (4 * 3 * 2 + 7)
     assert len(attention_cases.select(tags=["core"])) == 20
-    assert [case.tags for case in attention_cases.all_cases()[:20]] == [{"core", "standard"}] * 20
+    assert all("core" in case.tags for case in attention_cases.all_cases()[:20])
+
+
+def test_the_grid_is_measured_by_core_and_rest_and_wide_heads():
+    """Forward and backward of 4 lengths, 3 head dimensions, full and causal; grouped heads twice, and MLA's."""
+    grid, rest = (attention_cases.select(tags=[tag]) for tag in ("grid", "rest"))
+    cells = {(case.pass_, case.shape.length, case.shape.head_dim, case.shape.kind) for case in rest}
+    assert cells == set(itertools.product(("fwd", "bwd"), (512, 4096), (64, 128, 256), ("full", "causal")))
+    assert len(grid) == 2 * (4 * 3 * 2 + 3)
+    left = set(grid) - set(rest) - set(attention_cases.select(tags=["core"]))
+    wide = {(2048, 256), (16384, 256)}
+    assert {(c.shape.length, c.shape.head_dim) for c in left} == wide | {(4096, 128), (4096, 192)}
 
 
 def test_the_grid_is_of_equal_work():
@@ -204,7 +217,7 @@ def results(tmp_path):
     impls = [{"ours": ours, **peers}, {"ours": {"status": "WRONG", "reason": "off", "error": None}, **peers}]
     shared = {"clock": "cupti", "matmul": {"tflop_per_s": 800.0}, "copy": {"tb_per_s": 4.2}}
     records = [
-        {"case": case.describe(), "impls": entry, **shared, **against_best(entry)}
+        {"case": case.describe(), "impls": entry, **shared, **against_best({"impls": entry})}
         for case, entry in zip((good, bad), impls, strict=True)
     ]
     header = {
@@ -221,8 +234,8 @@ def results(tmp_path):
 
 def test_the_best_peer_is_the_fastest():
     impls = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
-    assert against_best(impls) == {"best_peer": "mgpu", "ratio": 1.25}
-    assert against_best({"ours": {"us": 2.0}}) == {"best_peer": None, "ratio": None}
+    assert against_best({"impls": impls}) == {"best_peer": "mgpu", "ratio": 1.25}
+    assert against_best({"impls": {"ours": {"us": 2.0}}}) == {"best_peer": None, "ratio": None}
 
 
 def test_documents_come_from_results(results):

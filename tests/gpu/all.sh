@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of under ten minutes; results go to $OUT.
 # Usage: OUT=DIR COMMIT=SHA tests/gpu/all.sh PART: softmax, cross-entropy, attention, library, benchmark, loss-benchmark,
-#   attention-benchmark or sanitize
+#   attention-benchmark, attention-rest, attention-peers, models or sanitize
 set -u
 cd "$(dirname "$0")/../.."
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
@@ -49,8 +49,22 @@ attention-benchmark)
   python3 -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 --budget_s=420 \
     --json="$out/attention.json" --commit="${COMMIT:?}"
   ;;
-sanitize)
-  tests/gpu/sanitize.sh
+attention-rest) # what the grid has beside the core: 12 forward cases, then 12 backward, a minute and two
+  for pass in fwd bwd; do
+    python3 -m benchmarks.attention --tag=rest --pass=$pass --impl=ours,cudnn,mgpu,tokamax --rounds=2 --budget_s=130 \
+      --json="$out/attention_rest_$pass.json" --commit="${COMMIT:?}"
+  done
+  ;;
+attention-peers) # PEERS=FOLDER, where flash-attn-4 and the CuTe DSL are installed; two to three minutes
+  python3 -m benchmarks.attention --tag=standard --pass=fwd,bwd --impl=fa4 --rounds=2 --budget_s=200 \
+    --peers_path="${PEERS:?}:$PEERS/nvidia_cutlass_dsl/dsl_packages" \
+    --json="$out/attention_fa4.json" --commit="${COMMIT:?}"
+  ;;
+models)
+  python3 -m benchmarks.training --json="$out/models.json" --commit="${COMMIT:?}" || echo "models: failed" >>"$out/failed.txt"
+  ;;
+sanitize) # two tools in four processes each, at most 100 seconds
+  tests/gpu/sanitize.sh || echo "sanitize: failed" >>"$out/failed.txt"
   ;;
 *)
   echo "no part $1" >&2

@@ -1,0 +1,80 @@
+"""What both processes that measure attention agree on, without JAX: what is right, how fast it is, who is faster."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+NAMES = {1: ("out",), 3: ("d_query", "d_key", "d_value"), 4: ("out", "d_query", "d_key", "d_value")}
+_SLACK = 2.0**-8  # half of bfloat16's epsilon
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Relative errors of an output, and of the plain program's in 16 bits."""
+
+    output: str
+    error: float
+    plain_error: float
+
+    @property
+    def allowed(self) -> float:
+        return 2 * self.plain_error + _SLACK
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed  # false for NaN
+
+    def describe(self) -> str:
+        return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e}"
+
+    def as_json(self) -> dict[str, Any]:
+        error = self.error if math.isfinite(self.error) else None
+        return {"output": self.output, "error": error, "plain_error": self.plain_error, "allowed_error": self.allowed}
+
+    def entry(self) -> dict[str, Any]:
+        """What a result file says of an implementation with this verdict; timed if "ok"."""
+        found = {"status": "ok" if self.right else "WRONG", **self.as_json()}
+        return found if self.right else found | {"reason": self.describe()}
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """One that is wrong, or the one that is nearest to it."""
+    verdicts = list(verdicts)
+    return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error / v.allowed))
+
+
+def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) -> dict[str, Any]:
+    """Microseconds and TFLOP/s from each program's times; of a backward pass, each round's difference of medians."""
+    if pass_ == "bwd":
+        rounds = zip(programs["value_and_vjp"]["rounds_us"], programs["fwd"]["rounds_us"], strict=True)
+        differences = [both - forward for both, forward in rounds]
+        us = programs["value_and_vjp"]["us"] - programs["fwd"]["us"]
+        found = {"us": us, "min_us": min(differences), "max_us": max(differences)}
+    else:
+        found = {name: programs[pass_][name] for name in ("us", "min_us", "max_us")}
+    found = {name: round(us, 3) for name, us in found.items()}
+    if found["us"] <= 0:  # a difference within the noise, on a machine too loud to measure
+        return {"status": "unresolved", "reason": "value and vjp took no longer than forward", "programs": programs}
+    found["tflop_per_s"] = round(flops / found["us"] / 1e6, 2)
+    if "direct" in programs:
+        direct = programs["direct"]["us"]
+        found |= {"direct_us": direct, "direct_tflop_per_s": round(flops / direct / 1e6, 2)}
+    return found | {"programs": programs}
+
+
+def faster(record: Mapping[str, Any], peer: str) -> float | None:
+    """How many times faster ours is; a peer in another process by the shares of each one's own matrix product."""
+    ours, other = record["impls"].get("ours", {}), record["impls"].get(peer, {})
+    if "us" not in ours or "us" not in other:
+        return None
+    product = other.get("matmul_tflop_per_s")
+    return other["us"] / ours["us"] * (product / record["matmul"]["tflop_per_s"] if product else 1)
+
+
+def against_best(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fastest peer, and how many times faster ours is; XLA is no peer, as its scores are in memory."""
+    found = {name: faster(record, name) for name in record["impls"] if name not in ("ours", "xla")}
+    ratios = {name: ratio for name, ratio in found.items() if ratio is not None}
+    best = min(ratios, key=lambda name: ratios[name], default=None)
+    return {"best_peer": best, "ratio": round(ratios[best], 4) if best is not None else None}

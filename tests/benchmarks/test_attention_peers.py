@@ -1,0 +1,261 @@
+"""flash-attn-4's process, against stand-ins for torch and for the package that compute with NumPy and the oracle."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from benchmarks import attention, attention_cases, attention_docs, attention_peers, attention_rules, peers, report
+from benchmarks.attention_runner import Options
+from benchmarks.results import Results
+from benchmarks.targets import TARGETS
+from tests import attention_oracle
+
+SHAPE = attention_cases.Shape(2, 4, 2, 16, 8, 4, "full", 5)
+
+
+class Tensor(np.ndarray):
+    """`pull`, the way back to the inputs of what made it, survives a reshape."""
+
+    def __array_finalize__(self, other):
+        self.pull = getattr(other, "pull", None)
+
+    def float(self):
+        return self.astype(np.float32).view(Tensor)
+
+    def to(self, dtype):
+        return self.astype(dtype).view(Tensor)
+
+    detach = requires_grad_ = lambda self: self
+    clone = np.ndarray.copy
+
+
+class Clock:
+    """A forward pass takes 2 microseconds, a backward pass 5 and a product 1."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) / 1e3
+
+
+def _gradients(out, leaves, d_out, retain_graph=False):
+    Clock.now += 5
+    return tuple(g.reshape(x.shape) for g, x in zip(out.pull(d_out), leaves, strict=True))
+
+
+def _product(a, b):
+    Clock.now += 1
+    return a
+
+
+def _softmax(x, axis):
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    @contextlib.contextmanager
+    def capturing(graph):
+        before = Clock.now
+        yield
+        graph.us, Clock.now = Clock.now - before, before
+
+    class Graph:
+        def replay(self):
+            Clock.now += self.us
+
+    monkeypatch.setattr(attention_peers, "_MATMUL_SIZE", 8)
+    rng, nothing = np.random.default_rng(0), lambda: None
+    cuda = {"Event": Clock, "CUDAGraph": Graph, "graph": capturing, "synchronize": nothing, "empty_cache": nothing}
+    made = lambda x: np.asarray(x).view(Tensor)
+    return types.SimpleNamespace(
+        cuda=types.SimpleNamespace(**cuda),
+        autograd=types.SimpleNamespace(grad=_gradients),
+        arange=lambda n, device: made(np.arange(n)),
+        bfloat16=ml_dtypes.bfloat16,
+        int32=np.int32,
+        manual_seed=lambda seed: None,
+        matmul=_product,
+        randn=lambda shape, device, dtype: made(rng.standard_normal(shape).astype(dtype)),
+        softmax=_softmax,
+        tensor=lambda x, device, dtype=None: made(np.array(x, dtype)),
+        where=lambda seen, x, y: made(np.where(seen, x, y)),
+    )
+
+
+class Package:
+    """flash_attn.cute.interface; `fault` spoils one output."""
+
+    fault = ""
+
+    def flash_attn_func(self, query, key, value, causal=False, window_size=(None, None)):
+        assert query.dtype == ml_dtypes.bfloat16
+        window = None if window_size == (None, None) else window_size
+        return self._attention(query, key, value, is_causal=causal, local_window_size=window), None
+
+    def flash_attn_varlen_func(self, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        assert (cu_seqlens_q == cu_seqlens_k).all()
+        lengths = np.diff(cu_seqlens_q)
+        assert max_seqlen_q == max_seqlen_k == lengths.max()
+        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+        rules = {"query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": causal}
+        out = self._attention(*(x[None] for x in (query, key, value)), **rules)
+        return out[0], None
+
+    def _attention(self, *qkv, **rules):
+        Clock.now += 2
+        rounded = lambda x: x.astype(ml_dtypes.bfloat16).view(Tensor)
+        out = rounded(attention_oracle.forward(*qkv, **rules).out)
+
+        def pull(d_out):
+            found = attention_oracle.gradients(*qkv, d_out=d_out.reshape(out.shape), **rules)
+            gradients = [rounded(found[name]) for name in ("query", "key", "value")]
+            if self.fault.startswith("d_"):
+                gradients[("d_query", "d_key", "d_value").index(self.fault)] *= ml_dtypes.bfloat16(1.1)
+            return gradients
+
+        out.pull = pull
+        if self.fault == "out":
+            out[-1, -1, -1] = 0
+        return out
+
+
+@pytest.fixture
+def package(monkeypatch):
+    found = Package()
+    monkeypatch.setattr(importlib, "import_module", lambda name: {"flash_attn.cute.interface": found}[name])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
+    return found
+
+
+def _case(pass_="fwd", kind="full", **changes):
+    shape = dataclasses.replace(SHAPE, kind=kind, **changes)
+    case = attention_cases.Case(shape, pass_, frozenset())
+    return attention._for_peers(case)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
+def test_the_package_is_called_as_each_kind_means_and_is_right(torch, package, kind):
+    answer = attention_peers.measure(torch, _case("fwd", kind), ["fa4"], rounds=2)
+    entry = answer["impls"]["fa4"]
+    assert (entry["status"], entry["us"], entry["version"], entry["process"]) == ("ok", 2.0, "4.0", "torch")
+    assert entry["error"] < entry["allowed_error"] < 0.02
+    assert answer["matmul"]["us"] == 1.0
+    assert entry["matmul_tflop_per_s"] == answer["matmul"]["tflop_per_s"]
+    json.dumps(answer, allow_nan=False)
+
+
+def test_the_backward_pass_is_what_value_and_vjp_takes_longer(torch, package):
+    case = _case("bwd", "causal")
+    answer = attention_peers.measure(torch, case, ["fa4"], rounds=3)
+    entry = answer["impls"]["fa4"]
+    assert (entry["status"], entry["us"], entry["direct_us"]) == ("ok", 5.0, 5.0)
+    assert set(entry["programs"]) == {"fwd", "value_and_vjp", "direct"}
+    assert entry["tflop_per_s"] == round(case["flops"] / 5e6, 2)
+    both = attention_peers.measure(torch, _case("value_and_vjp"), ["fa4"], rounds=1)["impls"]["fa4"]
+    assert both["us"] == 7.0
+
+
+@pytest.mark.parametrize("fault", ["out", "d_query", "d_key", "d_value"])
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+def test_a_wrong_output_has_no_time(torch, package, fault, kind):
+    package.fault = fault
+    entry = attention_peers.measure(torch, _case("bwd", kind), ["fa4"], rounds=1)["impls"]["fa4"]
+    assert entry["status"] == "WRONG"
+    assert entry["reason"].startswith(f"{fault}: relative error")
+    assert "us" not in entry
+
+
+def test_what_the_package_refuses_stands_in_its_words(torch, package, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("(192, 128) is not supported")
+
+    def crash(*_, **__):
+        raise RuntimeError("CUDA error")
+
+    for call, status in ((refuse, "refuses"), (crash, "failed")):
+        monkeypatch.setattr(package, "flash_attn_func", call)
+        answer = attention_peers.measure(torch, _case(), ["fa4"], rounds=1)
+        assert answer["impls"]["fa4"]["status"] == status
+        assert answer["matmul"]["us"] == 1.0
+    assert attention_peers.measure(torch, _case(kind="bias"), ["fa4"], 1)["impls"]["fa4"]["status"] == "declined"
+
+
+def test_a_package_that_is_missing_says_so(torch, monkeypatch):
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    entry = attention_peers.measure(torch, _case(), ["fa4"], rounds=1)["impls"]["fa4"]
+    assert entry == {"status": "not installed", "reason": "No module named 'flash_attn.cute.interface'"}
+
+
+def test_the_process_answers_without_torch():
+    child = peers.Peers(["fa4"], 1, "", attention_peers.__name__)
+    records = attention.measure([attention_cases.all_cases()[0]], Options(()), peers=child)
+    child.close()
+    assert records[0]["impls"]["fa4"]["status"] == "not installed"
+    assert "not installed: torch" in attention.lines(records[0])
+
+
+def _entry(tflops, flops, **facts):
+    us = flops / tflops / 1e6
+    return {"status": "ok", "error": 2e-3, "us": us, "min_us": us, "max_us": us, "tflop_per_s": tflops, **facts}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A cell from JAX's process, the same from torch's, and one in a file of its own that flash-attn-4 refuses."""
+    shared = {"clock": "cupti", "copy": {"tb_per_s": 4.2}, "matmul": {"tflop_per_s": 800.0}}
+    header = {"topic": "attention", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "0"}}
+    (near,) = attention_cases.select(tags=["core"], patterns=["fwd_full_d128_s2048"])
+    (rest,) = attention_cases.select(tags=["rest"], patterns=["bwd_causal_d256_s512"])
+
+    def write(name, case, impls):
+        record = {"case": case.describe(), "impls": impls, **shared}
+        record |= attention_rules.against_best(record)
+        report.write(tmp_path / f"{name}.json", header | {"timestamp": name}, [record])
+
+    fa4 = {"process": "torch", "version": "4.0", "matmul_tflop_per_s": 720.0}
+    write("1", near, {"ours": _entry(600.0, near.flops), "cudnn": _entry(500.0, near.flops)})
+    write("2", near, {"fa4": _entry(600.0, near.flops, **fa4)})
+    refused = {"status": "refuses", "reason": "AssertionError: no"}
+    write("3", rest, {"ours": _entry(300.0, rest.flops), "cudnn": _entry(200.0, rest.flops), "fa4": refused})
+    return Results(tmp_path)
+
+
+def test_speeds_compare_across_processes_by_the_matrix_product(results):
+    page = attention_docs.page(results.about("attention"))
+    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x flash-attn-4 | error |" in page
+    assert "| forward, D 128, S 2048, full | 458.1 | 600 | - | 0.75 | 1.20 (500) | 0.90 (600) | 2.0e-03 |" in page
+    assert "| backward, D 256, S 512, causal |" in page
+    assert "| 1.50 (200) | refuses |" in page
+    assert "flash-attn-4 4.0 runs in torch's process" in page
+    assert "(torch's: 720 to 720)" in page
+
+
+def test_promises_of_attention_are_kept_against_the_best_peer(results):
+    forward, backward = [target for target in TARGETS if target.label.startswith("attention")]
+    name = "attention_fwd_full_d128_s2048_b8_h16"
+    assert forward.measured(results) == (pytest.approx(0.9), name, 1)
+    assert backward.measured(results) == (pytest.approx(1.5), "attention_bwd_causal_d256_s512_b32_h8", 1)
+
+
+def test_a_peer_that_was_not_tried_is_not_beaten(results, tmp_path):
+    (tmp_path / "2.json").unlink()
+    forward = next(target for target in TARGETS if target.label.startswith("attention, forward"))
+    assert forward.measured(Results(tmp_path)) is None
