@@ -177,7 +177,7 @@ def _explained(case: Case) -> dict[str, Any]:
     operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
     calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}.get(case.pass_, (case.op,))
     calls = calls if "value_and_grad" not in case.pass_ else ("cross_entropy_gradient",)
-    weights = {"weights": 1 / case.rows} if case.pass_ == "value_and_grad" else {}
+    weights: dict[str, Any] = {"weights": 1 / case.rows} if case.pass_ == "value_and_grad" else {}
     chosen = [jaxsoftmax.explain(operand, op=op, **case.options, **weights) for op in calls]
     if not all(call.here and call.kernel for call in chosen):
         return {"kernel": "reference (XLA)"}

@@ -86,8 +86,9 @@ def _gradient_jvp(
 def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Where only the loss is used, as in what `jax.checkpoint` runs first, nothing else is computed."""
     eqn = rest[-1]  # JAX 0.12 says before it which operands are alive
+    of_loss, of_gradient = used
     needed, primitive = [any(used)] * len(eqn.invars), BY_OP[Op.CROSS_ENTROPY]
-    if used == [True, False]:
+    if of_loss and not of_gradient:
         x, labels, _, *where = eqn.invars
         params = {**eqn.params, **_ALONE}
         (loss,) = primitive.abstract_eval(*(v.aval for v in (x, labels, *where)), **params)[0]

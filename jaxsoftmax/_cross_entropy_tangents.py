@@ -107,11 +107,12 @@ def _transpose(
     still = [None] * len(residuals)
     if all(type(ct) is ad.Zero for ct in cts):
         return [*still, ad.Zero(t.aval)]
-    numbers = [None if type(ct) is ad.Zero else jnp.expand_dims(ct, axes) for ct in cts]
-    shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
-    broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])
     params = (("axes", axes), *row.items())
-    out = _pulled(numbers, residuals, primitive=primitive, broadcast=broadcast, dtype=t.aval.dtype, params=params)
+    with _lowering.x64_for(t.aval):
+        numbers = [None if type(ct) is ad.Zero else jnp.expand_dims(ct, axes) for ct in cts]
+        shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
+        broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])
+        out = _pulled(numbers, residuals, primitive=primitive, broadcast=broadcast, dtype=t.aval.dtype, params=params)
     return [*still, out]
 
 

@@ -67,9 +67,13 @@ def plain_rule(
 ) -> Any:
     """Lowers to what a function of arrays does."""
     avals: Sequence[Any] = ctx.avals_in
-    # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
-    with jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals)):
+    with x64_for(*avals):
         return mlir.lower_fun(functools.partial(compute, **params), many)(ctx, *operands)
+
+
+def x64_for(*avals: Any) -> Any:
+    """The `enable_x64` context that float64 operands need: lowering and transposing may run outside the caller's."""
+    return jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals))
 
 
 def kernel_rule(

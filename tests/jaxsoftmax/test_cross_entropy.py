@@ -152,6 +152,17 @@ def test_optax_in_its_own_dtype(dtype: Any) -> None:
         check(x, y, ulps=16 if dtype == jnp.float64 else 8)
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": 0.5}], ids=["plain", "weighted"])
+def test_float64_outlives_the_context_it_was_made_in(options: dict[str, Any]) -> None:
+    x, y = logits((3, 5), np.float64), labels((3,), 5)
+    with jax.enable_x64(True):
+        loss, vjp = jax.vjp(lambda x: ours(x, y, **options), jnp.asarray(x))
+        ct = jnp.ones_like(loss)
+    (gradient,) = vjp(ct)
+    assert gradient.dtype == jnp.float64
+    np.testing.assert_allclose(gradient, truth(x, y, **options).gradient, rtol=1e-14, atol=1e-15)
+
+
 def test_float16_losses_do_not_overflow() -> None:
     n = 100_000
     x = jnp.zeros((2, n), jnp.float16).at[0, 5].set(-60000.0).at[1, 5].set(-jnp.inf)
