@@ -5,7 +5,7 @@ Examples:
   python -m benchmarks --tag=core --json=benchmarks/results/h200/core.json
   python -m benchmarks --op=softmax --pass=bwd --dtype=f16 --impl=ours,xla
   python -m benchmarks --tag=ladder --impl=ladder,xla --json=benchmarks/results/h200/ladder.json
-  python -m benchmarks --tag=cross_entropy,top_k --impl=ours,xla --json=losses.json
+  python -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json=losses.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
 """
 
@@ -30,7 +30,9 @@ _DTYPE = flags.DEFINE_list("dtype", [], "float16 or f16, bfloat16 or bf16, float
 _PASS = flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
 _TAG = flags.DEFINE_list("tag", [], "Tags; default 'standard' on a GPU and 'smoke' elsewhere, when no filter is given.")
 _IMPL = flags.DEFINE_list(
-    "impl", ["ours", "xla", *peers.NAMES], f"ours, xla, ladder (every rung), rung:NAME, and {', '.join(peers.NAMES)}."
+    "impl",
+    ["ours", "xla", *peers.NAMES],
+    f"ours, xla, xla_f32 (losses), ladder (every rung), rung:NAME, and {', '.join(peers.NAMES)}.",
 )
 _KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use.")
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")

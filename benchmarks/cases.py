@@ -92,7 +92,7 @@ class Case:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What the kernels are asked for, in order."""
+        """What is to be computed, as one would ask kernels for it, in order."""
         forward = Op.STATS if self.op in ("logsumexp", "top_k") else Op(self.op)
         backward = {"softmax": Op.SOFTMAX_TANGENT, "log_softmax": Op.LOG_SOFTMAX_COTANGENT}.get(self.op)
         ops = {"fwd": (forward,), "call": (forward,), "bwd": (backward,), "value_and_vjp": (forward, backward)}

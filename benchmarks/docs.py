@@ -17,7 +17,14 @@ from benchmarks.targets import TARGETS, Target
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-PEERS = {"xla": "XLA", "torch_compile": "torch.compile", "torch": "torch", "liger": "Liger", "quack": "quack"}
+PEERS = {
+    "xla": "XLA",
+    "xla_f32": "XLA, float32",
+    "torch_compile": "torch.compile",
+    "torch": "torch",
+    "liger": "Liger",
+    "quack": "quack",
+}
 README_FORWARD = (
     "softmax_fwd_f16_32768x1024",
     "softmax_fwd_f16_32768x4096",
@@ -71,9 +78,13 @@ def everything(results: Results) -> str:
     return _comparison((r for r in _in_order(results) if r["case"]["op"] not in ("cross_entropy", "top_k")), results)
 
 
-def of_op(op: str, facts: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> Callable[[Results], str]:
+def of_op(
+    op: str, facts: Mapping[str, Callable[[Mapping[str, Any]], str]], errors_of: tuple[str, ...] = ()
+) -> Callable[[Results], str]:
     """Every measured case of an operation, `facts` being the columns between the time and the peers."""
-    return lambda results: _comparison((r for r in _in_order(results) if r["case"]["op"] == op), results, facts)
+    return lambda results: _comparison(
+        (r for r in _in_order(results) if r["case"]["op"] == op), results, facts, errors_of
+    )
 
 
 def _in_order(results: Results) -> list[Mapping[str, Any]]:
@@ -122,6 +133,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
             "extra memory": lambda record: _number(report.extra_memory(record, "ours"), ".2%"),
             "XLA's": lambda record: _number(report.extra_memory(record, "xla"), ".0%"),
         },
+        ("xla", "xla_f32"),
     ),
     "top_k": of_op("top_k", {}),
     "targets": targets,
@@ -143,12 +155,16 @@ def _comparison(
     records: Iterable[Mapping[str, Any]],
     results: Results,
     facts: Mapping[str, Callable[[Mapping[str, Any]], str]] = _SPEED,
+    errors_of: tuple[str, ...] = (),
 ) -> str:
+    """Ours beside its peers, of which some have their own errors shown too."""
     records = list(records)
     if not records:
         return NOT_MEASURED
     peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
+    judged = [peer for peer in peers if peer in errors_of]
     heads = ["case", "us", *facts, *(f"x {PEERS[peer]}" for peer in peers), "error, ulp"]
+    heads += [f"of {PEERS[peer]}" for peer in judged]
     rows = []
     for record in records:
         ours = record["impls"]["ours"]
@@ -158,6 +174,7 @@ def _comparison(
             *(fact(record) for fact in facts.values()),
             *(_against(record, peer) for peer in peers),
             _number(ours.get("max_error_ulp"), ".1f"),
+            *(_error(report.loss_error(record, peer)) for peer in judged),
         ])  # fmt: skip
     return report.markdown(heads, rows) + "\n\n" + _caption(results)
 
@@ -220,6 +237,10 @@ def _caption(results: Results) -> str:
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _error(value: float | None) -> str:
+    return _number(value, ".0f" if value and value >= 100 else ".1f")
 
 
 def pages(results: Results) -> dict[pathlib.Path, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Record = Mapping[str, Any]
+_FLOAT32_ULPS = {"float16": 2**13, "bfloat16": 2**16, "float32": 1}  # one unit in the last place, in float32's
 
 
 def line(record: Record) -> str:
@@ -87,6 +88,13 @@ def units(record: Record, name: str) -> float | None:
     """Time as a multiple of what one pass over the logits takes at the copy's rate: a copy of them takes 2."""
     fraction = record["impls"].get(name, {}).get("fraction_of_copy")
     return record["least_bytes"] / record["operand_bytes"] / fraction if fraction else None
+
+
+def loss_error(record: Record, name: str) -> float | None:
+    """The largest error in units of the last place of ours, where XLA's loss by itself is in the logits' dtype."""
+    case, error = record["case"], record["impls"].get(name, {}).get("max_error_ulp")
+    narrow = name == "xla" and case["pass"] == "fwd" and "logits_soft_cap" not in case.get("options", {})
+    return error * _FLOAT32_ULPS[case["dtype"]] if narrow and error is not None else error
 
 
 def extra_memory(record: Record, name: str) -> float | None:

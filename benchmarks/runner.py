@@ -152,7 +152,9 @@ def _gate(
     for name, built in ready.items():
         with _recorded(impls, name):
             got = xla if name == "xla" else jax.block_until_ready(built.launch(0))
-            impls[name] = _judged(built, truth.judge(case, operands[0], got, xla, check), is_reference=name == "xla")
+            impls[name] = _judged(
+                built, truth.judge(case, operands[0], got, xla, check), is_reference=name in variants.BASELINES
+            )
     return impls
 
 

@@ -149,7 +149,10 @@ TARGETS = (
     Target("no memory beyond the output", no_extra_memory, 1.0, None, frozenset({"standard"}), ("fwd", "bwd")),
     _LOSS("cross entropy: passes over the logits, at most", units, 1.15, 0.97, at_most=True),
     _GRADIENT("cross entropy, value and gradient: passes, at most", units, 2.6, 2.15, at_most=True),
-    _GRADIENT("the same: against XLA", times("xla"), 3.0, None),
+    # Promised from an XLA that took 8.3 to 9.3 passes. By its traffic that was the formula in float32, though it is not
+    # recorded: compiled, that one moves 8 times the logits' size, and optax's 4.
+    _GRADIENT("the same: against XLA, optax's formula", times("xla"), 3.0, None),
+    _GRADIENT("the same: against XLA, optax's formula of logits cast to float32", times("xla_f32"), 3.0, None),
     _GRADIENT("the same: memory beyond the gradient, share of the logits, at most", extra_memory, 0.01, None,
               at_most=True),
     Target("top-k softmax: against XLA", times("xla"), 3.0, 5.0, frozenset({"top_k"}), op="top_k"),

@@ -14,7 +14,8 @@ from benchmarks.cases import Case
 from pallas_kernels import dispatch, hardware, softmax
 from pallas_kernels.monoid import Stats, log_normalizer
 
-NAMES = ("ours", "xla", "ladder")
+NAMES = ("ours", "xla", "xla_f32", "ladder")
+BASELINES = ("xla", "xla_f32")  # right by definition: what ours is compared with
 
 Buffers = list[tuple[Any, ...]]
 
@@ -66,13 +67,17 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Arr
 
 
 def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
-    """The program of `impl`: "ours", "xla", or "rung:NAME" for one rung of the ladder.
+    """The program of `impl`: "ours", "xla", "xla_f32" (a loss in float32), or "rung:NAME" for one rung of the ladder.
 
     Raises:
       Declined: `impl` does not take the case.
     """
     if impl == "xla":
         return _xla(case)
+    if impl == "xla_f32":
+        if case.op != "cross_entropy":
+            raise Declined("only a loss is compared in float32 too")
+        return _plain(losses.xla(case, wide=True))
     if impl.startswith("rung:"):
         return _rung(case, impl.removeprefix("rung:"), config)
     if kernel is not None:
@@ -172,7 +177,8 @@ def _explained(case: Case) -> dict[str, Any]:
     operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
     calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}.get(case.pass_, (case.op,))
     calls = calls if "value_and_grad" not in case.pass_ else ("cross_entropy_gradient",)
-    chosen = [jaxsoftmax.explain(operand, op=op, **case.options) for op in calls]
+    weights: dict[str, Any] = {"weights": 1 / case.rows} if case.pass_ == "value_and_grad" else {}
+    chosen = [jaxsoftmax.explain(operand, op=op, **case.options, **weights) for op in calls]
     if not all(call.here and call.kernel for call in chosen):
         return {"kernel": "reference (XLA)"}
     return {

@@ -13,7 +13,7 @@ from jaxsoftmax._api import scaled
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy_primitives import losses
 from jaxsoftmax._primitives import bind
-from pallas_kernels.monoid import Stats
+from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
 from pallas_kernels.reference import accumulator_dtype
 
@@ -41,13 +41,15 @@ def softmax_cross_entropy_with_integer_labels(
     `lse - (1 - label_smoothing) * z[label] - label_smoothing / n * sum(z) + z_loss * lse**2`, `lse = logsumexp(z)`.
 
     It is float32, or float64 for float64 logits, as is all that is accumulated; the gradient has the logits' dtype and
-    is rounded once. Differentiated, one kernel reads the logits and writes `weights` times the gradient in one pass;
-    what multiplies the loss afterwards multiplies a gradient of the logits' size once more, unless it is 1. So
+    is rounded once. Differentiated, one kernel reads the logits, and XLA reads them again and writes the gradient times
+    whatever follows, as 1 / n in `.mean()`: three passes. With `weights`, the kernel writes the gradient times them in
+    the pass in which it reads the logits. If all that follows is a sum, that is all, so that
 
         softmax_cross_entropy_with_integer_labels(logits, labels, weights=1 / n).sum()
 
-    costs less than `.mean()` does. Derivatives of every order in the logits and in `weights` exist, in forward and
-    reverse mode; in forward mode, tangents of logits that do not count must be finite.
+    takes two passes; what else follows multiplies that gradient, in two more. What is kept for the backward pass is the
+    logits, or with `weights` the gradient, in the logits' dtype. Derivatives of every order in the logits and in
+    `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count must be finite.
 
     A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
     with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
@@ -68,9 +70,10 @@ def softmax_cross_entropy_with_integer_labels(
         logits_soft_cap: A positive number `c`: logits are `c * tanh(scale * logits / c)`.
         scale: The logits' factor, as for `softmax`.
         ignore_index: A label whose rows have a loss of 0 and a gradient of 0, whatever their logits are.
-        weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced.
+        weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced. Given
+            any, even 1, the gradient is written when the loss is computed.
         return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
-            being known in the forward pass, the gradient is then computed by XLA, in a pass of its own.
+            being known in the forward pass, the gradient is then written afterwards even if there are weights.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
 
     Returns:
@@ -101,20 +104,25 @@ def softmax_cross_entropy_with_integer_labels(
     checks.labels_in_range(name, labels, cols, ignored, counts)
     target, factors = _rows_to_read(target, factors, cols, ignored, counts)
     x, factor = scaled(x, factor)
-    out = losses(
+    # Weights in the primitive have the gradient written with the loss, which is what needs no cotangent.
+    weighted = weights is not None and not return_lse
+    loss, *stats = losses(
         x,
         jnp.expand_dims(_in_order(target, listed, x.shape), axes),
-        jnp.expand_dims(factors, axes),
+        *([jnp.expand_dims(factors, axes)] if weighted else []),
         *mask,
         axes=axes,
         scale=factor,
         soft_cap=checks.soft_cap(name, logits_soft_cap),
         smoothing=checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0),
         z_loss=checks.number(name, "z_loss", z_loss, -math.inf, math.inf),
-        return_lse=return_lse,
+        weighted=weighted,
+        stats=return_lse,
+        all_rows=return_lse,
         implementation=_checks.implementation(name, implementation),
     )
-    return tuple(out) if return_lse else out[0]
+    loss = loss if weighted else factors * loss
+    return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
 
 
 def softmax_cross_entropy(

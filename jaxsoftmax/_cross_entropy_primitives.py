@@ -1,9 +1,10 @@
-"""The derivatives of cross entropy: which of two primitives runs is decided by whether one is asked for.
+"""The derivatives of cross entropy: which primitives run is decided by whether one is asked for, and by the weights.
 
-`cross_entropy` reads the logits and gives the loss. Its JVP rule binds `cross_entropy_gradient` in its place, which
-writes the weighted gradient in the same pass; the derivative is a product with it, of which the transposition leaves
-the gradient itself where the cotangent is 1. With the logsumexp as a result too, whose cotangent is not known then,
-the derivative is XLA's, from the logits and the logsumexp.
+`cross_entropy` reads the logits and gives the loss. Without weights its derivative is a linear primitive of the logits
+and the rows' states, so that its transposition writes the gradient times any cotangent: two reads and one write of the
+logits in all. With weights, which are the cotangent that is known beforehand, the JVP rule binds
+`cross_entropy_gradient` in its place, which writes the weighted gradient in the same pass; the derivative is a product
+with it, of which the transposition leaves the gradient itself where the cotangent is 1.
 """
 
 from collections.abc import Sequence
@@ -15,15 +16,14 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax import _lowering
+from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, seen
 from jaxsoftmax._primitives import BY_OP, bind
-from pallas_kernels import reference
-from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import IGNORED, Op
+from pallas_kernels.problem import Op
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Each row's loss of logits, labels, weights and perhaps a mask; and its logsumexp if `return_lse`."""
-    return bind(Op.CROSS_ENTROPY, *operands, weighted=True, **params)
+    """Each row's loss and, with `stats`, its state; of logits, labels, weights if it is `weighted`, perhaps a mask."""
+    return bind(Op.CROSS_ENTROPY, *operands, **params)
 
 
 def _zero(x: Any) -> ad.Zero:
@@ -31,68 +31,38 @@ def _zero(x: Any) -> ad.Zero:
 
 
 def _loss_jvp(
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    *,
-    return_lse: bool,
-    weighted: bool,
-    axes: tuple[int, ...],
-    implementation: str | None,
-    **row: Any,
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **params: Any
 ) -> tuple[Any, Any]:
-    """The loss, its logsumexp if that is a result, and their tangents."""
+    """What the primitive gives, and its tangents."""
+    if weighted:
+        return _weighted_jvp(primals, tangents, **params)
+    out = losses(*primals, weighted=False, stats=True, all_rows=all_rows, **params)
+    results = out if stats else out[:1]
+    if type(tangents[0]) is ad.Zero:
+        return results, [_zero(y) for y in results]
+    x, labels, *where = primals
+    known = [jnp.expand_dims(number, params["axes"]) for number in out[1:]]
+    row = {name: value for name, value in params.items() if name != "implementation"}
+    slopes = of_logits(x, labels, *known, *where, tangents[0], stats=stats, all_rows=all_rows, **row)
+    # The state is the number exp(max) * sum. Its logarithm is the logsumexp, with whose tangent the maximum stands for
+    # it: the sum then counts as a constant.
+    return results, [*slopes, _zero(out[2])] if stats else slopes
+
+
+def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """The loss times its weight, and what either's tangent gives."""
     x, labels, weights, *where = primals
-    t, _, of_weights = tangents[:3]
-    if not weighted:
-        weights, of_weights = jnp.ones_like(weights), _zero(weights)
-    still = type(t) is ad.Zero
-    params = {"axes": axes, "implementation": implementation, **row}
-    lse: list[jax.Array] = []
-    if still or return_lse:
-        loss, *lse = bind(Op.CROSS_ENTROPY, *primals, return_lse=return_lse, weighted=False, **params)
-        slopes = [] if isinstance(t, ad.Zero) else _pushed(x, labels, weights, where, lse[0], t, axes=axes, **row)
+    t, _, of_weights, *_ = tangents
+    axes, slopes = params["axes"], []
+    if type(t) is ad.Zero:
+        (loss,) = losses(x, labels, *where, **_ALONE, **params)
     else:
-        loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **params)
-        slopes = [(gradient.astype(loss.dtype) * t.astype(loss.dtype)).sum(axes)]
-    slopes = slopes or [_zero(y) for y in (loss, *lse)]
-    if not isinstance(of_weights, ad.Zero):
-        by_weight = of_weights.squeeze(axes) * loss
-        slopes[0] = by_weight if still else slopes[0] + by_weight
-    return [weights.squeeze(axes) * loss, *lse], slopes
-
-
-def _pushed(
-    x: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-    where: Sequence[jax.Array],
-    lse: jax.Array,
-    t: jax.Array,
-    *,
-    axes: tuple[int, ...],
-    **row: Any,
-) -> list[jax.Array]:
-    """The tangents of loss and logsumexp."""
-    lse, t = jnp.expand_dims(lse, axes), t.astype(lse.dtype)
-    # A row whose logsumexp is not finite has no probabilities.
-    known = Stats(lse, jnp.where(jnp.isfinite(lse), 1.0, jnp.nan))
-    mask, of_p = where[0] if where else None, reference.weight_of_p(weights, lse, row["z_loss"])
-
-    def along(labels: jax.Array, of_p: jax.Array, of_q: jax.Array) -> jax.Array:
-        seen = _seen(x, labels, where, axes)
-        slope = reference.cross_entropy_slope(seen, labels, mask, of_p, of_q, known, axes=axes, **row)
-        return (slope * t).sum(axes)
-
-    of_lse = along(jnp.maximum(labels, 0), jnp.ones_like(weights), jnp.zeros_like(weights))
-    return [along(labels, of_p, weights), of_lse]
-
-
-def _seen(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
-    """`x` where it counts, lest what it is elsewhere should come into a derivative, as infinity times 0."""
-    seen = labels != IGNORED
-    for mask in where:
-        seen = seen & (mask | (reference.columns(x, axes) == labels))
-    return jnp.where(seen, x, jnp.zeros_like(x))
+        loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, *primals, **params)
+        slopes.append(of_gradient(gradient, t, axes))
+    if type(of_weights) is not ad.Zero:
+        slopes.append(of_weights.squeeze(axes) * loss)
+    value = weights.squeeze(axes) * loss
+    return [value], [sum(slopes[1:], slopes[0]) if slopes else _zero(value)]
 
 
 def _gradient_jvp(
@@ -107,7 +77,7 @@ def _gradient_jvp(
     def compute(*moved: jax.Array) -> list[jax.Array]:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
         x, labels, weights, *where = operands.values()
-        x = _seen(x, labels, where, row["axes"])
+        x = seen(x, labels, where, row["axes"])
         return _lowering.compute_reference(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
 
     return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
@@ -117,11 +87,20 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
     """Where only the loss is used, as in what `jax.checkpoint` runs first, nothing else is computed."""
     eqn = rest[-1]  # JAX 0.12 says before it which operands are alive
     of_loss, of_gradient = used
+    needed, primitive = [any(used)] * len(eqn.invars), BY_OP[Op.CROSS_ENTROPY]
     if of_loss and not of_gradient:
-        params = {**eqn.params, "return_lse": False, "weighted": False}
-        eqn = eqn.replace(primitive=BY_OP[Op.CROSS_ENTROPY], params=params, outvars=eqn.outvars[:1])
-    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+        x, labels, _, *where = eqn.invars
+        params = {**eqn.params, **_ALONE}
+        (loss,) = primitive.abstract_eval(*(v.aval for v in (x, labels, *where)), **params)[0]
+        # Weights may tell apart rows of which there is one loss, where nothing else is mapped.
+        if loss == eqn.outvars[0].aval:
+            needed[2] = False
+            eqn = eqn.replace(primitive=primitive, params=params, invars=[x, labels, *where], outvars=eqn.outvars[:1])
+    return needed, eqn if any(used) else None
 
+
+# The loss by itself, without its weight.
+_ALONE = {"weighted": False, "stats": False, "all_rows": False}
 
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY]] = _loss_jvp
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY_GRADIENT]] = _gradient_jvp

@@ -1,7 +1,8 @@
 """Cross entropy from a row's numbers: what a kernel or the reference says of each row, and the loss made of it.
 
-The operands are the primitives': logits, labels and weights, and a mask if there is one, of one rank; labels and
-weights have an extent of 1 on the rows' axes. `rows(op, *operands, **row)` computes a row operation, by whatever means.
+The operands are the primitives': logits, labels, weights if it is `weighted` and a mask if there is one, of one rank;
+labels and weights have an extent of 1 on the rows' axes. `rows(op, *operands, **row)` computes a row operation, by
+whatever means.
 """
 
 import math
@@ -35,16 +36,17 @@ def cross_entropy(
     pick: Pick,
     x: jax.Array,
     labels: jax.Array,
-    weights: jax.Array,
-    *where: jax.Array,
-    return_lse: bool,
+    *rest: jax.Array,
     weighted: bool,
+    stats: bool,
+    all_rows: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """Each row's loss, `weighted` or not, and if `return_lse` its logsumexp, for which ignored rows are read too."""
-    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, return_lse), *where, **row)
+    """Each row's loss, times its weight if `weighted`, and with `stats` its state, of ignored rows if of `all_rows`."""
+    weights, where = _split(rest, weighted)
+    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
     found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
-    return _results(found, labels, weights, return_lse, weighted, **row)
+    return _results(found, labels, weights, stats, **row)
 
 
 def cross_entropy_gradient(
@@ -62,15 +64,16 @@ def cross_entropy_across(
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
-    weights: jax.Array,
-    *where: jax.Array,
-    return_lse: bool,
+    *rest: jax.Array,
     weighted: bool,
+    stats: bool,
+    all_rows: bool,
     **row: Any,
 ) -> list[jax.Array]:
     """The losses of rows of which this device has some columns, those `inside`."""
-    found, _ = _exchange(cuts, rows, x, labels, _within(inside, where), return_lse, **row)
-    return _results(found, labels, weights, return_lse, weighted, **row)
+    weights, where = _split(rest, weighted)
+    found, _ = _exchange(cuts, rows, x, labels, _within(inside, where), all_rows, **row)
+    return _results(found, labels, weights, stats, **row)
 
 
 def cross_entropy_gradient_across(
@@ -123,9 +126,14 @@ def picked(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any
     return (gathered if movable else selected)(x, labels, axes=axes, **row)
 
 
-def _reading(labels: jax.Array, return_lse: bool) -> jax.Array:
+def _split(rest: tuple[jax.Array, ...], weighted: bool) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The weights and the mask, if there are such."""
+    return rest[:weighted], rest[weighted:]
+
+
+def _reading(labels: jax.Array, all_rows: bool) -> jax.Array:
     """The labels to hand to an operation that only asks of them whether it must read the row."""
-    return jnp.maximum(labels, 0) if return_lse else labels
+    return jnp.maximum(labels, 0) if all_rows else labels
 
 
 def _found(numbers: Any, label: jax.Array, count: Any) -> Found:
@@ -154,11 +162,12 @@ def _loss(
 
 
 def _results(
-    found: Found, labels: jax.Array, weights: jax.Array, return_lse: bool, weighted: bool, **row: Any
+    found: Found, labels: jax.Array, weights: tuple[jax.Array, ...], stats: bool, **row: Any
 ) -> list[jax.Array]:
-    loss = _of_all(_loss(found, labels, **row), weights, row["axes"])
-    loss = weights.squeeze(row["axes"]) * loss if weighted else loss
-    return [loss, _of_all(log_normalizer(found.stats), weights, row["axes"])] if return_lse else [loss]
+    loss = _loss(found, labels, **row)
+    for weight in weights:
+        loss = weight.squeeze(row["axes"]) * loss
+    return [loss, *found.stats] if stats else [loss]
 
 
 def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -179,14 +188,14 @@ def _exchange(
     x: jax.Array,
     labels: jax.Array,
     where: tuple[jax.Array, ...],
-    return_lse: bool,
+    all_rows: bool,
     **row: Any,
 ) -> tuple[Found, jax.Array]:
     """What the devices find together, in one exchange, and this device's numbering of the labels."""
     axes, names = row["axes"], names_of(cuts)
     local, cols = _local_labels(cuts, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
-    numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), return_lse), *where, **row)
+    numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
     label = jnp.where(here.squeeze(axes), gathered(x, jnp.where(here, local, 0), **row), 0.0)
     count = _count(x, where, **row)
     counts = () if isinstance(count, int) else (count,)

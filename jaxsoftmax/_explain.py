@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ def explain(
         op: "softmax", "log_softmax", "logsumexp", or the backward or forward-mode pass of one of the first two:
             "softmax_vjp", "softmax_jvp", "log_softmax_vjp", "log_softmax_jvp". "cross_entropy" and
             "cross_entropy_gradient" are `softmax_cross_entropy_with_integer_labels` and its differentiated form, of
-            logits `x` and some labels.
+            logits `x` and some labels; which form that is depends on whether `weights` are among the options.
         implementation: The call's implementation.
         device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
         **options: What else the call is given by name, such as `label_smoothing`.
@@ -126,18 +126,24 @@ def explain(
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
     jaxpr = jax.make_jaxpr(lambda x, arrays: call(x, **static, **arrays))(x, arrays)
-    eqn = next(eqn for eqn in jaxpr.eqns if eqn.primitive is BY_OP[found])
+    eqn = next(eqn for eqn in jaxpr.eqns if eqn.primitive in (BY_OP[found], BY_OP[Op.CROSS_ENTROPY]))
+    results = [var.aval for var in eqn.outvars]
+    if eqn.primitive is not BY_OP[found]:
+        found, results = Op.CROSS_ENTROPY, [*results, *jaxpr.out_avals]
+        notes += (_GRADIENT_BY_XLA,)
     present = hardware.present()
     target = device or present or hardware.H200
-    return _explanation(op, found, eqn, target, target == present, notes)
+    return _explanation(op, found, eqn, results, target, target == present, notes)
 
 
-def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes: tuple[str, ...]) -> Explanation:
-    """Explains one application of a primitive."""
+def _explanation(
+    name: str, op: Op, eqn: Any, results: Sequence[Any], device: Device, here: bool, notes: tuple[str, ...]
+) -> Explanation:
+    """Explains one application of a primitive, from which come the call's `results`."""
     avals = [var.aval for var in eqn.invars]
     params = dict(eqn.params)
     implementation = params.pop("implementation")
-    operands, row = kernel_call(op, avals, **params)
+    operands, row = kernel_call(avals, **params)
     extents = ",".join(map(str, avals[0].shape))
     axes = ", ".join(map(str, row["axes"])) or "none"
     say = functools.partial(
@@ -145,7 +151,7 @@ def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes:
         call=f"{name} of {avals[0].dtype}[{extents}] along axis {axes}",
         here=here,
         device=device,
-        least_bytes=sum(a.size * a.dtype.itemsize for a in (*avals, *(var.aval for var in eqn.outvars))),
+        least_bytes=sum(a.size * a.dtype.itemsize for a in (*avals, *results)),
     )
     if implementation == "xla":
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
@@ -189,7 +195,7 @@ def _labelled(x: jax.Array, **arguments: Any) -> jax.Array:
 
 
 def _labelled_gradient(x: jax.Array, **arguments: Any) -> jax.Array:
-    return jax.grad(lambda x: _labelled(x, **arguments).sum())(x)
+    return jax.grad(lambda x: jax.tree.leaves(_labelled(x, **arguments))[0].sum())(x)
 
 
 def _size(count: int) -> str:
@@ -199,6 +205,11 @@ def _size(count: int) -> str:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
 
+
+_GRADIENT_BY_XLA = (
+    "XLA writes the gradient, times whatever follows the loss, in another read of the logits; given weights, even of "
+    "1, a kernel writes it in the first"
+)
 
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
     "softmax": (Op.SOFTMAX, _api.softmax),

@@ -27,10 +27,10 @@ _LOSSES = {
 }
 
 
-def keeps(op: Op, *, return_lse: bool = False, **_: Any) -> tuple[bool, ...]:
+def keeps(op: Op, *, stats: bool = False, **_: Any) -> tuple[bool, ...]:
     """Whether each result of an operation's primitive has the operands' axes, or is a number of each row."""
     if op is Op.CROSS_ENTROPY:
-        return (False,) * (1 + return_lse)
+        return (False, False, False) if stats else (False,)
     return {Op.STATS: (False, False), Op.CROSS_ENTROPY_GRADIENT: (False, True)}.get(op, (True,))
 
 
@@ -41,10 +41,10 @@ def register(primitive: Primitive, op: Op) -> None:
 
 
 def kernel_call(
-    op: Op, operands: Sequence[Any], *, return_lse: bool = False, weighted: bool = True, **row: Any
+    operands: Sequence[Any], *, weighted: bool = False, stats: bool = False, all_rows: bool = False, **row: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What a row operation gets of its primitive's operands and parameters."""
-    return [x for i, x in enumerate(operands) if op is not Op.CROSS_ENTROPY or i != 2], row
+    """What a row operation gets of its primitive's operands and parameters: no weights of a loss, which come third."""
+    return [x for i, x in enumerate(operands) if not (weighted and i == 2)], row
 
 
 def compute_reference(op: Op, *operands: jax.Array, **params: Any) -> Any:
@@ -59,11 +59,21 @@ def reference_rule(
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
         raise _checks.no_kernel_on_platform(op)
+    return plain_rule(functools.partial(compute_reference, op), ctx, *operands, many=op.gives_stats, **params)
+
+
+def plain_rule(
+    compute: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, many: bool = True, **params: Any
+) -> Any:
+    """Lowers to what a function of arrays does."""
     avals: Sequence[Any] = ctx.avals_in
-    # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
-    with jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals)):
-        compute = functools.partial(compute_reference, op, **params)
-        return mlir.lower_fun(compute, op.gives_stats)(ctx, *operands)
+    with x64_for(*avals):
+        return mlir.lower_fun(functools.partial(compute, **params), many)(ctx, *operands)
+
+
+def x64_for(*avals: Any) -> Any:
+    """The `enable_x64` context that float64 operands need: lowering and transposing may run outside the caller's."""
+    return jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals))
 
 
 def kernel_rule(
@@ -72,7 +82,7 @@ def kernel_rule(
     """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
     if implementation == "xla":
         return reference_rule(op, ctx, *operands, implementation=implementation, **params)
-    avals, row = kernel_call(op, ctx.avals_in, **params)
+    avals, row = kernel_call(ctx.avals_in, **params)
     chosen = choose(op, [aval.shape for aval in avals], avals[0].dtype, implementation, hardware.current(), **row)
     if chosen.decision is None:
         return reference_rule(op, ctx, *operands, implementation=implementation, **params)

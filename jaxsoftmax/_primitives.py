@@ -4,11 +4,11 @@ A primitive reduces `axes` of operands that broadcast against each other, so tha
 axes, and leaves an operand that is not mapped with an extent of 1. The derivative of softmax and of log_softmax is a
 linear primitive: its JVP rule is the forward half of a custom_vjp and its transposition the backward half, and with
 both there is forward mode and every higher order too. The derivatives of cross entropy are in
-`_cross_entropy_primitives`.
+`_cross_entropy_primitives` and `_cross_entropy_tangents`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from pallas_kernels.vjp import RULES, TRANSPOSE
 
 SAVED_NAME = "softmax_out"
 
+Keeps = Callable[..., tuple[bool, ...]]
+
 BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op in Op}
 
 
@@ -35,7 +37,15 @@ def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     return BY_OP[op].bind(*unify_varying(*operands), **params)
 
 
-def _avals(op: Op, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
+def define(primitive: Primitive, keeps: Keeps, *, many: bool) -> None:
+    """What any primitive over rows has; `keeps` says of its `many` results which have the operands' axes."""
+    primitive.multiple_results = many
+    primitive.def_abstract_eval(functools.partial(_avals, primitive, keeps))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, keeps)
+
+
+def _avals(primitive: Primitive, keeps: Keeps, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
     """The outputs' types: of the operands' common shape, or one number a row in the dtype of accumulation.
 
     Mesh axes and weak types are the first operand's.
@@ -50,26 +60,33 @@ def _avals(op: Op, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
         weak_type=False,
         sharding=NamedSharding(mesh, P(*(spec[d] for d in kept))),
     )
-    avals = [row if keeps else number for keeps in _lowering.keeps(op, **params)]
-    return avals if op.gives_stats else avals[0]
+    avals = [row if kept else number for kept in keeps(**params)]
+    return avals if primitive.multiple_results else avals[0]
 
 
 def _batch(
-    op: Op, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], *, axes: tuple[int, ...], **params: Any
+    primitive: Primitive,
+    keeps: Keeps,
+    _: Any,
+    operands: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    axes: tuple[int, ...],
+    **params: Any,
 ) -> tuple[Any, Any]:
     """Maps where the first mapped operand is mapped; no data moves unless another is mapped elsewhere."""
     at = next((d for d in dims if d is not None), None)
     if at is None:
-        out = bind(op, *operands, axes=axes, **params)
-        return out, [None] * len(out) if op.gives_stats else None
+        out = primitive.bind(*operands, axes=axes, **params)
+        return out, [None] * len(out) if primitive.multiple_results else None
     aligned = [
         jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims, strict=True)
     ]
     axes = tuple(a + (a >= at) for a in axes)
-    out = bind(op, *aligned, axes=axes, **params)
+    out = primitive.bind(*unify_varying(*aligned), axes=axes, **params)
     below = at - sum(a < at for a in axes)
-    ats = [at if keeps else below for keeps in _lowering.keeps(op, **params)]
-    return out, ats if op.gives_stats else at
+    ats = [at if kept else below for kept in keeps(**params)]
+    return out, ats if primitive.multiple_results else at
 
 
 def _keep(where: Sequence[jax.Array], x: jax.Array, otherwise: float = 0.0) -> jax.Array:
@@ -126,10 +143,7 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 
 for _op, _primitive in BY_OP.items():
-    _primitive.multiple_results = _op.gives_stats
-    _primitive.def_abstract_eval(functools.partial(_avals, _op))
-    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
-    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
+    define(_primitive, functools.partial(_lowering.keeps, _op), many=_op.gives_stats)
     _lowering.register(_primitive, _op)
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)

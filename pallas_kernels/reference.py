@@ -212,11 +212,13 @@ def cross_entropy_slope(
     `x` and `where` have an extent of 1 on `axes`. `count` is the number of columns, where `x` is a part of them.
     """
     z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
-    p = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max) / known.sum
+    weights = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max)
     if where is not None:
         # Where nothing is held the logsumexp in `of_p` is -inf; 0 for `p` alone would leave 0 * inf of infinite rows.
         of_p = jnp.where(known.max == -jnp.inf, 0.0, of_p)
-    by_p = of_p * p if where is None else jnp.where(where, of_p * p, 0.0)
+    # One division a row: XLA would do one for each element.
+    by_p = weights * (of_p / known.sum)
+    by_p = by_p if where is None else jnp.where(where, by_p, 0.0)
     q = jnp.where(at_label, 1.0 - smoothing, 0.0)
     if smoothing:
         share = smoothing / jnp.maximum(column_count(x, where, axes) if count is None else count, 1)

@@ -25,13 +25,19 @@ class Stats(NamedTuple):
 
 
 class CrossEntropy(NamedTuple):
-    """Rows' losses, their logsumexp, and the gradient of the losses' sum; and the sizes of what these are sums of."""
+    """Rows' losses, their logsumexp, and the gradient of the losses' sum; and the sizes of what these are sums of.
+
+    What the losses are made of, besides: the rows' states, and the sums of their logits.
+    """
 
     loss: Array
     lse: Array
     gradient: Array
     loss_terms: Array
     gradient_terms: Array
+    stats: Stats
+    total: Array
+    total_terms: Array
 
 
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
@@ -166,11 +172,12 @@ def cross_entropy(
     weights: ArrayLike = 1.0,
     ignored: int | None = None,
     of_lse: ArrayLike = 0.0,
+    skips_empty: bool = True,
 ) -> CrossEntropy:
     """Cross entropy with integer labels; the gradient is that of `sum(loss) + sum(of_lse * lse)`.
 
-    A label is an index into the axes flattened as they are listed. Rows that are ignored, or excluded entirely, have a
-    loss of 0; rows whose label is no column have NaN.
+    A label is an index into the axes flattened as they are listed. Rows that are ignored, and with `skips_empty`
+    those that are excluded entirely, have a loss of 0; rows whose label is no column have NaN.
     """
     given = _widen(x)
     axes = tuple(a % given.ndim for a in ((axis,) if isinstance(axis, int) else axis))
@@ -185,26 +192,29 @@ def cross_entropy(
             z = soft_cap * np.tanh(z / soft_cap)
             slope, slope_terms = (scale * (1 + sign * (z / soft_cap) ** 2) for sign in (-1, 1))
         label = np.asarray(labels).astype(np.int64)
-        skip, exists = (label == ignored) | ~mask.any(-1), (label >= 0) & (label < z.shape[-1])
+        skip, exists = (label == ignored) | (skips_empty & ~mask.any(-1)), (label >= 0) & (label < z.shape[-1])
         onehot = np.arange(z.shape[-1]) == label[..., None]
         lse = logsumexp(z, -1, where=mask)
         p = softmax(z, -1, mask)
-        share = mask * smoothing / mask.sum(-1, keepdims=True)
+        share = mask * smoothing / np.maximum(mask.sum(-1, keepdims=True), 1)
         far = [np.where(onehot, (lse[..., None] - z), 0).sum(-1), np.where(share > 0, share * (lse[..., None] - z), 0)]
         loss = (1 - smoothing) * far[0] + far[1].sum(-1) + z_loss * lse**2
         terms = (1 - smoothing) * np.abs(far[0]) + np.abs(far[1]).sum(-1) + np.abs(z_loss) * lse**2
         w = np.where(skip, 0.0, np.where(exists, _widen(weights), np.nan))
-        of_p, of_q = (1 + 2 * z_loss * lse)[..., None] * p, (1 - smoothing) * onehot + share
+        tilt, of_q = 2 * z_loss * lse[..., None] if z_loss else 0.0, (1 - smoothing) * onehot + share
+        of_p, of_p_terms = (np.where(mask, factor * p, 0.0) for factor in (1 + tilt, 1 + np.abs(tilt)))
         by_loss = w[..., None] * (of_p - of_q) * slope
         by_lse = _widen(of_lse)[..., None] * p * slope
-        sizes = (np.abs(w)[..., None] * (np.abs(of_p) + of_q) + np.abs(_widen(of_lse)[..., None] * p)) * slope_terms
+        sizes = (np.abs(w)[..., None] * (of_p_terms + of_q) + np.abs(_widen(of_lse)[..., None] * p)) * slope_terms
         live = mask | onehot
         by_loss = np.where(~skip[..., None] & live, by_loss, 0.0)
         gradient = by_loss + np.where(mask & (_widen(of_lse)[..., None] != 0), by_lse, 0.0)
         loss, terms = (np.where(skip, 0.0, np.where(exists, w * a, np.nan)) for a in (loss, terms))
     back = np.argsort(order)
     whole = lambda a: a.reshape(moved.shape).transpose(back)
-    return CrossEntropy(loss, lse, whole(gradient), np.abs(terms), whole(sizes))
+    held = np.where(mask, z, 0.0)
+    totals = held.sum(-1), np.abs(held).sum(-1)
+    return CrossEntropy(loss, lse, whole(gradient), np.abs(terms), np.abs(whole(sizes)), stats(z, -1, mask), *totals)
 
 
 def _widen(x: ArrayLike) -> Array:

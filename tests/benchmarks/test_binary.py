@@ -88,6 +88,20 @@ def test_the_gate_accepts_what_is_right(name):
     assert record["impls"]["ours"]["max_error_ulp"] <= record["impls"]["ours"]["allowed_error_ulp"]
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "value_and_grad", "value_and_grad_mean"])
+def test_a_loss_in_float32_is_another_formula(pass_):
+    record = runner.run(
+        _case(f"cross_entropy_{pass_}_bf16_8192x32000"), runner.Options(("ours", "xla", "xla_f32"), rounds=1)
+    )
+    error = {name: report.loss_error(record, name) for name in record["impls"]}
+    assert error["ours"] < 1
+    assert error["xla_f32"] < 2
+    assert error["xla"] > (1000 if pass_ == "fwd" else 2)
+    assert record["impls"]["xla_f32"]["us"] > 0
+    with pytest.raises(variants.Declined, match="only a loss"):
+        variants.build(_case("softmax_fwd_f32_32768x1024"), "xla_f32")
+
+
 FAULTS = {
     "a constant 1/N": lambda x: jax.numpy.full_like(x, 1 / x.shape[1]),
     "columns permuted": lambda x: jax.nn.softmax(x)[:, ::-1],

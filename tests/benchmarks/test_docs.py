@@ -117,11 +117,26 @@ def test_a_loss_is_counted_in_passes_over_the_logits(folder):
     results = Results(folder("run", "2026-11-02", _loss(0.8), _record(SELECTION, _entry(10.0), xla=_entry(70.0))))
     assert report.units(results.case(LOSS), "ours") == 2.5
     table = docs.TABLES["cross_entropy"](results)
-    assert "| case | us | units | extra memory | XLA's | x XLA | x Liger | error, ulp |" in table
-    assert "bf16 8192 x 32000 | 100.0 | 2.50 | 0.00% | 200% | 4.00 | 2.00 | 0.5 |" in table
+    assert "| case | us | units | extra memory | XLA's | x XLA | x Liger | error, ulp | of XLA |" in table
+    assert "bf16 8192 x 32000 | 100.0 | 2.50 | 0.00% | 200% | 4.00 | 2.00 | 0.5 | 0.5 |" in table
     assert docs.TABLES["top_k"](results).splitlines()[2].startswith("| top_k bf16 64 x 32000, k 8 | 10.0 | 7.00 |")
     assert "cross_entropy" not in docs.everything(results)
     assert "top_k" not in docs.everything(results)
+
+
+def test_a_loss_stands_beside_both_formulas(folder):
+    alone = LOSS.replace("value_and_grad", "fwd")
+    impls = {"xla": _entry(300.0), "xla_f32": _entry(900.0)}
+    records = [record := _loss(0.8), _record(alone, _entry(100.0), **impls) | {"operand_bytes": 1}]
+    record["impls"]["xla_f32"] = _entry(800.0)
+    results = Results(folder("run", "2026-11-02", *records))
+    lines = docs.TABLES["cross_entropy"](results).splitlines()
+    assert "| x XLA | x XLA, float32 | x Liger | error, ulp | of XLA | of XLA, float32 |" in lines[0]
+    # A bfloat16 loss is off by half a unit of its last place, which is 65536 of a float32 loss's.
+    assert lines[2].endswith("| 3.00 | 9.00 | - | 0.5 | 32768 | 0.5 |")
+    assert lines[3].endswith("| 4.00 | 8.00 | 2.00 | 0.5 | 0.5 | 0.5 |")
+    promises = [target.measured(results)[0] for target in TARGETS if "against XLA, optax" in target.label]
+    assert promises == [4.0, 8.0]
 
 
 def test_what_must_be_at_most_something_is_missed_above_it(folder):

@@ -42,7 +42,8 @@ benchmark)
   python3 -m benchmarks --tag=ladder --impl=ladder --rounds=2 --json="$out/ladder.json" --commit="$COMMIT"
   ;;
 loss-benchmark)
-  python3 -m benchmarks --tag=cross_entropy --impl=ours,xla --json="$out/cross_entropy.json" --commit="${COMMIT:?}"
+  python3 -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json="$out/cross_entropy.json" \
+    --commit="${COMMIT:?}"
   python3 -m benchmarks --tag=top_k --impl=ours,xla --rounds=3 --json="$out/top_k.json" --commit="$COMMIT"
   ;;
 attention-benchmark)

@@ -63,30 +63,32 @@ def truth(x: Any, y: Any, axis: Any = -1, where: Any = None, scale: float = 1.0,
 
 
 def value_and_grad(x: Any, y: Any, *arguments: Any, **options: Any) -> Any:
-    """The losses as they are computed beside the gradient, by themselves and beside the logsumexp; and the gradient."""
+    """The losses beside each gradient and by themselves; and the gradients, from two passes, from one and with lse."""
 
-    def total(x: jax.Array) -> Any:
-        loss = ours(x, y, *arguments, **options)
+    def total(x: jax.Array, **way: Any) -> Any:
+        loss = jax.tree.leaves(ours(x, y, *arguments, **options | way))[0]
         return loss.sum(), loss
 
     @jax.jit
     def everything(x: jax.Array) -> Any:
-        (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(x)
-        return (loss, total(x)[1], ours(x, y, *arguments, return_lse=True, **options)[0]), gradient
+        ways = {}, {"weights": options.get("weights", 1.0)}, {"return_lse": True}
+        both = [jax.value_and_grad(functools.partial(total, **way), has_aux=True)(x) for way in ways]
+        return [loss for (_, loss), _ in both] + [total(x)[1]], [gradient for _, gradient in both]
 
     return everything(jnp.asarray(x))
 
 
 def check(x: Any, y: Any, *arguments: Any, ulps: float = 8, **options: Any) -> None:
-    """Losses and gradient within `ulps` of the terms they are the sums of."""
+    """Losses and gradients within `ulps` of the terms they are the sums of."""
     want = truth(x, y, *arguments, **options)
-    losses, gradient = value_and_grad(x, y, *arguments, **options)
-    assert gradient.dtype == jnp.asarray(x).dtype
+    losses, gradients = value_and_grad(x, y, *arguments, **options)
     for loss in losses:
-        assert loss.dtype == (jnp.float64 if gradient.dtype == jnp.float64 else jnp.float32)
+        assert loss.dtype == (jnp.float64 if gradients[0].dtype == jnp.float64 else jnp.float32)
         # A sum of exponentials near 1 is right to its own last place, so its logarithm is so far from 0.
         assert errors.max_error(loss, want.loss, magnitude=want.loss_terms + 0.1) <= ulps
-    assert errors.max_error(gradient, want.gradient, magnitude=want.gradient_terms) <= ulps
+    for gradient in gradients:
+        assert gradient.dtype == jnp.asarray(x).dtype
+        assert errors.max_error(gradient, want.gradient, magnitude=want.gradient_terms) <= ulps
 
 
 @pytest.mark.parametrize(
@@ -150,23 +152,42 @@ def test_optax_in_its_own_dtype(dtype: Any) -> None:
         check(x, y, ulps=16 if dtype == jnp.float64 else 8)
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": 0.5}], ids=["plain", "weighted"])
+def test_float64_outlives_the_context_it_was_made_in(options: dict[str, Any]) -> None:
+    x, y = logits((3, 5), np.float64), labels((3,), 5)
+    with jax.enable_x64(True):
+        loss, vjp = jax.vjp(lambda x: ours(x, y, **options), jnp.asarray(x))
+        ct = jnp.ones_like(loss)
+    (gradient,) = vjp(ct)
+    assert gradient.dtype == jnp.float64
+    np.testing.assert_allclose(gradient, truth(x, y, **options).gradient, rtol=1e-14, atol=1e-15)
+
+
 def test_float16_losses_do_not_overflow() -> None:
     n = 100_000
     x = jnp.zeros((2, n), jnp.float16).at[0, 5].set(-60000.0).at[1, 5].set(-jnp.inf)
     assert not np.isfinite(theirs(x, jnp.array([3, 3]))).any(), "optax loses it; when it does not any more, say so"
-    (loss, *_), gradient = value_and_grad(x, np.array([5, 3], np.int32))
+    (loss, *_), gradients = value_and_grad(x, np.array([5, 3], np.int32))
     np.testing.assert_allclose(loss, [60000 + np.log(n - 1), np.log(n - 1)], rtol=1e-6)
-    assert gradient.dtype == jnp.float16
-    assert gradient[0, 5] == -1
-    np.testing.assert_array_equal(gradient[0, 6:9], np.full(3, 1 / (n - 1), np.float16))
+    for gradient in gradients:
+        assert gradient.dtype == jnp.float16
+        assert gradient[0, 5] == -1
+        np.testing.assert_array_equal(gradient[0, 6:9], np.full(3, 1 / (n - 1), np.float16))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -3e4])
 def test_confident_rows_keep_their_digits(offset: float) -> None:
     x = np.float32([[14, 0, 0.5, 1], [3, 9, 2, 1]]) + np.float32(offset)
-    want = truth(x, [0, 1]).loss
-    assert want.max() < 0.01
-    np.testing.assert_allclose(ours(x, np.array([0, 1])), want, rtol=0, atol=1.2e-7)
+    want = truth(x, [0, 1])
+    assert want.loss.max() < 0.01
+    losses, gradients = value_and_grad(x, np.array([0, 1]))
+    for loss in losses:
+        np.testing.assert_allclose(loss, want.loss, rtol=0, atol=1.2e-7)
+    # The label's is a difference from 1; the others are as small as their probabilities.
+    for gradient in gradients:
+        at_label = np.arange(4) == [[0], [1]]
+        np.testing.assert_allclose(gradient[at_label], want.gradient[at_label], rtol=0, atol=1.2e-7)
+        np.testing.assert_allclose(gradient[~at_label], want.gradient[~at_label], rtol=1e-6)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -252,13 +273,14 @@ def test_special_rows() -> None:
         np.float32,
     )
     y = np.array([0, 0, 1, 2, 0, 2])
-    (loss, *_), gradient = value_and_grad(x, y)
+    (loss, *_), gradients = value_and_grad(x, y)
     e = np.exp([0, 1, 2]).sum()
     np.testing.assert_allclose(loss, [np.log(e), np.nan, INF, np.nan, np.log(2), INF], rtol=1e-6)
     assert np.isnan(ours(x[2], 0))
     finite = [[1 / e - 1, np.e / e, 0, np.e**2 / e], [np.nan] * 4, [np.nan] * 4, [np.nan] * 4, [-0.5, 0.5, 0, 0]]
-    np.testing.assert_allclose(gradient[:5], finite, rtol=1e-6)
-    np.testing.assert_allclose(gradient[5], [1 / e, np.e / e, -1, np.e**2 / e], rtol=1e-6)
+    for gradient in gradients:
+        np.testing.assert_allclose(gradient[:5], finite, rtol=1e-6)
+        np.testing.assert_allclose(gradient[5], [1 / e, np.e / e, -1, np.e**2 / e], rtol=1e-6)
     smoothed = ours(x[:1], y[:1], label_smoothing=0.1)
     np.testing.assert_array_equal(smoothed, INF, err_msg="a share of the target is where nothing can be")
     check(x[:1], y[:1], -1, np.isfinite(x[:1]), label_smoothing=0.1)
@@ -435,21 +457,56 @@ def test_nothing_times_infinity_is_nothing() -> None:
 
 
 def primitives(function: Any, *operands: Any) -> list[str]:
-    names = {op.value for op in Op} | {"softmax_stats"}
+    names = {op.value for op in Op} | {"softmax_stats", "cross_entropy_tangent", "row_dot"}
     return [e.primitive.name for e in jax.make_jaxpr(function)(*operands).eqns if e.primitive.name in names]
 
 
-def test_one_primitive_either_way() -> None:
+def test_the_weights_say_which_primitives_run() -> None:
     x, y = jnp.asarray(logits((3, 4))), jnp.array([0, 1, 2])
-    total = lambda x, w=1.0: ours(x, y, weights=w).sum()
-    assert primitives(total, x) == ["cross_entropy"]
+    plain, total = lambda x: ours(x, y).mean(), lambda x, w=1.0: ours(x, y, weights=w).sum()
+    assert primitives(plain, x) == primitives(total, x) == ["cross_entropy"]
+    assert primitives(jax.value_and_grad(plain), x) == ["cross_entropy"]
+    assert primitives(lambda x: jax.jvp(plain, (x,), (x,)), x) == ["cross_entropy", "cross_entropy_tangent"]
     assert primitives(jax.value_and_grad(total), x) == ["cross_entropy_gradient"]
-    assert primitives(lambda x: jax.jvp(total, (x,), (x,)), x) == ["cross_entropy_gradient"]
+    assert primitives(lambda x: jax.jvp(total, (x,), (x,)), x) == ["cross_entropy_gradient", "row_dot"]
     assert primitives(jax.grad(total, 1), x, 2.0) == ["cross_entropy"]
     assert primitives(jax.grad(total, (0, 1)), x, 2.0) == ["cross_entropy_gradient"]
-    assert primitives(jax.grad(lambda x: ours(x, y, return_lse=True)[0].sum()), x) == ["cross_entropy"]
+    for weights in (None, 0.5):
+        own = lambda x, w=weights: sum(map(jnp.sum, ours(x, y, return_lse=True, weights=w)))
+        assert primitives(jax.grad(own), x) == ["cross_entropy"]
     assert primitives(lambda x: jaxsoftmax.softmax_cross_entropy(x, x), x) == ["softmax_stats"]
     assert primitives(jax.grad(lambda x: jaxsoftmax.softmax_cross_entropy(x, x).sum()), x) == ["softmax_stats"]
+
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "weighted": {"weights": 0.5}, "lse": {"return_lse": True}}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_of_the_logits_dtype(kind: str, dtype: Any) -> None:
+    x, y = jnp.asarray(logits((8, 40)), dtype), labels((8,), 40)
+    call = lambda x: ours(x, y, **KINDS[kind])
+
+    def large(leaves: Any) -> list[Any]:
+        """Those that are more than a few numbers a row."""
+        return [leaf for leaf in leaves if getattr(leaf, "size", 0) > 8 * 4]
+
+    _, vjp = jax.vjp(call, x)
+    (kept,) = large(jax.tree.leaves(vjp))
+    assert (kept.shape, kept.dtype) == (x.shape, dtype)
+    if kind != "weighted":
+        np.testing.assert_array_equal(kept, x)
+
+    def total(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, r: (c + jnp.sin(jax.tree.leaves(call(r))[0]).sum(), None), 0.0, x)[0]
+
+    stacked = jnp.stack([x] * 3)
+    forward, _ = (e for e in jax.make_jaxpr(jax.grad(total))(stacked).eqns if e.primitive.name == "scan")
+    # The logits, which are given to the loop, are not kept by it once more.
+    kept = [(v.aval.shape, v.aval.dtype) for v in forward.outvars if v.aval.size > 3 * 8]
+    assert kept == ([(stacked.shape, dtype)] if kind == "weighted" else [])
+    (given,) = large(jax.tree.leaves(jax.linearize(call, x)[1]))
+    assert given.dtype == dtype
 
 
 def test_a_loss_alone_writes_nothing_of_the_logits_size(stand_ins: Any) -> None:
@@ -481,7 +538,7 @@ def test_a_unit_cotangent_costs_no_pass(stand_ins: Any, dtype: Any) -> None:
         return len(re.findall(r"\[64,512\]\S* multiply\(", text))
 
     assert passes(jax.value_and_grad(lambda x: ours(x, y, weights=1 / 64).sum())) == 0
-    assert passes(jax.value_and_grad(lambda x: ours(x, y).mean())) == 1
+    assert passes(jax.value_and_grad(lambda x: ours(x, y, weights=1.0).mean())) == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)

@@ -68,12 +68,14 @@ def test_kernels_see_rows(stand_ins: Any, axis: Any, mask: Any) -> None:
 
 def test_a_declined_kernel_is_the_reference(stand_ins: Any) -> None:
     stand_ins.accepts = lambda problem: problem.op is Op.CROSS_ENTROPY
-    loss, gradient = value_and_grad(X, Y)
     want = oracle.cross_entropy(X, Y)
-    close(loss, want.loss)
-    close(gradient, want.gradient)
+    for options in ({}, {"weights": 1.0}):
+        loss, gradient = value_and_grad(X, Y, **options)
+        close(loss, want.loss)
+        close(gradient, want.gradient)
+    close(value_and_grad(X, Y, implementation="mosaic_gpu")[1], want.gradient)
     with pytest.raises(NotImplementedError, match=r"cross_entropy_gradient: .*no kernel takes this call:\n  first: it"):
-        value_and_grad(X, Y, implementation="mosaic_gpu")
+        value_and_grad(X, Y, implementation="mosaic_gpu", weights=1.0)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,13 @@ def test_vmap_of_every_operand(axes: tuple[int | None, ...]) -> None:
 
 def test_real_kernels_are_in_the_cuda_program_when_explain_says_so() -> None:
     x, y = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
-    for function, name in ((ours, "cross_entropy"), (value_and_grad, "cross_entropy_gradient")):
-        promised = jaxsoftmax.explain(x, op=name).kernel is not None
+    weighted = functools.partial(value_and_grad, weights=1.0)
+    for function, name, options in (
+        (ours, "cross_entropy", {}),
+        (value_and_grad, "cross_entropy_gradient", {}),
+        (weighted, "cross_entropy_gradient", {"weights": 1.0}),
+    ):
+        promised = jaxsoftmax.explain(x, op=name, **options).kernel is not None
         for platform in ("cuda", "cpu"):
             text = jax.jit(function).trace(x, y).lower(lowering_platforms=(platform,)).as_text()
             assert ("mosaic_gpu" in text) == (promised and platform == "cuda")
@@ -145,7 +152,7 @@ def test_real_kernels_are_in_the_cuda_program_when_explain_says_so() -> None:
 
 def test_the_kernel_runs_once_either_way(stand_ins: Any) -> None:
     x, y = jax.ShapeDtypeStruct((64, 4096), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
-    for function in (ours, value_and_grad):
+    for function in (ours, value_and_grad, functools.partial(value_and_grad, weights=1.0)):
         text = jax.jit(function).lower(x, y).as_text()
         assert text.count("call @_launch") == 1
 
@@ -179,10 +186,19 @@ def test_donation_and_shapes_alone() -> None:
     assert x.is_deleted()
 
 
-def test_remat_runs_the_loss_and_then_the_gradient() -> None:
-    run = jax.checkpoint(lambda x: ours(jnp.sin(x), Y))
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: run(x).sum()))(X))
-    assert (jaxpr.count("= cross_entropy["), jaxpr.count("= cross_entropy_gradient[")) == (1, 1)
-    close(jax.grad(lambda x: run(x).sum())(X), jax.grad(lambda x: ours(jnp.sin(x), Y).sum())(X))
-    plain = str(jax.make_jaxpr(jax.grad(lambda x: ours(jnp.sin(x), Y).sum()))(X))
-    assert (plain.count("= cross_entropy["), plain.count("= cross_entropy_gradient[")) == (0, 1)
+@pytest.mark.parametrize("weights", [None, 0.5])
+def test_remat_runs_the_loss_and_then_the_gradient(weights: float | None) -> None:
+    call = lambda x: ours(jnp.sin(x), Y, weights=weights)
+
+    def counts(call: Any) -> tuple[int, int]:
+        jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: call(x).sum()))(X))
+        return jaxpr.count("= cross_entropy["), jaxpr.count("= cross_entropy_gradient[")
+
+    assert (counts(call), counts(jax.checkpoint(call))) == (((1, 0), (2, 0)) if weights is None else ((0, 1), (1, 1)))
+    close(jax.grad(lambda x: jax.checkpoint(call)(x).sum())(X), jax.grad(lambda x: call(x).sum())(X))
+
+
+def test_remat_where_only_the_weights_are_mapped() -> None:
+    w = jnp.asarray(RNG.normal(size=(3, *SHAPE[:2])), jnp.float32)
+    run = lambda x: jax.vmap(jax.checkpoint(lambda w: ours(x, Y, weights=w)))(w)
+    close(jax.grad(lambda x: jnp.sin(run(x)).sum())(X), jax.grad(lambda x: jnp.sin(w * ours(x, Y)).sum())(X))

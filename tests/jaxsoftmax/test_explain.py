@@ -95,17 +95,30 @@ def test_every_op(explained: Any, name: str) -> None:
     assert str(found).startswith(name + " of bfloat16[8192,4096]")
     want = {"logsumexp": Op.STATS, "softmax_jvp": Op.SOFTMAX_TANGENT, "log_softmax_jvp": Op.LOG_SOFTMAX_TANGENT}
     want |= {"softmax_vjp": Op.SOFTMAX_TANGENT, "log_softmax_vjp": Op.LOG_SOFTMAX_COTANGENT}
+    want |= {"cross_entropy_gradient": Op.CROSS_ENTROPY}
     assert explained.problems[-1].op is want.get(name, Op(name) if name in set(Op) else None)
 
 
 def test_options_are_the_calls(explained: Any) -> None:
-    found = jaxsoftmax.explain(X, op="cross_entropy_gradient", label_smoothing=0.1, logits_soft_cap=30.0, z_loss=1e-4)
+    options = {"label_smoothing": 0.1, "logits_soft_cap": 30.0, "z_loss": 1e-4}
+    found = jaxsoftmax.explain(X, op="cross_entropy_gradient", weights=1.0, **options)
     problem = explained.problems[-1]
     assert (problem.smoothing, problem.soft_cap, problem.z_loss) == (0.1, 30.0, 1e-4)
     # Labels and weights are read, and losses written, besides the logits and their gradient.
     assert found.least_bytes == 2 * 8192 * 4096 * 2 + 3 * 8192 * 4
+    assert not found.notes
     with pytest.raises(TypeError, match="label_smoothing"):
         jaxsoftmax.explain(X, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": 1.0, "return_lse": True}], ids=["plain", "lse"])
+def test_it_says_who_writes_a_loss_gradient(explained: Any, options: dict[str, Any]) -> None:
+    found = jaxsoftmax.explain(X, op="cross_entropy_gradient", **options)
+    assert explained.problems[-1].op is Op.CROSS_ENTROPY
+    # The logits and the labels are read; losses, states and the gradient are written.
+    assert found.least_bytes == 2 * 8192 * 4096 * 2 + 4 * 8192 * 4
+    assert found.notes[0].startswith("XLA writes the gradient, times whatever follows the loss")
+    assert not jaxsoftmax.explain(X, op="cross_entropy", **options).notes
 
 
 def test_it_computes_nothing(explained: Any) -> None:

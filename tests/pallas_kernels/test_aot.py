@@ -1,4 +1,9 @@
-"""Every rung and config, compiled for an H200 without one: only what is said spills, and nothing is ignored."""
+"""Every rung and config, compiled for an H200 without one: only what is said spills, and nothing is ignored.
+
+And what XLA makes of the derivative that follows a kernel.
+"""
+
+import re
 
 import aot
 import cases
@@ -8,6 +13,7 @@ import pytest
 import toy
 from cases import DTYPES, Op, Problem
 
+import jaxsoftmax
 from pallas_kernels import dispatch, heuristics
 from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import H200
@@ -84,6 +90,34 @@ def test_configs_that_do_not_fit_are_not_offered():
 def test_reductions_through_the_same_scratch_are_seen(warpgroups):
     (report,) = aot.compile_for_h200(toy.centre, jax.ShapeDtypeStruct((warpgroups, 1024), jnp.float32))
     assert report.shares_scratch == (warpgroups > 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("cotangent", ["mean", "masked mean", "lse"])
+def test_the_gradient_for_any_cotangent_is_one_kernel_and_one_fusion(cotangent, dtype):
+    """Three passes over the logits: the kernel reads them, a loop reads them and writes the gradient."""
+    rows, cols = 4096, 50257
+
+    def total(x, y):
+        if cotangent == "mean":
+            return jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, y).mean()
+        counts = y >= 0
+        losses, lse = jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, y, ignore_index=-1, return_lse=True)
+        return ((losses + 1e-4 * lse**2 if cotangent == "lse" else losses) * counts).sum() / counts.sum()
+
+    operands = jax.ShapeDtypeStruct((rows, cols), dtype), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    program = jax.jit(jax.value_and_grad(total)).lower(*aot.on_h200(operands)).compile()
+    text = program.as_text()
+    lines = text[text.index("\nENTRY") :].splitlines()
+    (logits,) = (re.match(r"\s*(%\S+) = \S+ parameter\(0\)", line)[1] for line in lines if "parameter(0)" in line)
+    kernels = [line for line in lines if "mosaic_gpu" in line and "custom-call(" in line]
+    writing = [line for line in lines if re.search(rf"= \S*\[{rows},{cols}\]", line) and "parameter(" not in line]
+    reducing = [line for line in lines if "kind=kInput" in line and f"{logits}," in line.replace(")", ",")]
+    assert len(kernels) == len(writing) == 1
+    assert f"[{rows},{cols}]" not in kernels[0].split("custom-call(")[0], "the kernel writes a gradient"
+    assert "kind=kLoop" in writing[0]
+    assert not reducing, "XLA reduces over the logits, too"
+    assert program.memory_analysis().temp_size_in_bytes < 0.01 * rows * cols * dtype.itemsize
 
 
 def test_spills_are_seen():
