@@ -147,9 +147,8 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
     along, k = operator.index(axis) % logits.ndim, eqn.params["k"]
     if along < logits.ndim - 1:
         notes += (f"axis {along} is moved to the end: an extra copy",)
-    params = {name: value for name, value in eqn.params.items() if name != "whole"}
     x = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype)
-    inside = _eqn(jax.make_jaxpr(functools.partial(select, **params))(x), BY_OP[Op.STATS])
+    inside = _eqn(jax.make_jaxpr(functools.partial(select, **eqn.params))(x), BY_OP[Op.STATS])
     n, c = x.shape[-1], inside.invars[0].aval.shape[-1]
     chunks = -(-n // c)
     ordered = f"rows of {n}" if c == n else f"each row's {chunks} chunks of {c}, of which it takes {k} apart"
@@ -157,7 +156,9 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
     if n < chunks * c:
         notes += (f"the logits are filled up to {chunks * c} columns: an extra copy",)
     found = _explanation("top_k", Op.STATS, inside, device, here, notes)
-    return dataclasses.replace(found, call=_call("top_k", logits, (along,)), least_bytes=_least_bytes(eqn))
+    return dataclasses.replace(
+        found, call=_call("top_k", logits, (along,)), least_bytes=_bytes(*jaxpr.in_avals, *jaxpr.out_avals)
+    )
 
 
 def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes: tuple[str, ...]) -> Explanation:
@@ -171,7 +172,7 @@ def _explanation(name: str, op: Op, eqn: Any, device: Device, here: bool, notes:
         call=_call(name, avals[0], row["axes"]),
         here=here,
         device=device,
-        least_bytes=_least_bytes(eqn),
+        least_bytes=_bytes(*avals, *(var.aval for var in eqn.outvars)),
     )
     if implementation == "xla":
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
@@ -200,9 +201,8 @@ def _call(name: str, operand: Any, axes: tuple[int, ...]) -> str:
     return f"{name} of {operand.dtype}[{extents}] along axis {', '.join(map(str, axes)) or 'none'}"
 
 
-def _least_bytes(eqn: Any) -> int:
-    """Each operand and each result once."""
-    return sum(var.aval.size * var.aval.dtype.itemsize for var in (*eqn.invars, *eqn.outvars))
+def _bytes(*avals: Any) -> int:
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
 def _pulled_back(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

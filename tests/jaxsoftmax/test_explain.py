@@ -115,8 +115,7 @@ def test_what_is_selected_besides_the_kernel(explained: Any) -> None:
     problem = explained.problems[-1]
     chunks = 32000 // problem.cols
     assert (problem.rows, problem.scale) == (64 * chunks, 0.5)
-    # The logits are read; values, indices and the rows' maximum and sum come out.
-    assert found.least_bytes == 64 * (32000 * 2 + 8 * (4 + 4) + 2 * 4)
+    assert found.least_bytes == 64 * (32000 * 2 + 8 * (2 + 4))
     assert str(found).splitlines()[0] == "top_k of bfloat16[64,32000] along axis 1"
     ordered = f"each row's {chunks} chunks of {problem.cols}, of which it takes 8 apart"
     assert found.notes == (f"the kernel is for the statistics; XLA orders {ordered}",)
