@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from jaxsoftmax import _api
 from jaxsoftmax._checks import Axis
@@ -15,6 +17,8 @@ from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._lowering import kernel_call
 from jaxsoftmax._primitives import BY_OP
 from jaxsoftmax._rows import plan
+from jaxsoftmax._selection import select
+from jaxsoftmax._top_k import TOP_K, top_k_softmax
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Op
@@ -95,10 +99,11 @@ def explain(
         op: "softmax", "log_softmax", "logsumexp", or the backward or forward-mode pass of one of the first two:
             "softmax_vjp", "softmax_jvp", "log_softmax_vjp", "log_softmax_jvp". "cross_entropy" and
             "cross_entropy_gradient" are `softmax_cross_entropy_with_integer_labels` and its differentiated form, of
-            logits `x` and some labels; which form that is depends on whether `weights` are among the options.
+            logits `x` and some labels; which form that is depends on whether `weights` are among the options. "top_k"
+            is `top_k_softmax`.
         implementation: The call's implementation.
         device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
-        **options: What else the call is given by name, such as `label_smoothing`.
+        **options: What else the call is given by name, such as `label_smoothing` or `k`.
 
     Returns:
         An `Explanation`, whose `str()` is meant to be read.
@@ -126,14 +131,41 @@ def explain(
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
     jaxpr = jax.make_jaxpr(lambda x, arrays: call(x, **static, **arrays))(x, arrays)
-    eqn = next(eqn for eqn in jaxpr.eqns if eqn.primitive in (BY_OP[found], BY_OP[Op.CROSS_ENTROPY]))
+    present = hardware.present()
+    target = device or present or hardware.H200
+    if op == "top_k":
+        return _selection(jaxpr, axis, target, target == present, notes)
+    eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
         found, results = Op.CROSS_ENTROPY, [*results, *jaxpr.out_avals]
         notes += (_GRADIENT_BY_XLA,)
-    present = hardware.present()
-    target = device or present or hardware.H200
     return _explanation(op, found, eqn, results, target, target == present, notes)
+
+
+def _eqn(jaxpr: Any, *primitives: Primitive) -> Any:
+    return next(eqn for eqn in jaxpr.eqns if eqn.primitive in primitives)
+
+
+def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[str, ...]) -> Explanation:
+    """Explains the k largest of rows: the kernel is for the statistics of the rows, or of their chunks."""
+    (logits, *_), eqn = jaxpr.in_avals, _eqn(jaxpr, TOP_K)
+    along, k = operator.index(axis) % logits.ndim, eqn.params["k"]
+    if along < logits.ndim - 1:
+        notes += (f"axis {along} is moved to the end: an extra copy",)
+    x = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype)
+    inside = _eqn(jax.make_jaxpr(functools.partial(select, **eqn.params))(x), BY_OP[Op.STATS])
+    n, c = x.shape[-1], inside.invars[0].aval.shape[-1]
+    chunks = -(-n // c)
+    ordered = f"rows of {n}" if c == n else f"each row's {chunks} chunks of {c}, of which it takes {k} apart"
+    notes += (f"the kernel is for the statistics; XLA orders {ordered}",)
+    if n < chunks * c:
+        notes += (f"the logits are filled up to {chunks * c} columns: an extra copy",)
+    results = [var.aval for var in inside.outvars]
+    found = _explanation("top_k", Op.STATS, inside, results, device, here, notes)
+    return dataclasses.replace(
+        found, call=_call("top_k", logits, (along,)), least_bytes=_bytes(*jaxpr.in_avals, *jaxpr.out_avals)
+    )
 
 
 def _explanation(
@@ -144,14 +176,12 @@ def _explanation(
     params = dict(eqn.params)
     implementation = params.pop("implementation")
     operands, row = kernel_call(avals, **params)
-    extents = ",".join(map(str, avals[0].shape))
-    axes = ", ".join(map(str, row["axes"])) or "none"
     say = functools.partial(
         Explanation,
-        call=f"{name} of {avals[0].dtype}[{extents}] along axis {axes}",
+        call=_call(name, avals[0], row["axes"]),
         here=here,
         device=device,
-        least_bytes=sum(a.size * a.dtype.itemsize for a in (*avals, *results)),
+        least_bytes=_bytes(*avals, *results),
     )
     if implementation == "xla":
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
@@ -172,6 +202,16 @@ def _explanation(
         config=chosen.decision.config,
         bytes_moved=chosen.decision.bytes_moved,
     )
+
+
+def _call(name: str, operand: Any, axes: tuple[int, ...]) -> str:
+    """An operation, its operand and its axes, in words."""
+    extents = ",".join(map(str, operand.shape))
+    return f"{name} of {operand.dtype}[{extents}] along axis {', '.join(map(str, axes)) or 'none'}"
+
+
+def _bytes(*avals: Any) -> int:
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
 def _pulled_back(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -221,4 +261,5 @@ _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
     "logsumexp": (Op.STATS, _api.logsumexp),
     "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
     "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),
+    "top_k": (Op.STATS, top_k_softmax),
 }

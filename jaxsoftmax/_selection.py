@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax import _counting
 from jaxsoftmax._collective import from_all
 from jaxsoftmax._primitives import bind
 from jaxsoftmax._sharding import Cut, Names, Piece, Shape, Spec, inside, mesh_axes
+from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
@@ -83,18 +85,41 @@ def comparable(x: jax.Array, scale: float = 1.0) -> jax.Array:
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
-def select(x: jax.Array, *, k: int, scale: float, implementation: str | None) -> list[jax.Array]:
-    """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum."""
+def select(
+    x: jax.Array, *, k: int, normalizes: bool, scale: float, implementation: str | None, may_count: bool = False
+) -> list[jax.Array]:
+    """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
+
+    If it `normalizes`, their probabilities too, which may then take a kernel less. `may_count`: see `_counting`.
+    """
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation)
-    wide, c = accumulator_dtype(x.dtype), chunk_size(x.shape[-1], k)
-    if c == x.shape[-1]:
+    n, wide = x.shape[-1], accumulator_dtype(x.dtype)
+    c, counts = chunk_size(n, k), may_count and k == 1
+    if may_count and k > 1 and c < n and (few := _counting.chunk_size(n, k, math.prod(x.shape[:-1]))):
+        c, counts = few, True
+    if c == n:
         values, indices = jax.lax.top_k(comparable(x, scale), k)
-        return [values.astype(wide), indices.astype(jnp.int32), *state(x, axes=(x.ndim - 1,))]
-    chunks = chunked(x, c)
-    stats = Stats(*state(chunks, axes=(x.ndim,)))
-    maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
-    values, indices = largest_in(chunks, maxima, k, scale)
-    return [values.astype(wide), indices.astype(jnp.int32), *merge_over(stats, -1)]
+        row = Stats(*state(x, axes=(x.ndim - 1,)))
+    else:
+        chunks = chunked(x, c)
+        stats = Stats(*state(chunks, axes=(x.ndim,)))
+        if counts:
+            return _counting.select(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
+        maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
+        values, indices = largest_in(chunks, maxima, k, scale)
+        row = merge_over(stats, -1)
+    return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
+
+
+def probabilities(values: jax.Array, maximum: jax.Array, total: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Of selected `values` among all of a row, rounded."""
+    return reference.softmax(values, axes=(values.ndim - 1,), known=Stats(maximum, total)).astype(dtype)
+
+
+def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) -> list[jax.Array]:
+    """With the probabilities, if they are wanted."""
+    values, _, maximum, total = selected
+    return [*selected, probabilities(values, maximum, total, dtype)] if normalizes else selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +127,22 @@ class Selection:
     """`select`, to be cut: between rows without communication, within rows with one exchange of k numbers each."""
 
     k: int
+    normalizes: bool
     scale: float
     implementation: str | None
+    may_count: bool = False
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Everything on one device."""
-        return select(*operands, k=self.k, scale=self.scale, implementation=self.implementation)
+        return select(*operands, **dataclasses.asdict(self))
 
     def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
         """One device's part."""
         *lead, last = specs[0]
         names = mesh_axes(last)
         run = functools.partial(self._across, names, shapes[0][-1]) if names else self.whole
-        return Piece([P(*specs[0])], [P(*lead, None), P(*lead, None), P(*lead), P(*lead)], run)
+        selected, of_row = P(*lead, None), P(*lead)
+        return Piece([P(*specs[0])], [selected, selected, of_row, of_row, *[selected] * self.normalizes], run)
 
     def _across(self, names: Names, n: int, x: jax.Array) -> list[jax.Array]:
         """The selection from rows of `n`, from that of this device's columns and of everyone's."""
@@ -122,18 +150,19 @@ class Selection:
         first = jax.lax.axis_index(names) * local
         mask = inside((Cut(names, n),), (x.ndim - 1,), x.shape)
         x = x if mask is None else jnp.where(mask, x, -jnp.inf)
-        mine = dataclasses.replace(self, k=min(self.k, local)).whole(x)
+        mine = dataclasses.replace(self, k=min(self.k, local), normalizes=False).whole(x)
         mine[1] += first
         values, indices, *stats = from_all(names, *mine)
         values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
         values, at = jax.lax.top_k(values, self.k)
-        return [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
+        found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
+        return _completed(found, self.normalizes, x.dtype)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """A factor for each leading axis, one for the row, one for what is selected of it."""
         lead = [f"d{d}" for d in range(len(shapes[0]) - 1)]
         row, selected, stat = ArrayMapping(*lead, "row"), ArrayMapping(*lead, "selected"), ArrayMapping(*lead)
-        return SdyShardingRule((row,), (selected, selected, stat, stat))
+        return SdyShardingRule((row,), (selected, selected, stat, stat, *[selected] * self.normalizes))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Cuts between rows."""

@@ -1,7 +1,8 @@
 """`top_k_softmax`: the public function, and the primitive that JAX's transformations know it by.
 
-The primitive gives the k largest logits, their places, and the row's softmax state. It reduces the last axis, so that
-vmap adds a leading one. Its derivative is that of a selection, which places k numbers, and of the state's sum.
+The primitive gives the k largest logits, their places, the row's softmax state, and if of the whole row the
+probabilities. It reduces the last axis, so that vmap adds a leading one. Its derivative is that of a selection, which
+places k numbers, of the state's sum, and of the probabilities as a function of those.
 """
 
 import functools
@@ -18,10 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _checks, _sharding
-from jaxsoftmax._selection import Selection
+from jaxsoftmax._selection import Selection, probabilities
 from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
 from pallas_kernels import reference
-from pallas_kernels.monoid import Stats
 from pallas_kernels.reference import accumulator_dtype
 
 NAME = "top_k_softmax"
@@ -88,15 +88,14 @@ def top_k_softmax(
     if not isinstance(factor, float) or not 0 < factor < math.inf:
         x, factor = x.astype(wide) * jnp.asarray(factor, wide), 1.0
     x = x.astype(wide) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf to fill chunks with
-    whole = normalize == "all"
-    values, indices, *state = TOP_K.bind(
-        jnp.moveaxis(x, along, -1), k=k, whole=whole, scale=factor, implementation=implementation
+    values, indices, _, total, *y = TOP_K.bind(
+        jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, implementation=implementation
     )
-    row = Stats(*state)
-    y = reference.softmax(values, axes=(x.ndim - 1,), known=row if whole else None)
-    if not whole:
+    if y:
+        (y,) = y
+    else:
         # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
-        y *= jnp.where(jnp.isnan(row.sum), row.sum, 1)[..., None]
+        y = reference.softmax(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 
@@ -108,8 +107,8 @@ def _checked_k(k: int, n: Any, axis: int) -> int:
     return count
 
 
-def _avals(x: Any, *, k: int, **_: Any) -> list[Any]:
-    """The types of the selected logits and their indices, and of the row's maximum and sum."""
+def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
+    """The types of the selected logits and their indices, of the row's maximum and sum, and of the probabilities."""
     lead = spec_of(x)[:-1]
 
     def typed(shape: tuple[Any, ...], spec: Sequence[Any], dtype: Any) -> Any:
@@ -118,10 +117,12 @@ def _avals(x: Any, *, k: int, **_: Any) -> list[Any]:
 
     wide, rows = accumulator_dtype(x.dtype), x.shape[:-1]
     selected = functools.partial(typed, (*rows, k), (*lead, None))
-    return [selected(wide), selected(jnp.int32), typed(rows, lead, wide), typed(rows, lead, wide)]
+    return [selected(wide), selected(jnp.int32), typed(rows, lead, wide), typed(rows, lead, wide)] + (
+        [selected(x.dtype)] if normalizes else []
+    )
 
 
-def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, whole: bool, **params: Any) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, x: Any, **params: Any) -> Any:
     """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
     avals: Sequence[Any] = ctx.avals_in
     # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
@@ -134,21 +135,22 @@ def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **
     (x,), (at,) = operands, dims
     if at is not None and at == x.ndim - 1:
         x, at = jnp.moveaxis(x, at, 0), 0
-    return TOP_K.bind(x, **params), [at] * 4
+    out = TOP_K.bind(x, **params)
+    return out, [at] * len(out)
 
 
-def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, whole: bool, scale: float, **params: Any
-) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float, **params: Any) -> tuple[Any, Any]:
     """The selection moves with what it selects. The maximum counts as a constant, as in the rows' state by itself."""
     (x,), (t,) = primals, tangents
-    out = TOP_K.bind(x, whole=whole, scale=scale, **params)
+    out = TOP_K.bind(x, scale=scale, **params)
     moved: list[Any] = [ad.Zero(jax.typeof(part).to_tangent_aval()) for part in out]
     if type(t) is not ad.Zero:
-        values, indices, maximum, _ = out
+        values, indices, maximum, total, *y = out
         moved[0] = _pick(*unify_varying(t, indices)).astype(values.dtype) * scale
-        if whole:
+        if y:
             moved[3] = reference.stats_tangent(x, None, t, maximum, axes=(x.ndim - 1,), scale=scale)
+            of = lambda values, total: probabilities(values, maximum, total, x.dtype)
+            moved[4] = jax.jvp(of, (values, total), (moved[0], moved[3]))[1]
     return out, moved
 
 
@@ -173,5 +175,6 @@ TOP_K.multiple_results = True
 TOP_K.def_abstract_eval(_avals)
 TOP_K.def_impl(functools.partial(xla.apply_primitive, TOP_K))
 batching.fancy_primitive_batchers[TOP_K] = _batch
-mlir.register_lowering(TOP_K, _lower)
+mlir.register_lowering(TOP_K, lower)
+mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True), platform="cuda")
 ad.primitive_jvps[TOP_K] = _jvp

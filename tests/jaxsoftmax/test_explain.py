@@ -91,11 +91,13 @@ def test_what_a_named_kernel_would_cost(explained: Any) -> None:
 
 @pytest.mark.parametrize("name", _explain._CALLS)
 def test_every_op(explained: Any, name: str) -> None:
-    found = jaxsoftmax.explain(X, op=name)
+    options: dict[str, Any] = {"k": 8} if name == "top_k" else {}
+    found = jaxsoftmax.explain(X, op=name, **options)
     assert str(found).startswith(name + " of bfloat16[8192,4096]")
     want = {"logsumexp": Op.STATS, "softmax_jvp": Op.SOFTMAX_TANGENT, "log_softmax_jvp": Op.LOG_SOFTMAX_TANGENT}
     want |= {"softmax_vjp": Op.SOFTMAX_TANGENT, "log_softmax_vjp": Op.LOG_SOFTMAX_COTANGENT}
     want |= {"cross_entropy_gradient": Op.CROSS_ENTROPY}
+    want |= {"top_k": Op.STATS}
     assert explained.problems[-1].op is want.get(name, Op(name) if name in set(Op) else None)
 
 
@@ -119,6 +121,30 @@ def test_it_says_who_writes_a_loss_gradient(explained: Any, options: dict[str, A
     assert found.least_bytes == 2 * 8192 * 4096 * 2 + 4 * 8192 * 4
     assert found.notes[0].startswith("XLA writes the gradient, times whatever follows the loss")
     assert not jaxsoftmax.explain(X, op="cross_entropy", **options).notes
+
+
+def test_what_is_selected_besides_the_kernel(explained: Any) -> None:
+    x = jax.ShapeDtypeStruct((64, 32000), jnp.bfloat16)
+    found = jaxsoftmax.explain(x, op="top_k", k=8, scale=0.5)
+    problem = explained.problems[-1]
+    chunks = 32000 // problem.cols
+    assert (problem.rows, problem.scale) == (64 * chunks, 0.5)
+    assert found.least_bytes == 64 * (32000 * 2 + 8 * (2 + 4))
+    assert str(found).splitlines()[0] == "top_k of bfloat16[64,32000] along axis 1"
+    ordered = f"each row's {chunks} chunks of {problem.cols}, of which it takes 8 apart"
+    assert found.notes == (f"the kernel is for the statistics; XLA orders {ordered}",)
+    found = jaxsoftmax.explain(jax.ShapeDtypeStruct((2, 50261), jnp.float32), op="top_k", k=3)
+    filled = explained.problems[-1].rows // 2 * explained.problems[-1].cols
+    assert found.notes[1] == f"the logits are filled up to {filled} columns: an extra copy"
+    found = jaxsoftmax.explain(jnp.zeros((8, 16, 64)), 1, op="top_k", k=2, implementation="mosaic_gpu")
+    assert (found.kernel, explained.problems[-1].cols) == ("stand-in", 16)
+    assert str(found).startswith("top_k of float32[8,16,64] along axis 1")
+    assert found.notes[0] == "axis 1 is moved to the end: an extra copy"
+    assert found.notes[1:] == ("the kernel is for the statistics; XLA orders rows of 16",)
+    with pytest.raises(ValueError, match="k=9, expected 0 <= k <= 5"):
+        jaxsoftmax.explain(jnp.zeros((2, 5)), op="top_k", k=9)
+    with pytest.raises(TypeError, match="where"):
+        jaxsoftmax.explain(X, op="top_k", k=2, where=jnp.ones(4096, bool))
 
 
 def test_it_computes_nothing(explained: Any) -> None:

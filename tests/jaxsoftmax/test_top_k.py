@@ -1,7 +1,7 @@
 """`top_k_softmax`: values and indices against NumPy float64, derivatives against plain JAX's, and its messages."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,21 +23,6 @@ SIZES = [(1, 1), (7, 7), (300, 5), (1200, 7), (1500, 700), (4096, 1), (5003, 3),
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 4, 40)))
 T = jnp.asarray(RNG.normal(size=(3, 4, 40)))
-
-
-@pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short rows take the long ones' way too, over more than one level."""
-
-    def clear() -> None:
-        jax.clear_caches()
-        _selection.chunk_size.cache_clear()
-
-    monkeypatch.setattr(_selection, "_AT_ONCE", 4)
-    clear()
-    yield
-    monkeypatch.undo()
-    clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)

@@ -1,0 +1,46 @@
+"""`top_k_softmax` of few rows, compiled for an H200 without one: in how few kernels, of which none sorts.
+
+Each kernel of so little work costs a microsecond or two: their number is the time.
+"""
+
+import re
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsoftmax import top_k_softmax
+
+pytestmark = pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+
+# An instruction of the main computation that launches a kernel.
+_LAUNCHES = r" (fusion|custom-call|sort|copy|scatter|gather|while|call|conditional|reduce|broadcast)\("
+
+
+def kernels(function, rows, cols, dtype=jnp.bfloat16):
+    (x,) = aot.on_h200([jax.ShapeDtypeStruct((rows, cols), dtype)])
+    text = jax.jit(function).lower(x).compile().as_text()
+    main = text[text.index("\nENTRY ") :]
+    found = [found[1] for line in main.splitlines() if (found := re.search(_LAUNCHES, line))]
+    sorts = text.count(" sort(") + sum(name in text for name in ("TopK", "cub::", "DeviceRadixSort"))
+    return found, sorts
+
+
+@pytest.mark.parametrize("cols", [32000, 128256, 262144])
+@pytest.mark.parametrize("rows, k, most", [(1, 1, 3), (64, 1, 4), (1, 8, 6), (1, 64, 6)])
+def test_few_kernels(rows, k, most, cols):
+    found, sorts = kernels(lambda x: top_k_softmax(x, k), rows, cols)
+    assert len(found) <= most, found
+    assert found.count("custom-call") == 1, "the statistics"
+    assert not sorts
+
+
+def test_few_kernels_of_another_dtype_and_scale():
+    found, sorts = kernels(lambda x: top_k_softmax(x, 8, scale=0.7), 1, 50257, jnp.float32)
+    assert len(found) <= 7, "one more for the copy"
+    assert not sorts
+
+
+def test_many_rows_are_sorted():
+    assert kernels(lambda x: top_k_softmax(x, 8), 64, 32000)[1], "the count above sees nothing"
