@@ -99,7 +99,8 @@ def flash_attention(
             as in `jax.nn`, or "bottom_right" for key `i + S - T`, as in FlashAttention, which suits a cache of keys.
         logits_soft_cap: Bends logits before bias and mask, to `cap * tanh(logits / cap)`.
         sinks: A logit for each query head, `[N]`, which joins the denominator only.
-        query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences.
+        query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences: the
+            kernels skip the tiles of other documents than theirs, all of them if each document is in one piece.
         key_value_segment_ids: Integers `[*batch, S]`; those of the queries by default, if T = S.
         deterministic_gradients: Whether the kernel's gradients come out the same, bit by bit, every time. Without it
             the query's gradient is summed in whatever order blocks finish: it varies by roundings of float32, and comes

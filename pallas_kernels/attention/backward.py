@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import scopes
 from pallas_kernels.attention import backward_launch, backward_operands, backward_turns, gather
-from pallas_kernels.attention.backward_blocks import Block, Step, Visit
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK
 from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
@@ -95,7 +95,7 @@ class _Tile(NamedTuple):
     ds_s: jax.Ref  # the score gradients, of all warpgroups
 
 
-def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], compare: bool) -> None:
+def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], compare: Compare) -> None:
     """One tile: adds to dK and dV in registers and to dQ in device memory."""
     problem, config, refs = block.problem, block.config, block.refs
     dk_sum, dv_sum = sums
@@ -116,10 +116,12 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
         x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
         p, slope = probabilities(block, step, warpgroup, x, compare)
         plgpu.wgmma(dv_sum, p.astype(dtype), do_s)
-        ended = None
+        before, ended = None, None
         if problem.deterministic:
             backward_turns.end_before(block, step, warpgroup)
             ended = backward_turns.ended(block, step, warpgroup)
+            # What comes from memory is asked for early; what is computed, and would take registers, later.
+            before = backward_turns.before(block, step.i) if problem.segments else None
         if slope is not None:
             p = p * slope
         ds = (p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)).astype(dtype)
@@ -127,15 +129,20 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
             ds_s[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.commit_smem()
         scopes.sync_block(config.warpgroups)
-        pl.run_scoped(lambda dq_sum: _add_to_dq(tile, ds, dk_sum, dq_sum, ended), ACC((CHUNK, CHUNK), jnp.float32))
+        turn = before, ended
+        pl.run_scoped(lambda dq_sum: _add_to_dq(tile, ds, dk_sum, dq_sum, turn), ACC((CHUNK, CHUNK), jnp.float32))
 
     pl.run_scoped(products, *[ACC(shape, jnp.float32)] * 2)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(refs.q_free.at[slot])
 
 
-def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumulator, ended: jax.Array | None) -> None:
-    """A warpgroup's share of the tile's product for dQ, over the keys of all warpgroups; and dK meanwhile."""
+def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumulator, turn: tuple[Any, Any]) -> None:
+    """A warpgroup's share of the tile's product for dQ, over the keys of all warpgroups; and dK meanwhile.
+
+    `turn`: how many add to the tile before, where that is known already, and have, where there are turns.
+    """
+    before, ended = turn
     block, step, warpgroup, slot, ds_s = tile
     problem, refs, chunks = block.problem, block.refs, block.refs.k_s.shape[1]
     rows, columns = lax.div(warpgroup, chunks), lax.rem(warpgroup, chunks)
@@ -153,9 +160,8 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
     at = pl.ds(step.i * block.config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
     source, target = refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
 
-    before = None
     if ended is not None:
-        before = backward_turns.before(block, step.i)
+        before = backward_turns.before(block, step.i) if before is None else before
         backward_turns.wait(block, step, warpgroup, before, ended)
     backward_turns.add(block, source, target, before)
 

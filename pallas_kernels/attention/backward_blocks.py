@@ -10,19 +10,30 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import schedule
+from pallas_kernels.attention import schedule, segments
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import Index
 
 
 class Span(NamedTuple):
-    """Blocks of queries `first <= i < end`; of them `inner_first <= i < inner_end` need no comparison of indices."""
+    """Blocks of queries `first <= i < end`; of them `inner_first <= i < inner_end` need no comparison.
+
+    Of indices, that is, and of segment ids.
+    """
 
     first: Any
     inner_first: Any
     inner_end: Any
     end: Any
+
+    def narrowed(self, by: "Span") -> "Span":
+        """The blocks of both, which need no comparison if neither does."""
+        first = _clip(by.first, self.first, self.end)
+        end = _clip(by.end, first, self.end)
+        inner_first = _clip(jnp.maximum(self.inner_first, by.inner_first), first, end)
+        inner_end = _clip(jnp.minimum(self.inner_end, by.inner_end), inner_first, end)
+        return Span(first, inner_first, inner_end, end)
 
 
 class Step(NamedTuple):
@@ -35,6 +46,7 @@ class Step(NamedTuple):
 
 
 Visit = Callable[["Block", jax.Array], None]
+Compare = bool | jax.Array  # whether indices and segment ids need comparing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +76,13 @@ class Block:
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
         batch, key_head = lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
-        if _latest_first(problem):
+        if latest_first(problem):
             index = (per_head - 1) - index
-        keys, queries = problem.key_length, -(-problem.query_length // config.block_q)
-        if problem.key_lengths:
-            keys = jnp.minimum(refs.key_lengths[batch], keys)
-        if problem.query_lengths:
-            queries = jnp.minimum(div(refs.query_lengths[batch] + (config.block_q - 1), config.block_q), queries)
-        span = _span(problem, config, index * config.block_kv, keys, queries)
+        keys, queries = _counts(problem, config, refs, batch)
+        if problem.segments:
+            span = Span(*(refs.segment_spans[batch, index, i] for i in range(4)))
+        else:
+            span = _span(problem, config, index * config.block_kv, keys, queries)
         return cls(problem, config, refs, batch, key_head, index, keys, span, steps_before)
 
     @property
@@ -108,8 +119,12 @@ class Block:
         """`visit(step)` for the same steps in the same order, for those who do not compare indices."""
         self.each_head(lambda h: pl.loop(self.span.first, self.span.end)(lambda i: visit(self.step(h, i))))
 
-    def each_step(self, visit: Callable[[Step, bool], None]) -> None:
-        """`visit(step, compare)` for each head of the group and block of queries that sees the keys."""
+    def each_step(self, visit: Callable[[Step, Compare], None]) -> None:
+        """`visit(step, compare)` for each head of the group and block of queries that sees the keys.
+
+        Where there are segments, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills 60 bytes
+        instead of 12.
+        """
         first, inner_first, inner_end, end = self.span
         left, right = schedule.bounds(self.problem)
 
@@ -117,6 +132,9 @@ class Block:
             def piece(start: Any, stop: Any, compare: bool) -> None:
                 pl.loop(start, stop)(lambda i: visit(self.step(h, i), compare))
 
+            if self.problem.segments:
+                pl.loop(first, end)(lambda i: visit(self.step(h, i), (i < inner_first) | (i >= inner_end)))
+                return
             if right is not None or self.ragged:
                 piece(first, inner_first, True)
             piece(inner_first, inner_end, False)
@@ -143,6 +161,24 @@ def each_block(
     return each
 
 
+def segment_spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> jax.Array:
+    """The spans of all blocks of keys, `[B, blocks, 4]`."""
+    met = segments.spans(segments.pairs(ops.key_segments, ops.query_segments, config.block_kv, config.block_q))
+    keys, queries = _counts(problem, config, ops, (slice(None), None))
+    span = _span(problem, config, jnp.arange(met.shape[1]) * config.block_kv, keys, queries)
+    return jnp.stack(span.narrowed(Span(*(met[:, :, i] for i in range(4)))), axis=2)
+
+
+def _counts(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> tuple[Any, Any]:
+    """How many keys there are in all, and how many blocks of queries; `batch`: where in the lengths."""
+    keys, queries = problem.key_length, -(-problem.query_length // config.block_q)
+    if problem.key_lengths:
+        keys = jnp.minimum(operands.key_lengths[batch], keys)
+    if problem.query_lengths:
+        queries = jnp.minimum(div(operands.query_lengths[batch] + (config.block_q - 1), config.block_q), queries)
+    return keys, queries
+
+
 def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:
     return problem.key_lengths or problem.key_length % config.block_kv != 0
 
@@ -166,7 +202,7 @@ def _span(problem: Attention, config: AnyBackwardConfig, key: Index, keys: Index
     return Span(first, inner_first, _clip(inner_end, inner_first, end), end)
 
 
-def _latest_first(problem: Attention) -> bool:
+def latest_first(problem: Attention) -> bool:
     """Whether the last block of keys has the first turn.
 
     Under a bound on the right it begins at the last queries, so that nobody waits for blocks that come before.

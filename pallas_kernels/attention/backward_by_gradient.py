@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels import scopes
 from pallas_kernels.attention import backward_launch, backward_turns, gather
-from pallas_kernels.attention.backward_blocks import Block, Step, Visit
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, padded_dims, tiled
 from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
@@ -106,7 +106,7 @@ def _values(block: Block) -> None:
     _write(block, sums, refs.v_s.at[0], refs.d_value)
 
 
-def _add_to_dv(block: Block, step: Step, sums: Sums, compare: bool) -> None:
+def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     problem, config, refs = block.problem, block.config, block.refs
     here = gather.recomputed(jnp.int32(0))
     slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_turns
+from pallas_kernels.attention import backward_blocks, backward_turns
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 
@@ -107,6 +107,9 @@ def inputs(
     if problem.segments:
         found["query_segments"] = ops.query_segments[:, None, None, :]
         found["key_segments"] = ops.key_segments[:, None, :, None]
+        found["segment_spans"] = spans = backward_blocks.segment_spans(problem, config, ops)
+        if problem.deterministic:
+            found["turns_before"] = backward_turns.of_spans(problem, config, spans)
     return found
 
 

@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import elementary, mosaic
 from pallas_kernels.attention import gather, schedule
-from pallas_kernels.attention.backward_blocks import Block, Step
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 
 LOG2E = math.log2(math.e)
@@ -28,13 +28,13 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def probabilities(
-    block: Block, step: Step, warpgroup: Any, x: jax.Array, compare: bool
+    block: Block, step: Step, warpgroup: Any, x: jax.Array, compare: Compare
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The probabilities of `x [64 keys, queries]`, and the soft cap's derivative; `compare`: the indices."""
+    """The probabilities of `x [64 keys, queries]`, and the soft cap's derivative; `compare`: indices and ids."""
     problem, refs = block.problem, block.refs
     key, row = block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
     extras = {}
-    for name in ("bias", "mask", "query_segments", "key_segments"):
+    for name in ("bias", "mask"):
         if hasattr(refs, name):
             extras[name] = gather.load_tile(getattr(refs, name), (block.batch, step.head, key, row), x.shape[1])
     slope = None
@@ -46,17 +46,20 @@ def probabilities(
         x, slope = bent * (problem.soft_cap * LOG2E), 1.0 - bent * bent
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
-    if compare:
-        x = _in_bounds(block, x, key, row)
-    seen = []
-    if problem.mask:
-        seen.append(extras["mask"].astype(jnp.int32) != 0)
     if problem.segments:
-        seen.append(extras["query_segments"] == extras["key_segments"])
-    for condition in seen:
-        x = jnp.where(condition, x, -jnp.inf)
+        corner = block.batch, step.head, key, row
+        x = lax.cond(compare, lambda x: _of_segment(block, _in_bounds(block, x, key, row), corner), lambda x: x, x)
+    elif compare:
+        x = _in_bounds(block, x, key, row)
+    if problem.mask:
+        x = jnp.where(extras["mask"].astype(jnp.int32) != 0, x, -jnp.inf)
     lse = by_column(refs.lse_s.at[lax.rem(step.n, block.config.stages)], x.shape)
     return elementary.weight_in_sum(x, lse), slope
+
+
+def _of_segment(block: Block, x: jax.Array, corner: gather.Corner) -> jax.Array:
+    """`x` with -inf where query and key are of different segments."""
+    return gather.keep_equal(x, block.refs.key_segments, block.refs.query_segments, corner)
 
 
 def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:

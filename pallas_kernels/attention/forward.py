@@ -63,6 +63,9 @@ def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) ->
             keys = jnp.clip(gather.uniform(block.key_lengths[batch]), 0, keys)
         place = Place(batch, lax.rem(head, jnp.int32(problem.query_heads)), row, queries, keys)
         span = schedule.span(problem, config.block_kv, row, config.block_q, queries, keys)
+        if problem.segments:
+            at = batch, lax.rem(tile, jnp.int32(per_head))
+            span = schedule.narrowed(span, Span(*(gather.uniform(block.segment_spans[*at, i]) for i in range(4))))
         visit(place, span, steps)
         return steps + (span.end - span.first)
 
@@ -133,8 +136,7 @@ def _compute(block: Block) -> None:
     def visit(place: Place, span: Span, steps: jax.Array) -> None:
         place = place._replace(row=place.row + warpgroup * WARPGROUP_ROWS)
         own = schedule.span(block.problem, block.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
-        first = jnp.minimum(own.first, span.end - 1)
-        own = own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
+        own = schedule.narrowed(span, own) if block.problem.segments else schedule.within(span, own)
         plgpu.barrier_wait(block.query_full.at[warpgroup])
         begin, stop = steps + (span.end - own.end), steps + (span.end - own.first)
         _pass_over(block, steps, begin)
@@ -175,7 +177,7 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
         extras = scores.load_extras(problem, block, place, key(i), config.block_kv)
         x = products()
         plgpu.barrier_arrive(block.key_empty.at[slot(i)])
-        return scores.logits(problem, place, extras, x, key(i), edge)
+        return scores.logits(problem, block, place, extras, x, key(i), edge)
 
     def first(products: Any) -> jax.Array:
         i = jnp.int32(0)
@@ -270,8 +272,7 @@ def _body(
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
-    names = memory.names(problem)
-    arrays = memory.addressable(dict(zip(names, operands, strict=True)))
+    arrays = memory.addressable(config, dict(zip(memory.names(problem), operands, strict=True)))
     if config.persistent:
         blocks = hardware.current().sm_count
         deal = schedule.deal(problem, config, blocks)
@@ -281,7 +282,7 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     query_length, head_dim, value_dim = arrays["query"].shape[1], arrays["query"].shape[3], arrays["value"].shape[3]
     batch, heads, rows = problem.batch, problem.query_heads, -(-problem.query_length // config.block_q) * config.block_q
     out, lse = plgpu.kernel(
-        functools.partial(_body, problem=problem, config=config, names=(*names, "deal", "out", "lse")),
+        functools.partial(_body, problem=problem, config=config, names=(*arrays, "deal", "out", "lse")),
         out_type=(
             jax.ShapeDtypeStruct((batch, query_length, heads, value_dim), problem.dtype),
             jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
@@ -293,5 +294,5 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
         scratch_types=memory.scratch(config, head_dim, value_dim, problem.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention",
-    )(*(arrays[name] for name in names), deal)
+    )(*arrays.values(), deal)
     return out[:, : problem.query_length, :, : problem.value_dim], lse[:, :, : problem.query_length]

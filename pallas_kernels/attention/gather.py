@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, elements, global_address, scalar
+from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, c64, elements, global_address, scalar
 
 Corner = tuple[Index, Index, Index, Index]
 
@@ -103,6 +103,45 @@ def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
     wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
     return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(keep_between)(x, *bounds)
+
+
+def keep_equal(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
+    """`x [64, n]` where the row's and the column's numbers are equal, and -inf elsewhere.
+
+    `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. Compares what it loads at once, for want of registers.
+    """
+    size = of_columns.shape[3]
+
+    def keep_same(ctx, ref, x, rows, batch, column):
+        i32 = ir.IntegerType.get_signless(32)
+        column = arith.addi(scalar(column), arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2)))
+        base = global_address(ref)
+        base = arith.addi(base, arith.muli(arith.extui(base.type, scalar(batch)), c64(4 * size)))
+        base = arith.addi(base, arith.muli(arith.extui(base.type, column), c64(4)))
+        of_row = [elements(pair)[0] for pair in rows.registers.flat]
+        registers = np.empty_like(x.registers)
+        outside = utils.c(-math.inf, ir.F32Type.get())
+        for j in range(x.shape[1] // 8):
+            inside = [arith.cmpi(arith.CmpIPredicate.slt, column, c32(size - (8 * j + e))) for e in range(2)]
+            address = [arith.addi(base, c64(4 * (8 * j + e))) for e in range(2)]
+            if size % 2 == 0:
+                word = _load(address[0], inside[0], 8)
+                of_column = [arith.trunci(i32, word), arith.trunci(i32, arith.shrui(word, c64(32)))]
+            else:
+                of_column = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
+            for r in range(2):
+                pair = x.registers.flat[2 * j + r]
+                same = [arith.cmpi(arith.CmpIPredicate.eq, of_row[r], c) for c in of_column]
+                kept = [arith.select(s, v, outside) for s, v in zip(same, elements(pair), strict=True)]
+                registers.flat[2 * j + r] = vector.from_elements(pair.type, kept)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    batch, head, row, column = (jnp.int32(i) for i in corner)
+    rows = load_tile(of_rows, (batch, head, row, column), 8)
+    wgmma = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), wgmma, wgmma, SPLAT, SPLAT), return_type=result)
+    return operation(keep_same)(of_columns, x, rows, batch, column)
 
 
 def uniform(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import hardware
+from pallas_kernels.attention import segments
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 
@@ -51,13 +52,13 @@ def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dty
 def names(problem: Attention) -> tuple[str, ...]:
     """The operands that the problem has, in their order."""
     lengths = [name for name in ("query_lengths", "key_lengths") if getattr(problem, name)]
-    segments = ["query_segments", "key_segments"] * problem.segments
+    ids = ["query_segments", "key_segments"] * problem.segments
     optional = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
-    return ("query", "key", "value", *optional, *lengths, *segments, *["sinks"] * problem.sinks)
+    return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
 
 
-def addressable(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands as the kernel reads them.
+def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The operands as the kernel reads them, and what keys their segments let each block of queries see.
 
     Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
     """
@@ -67,6 +68,8 @@ def addressable(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if any(after for _, after in missing):
             arrays[name] = jnp.pad(arrays[name], missing)
     if "query_segments" in arrays:
+        ids = arrays["query_segments"], arrays["key_segments"]
+        arrays["segment_spans"] = segments.spans(segments.pairs(*ids, config.block_q, config.block_kv))
         arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
         arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
     return arrays

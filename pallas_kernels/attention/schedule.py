@@ -25,7 +25,10 @@ def bounds(problem: Attention) -> tuple[int | None, int | None]:
 
 
 class Span(NamedTuple):
-    """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison of indices."""
+    """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison.
+
+    Of indices, that is, and of segment ids.
+    """
 
     first: Any
     inner_first: Any
@@ -48,11 +51,24 @@ def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, k
     return Span(first, inner_first, inner_end, _min(_max(end, first + 1), first + 1 + alive))
 
 
+def within(span: Span, own: Span) -> Span:
+    """`own`, of some of the rows of `span`, if it has a tile in there, and else one of `span`."""
+    first = jnp.minimum(own.first, span.end - 1)
+    return own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
+
+
+def narrowed(span: Span, by: Span) -> Span:
+    """The tiles of both, which need no comparison if neither does; if there are none, one of `span`."""
+    first = jnp.clip(by.first, span.first, span.end - 1)
+    end = jnp.clip(by.end, first + 1, span.end)
+    return Span(first, jnp.maximum(span.inner_first, by.inner_first), jnp.minimum(span.inner_end, by.inner_end), end)
+
+
 def at_edge(problem: Attention, span: Span, tile: jax.Array) -> jax.Array | None:
     """Whether some of the span's queries do not see all keys of the tile; None: that cannot be."""
     left, right = bounds(problem)
-    after = None if right is None else tile >= span.inner_end
-    before = None if left is None else tile < span.inner_first
+    after = None if right is None and not problem.segments else tile >= span.inner_end
+    before = None if left is None and not problem.segments else tile < span.inner_first
     return before if after is None else after if before is None else before | after
 
 

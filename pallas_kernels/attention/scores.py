@@ -1,5 +1,6 @@
 """From a tile's products Q K^T to logits: scale, cap, bias, and which keys a query sees."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,6 @@ class Extras(NamedTuple):
 
     bias: jax.Array | None
     mask: jax.Array | None
-    segments: tuple[jax.Array, jax.Array] | None
 
 
 def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int) -> Extras:
@@ -39,11 +39,7 @@ def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, key
     corner = place.batch, place.head, place.row, key
     bias = gather.load_tile(refs.bias, corner, keys) if problem.bias else None
     mask = gather.load_tile(refs.mask, corner, keys) if problem.mask else None
-    segments = None
-    if problem.segments:
-        of = lambda ids: gather.load_tile(ids, corner, keys)
-        segments = of(refs.query_segments), of(refs.key_segments)
-    return Extras(bias, mask, segments)
+    return Extras(bias, mask)
 
 
 def folds_scale(problem: Attention) -> bool:
@@ -51,10 +47,12 @@ def folds_scale(problem: Attention) -> bool:
     return problem.scale > 0 and problem.soft_cap is None and problem.bias is None
 
 
-def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: jax.Array, edge: Any) -> jax.Array:
+def logits(
+    problem: Attention, refs: Any, place: Place, extras: Extras, x: jax.Array, key: jax.Array, edge: Any
+) -> jax.Array:
     """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
 
-    `edge`: whether indices need comparing; None: never.
+    `edge`: whether indices and segment ids need comparing; None: never.
     """
     if not folds_scale(problem):
         x = x * problem.scale
@@ -63,18 +61,21 @@ def logits(problem: Attention, place: Place, extras: Extras, x: jax.Array, key: 
         x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + elementary.exp_16bit(x * (2 / problem.soft_cap)))
     if extras.bias is not None:
         x = x + extras.bias.astype(jnp.float32)
-    seen = []
     if extras.mask is not None:
-        seen.append(extras.mask.astype(jnp.int32) != 0)
-    if extras.segments is not None:
-        seen.append(extras.segments[0] == extras.segments[1])
-    for condition in seen:
-        x = jnp.where(condition, x, -jnp.inf)
+        x = jnp.where(extras.mask.astype(jnp.int32) != 0, x, -jnp.inf)
     if edge is None:
         return x
-    if edge is True:
-        return _in_bounds(problem, place, x, key)
-    return lax.cond(edge, lambda x: _in_bounds(problem, place, x, key), lambda x: x, x)
+    compared = functools.partial(_compared, problem, refs, place, key)
+    return compared(x) if edge is True else lax.cond(edge, compared, lambda x: x, x)
+
+
+def _compared(problem: Attention, refs: Any, place: Place, key: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, and -inf where the indices or the segments of query and key forbid it; `key` is the tile's first."""
+    if problem.segments:
+        # Not loaded while the products are computed, as most tiles are of one segment, and for want of registers.
+        corner = place.batch, 0, place.row, key
+        x = gather.keep_equal(x, refs.query_segments, refs.key_segments, corner)
+    return _in_bounds(problem, place, x, key)
 
 
 def _in_bounds(problem: Attention, place: Place, x: jax.Array, key: jax.Array) -> jax.Array:

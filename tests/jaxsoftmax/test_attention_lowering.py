@@ -133,6 +133,7 @@ def test_folds(leads: dict[str, tuple[int, ...]], batch: int, heads: int) -> Non
 
 def test_copies_are_said() -> None:
     shapes = dict(query=(3, 2, 16, 4, 64), key=(3, 2, 16, 2, 64), value=(1, 2, 16, 2, 60), mask=(1, 2, 1, 16, 16))
+    shapes |= dict(query_segments=(3, 2, 16), key_segments=(3, 2, 16))
     dtypes = dict.fromkeys(shapes, jnp.bfloat16)
     found = _attention_fold.plan(Op.FORWARD, shapes, dtypes, Rules(), H200, False)
     if found.decision is not None:
@@ -140,6 +141,7 @@ def test_copies_are_said() -> None:
             "value, of shape (1, 2, 16, 2, 60), is copied to (6, 16, 2, 60)",
             "mask, of shape (1, 2, 1, 16, 16), is copied to (6, 1, 16, 16)",
             "the heads of value are padded to a multiple of 8",
+            "which tiles have segments in common is found first, and the kernel skips the others",
         )
 
 

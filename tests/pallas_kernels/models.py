@@ -233,6 +233,12 @@ def _keep_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> li
     return [jnp.where(seen, x, -jnp.inf)]
 
 
+def _keep_same(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: Any, column: Any) -> list[Any]:
+    column = column + np.arange(x.shape[1])
+    of_columns = machine.gather(ref, (batch, 0, 0, column), column < static.size, 0)
+    return [jnp.where(rows[:, :1] == of_columns, x, -jnp.inf)]
+
+
 def _first_lane(machine: Any, static: Any, x: Any) -> list[Any]:
     return [x]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import aot
 import attention_oracle
+import documents
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
     "key-lengths": {"key_lengths": True},
     "segments": {"segments": True},
+    "segments-causal": {"segments": True, "causal_offset": 0},
     "soft-cap": {"soft_cap": 2.0},
     "sinks": {"sinks": True, "causal_offset": -3},
     "bias": {"bias": "BNTS"},
@@ -55,9 +57,9 @@ def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype
     return Attention(Op.FORWARD, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **facts)
 
 
-def operands_of(p: Attention, seed: int = 0) -> dict[str, Any]:
-    """Random operands; what lies past the keys' lengths is NaN."""
-    rng = np.random.default_rng(seed)
+def operands_of(p: Attention, ids: str = "few") -> dict[str, Any]:
+    """Random operands; what lies past the keys' lengths is NaN. `ids`: of the segments, one of `documents.PATTERNS`."""
+    rng = np.random.default_rng(0)
     b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
     dims = {
         "query": (b, t, n, p.head_dim),
@@ -76,8 +78,7 @@ def operands_of(p: Attention, seed: int = 0) -> dict[str, Any]:
         past = np.arange(s) >= arrays["key_lengths"][:, None]
         arrays["key"][past], arrays["value"][past] = np.nan, np.nan
     if p.segments:
-        arrays["query_segments"] = np.sort(rng.integers(0, 3, (b, t)).astype(np.int32))
-        arrays["key_segments"] = np.sort(rng.integers(0, 3, (b, s)).astype(np.int32))
+        arrays["query_segments"], arrays["key_segments"] = documents.PATTERNS[ids](rng, b, t, s)
     if p.sinks:
         arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
     return arrays
@@ -107,8 +108,8 @@ def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forw
     return float(np.abs(rounded.astype(np.float64) - truth.out).max(initial=0.0))
 
 
-def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands)) -> None:
-    arrays = operands_of(p)
+def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands), ids: str = "few") -> None:
+    arrays = operands_of(p, ids)
     truth = truth_of(p, arrays)
     operands = [jnp.asarray(x) for x in arrays.values()]
     out, lse = (np.asarray(x) for x in run(lambda *a: forward.run(p, config, *a), *operands))
@@ -147,6 +148,15 @@ def test_matches_the_oracle(p):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ids", documents.PATTERNS)
+@pytest.mark.parametrize("kind", ["segments", "segments-causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_segments_that_skip(kind, ids, head_dim):
+    p = problem_of(kind, (1500, 1501), (head_dim, head_dim), "bfloat16", heads=(3, 1))
+    check(p, heuristics.forward(p, hardware.H200)[0], ids=ids)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal_offset", [None, 0])
 def test_results_repeat_bit_by_bit(head_dim, causal_offset):
@@ -181,6 +191,24 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
 )
 def test_configs_in_the_interpreter(config, interpreted):
     check(problem_of("window-left", (200, 300), (64, 64), "float16", heads=(2, 2)), config, interpreted)
+
+
+SKIPPING = {
+    "packed": ({}, (260, 260)),
+    "packed-causal": ({"causal_offset": 0, "key_lengths": True, "query_lengths": True}, (260, 260)),
+    "unsorted": ({"window": (150, 60), "sinks": True}, (200, 330)),
+    "few": ({"causal_offset": 130}, (260, 330)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SKIPPING)
+def test_segments_that_skip_in_the_interpreter(name, interpreted):
+    facts, lengths = SKIPPING[name]
+    p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, persistent=name == "few")
+    check(p, config, interpreted, name.split("-")[0])
 
 
 # Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
