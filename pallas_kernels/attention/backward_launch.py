@@ -24,8 +24,6 @@ def unsupported(problem: Attention, widest: int) -> str | None:
         size = getattr(problem, name)
         if size > widest or size % 8:
             return f"the kernel takes {name} up to {widest} in multiples of 8; it is {size}"
-    if problem.bias is not None and problem.soft_cap is not None:
-        return "the kernel has no gradient of a bias beside a soft cap"
     return None
 
 

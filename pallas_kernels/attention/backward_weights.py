@@ -16,6 +16,7 @@ from pallas_kernels import elementary, mosaic
 from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.backward_blocks import Block, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.problem import Attention
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
@@ -27,23 +28,28 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
-def probabilities(
-    block: Block, step: Step, warpgroup: Any, x: jax.Array, compare: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """The probabilities of `x [64 keys, queries]`, and the soft cap's derivative; `compare`: the indices."""
-    problem, refs = block.problem, block.refs
-    key, row = block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
-    extras = {}
-    for name in ("bias", "mask", "query_segments", "key_segments"):
-        if hasattr(refs, name):
-            extras[name] = gather.load_tile(getattr(refs, name), (block.batch, step.head, key, row), x.shape[1])
-    slope = None
+def load_extras(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """What a tile's logits need beyond the products, by name."""
+    refs, at = block.refs, (block.batch, step.head, *_corner(block, step, warpgroup))
+    names = [name for name in ("bias", "mask", "query_segments", "key_segments") if hasattr(refs, name)]
+    return {name: gather.load_tile(getattr(refs, name), at, block.config.block_q) for name in names}
+
+
+def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The products scaled and capped, times log2(e), and the cap's derivative."""
     if problem.soft_cap is None:
-        x = x * (problem.scale * LOG2E)
-    else:
-        # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
-        bent = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
-        x, slope = bent * (problem.soft_cap * LOG2E), 1.0 - bent * bent
+        return x * (problem.scale * LOG2E), None
+    # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
+    tanh = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
+    return tanh * (problem.soft_cap * LOG2E), 1.0 - tanh * tanh
+
+
+def probabilities(
+    block: Block, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: bool
+) -> jax.Array:
+    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: the indices."""
+    problem, refs = block.problem, block.refs
+    key, row = _corner(block, step, warpgroup)
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
     if compare:
@@ -56,7 +62,12 @@ def probabilities(
     for condition in seen:
         x = jnp.where(condition, x, -jnp.inf)
     lse = by_column(refs.lse_s.at[lax.rem(step.n, block.config.stages)], x.shape)
-    return elementary.weight_in_sum(x, lse), slope
+    return elementary.weight_in_sum(x, lse)
+
+
+def _corner(block: Block, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Array]:
+    """A tile's first key and query."""
+    return block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
 
 
 def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:
