@@ -20,6 +20,8 @@ def unsupported(problem: Attention, widest: int) -> str | None:
     """Why a kernel for heads up to `widest` does not take the problem."""
     if problem.dtype.name not in ("float16", "bfloat16"):
         return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
+    if problem.align_ends:
+        return "the kernel aligns the ends of arrays, not those of sequences within them"
     for name in ("head_dim", "value_dim"):
         size = getattr(problem, name)
         if size > widest or size % 8:

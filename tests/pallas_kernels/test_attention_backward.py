@@ -278,6 +278,7 @@ def test_declines_in_words():
     for facts, word in (
         ({"dtype": jnp.dtype("float32")}, "float32"),
         ({"value_dim": 264}, "264"),
+        ({"key_lengths": True, "causal_offset": 0, "align_ends": True}, "ends of arrays"),
     ):
         none = at(**facts)
         assert none.kernel is None
