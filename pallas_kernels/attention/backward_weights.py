@@ -30,9 +30,12 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def load_extras(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
     """What a tile's logits need beyond the products, by name."""
-    refs, at = block.refs, (block.batch, step.head, *_corner(block, step, warpgroup))
-    names = [name for name in ("bias", "mask", "query_segments", "key_segments") if hasattr(refs, name)]
-    return {name: gather.load_tile(getattr(refs, name), at, block.config.block_q) for name in names}
+    found = {}
+    for name in ("bias", "mask", "query_segments", "key_segments"):
+        if hasattr(block.refs, name):
+            corner = block.batch, step.head, *_corner(block, step, warpgroup)
+            found[name] = gather.load_tile(getattr(block.refs, name), corner, block.config.block_q)
+    return found
 
 
 def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
