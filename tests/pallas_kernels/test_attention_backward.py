@@ -6,89 +6,33 @@ import itertools
 from typing import Any
 
 import aot
+import attention_cases
 import attention_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import QKV, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import dispatch, schedule
+from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
 DIMS = ((64, 64), (128, 128), (72, 40), (8, 8), (32, 128), (96, 96))
 WIDE = ((256, 256), (192, 128), (160, 256), (256, 64), (136, 8))
-QKV = ("query", "key", "value")
-KINDS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal_offset": 0},
-    "causal-later": {"causal_offset": 70},
-    "causal-earlier": {"causal_offset": -70},
-    "window": {"window": (100, 37), "window_offset": 20},
-    "window-left": {"window": (31, None)},
-    "window-nothing": {"window": (2, 2), "window_offset": -5000},
-    "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
-    "key-lengths": {"key_lengths": True},
-    "segments": {"segments": True},
-    "soft-cap": {"soft_cap": 2.0},
-    "sinks": {"sinks": True, "causal_offset": -3},
-    "bias": {"bias": "BNTS"},
-    "bias-of-heads": {"bias": "1N11"},
-    "bias-of-rows": {"bias": "11T1", "scale": -0.3},
-    "mask": {"mask": "B1TS"},
-    "mask-of-keys": {"mask": "B11S", "causal_offset": 0},
-    "mask-of-rows": {"mask": "11T1"},
-    "everything": {
-        "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
-        "soft_cap": 5.0, "sinks": True, "mask": "B11S",
-    },
+KINDS: dict[str, dict[str, Any]] = attention_cases.KINDS | {
     "capped-bias": {"bias": "BNTS", "soft_cap": 2.0},
     "capped-bias-of-heads": {"bias": "1N11", "soft_cap": 2.0, "causal_offset": 0},
     "capped-bias-without-gradient": {"bias": "11TS", "soft_cap": 2.0, "bias_gradient": False},
-}  # fmt: skip
+}
 
 
-def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, **more: Any) -> Attention:
-    heads = more.pop("heads", (4, 2))
-    facts, sizes = KINDS[kind] | more, {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
-    for name in ("bias", "mask"):
-        if name in facts:
-            facts[name] = tuple(sizes[letter] for letter in facts[name])
-    facts = {"scale": dims[0] ** -0.5, "bias_gradient": "bias" in facts} | facts
-    return Attention(Op.BACKWARD, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **facts)
-
-
-def name_of(p: Attention) -> str:
-    default = Attention(Op.BACKWARD, 0, 0, 0, 0, 0, 0, 0, jnp.dtype("bfloat16"))
-    rest = [f.name for f in dataclasses.fields(p)[9:] if getattr(p, f.name) != getattr(default, f.name)]
-    return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
-
-
-def operands_of(p: Attention) -> dict[str, Any]:
-    """Random operands; what lies past the keys' lengths is NaN."""
-    rng = np.random.default_rng(0)
-    b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
-    shapes = (b, t, n, p.head_dim), (b, s, p.key_heads, p.head_dim), (b, s, p.key_heads, p.value_dim)
-    arrays: dict[str, Any] = {
-        x: rng.standard_normal(shape).astype(p.dtype) for x, shape in zip(QKV, shapes, strict=True)
-    }
-    if p.bias:
-        arrays["bias"] = rng.standard_normal(p.bias).astype(p.dtype)
-    if p.mask:
-        arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
-    if p.query_lengths:
-        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
-    if p.key_lengths:
-        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
-        past = np.arange(s) >= arrays["key_lengths"][:, None]
-        arrays["key"][past], arrays["value"][past] = np.nan, np.nan
-    if p.segments:
-        arrays["query_segments"] = np.sort(rng.integers(0, 3, (b, t)).astype(np.int32))
-        arrays["key_segments"] = np.sort(rng.integers(0, 3, (b, s)).astype(np.int32))
-    if p.sinks:
-        arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
-    return arrays
+def problem_of(
+    kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads: tuple[int, int] = (4, 2), **more: Any
+) -> Attention:
+    facts = {"bias_gradient": "bias" in KINDS[kind]} | KINDS[kind] | more
+    return attention_cases.problem_of(Op.BACKWARD, facts, lengths, dims, dtype, heads)
 
 
 def all_operands_of(p: Attention) -> list[Any]:
@@ -98,23 +42,6 @@ def all_operands_of(p: Attention) -> list[Any]:
     out, d_out = (rng.standard_normal(shape).astype(p.dtype) for _ in range(2))
     lse = np.full((p.batch, p.query_heads, p.query_length), 8.0, np.float32)
     return [*arrays.values(), out, lse, d_out, 0 * lse]
-
-
-def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
-    """What the oracle is told."""
-    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
-    left, right = schedule.bounds(p)
-    mask = (j >= (i + left if left is not None else 0)) & (j <= (i + right if right is not None else p.key_length))
-    return {
-        "mask": mask & (arrays["mask"] != 0) if p.mask else mask,
-        "query_seq_lengths": arrays.get("query_lengths"),
-        "key_value_seq_lengths": arrays.get("key_lengths"),
-        "query_segment_ids": arrays.get("query_segments"),
-        "key_value_segment_ids": arrays.get("key_segments"),
-        "scale": p.scale,
-        "logits_soft_cap": p.soft_cap,
-        "sinks": arrays.get("sinks"),
-    }
 
 
 def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
