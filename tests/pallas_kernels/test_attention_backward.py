@@ -174,7 +174,7 @@ def test_compiles_without_spills(kind, dims, deterministic):
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
     (report,) = aot.compile_for_h200(decided(p).run, *operands)
     # In the tiles that compare indices, D = 64 and 256.
-    most = 80 if (kind, max(dims)) == ("capped-bias", 256) else 64 if max(dims) <= 128 else 16
+    most = 88 if (kind, max(dims)) == ("capped-bias", 256) else 64 if max(dims) <= 128 else 16
     assert report.spill_bytes <= most
     assert not [line for line in report.complaints if "C7519" not in line]
     assert report.smem <= hardware.H200.smem_per_cta
