@@ -189,7 +189,7 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     plgpu.barrier_arrive(refs.q_free.at[slot])
 
 
-def _d_logits(block: Block, step: Step) -> jax.Ref:
+def _d_logits(block: Block, step: Step) -> Any:
     """Where the gradient of the tile's logits goes, which is the bias' before its reduction."""
     keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
     return block.refs.d_logits.at[block.batch, step.head, keys, rows]

@@ -123,7 +123,7 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) 
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> jax.Array:
+def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> Any:
     """How many more keys than queries each sequence has, `[*batch, 1, 1, 1, 1]`."""
     counts = [
         chunk.length if lengths is None else jnp.clip(lengths, 0, chunk.length)[..., None, None, None, None]
