@@ -97,6 +97,7 @@ def flash_attention(
             (forward mode and higher orders excepted, which have no kernel).
         causal_alignment: Which key is at the position of query i, for `is_causal` and the window: "top_left" for key i,
             as in `jax.nn`, or "bottom_right" for key `i + S - T`, as in FlashAttention, which suits a cache of keys.
+            There a sequence's lengths take the place of S and T.
         logits_soft_cap: Bends logits before bias and mask, to `cap * tanh(logits / cap)`.
         sinks: A logit for each query head, `[N]`, which joins the denominator only.
         query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences: the
@@ -146,9 +147,9 @@ def flash_attention(
     sink = None
     if sinks is not None:
         sink = checks.sinks(sinks, q).astype(wide).reshape((1,) * len(batch) + (q.shape[-2],))
-    end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" else 0
-    if causal_alignment == "bottom_right" and any(x is not None for x in lengths):
-        raise checks.no_lengths_at_bottom_right()
+    by_place = is_causal or local_window_size is not None
+    align_ends = by_place and causal_alignment == "bottom_right" and any(x is not None for x in lengths)
+    end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" and not align_ends else 0
     factor = checks.scale(scale, q)
     if isinstance(factor, jax.Array):
         q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
@@ -158,6 +159,7 @@ def flash_attention(
         causal_offset=end if is_causal else None,
         window=checks.window(local_window_size),
         window_offset=end if local_window_size is not None else 0,
+        align_ends=align_ends,
         deterministic=deterministic_gradients,
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,

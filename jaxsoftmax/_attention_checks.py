@@ -172,15 +172,6 @@ def choice(name: str, x: Any, among: tuple[Any, ...]) -> Any:
     return x
 
 
-def no_lengths_at_bottom_right() -> ValueError:
-    """An alignment that would depend on the lengths."""
-    return ValueError(
-        f"{NAME}: causal_alignment='bottom_right' aligns the ends of the arrays, which with query_seq_lengths or "
-        "key_value_seq_lengths are not the ends of the sequences. Align the sequences at the front and use 'top_left', "
-        "or pass a mask."
-    )
-
-
 class Dropout(NamedTuple):
     """Which weights to drop."""
 

@@ -171,6 +171,7 @@ def plan(
         causal_offset=rules.causal_offset,
         window=rules.window,
         window_offset=rules.window_offset,
+        align_ends=rules.align_ends,
         deterministic=rules.deterministic,
         bias=found.get("bias"),
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,

@@ -36,7 +36,11 @@ def visible(
     seen = np.ones(shape, bool)
     _, _, length, keys = shape
     i, j = np.arange(length)[:, None], np.arange(keys)[None, :]
-    diagonal = i + (keys - length if causal_alignment == "bottom_right" else 0)
+    diagonal = i
+    if causal_alignment == "bottom_right":
+        ends = keys if key_value_seq_lengths is None else np.asarray(key_value_seq_lengths)[:, None, None, None]
+        starts = length if query_seq_lengths is None else np.asarray(query_seq_lengths)[:, None, None, None]
+        diagonal = i + np.minimum(ends, keys) - np.minimum(starts, length)
     if mask is not None:
         seen &= np.asarray(mask) != 0
     if is_causal:

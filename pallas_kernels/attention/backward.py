@@ -20,8 +20,8 @@ from jax import lax
 from pallas_kernels import scopes
 from pallas_kernels.attention import backward_launch, backward_operands, backward_turns, gather
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
-from pallas_kernels.attention.backward_operands import CHUNK
-from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
@@ -32,6 +32,9 @@ Accumulator = Any  # a reference to one in registers
 
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Why the kernel does not take the problem."""
+    if capped_bias(problem) and max(problem.head_dim, problem.value_dim) <= 64:
+        # 624 bytes a thread would spill, and the slope does not fit in shared memory.
+        return "the kernel has no room for a bias beside a soft cap with heads up to 64"
     return backward_launch.unsupported(problem, widest=128)
 
 
@@ -103,7 +106,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
     q_s, do_s, ds_s = refs.q_s.at[slot], refs.do_s.at[slot], refs.ds_s.at[turn]
     tile = _Tile(block, step, warpgroup, slot, ds_s)
-    shape, dtype = (CHUNK, config.block_q), problem.dtype
+    shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
     def products(logits: Accumulator, dp_sum: Accumulator) -> None:
         plgpu.barrier_wait(refs.q_full.at[slot])
@@ -114,7 +117,11 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
         plgpu.barrier_wait(refs.do_full.at[slot])
         plgpu.wgmma(dp_sum, refs.v_s.at[warpgroup], do_s.T)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
-        p, slope = probabilities(block, step, warpgroup, x, compare)
+        extras = load_extras(block, step, warpgroup)
+        x, slope = bent(problem, x)
+        if capped:
+            refs.slope_s[warpgroup] = slope
+        p = probabilities(block, step, warpgroup, x, extras, compare)
         plgpu.wgmma(dv_sum, p.astype(dtype), do_s)
         before, ended = None, None
         if problem.deterministic:
@@ -122,9 +129,14 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
             ended = backward_turns.ended(block, step, warpgroup)
             # What comes from memory is asked for early; what is computed, and would take registers, later.
             before = backward_turns.before(block, step.i) if problem.segments else None
-        if slope is not None:
+        if slope is not None and not capped:
             p = p * slope
-        ds = (p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)).astype(dtype)
+        d_scores = p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)
+        if capped:
+            if problem.bias_gradient:
+                _write_logits(tile, d_scores)
+            d_scores = d_scores * plgpu.load(refs.slope_s.at[warpgroup], layout=WGMMA)
+        ds = d_scores.astype(dtype)
         for c in range(config.block_q // CHUNK):
             ds_s[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.commit_smem()
@@ -155,7 +167,7 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     refs.dq_s[warpgroup] = part
     plgpu.commit_smem()
-    if problem.bias_gradient:
+    if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
     at = pl.ds(step.i * block.config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
     source, target = refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
@@ -166,8 +178,15 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
     backward_turns.add(block, source, target, before)
 
 
-def _write_scores(tile: _Tile) -> None:
+def _write_logits(tile: _Tile, gradient: jax.Array) -> None:
     """Writes the gradient of the tile's logits, which is the bias' before its reduction."""
+    block, step, block_q = tile.block, tile.step, tile.block.config.block_q
+    keys, rows = pl.ds(block.first_key + tile.warpgroup * CHUNK, CHUNK), pl.ds(step.i * block_q, block_q)
+    block.refs.d_logits[block.batch, step.head, keys, rows] = gradient.astype(block.problem.dtype)
+
+
+def _write_scores(tile: _Tile) -> None:
+    """The same where it is the scores' too, which are in shared memory."""
     block, step, warpgroup, _, ds_s = tile
     keys = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
     for c in range(block.config.block_q // CHUNK):

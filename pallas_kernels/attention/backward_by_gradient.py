@@ -21,8 +21,8 @@ from jax import lax
 from pallas_kernels import scopes
 from pallas_kernels.attention import backward_launch, backward_turns, gather
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
-from pallas_kernels.attention.backward_operands import CHUNK, padded_dims, tiled
-from pallas_kernels.attention.backward_weights import WGMMA, by_column, probabilities
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims, tiled
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
@@ -47,7 +47,8 @@ def _scratch(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
     """What a block has in shared memory, by name."""
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     stages, d_out_stages = config.stages, config.d_out_stages
-    return dict(
+    slope = dict(slope_s=tiled((1, *TILE), jnp.float32)) if capped_bias(problem) else {}
+    return slope | dict(
         k_s=tiled((1, CHUNK, head_dim), dtype),
         v_s=tiled((1, CHUNK, value_dim), dtype),
         q_s=tiled((stages, CHUNK, head_dim), dtype),
@@ -115,8 +116,13 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
         plgpu.barrier_wait(refs.q_full.at[slot])
         plgpu.wgmma(logits, refs.k_s.at[here], refs.q_s.at[slot].T)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=0)
-        p, slope = probabilities(block, step, 0, x, compare)
-        pl.when(step.n > 0)(lambda: plgpu.barrier_wait(refs.p_free))
+        x, slope = bent(problem, x)
+        if capped_bias(problem):
+            _await_read(block, step)
+            refs.slope_s[here], slope = slope, None
+        p = probabilities(block, step, 0, x, load_extras(block, step, here), compare)
+        if not capped_bias(problem):
+            _await_read(block, step)
         refs.p_s[here] = p if slope is None else p * slope
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.p_full)
@@ -127,6 +133,11 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     pl.run_scoped(products, ACC(TILE, jnp.float32))
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
+
+
+def _await_read(block: Block, step: Step) -> None:
+    """Waits until the probabilities of the step before have been read."""
+    pl.when(step.n > 0)(lambda: plgpu.barrier_wait(block.refs.p_free))
 
 
 def _keys(block: Block) -> None:
@@ -145,6 +156,7 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     problem, config, refs = block.problem, block.config, block.refs
     here = gather.recomputed(jnp.int32(0))
     slot, d_out_slot, turn = (lax.rem(step.n, n) for n in (config.stages, config.d_out_stages, 2))
+    bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
     def products(dp: Accumulator) -> None:
         plgpu.barrier_wait(refs.do_full.at[d_out_slot])
@@ -154,23 +166,33 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
         plgpu.barrier_wait(refs.p_full)
-        ds = (plgpu.load(refs.p_s.at[here], layout=WGMMA) * pull).astype(problem.dtype)
+        d_scores = plgpu.load(refs.p_s.at[here], layout=WGMMA) * pull
+        if capped_bias(problem):
+            if problem.bias_gradient:
+                _d_logits(block, step)[...] = d_scores.astype(problem.dtype)
+            d_scores = d_scores * plgpu.load(refs.slope_s.at[here], layout=WGMMA)
+        ds = d_scores.astype(problem.dtype)
         plgpu.barrier_arrive(refs.p_free)
         pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_free.at[turn]))
-        if problem.bias_gradient:
+        if bias_of_scores:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         refs.ds_s[turn] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.ds_full.at[turn])
-        if problem.bias_gradient:
-            keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(refs.ds_s.at[turn], refs.d_logits.at[block.batch, step.head, keys, rows])
+        if bias_of_scores:
+            plgpu.copy_smem_to_gmem(refs.ds_s.at[turn], _d_logits(block, step))
         plgpu.barrier_wait(refs.q_full.at[slot])
         _multiply(sums, ds, refs.q_s.at[slot])
 
     pl.run_scoped(products, ACC(TILE, jnp.float32))
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(refs.q_free.at[slot])
+
+
+def _d_logits(block: Block, step: Step) -> Any:
+    """Where the gradient of the tile's logits goes, which is the bias' before its reduction."""
+    keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
+    return block.refs.d_logits.at[block.batch, step.head, keys, rows]
 
 
 def _queries(block: Block) -> None:

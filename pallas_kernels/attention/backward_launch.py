@@ -20,12 +20,12 @@ def unsupported(problem: Attention, widest: int) -> str | None:
     """Why a kernel for heads up to `widest` does not take the problem."""
     if problem.dtype.name not in ("float16", "bfloat16"):
         return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
+    if problem.align_ends:
+        return "the kernel aligns the ends of arrays, not those of sequences within them"
     for name in ("head_dim", "value_dim"):
         size = getattr(problem, name)
         if size > widest or size % 8:
             return f"the kernel takes {name} up to {widest} in multiples of 8; it is {size}"
-    if problem.bias is not None and problem.soft_cap is not None:
-        return "the kernel has no gradient of a bias beside a soft cap"
     return None
 
 

@@ -21,6 +21,14 @@ def _up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
+def capped_bias(problem: Attention) -> bool:
+    """Whether a soft cap is between a bias and the scores, so that their gradients differ by its slope.
+
+    The slope waits in shared memory until then: beside a bias there are no registers for it.
+    """
+    return problem.bias is not None and problem.soft_cap is not None
+
+
 def padded_dims(problem: Attention) -> tuple[int, int]:
     """`head_dim` and `value_dim` as the matrix products want them; the config is for the larger one, the former."""
     value_dim = _up(problem.value_dim, CHUNK)
@@ -31,7 +39,8 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     """What a block has in shared memory, by name."""
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     w, block_q, stages = config.warpgroups, config.block_q, config.stages
-    return dict(
+    slope = dict(slope_s=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
+    return slope | dict(
         k_s=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
         v_s=tiled((w, CHUNK, value_dim), dtype),
         q_s=tiled((stages, block_q, head_dim), dtype),
@@ -129,7 +138,11 @@ def outputs(
     if problem.deterministic:
         places["turns"] = jax.new_ref(jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32))
     if problem.bias_gradient:
-        places["d_logits"] = jax.new_ref(jnp.zeros((b, n, s, _up(inputs["query"].shape[1], CHUNK)), problem.dtype))
+        logits = s, _up(inputs["query"].shape[1], CHUNK)
+        if capped_bias(problem):
+            # Written from registers, by whole tiles.
+            logits = _up(problem.key_length, config.block_kv), rows
+        places["d_logits"] = jax.new_ref(jnp.zeros((b, n, *logits), problem.dtype))
     return whole, places
 
 

@@ -16,6 +16,7 @@ from pallas_kernels import elementary, mosaic
 from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.problem import Attention
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
@@ -27,23 +28,31 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
-def probabilities(
-    block: Block, step: Step, warpgroup: Any, x: jax.Array, compare: Compare
-) -> tuple[jax.Array, jax.Array | None]:
-    """The probabilities of `x [64 keys, queries]`, and the soft cap's derivative; `compare`: indices and ids."""
-    problem, refs = block.problem, block.refs
-    key, row = block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
-    extras = {}
+def load_extras(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """What a tile's logits need beyond the products, by name."""
+    found = {}
     for name in ("bias", "mask"):
-        if hasattr(refs, name):
-            extras[name] = gather.load_tile(getattr(refs, name), (block.batch, step.head, key, row), x.shape[1])
-    slope = None
+        if hasattr(block.refs, name):
+            corner = block.batch, step.head, *_corner(block, step, warpgroup)
+            found[name] = gather.load_tile(getattr(block.refs, name), corner, block.config.block_q)
+    return found
+
+
+def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The products scaled and capped, times log2(e), and the cap's derivative."""
     if problem.soft_cap is None:
-        x = x * (problem.scale * LOG2E)
-    else:
-        # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
-        bent = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
-        x, slope = bent * (problem.soft_cap * LOG2E), 1.0 - bent * bent
+        return x * (problem.scale * LOG2E), None
+    # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
+    tanh = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
+    return tanh * (problem.soft_cap * LOG2E), 1.0 - tanh * tanh
+
+
+def probabilities(
+    block: Block, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
+) -> jax.Array:
+    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices and ids."""
+    problem, refs = block.problem, block.refs
+    key, row = _corner(block, step, warpgroup)
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
     if problem.segments:
@@ -54,7 +63,12 @@ def probabilities(
     if problem.mask:
         x = jnp.where(extras["mask"].astype(jnp.int32) != 0, x, -jnp.inf)
     lse = by_column(refs.lse_s.at[lax.rem(step.n, block.config.stages)], x.shape)
-    return elementary.weight_in_sum(x, lse), slope
+    return elementary.weight_in_sum(x, lse)
+
+
+def _corner(block: Block, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Array]:
+    """A tile's first key and query."""
+    return block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
 
 
 def _of_segment(block: Block, x: jax.Array, corner: gather.Corner) -> jax.Array:

@@ -36,6 +36,8 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     """Why the kernel does not take the problem."""
     if problem.dtype.name not in ("bfloat16", "float16"):
         return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
+    if problem.align_ends:
+        return "the kernel aligns the ends of arrays, not those of sequences within them"
     for name in ("head_dim", "value_dim"):
         size = getattr(problem, name)
         if size > 256 or size % 8:

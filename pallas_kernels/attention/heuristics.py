@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_kernels.attention import schedule
-from pallas_kernels.attention.backward_operands import padded_dims
+from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
@@ -47,6 +47,8 @@ def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradient
     config = ByGradientConfig()
     if sum(padded_dims(problem)) <= 384:
         config = ByGradientConfig(d_out_stages=2, dq_slots=3)
+    if capped_bias(problem):
+        config = dataclasses.replace(config, dq_slots=config.dq_slots - 1)
     return (_in_order(problem, device, config),)
 
 

@@ -50,6 +50,7 @@ class Rules:
     causal_offset: int | None = None
     window: tuple[int | None, int | None] = (None, None)
     window_offset: int = 0
+    align_ends: bool = False
     deterministic: bool = False
     precision: Any = None
 

@@ -34,7 +34,8 @@ class Attention:
     """One call. Head n of the query reads head `n // (query_heads // key_heads)` of key and value.
 
     Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
-    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded).
+    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
+    `align_ends` both offsets grow by each sequence's count of keys less its count of queries.
     """
 
     op: Op
@@ -51,6 +52,7 @@ class Attention:
     causal_offset: int | None = None
     window: tuple[int | None, int | None] = (None, None)
     window_offset: int = 0
+    align_ends: bool = False
     bias: tuple[int, int, int, int] | None = None  # its shape
     bias_dtype: jnp.dtype | None = None
     bias_gradient: bool = False  # whether BACKWARD returns `d_bias`

@@ -102,12 +102,13 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) 
     i, j = rows.along(-2, rank), cols.along(-1, rank)
     left, right = rules.window
     conditions: list[jax.Array] = []
+    at = i + _ends_apart(ops, rows, cols) if rules.align_ends else i
     if rules.causal_offset is not None:
-        conditions.append(j <= i + rules.causal_offset)
+        conditions.append(j <= at + rules.causal_offset)
     if left is not None:
-        conditions.append(j >= i + (rules.window_offset - left))
+        conditions.append(j >= at + (rules.window_offset - left))
     if right is not None:
-        conditions.append(j <= i + (rules.window_offset + right))
+        conditions.append(j <= at + (rules.window_offset + right))
     for chunk, index in ((rows, i), (cols, j)):
         if chunk.size != chunk.length:
             conditions.append(index < chunk.length)
@@ -120,6 +121,15 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) 
     if ops.mask is not None:
         conditions.append(grouped(ops.mask, groups, -3).astype(bool))
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> Any:
+    """How many more keys than queries each sequence has, `[*batch, 1, 1, 1, 1]`."""
+    counts = [
+        chunk.length if lengths is None else jnp.clip(lengths, 0, chunk.length)[..., None, None, None, None]
+        for lengths, chunk in ((ops.key_lengths, cols), (ops.query_lengths, rows))
+    ]
+    return counts[0] - counts[1]
 
 
 class Monoid(NamedTuple):

@@ -71,8 +71,7 @@ def calls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], Arguments]:
         arguments["query_seq_lengths"] = rng.integers(0, queries + 1, batch)
     if draw(st.booleans()):
         arguments["key_value_seq_lengths"] = rng.integers(0, keys + 1, batch)
-    if not {"query_seq_lengths", "key_value_seq_lengths"} & set(arguments):
-        arguments["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
+    arguments["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
     if draw(st.booleans()):
         arguments["query_segment_ids"] = rng.integers(0, 2, (batch, queries))
         arguments["key_value_segment_ids"] = rng.integers(0, 2, (batch, keys))
@@ -321,6 +320,30 @@ def test_decoding_at_the_bottom_right() -> None:
             q[:, -new:], k, v, is_causal=True, local_window_size=(3, 0), causal_alignment="bottom_right"
         )
         np.testing.assert_allclose(late, whole[:, -new:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [("query", "key_value"), ("query",), ("key_value",)], ids="-".join)
+@pytest.mark.parametrize("many", [False, True])
+def test_each_sequence_is_aligned_at_its_own_end(
+    monkeypatch: pytest.MonkeyPatch, many: bool, given: tuple[str, ...]
+) -> None:
+    if many:
+        monkeypatch.setattr(tiles, "CHUNK", 3)
+    jax.clear_caches()
+    q, k, v = inputs(np.random.default_rng(0), batch=4)
+    ends = {"query": [3, 5, 2, 99], "key_value": [7, 2, 3, 4]}
+    lengths = {f"{name}_seq_lengths": np.int32(ends[name]) for name in given}
+    rules = {"is_causal": True, "local_window_size": (2, None), "causal_alignment": "bottom_right"}
+    call = lambda *a, **rest: jaxsoftmax.flash_attention(*a, **rules, **rest)
+    loss = lambda *a, **rest: jnp.sin(call(*a, **rest)).sum()
+    together = jax.grad(loss, (0, 1, 2))(q, k, v, **lengths)
+    for b in range(4):
+        t, s = (n if name not in given else min(ends[name][b], n) for name, n in (("query", 5), ("key_value", 7)))
+        alone = q[b, :t], k[b, :s], v[b, :s]
+        np.testing.assert_allclose(call(q, k, v, **lengths)[b, :t], call(*alone), rtol=1e-5, atol=1e-6)
+        for got, want in zip(together, jax.grad(loss, (0, 1, 2))(*alone), strict=True):
+            np.testing.assert_allclose(got[b, : len(want)], want, rtol=1e-4, atol=1e-6)
+            assert not got[b, len(want) :].any()
 
 
 def test_empty_shapes() -> None:

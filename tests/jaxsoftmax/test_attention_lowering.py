@@ -77,6 +77,31 @@ def test_what_a_kernel_is_told(attention_stand_ins: Any) -> None:
     assert (problem.segments, problem.sinks, problem.query_lengths, problem.key_lengths) == (True, True, False, False)
 
 
+def test_alignment_by_lengths_is_said_where_it_counts(attention_stand_ins: Any) -> None:
+    lengths = {"causal_alignment": "bottom_right", "query_seq_lengths": np.int32([5, 3])}
+    for rules, offsets in (
+        ({}, (None, 0, False)),
+        ({"is_causal": True}, (0, 0, True)),
+        ({"local_window_size": 3}, (None, 0, True)),
+    ):
+        attention_stand_ins.problems.clear()
+        jaxsoftmax.flash_attention(Q, K, V, **lengths, **rules)
+        (problem,) = {*attention_stand_ins.problems}
+        assert (problem.causal_offset, problem.window_offset, problem.align_ends) == offsets
+
+
+def test_why_no_kernel_aligns_by_lengths() -> None:
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    for op in ("forward", "vjp"):
+        explain = functools.partial(
+            jaxsoftmax.explain_attention, *HALF, op=op, causal_alignment="bottom_right", key_value_seq_lengths=lengths
+        )
+        assert explain().kernel is not None
+        found = explain(is_causal=True)
+        assert found.kernel is None
+        assert all("ends of arrays, not those of sequences" in why for _, why in found.declined)
+
+
 def test_only_the_gradients_asked_for(attention_stand_ins: Any) -> None:
     loss = lambda q, bias: jaxsoftmax.flash_attention(q, K, V, bias).sum()
     for wrt, wanted in ((0, False), (1, True)):

@@ -80,11 +80,6 @@ IDS = np.zeros((2, 5), int)
         ),
         (ValueError, "local_window_size=(1, 2, 3), expected", {"local_window_size": (1, 2, 3)}),
         (ValueError, "causal_alignment='top', expected one of 'top_left', 'bottom_right'", {"causal_alignment": "top"}),
-        (
-            ValueError,
-            "'bottom_right' aligns the ends of the arrays, which with query_seq_lengths",
-            {"causal_alignment": "bottom_right", "query_seq_lengths": np.ones(2, int)},
-        ),
         (ValueError, "logits_soft_cap=0, expected a positive number, or None for no cap", {"logits_soft_cap": 0}),
         (
             ValueError,

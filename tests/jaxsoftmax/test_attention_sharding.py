@@ -99,6 +99,20 @@ def test_batch_and_heads_need_no_exchange(request: pytest.FixtureRequest, mode: 
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+def test_each_device_aligns_its_own_sequences(request: pytest.FixtureRequest, kernels: bool) -> None:
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Any:
+        rules = {"is_causal": True, "causal_alignment": "bottom_right", "key_value_seq_lengths": lengths}
+        return jax.grad(lambda *a: jnp.sin(jaxsoftmax.flash_attention(*a, **rules)).sum(), (0, 1, 2))(q, k, v)
+
+    want = jax.jit(gradients)(Q, K, V, LENGTHS)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    operands = *(put(x, P("d")) for x in (Q, K, V)), put(LENGTHS, P("d"))
+    assert collectives(gradients, *operands) == {}
+    agree(jax.jit(gradients)(*operands), want)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
 @pytest.mark.parametrize("shared", [1, 2])
 def test_more_devices_than_key_heads(request: pytest.FixtureRequest, shared: int, kernels: bool) -> None:
     k, v = K[:, :, :shared], V[:, :, :shared]

@@ -301,6 +301,43 @@ def test_flags(flag: str, value: Any) -> None:
     assert {x.dtype for x in jax.tree.leaves(narrow)} == {half[0].dtype}
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("axes", [(0, None, 0), (None, 0, 1), (1, 1, None)], ids=str)
+def test_vmap_over_lengths_that_align(request: pytest.FixtureRequest, axes: Any, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    pairs = jnp.array([[3, 5], [2, 4], [1, 0]])
+    mapped = [jnp.stack([x, 2 * x, -x], d) if d is not None else x for x, d in zip((Q, K), axes, strict=False)]
+    lengths = pairs if axes[2] == 0 else pairs.T if axes[2] == 1 else pairs[0]
+
+    def gradients(q: jax.Array, k: jax.Array, lengths: jax.Array) -> Any:
+        rules = {"is_causal": True, "causal_alignment": "bottom_right", "key_value_seq_lengths": lengths}
+        return jax.grad(lambda *a: jnp.sin(jaxsoftmax.flash_attention(*a, V, **rules)).sum(), (0, 1))(q, k)
+
+    got = jax.vmap(gradients, axes)(*mapped, lengths)
+    for i in range(3):
+        of = [x if d is None else jnp.take(x, i, d) for x, d in zip((*mapped, lengths), axes, strict=True)]
+        want = gradients(*of)
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_alignment_by_lengths_in_every_mode() -> None:
+    lengths = {"key_value_seq_lengths": jnp.array([4, 2]), "query_seq_lengths": jnp.array([2, 3])}
+    ends = lengths["key_value_seq_lengths"] - lengths["query_seq_lengths"]
+    visible = jnp.arange(5) <= jnp.arange(3)[:, None] + ends[:, None, None]
+
+    def call(*operands: jax.Array, **rules: Any) -> jax.Array:
+        return jaxsoftmax.flash_attention(*operands, **lengths, **rules)
+
+    for mode in (
+        lambda f: jax.jvp(f, (Q, K, V), TANGENTS[:3]),
+        lambda f: jax.jvp(jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2)), (Q, K, V), TANGENTS[:3]),
+    ):
+        got = mode(functools.partial(call, is_causal=True, causal_alignment="bottom_right"))
+        want = mode(functools.partial(call, mask=visible[:, None]))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
 def test_names_are_saved_by_the_coming_remat() -> None:
     call = functools.partial(jaxsoftmax.flash_attention, mask=MASK, sinks=SINKS, return_residual=True)
     before = jax.config.jax_remat3

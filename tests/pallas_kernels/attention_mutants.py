@@ -88,6 +88,8 @@ def _has_source(function: types.FunctionType) -> bool:
 _forward = functools.partial(Mutant, Op.FORWARD)
 _backward = functools.partial(Mutant, Op.BACKWARD)
 _wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
+_capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
+_wide_capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(136, 64))
 
 MUTANTS = (
     _forward(
@@ -305,6 +307,24 @@ MUTANTS = (
         "ops.d_lse",
     ),
     _backward("cap_ignored", "the gradient goes past the soft cap", "p = p * slope", "pass", "soft-cap"),
+    _capped_backward(
+        "capped_scores_unbent",
+        "beside a bias, the gradient goes past the soft cap",
+        "d_scores = d_scores * plgpu.load(refs.slope_s.at[warpgroup], layout=WGMMA)",
+        "pass",
+    ),
+    _capped_backward(
+        "d_bias_bent",
+        "the bias' gradient has the soft cap's slope",
+        "_write_logits(tile, d_scores)",
+        "_write_logits(tile, d_scores * plgpu.load(refs.slope_s.at[warpgroup], layout=WGMMA))",
+    ),
+    _capped_backward(
+        "slope_of_biased_logit",
+        "the soft cap's slope is taken where the bias has been added",
+        "refs.slope_s[warpgroup] = slope",
+        'refs.slope_s[warpgroup] = 1 - ((x / 1.442695 + extras["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2',
+    ),
     _backward(
         "group_not_summed",
         "dK is of the group's first head",
@@ -437,7 +457,7 @@ MUTANTS = (
     _wide_backward(
         "probabilities_overwritten",
         "probabilities are overwritten before they are read",
-        "pl.when(step.n > 0)(lambda: plgpu.barrier_wait(refs.p_free))",
+        "pl.when(step.n > 0)(lambda: plgpu.barrier_wait(block.refs.p_free))",
         "pass",
         rejected_by=NOT_WAITED_FOR,
     ),
@@ -458,6 +478,32 @@ MUTANTS = (
     ),
     _wide_backward(
         "wide_cap_ignored", "the gradient goes past the soft cap", "p if slope is None else p * slope", "p", "soft-cap"
+    ),
+    _wide_capped_backward(
+        "wide_capped_scores_unbent",
+        "beside a bias, the gradient goes past the soft cap",
+        "d_scores = d_scores * plgpu.load(refs.slope_s.at[here], layout=WGMMA)",
+        "pass",
+    ),
+    _wide_capped_backward(
+        "wide_d_bias_bent",
+        "the bias' gradient has the soft cap's slope",
+        "_d_logits(block, step)[...] = d_scores.astype(problem.dtype)",
+        "_d_logits(block, step)[...] = (d_scores * plgpu.load(refs.slope_s.at[here])).astype(problem.dtype)",
+    ),
+    _wide_capped_backward(
+        "wide_slope_of_biased_logit",
+        "the soft cap's slope is taken where the bias has been added",
+        "refs.slope_s[here], slope = slope, None",
+        'refs.slope_s[here], slope = 1 - ((x / 1.442695 + load_extras(block, step, here)["bias"].astype(jnp.float32)) '
+        "/ problem.soft_cap) ** 2, None",
+    ),
+    _wide_capped_backward(
+        "slope_overwritten",
+        "slopes are overwritten before they are read",
+        "    _await_read(block, step)\n            refs.slope_s",
+        "    refs.slope_s",
+        rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward("wide_dk_unscaled", "dK lacks the scale", "[x * block.problem.scale for x in sums]", "sums"),
 )

@@ -144,7 +144,7 @@ def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) ->
 
 def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
     first = machine.warpgroup == 0
-    ticket = machine.add_to_word(words, 0, 1, active=first) + 1
+    ticket = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
 
 

@@ -139,10 +139,6 @@ class Machine:
         """Spins on `mbarrier.try_wait.parity`."""
         self._on_barriers(ref, "wait", parity)
 
-    def add_to_word(self, ref: Ref, at: Any, amount: int, *, active: Any = True) -> jax.Array:
-        """`atom.add.gpu` on a word of `ref`: the old value."""
-        return self._on_words(ref, "add", at, amount, active)[0]
-
     def set_words(self, ref: Ref, at: Any, value: Any, *, active: Any = True) -> None:
         """`st.relaxed.gpu` of words of `ref`, from `at` on."""
         self._on_words(ref, "set", at, value, active)
@@ -253,7 +249,7 @@ def _words(
                 if (key, at + i) in clocks:
                     shared.clocks[thread].update(clocks[key, at + i])
         else:
-            content[...] = operand + (old if action == "add" else 0)
+            content[...] = operand
             clock = shared.incr_clock(thread, take_lock=False)
             for i in range(operand.size):
                 clocks.setdefault((key, at + i), shared.VectorClock(shared.vector_clock_size)).update(clock)

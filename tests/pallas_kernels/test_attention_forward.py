@@ -5,12 +5,14 @@ import itertools
 from typing import Any
 
 import aot
+import attention_cases
 import attention_oracle
 import documents
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import QKV, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import forward, heuristics, schedule
@@ -19,86 +21,18 @@ from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 799), (63, 64), (64, 63), (113, 239), (128, 128), (239, 113), (799, 1024), (1024, 799))
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (72, 40), (96, 96), (8, 8), (16, 32), (32, 200))
-KINDS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "large": {"scale": 3.0},
-    "negative": {"scale": -0.3},
-    "causal": {"causal_offset": 0},
-    "causal-later": {"causal_offset": 70},
-    "causal-earlier": {"causal_offset": -70},
-    "window": {"window": (100, 37), "window_offset": 20},
-    "window-left": {"window": (31, None), "causal_offset": 5},
-    "window-nothing": {"window": (2, 2), "window_offset": -5000},
-    "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
-    "key-lengths": {"key_lengths": True},
-    "segments": {"segments": True},
-    "segments-causal": {"segments": True, "causal_offset": 0},
-    "soft-cap": {"soft_cap": 2.0},
-    "sinks": {"sinks": True, "causal_offset": -3},
-    "bias": {"bias": "BNTS"},
-    "bias-of-heads": {"bias": "1N11"},
-    "bias-of-rows": {"bias": "11T1", "scale": -0.3},
-    "mask": {"mask": "B1TS"},
-    "mask-of-keys": {"mask": "B11S", "causal_offset": 0},
-    "mask-of-rows": {"mask": "11T1"},
-    "everything": {
-        "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
-        "soft_cap": 5.0, "sinks": True, "bias": "1NTS", "mask": "B11S",
-    },
-}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = (
+    {"full": {}, "large": {"scale": 3.0}, "negative": {"scale": -0.3}}
+    | attention_cases.KINDS
+    | {
+        "window-left": {"window": (31, None), "causal_offset": 5},
+        "everything": attention_cases.KINDS["everything"] | {"bias": "1NTS"},
+    }
+)
 
 
 def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads=(4, 2)) -> Attention:
-    facts, sizes = dict(KINDS[kind]), {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
-    for name in ("bias", "mask"):
-        if name in facts:
-            facts[name] = tuple(sizes[letter] for letter in facts[name])
-    facts.setdefault("scale", dims[0] ** -0.5)
-    return Attention(Op.FORWARD, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **facts)
-
-
-def operands_of(p: Attention, ids: str = "few") -> dict[str, Any]:
-    """Random operands; what lies past the keys' lengths is NaN. `ids`: of the segments, one of `documents.PATTERNS`."""
-    rng = np.random.default_rng(0)
-    b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
-    dims = {
-        "query": (b, t, n, p.head_dim),
-        "key": (b, s, p.key_heads, p.head_dim),
-        "value": (b, s, p.key_heads, p.value_dim),
-    }
-    arrays: dict[str, Any] = {name: rng.standard_normal(shape).astype(p.dtype) for name, shape in dims.items()}
-    if p.bias:
-        arrays["bias"] = rng.standard_normal(p.bias).astype(np.float32)
-    if p.mask:
-        arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
-    if p.query_lengths:
-        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
-    if p.key_lengths:
-        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
-        past = np.arange(s) >= arrays["key_lengths"][:, None]
-        arrays["key"][past], arrays["value"][past] = np.nan, np.nan
-    if p.segments:
-        arrays["query_segments"], arrays["key_segments"] = documents.PATTERNS[ids](rng, b, t, s)
-    if p.sinks:
-        arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
-    return arrays
-
-
-def truth_of(p: Attention, arrays: dict[str, Any]) -> attention_oracle.Forward:
-    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
-    left, right = schedule.bounds(p)
-    mask = (j >= (i + left if left is not None else 0)) & (j <= (i + right if right is not None else p.key_length))
-    rules = {
-        "mask": mask & (arrays["mask"] != 0) if p.mask else mask,
-        "query_seq_lengths": arrays.get("query_lengths"),
-        "key_value_seq_lengths": arrays.get("key_lengths"),
-        "query_segment_ids": arrays.get("query_segments"),
-        "key_value_segment_ids": arrays.get("key_segments"),
-    }
-    qkv = (arrays[name] for name in ("query", "key", "value"))
-    return attention_oracle.forward(
-        *qkv, arrays.get("bias"), scale=p.scale, logits_soft_cap=p.soft_cap, sinks=arrays.get("sinks"), **rules
-    )
+    return attention_cases.problem_of(Op.FORWARD, KINDS[kind], lengths, dims, dtype, heads)
 
 
 def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forward) -> float:
@@ -110,7 +44,8 @@ def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forw
 
 def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands), ids: str = "few") -> None:
     arrays = operands_of(p, ids)
-    truth = truth_of(p, arrays)
+    qkv = (arrays[name] for name in QKV)
+    truth = attention_oracle.forward(*qkv, arrays.get("bias"), **rules_of(p, arrays))
     operands = [jnp.asarray(x) for x in arrays.values()]
     out, lse = (np.asarray(x) for x in run(lambda *a: forward.run(p, config, *a), *operands))
     unit = float(jnp.finfo(p.dtype).eps) * (1.0 + np.abs(truth.out).max(initial=0.0))
@@ -132,12 +67,6 @@ def cases() -> list[Attention]:
         found += [problem_of(kind, lengths, (64, 64), "float16", heads=(6, 2)) for lengths in LENGTHS]
         found += [problem_of(kind, (239, 799), dims, "bfloat16", heads=(3, 3)) for dims in DIMS]
     return list(dict.fromkeys(found))
-
-
-def name_of(p: Attention) -> str:
-    default = Attention(Op.FORWARD, 0, 0, 0, 0, 0, 0, 0, jnp.dtype("bfloat16"))
-    rest = [f.name for f in dataclasses.fields(p)[9:] if getattr(p, f.name) != getattr(default, f.name)]
-    return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
 
 
 @pytest.mark.gpu

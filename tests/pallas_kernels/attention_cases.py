@@ -1,0 +1,94 @@
+"""Problems for the attention kernels, forward and backward: kinds of them, their operands, and the oracle's rules."""
+
+import dataclasses
+from typing import Any
+
+import documents
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention import schedule
+from pallas_kernels.attention.problem import Attention, Op
+
+QKV = ("query", "key", "value")
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal_offset": 0},
+    "causal-later": {"causal_offset": 70},
+    "causal-earlier": {"causal_offset": -70},
+    "window": {"window": (100, 37), "window_offset": 20},
+    "window-left": {"window": (31, None)},
+    "window-nothing": {"window": (2, 2), "window_offset": -5000},
+    "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
+    "key-lengths": {"key_lengths": True},
+    "segments": {"segments": True},
+    "segments-causal": {"segments": True, "causal_offset": 0},
+    "soft-cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True, "causal_offset": -3},
+    "bias": {"bias": "BNTS"},
+    "bias-of-heads": {"bias": "1N11"},
+    "bias-of-rows": {"bias": "11T1", "scale": -0.3},
+    "mask": {"mask": "B1TS"},
+    "mask-of-keys": {"mask": "B11S", "causal_offset": 0},
+    "mask-of-rows": {"mask": "11T1"},
+    "everything": {
+        "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
+        "soft_cap": 5.0, "sinks": True, "mask": "B11S",
+    },
+}  # fmt: skip
+
+
+def problem_of(
+    op: Op, kind: dict[str, Any], lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads: tuple[int, int]
+) -> Attention:
+    sizes = {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
+    shapes = {name: tuple(sizes[letter] for letter in kind[name]) for name in ("bias", "mask") if name in kind}
+    return Attention(op, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **{"scale": dims[0] ** -0.5} | kind | shapes)
+
+
+def name_of(p: Attention) -> str:
+    default = Attention(p.op, 0, 0, 0, 0, 0, 0, 0, jnp.dtype("bfloat16"))
+    rest = [f.name for f in dataclasses.fields(p)[9:] if getattr(p, f.name) != getattr(default, f.name)]
+    return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
+
+
+def operands_of(p: Attention, ids: str = "few") -> dict[str, Any]:
+    """Random operands; what lies past the keys' lengths is NaN. `ids`: of the segments, one of `documents.PATTERNS`."""
+    rng = np.random.default_rng(0)
+    b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
+    shapes = (b, t, n, p.head_dim), (b, s, p.key_heads, p.head_dim), (b, s, p.key_heads, p.value_dim)
+    arrays: dict[str, Any] = {
+        x: rng.standard_normal(shape).astype(p.dtype) for x, shape in zip(QKV, shapes, strict=True)
+    }
+    if p.bias:
+        arrays["bias"] = rng.standard_normal(p.bias).astype(np.float32 if p.op is Op.FORWARD else p.dtype)
+    if p.mask:
+        arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
+    if p.query_lengths:
+        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
+    if p.key_lengths:
+        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
+        past = np.arange(s) >= arrays["key_lengths"][:, None]
+        arrays["key"][past], arrays["value"][past] = np.nan, np.nan
+    if p.segments:
+        arrays["query_segments"], arrays["key_segments"] = documents.PATTERNS[ids](rng, b, t, s)
+    if p.sinks:
+        arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
+    return arrays
+
+
+def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
+    """What the oracle is told."""
+    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
+    left, right = schedule.bounds(p)
+    mask = (j >= (i + left if left is not None else 0)) & (j <= (i + right if right is not None else p.key_length))
+    return {
+        "mask": mask & (arrays["mask"] != 0) if p.mask else mask,
+        "query_seq_lengths": arrays.get("query_lengths"),
+        "key_value_seq_lengths": arrays.get("key_lengths"),
+        "query_segment_ids": arrays.get("query_segments"),
+        "key_value_segment_ids": arrays.get("key_segments"),
+        "scale": p.scale,
+        "logits_soft_cap": p.soft_cap,
+        "sinks": arrays.get("sinks"),
+    }
