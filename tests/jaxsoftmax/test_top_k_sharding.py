@@ -86,9 +86,11 @@ def kernels(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("stand_ins") if request.param == "kernels" else None
 
 
-def chunk_size(rows: int, n: int) -> int | None:
+def chunk_size(rows: int, n: int) -> int:
     """Of rows this few, which are counted; of short ones all."""
-    return n if _selection.chunk_size(n, K) == n else _counting.chunk_size(n, K, rows)
+    c = n if _selection.chunk_size(n, K) == n else _counting.chunk_size(n, K, rows)
+    assert c is not None
+    return c
 
 
 def cases(specs: list[P]) -> pytest.MarkDecorator:
