@@ -39,7 +39,8 @@ test-old: .venv-old/ready
 
 # The GPU kernels compiled to machine code for an H200, on a machine without one.
 aot: .venv-aot/ready
-	JAX_PLATFORMS=cpu .venv-aot/bin/python $(PYTEST) tests/pallas_kernels/test_aot.py tests/pallas_kernels/test_gpu_harness.py
+	JAX_PLATFORMS=cpu .venv-aot/bin/python $(PYTEST) tests/pallas_kernels/test_aot.py tests/pallas_kernels/test_aot_top_k.py \
+	  tests/pallas_kernels/test_gpu_harness.py
 	JAX_PLATFORMS=cpu .venv-aot/bin/python $(PYTEST) tests/pallas_kernels/test_attention_forward.py \
 	  tests/pallas_kernels/test_attention_backward.py -k "compiles and not gpu"
 

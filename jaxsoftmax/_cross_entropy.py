@@ -41,9 +41,9 @@ def softmax_cross_entropy_with_integer_labels(
     `lse - (1 - label_smoothing) * z[label] - label_smoothing / n * sum(z) + z_loss * lse**2`, `lse = logsumexp(z)`.
 
     It is float32, or float64 for float64 logits, as is all that is accumulated; the gradient has the logits' dtype and
-    is rounded once. Differentiated, one kernel reads the logits, and XLA reads them again and writes the gradient times
-    whatever follows, as 1 / n in `.mean()`: three passes. With `weights`, the kernel writes the gradient times them in
-    the pass in which it reads the logits. If all that follows is a sum, that is all, so that
+    is rounded once. Differentiated, one kernel reads the logits, and another reads them again and writes the gradient
+    times whatever follows, as 1 / n in `.mean()`: three passes. With `weights`, the kernel writes the gradient times
+    them in the pass in which it reads the logits. If all that follows is a sum, that is all, so that
 
         softmax_cross_entropy_with_integer_labels(logits, labels, weights=1 / n).sum()
 
@@ -73,7 +73,7 @@ def softmax_cross_entropy_with_integer_labels(
         weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced. Given
             any, even 1, the gradient is written when the loss is computed.
         return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
-            being known in the forward pass, the gradient is then written afterwards even if there are weights.
+            being known in the forward pass, the gradient is then written afterwards, by XLA, even if there are weights.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
 
     Returns:

@@ -42,8 +42,7 @@ def _loss_jvp(
         return results, [_zero(y) for y in results]
     x, labels, *where = primals
     known = [jnp.expand_dims(number, params["axes"]) for number in out[1:]]
-    row = {name: value for name, value in params.items() if name != "implementation"}
-    slopes = of_logits(x, labels, *known, *where, tangents[0], stats=stats, all_rows=all_rows, **row)
+    slopes = of_logits(x, labels, *known, *where, tangents[0], stats=stats, all_rows=all_rows, **params)
     # The state is the number exp(max) * sum. Its logarithm is the logsumexp, with whose tangent the maximum stands for
     # it: the sum then counts as a constant.
     return results, [*slopes, _zero(out[2])] if stats else slopes

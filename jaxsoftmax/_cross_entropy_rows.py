@@ -97,6 +97,23 @@ def cross_entropy_gradient_across(
     return [_of_all(_loss(found, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
 
 
+def of_this_device(
+    cuts: Cuts, inside: jax.Array | None, x: jax.Array, labels: jax.Array, where: tuple[jax.Array, ...], **row: Any
+) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+    """Labels and mask of this device's columns, those `inside`, and the whole row's count of columns.
+
+    Exchanges nothing, or the count where a mask says which columns share smoothed labels.
+    """
+    axes, where = row["axes"], _within(inside, where)
+    count = _count(x, where, **row)
+    if isinstance(count, int):
+        count *= jax.lax.axis_size(names_of(cuts))
+    else:
+        (counts,) = from_all(names_of(cuts), count)
+        count = jnp.expand_dims(counts.sum(0), axes)
+    return _local_labels(cuts, x, labels, axes), where, count
+
+
 def gathered(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:

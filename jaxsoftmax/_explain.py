@@ -139,7 +139,7 @@ def explain(
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
         found, results = Op.CROSS_ENTROPY, [*results, *jaxpr.out_avals]
-        notes += (_GRADIENT_BY_XLA,)
+        notes += (_GRADIENT_APART,)
     return _explanation(op, found, eqn, results, target, target == present, notes)
 
 
@@ -246,9 +246,9 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-_GRADIENT_BY_XLA = (
-    "XLA writes the gradient, times whatever follows the loss, in another read of the logits; given weights, even of "
-    "1, a kernel writes it in the first"
+_GRADIENT_APART = (
+    "the gradient, times whatever follows the loss, is written in another read of the logits, by a kernel, or by XLA "
+    "where the logsumexp has a cotangent too; given weights, even of 1, it is written in the first"
 )
 
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {

@@ -3,7 +3,8 @@
 The k largest elements lie in the k chunks with the largest maxima, of equal ones the first: an element outside of
 those has k chunks before it, each with an element that is larger, or equal and of lower index. A chunk's maximum is
 part of its softmax state, so one read of the row gives what selects the chunks and, merged, the row's state. What is
-left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements.
+left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements. They are
+sorted, but few rows are counted on a GPU: see `_counting`.
 
 Source of the fusion: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """

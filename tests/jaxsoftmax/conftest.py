@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax import _attention_lowering, _attention_primitives, _lowering, _primitives, _selection, _top_k
+from jaxsoftmax import (
+    _attention_lowering,
+    _attention_primitives,
+    _cross_entropy_tangents,
+    _lowering,
+    _primitives,
+    _selection,
+    _top_k,
+)
 from pallas_kernels import dispatch
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
@@ -71,11 +79,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     monkeypatch.setattr(dispatch, "decide", decide)
     for op, primitive in _primitives.BY_OP.items():
         mlir.register_lowering(primitive, functools.partial(_lowering.kernel_rule, op), platform="cpu")
+    mlir.register_lowering(_cross_entropy_tangents.TO_LOGITS, _cross_entropy_tangents.kernel_rule, platform="cpu")
     mlir.register_lowering(_top_k.TOP_K, functools.partial(_top_k.lower, may_count=True), platform="cpu")
     jax.clear_caches()
     yield record
     for op, primitive in _primitives.BY_OP.items():
         mlir.register_lowering(primitive, functools.partial(_lowering.reference_rule, op), platform="cpu")
+    mlir.register_lowering(_cross_entropy_tangents.TO_LOGITS, _cross_entropy_tangents.reference_rule, platform="cpu")
     mlir.register_lowering(_top_k.TOP_K, _top_k.lower, platform="cpu")
     jax.clear_caches()
 

@@ -73,9 +73,25 @@ def test_a_declined_kernel_is_the_reference(stand_ins: Any) -> None:
         loss, gradient = value_and_grad(X, Y, **options)
         close(loss, want.loss)
         close(gradient, want.gradient)
-    close(value_and_grad(X, Y, implementation="mosaic_gpu")[1], want.gradient)
-    with pytest.raises(NotImplementedError, match=r"cross_entropy_gradient: .*no kernel takes this call:\n  first: it"):
-        value_and_grad(X, Y, implementation="mosaic_gpu", weights=1.0)
+        with pytest.raises(
+            NotImplementedError, match=r"cross_entropy_gradient: .*no kernel takes this call:\n  first: it"
+        ):
+            value_and_grad(X, Y, implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"where": MASK}, OPTIONS], ids=["plain", "masked", "all"])
+def test_any_cotangent_goes_through_the_kernel(stand_ins: Any, options: Any) -> None:
+    cts = jnp.asarray(RNG.standard_normal(SHAPE[:2]), jnp.float32)
+    truth = (TRUTH if "z_loss" in options else {}) | ({"where": MASK} if "where" in options else {})
+    want = oracle.cross_entropy(X, Y, ignored=-1, **truth)
+    options = {name: value for name, value in options.items() if name != "weights"}
+    loss, pull = jax.vjp(functools.partial(ours, labels=Y, ignore_index=-1, **options), X)
+    assert {p.op for p in stand_ins.problems} == {Op.CROSS_ENTROPY}
+    (gradient,) = pull(cts)
+    assert {p.op for p in stand_ins.problems} == {Op.CROSS_ENTROPY, Op.CROSS_ENTROPY_GRADIENT}
+    scale = truth.get("weights", 1.0)
+    close(loss * scale, want.loss)
+    close(gradient * scale, want.gradient * np.asarray(cts)[..., None])
 
 
 @pytest.mark.parametrize(
@@ -150,11 +166,11 @@ def test_real_kernels_are_in_the_cuda_program_when_explain_says_so() -> None:
             assert ("mosaic_gpu" in text) == (promised and platform == "cuda")
 
 
-def test_the_kernel_runs_once_either_way(stand_ins: Any) -> None:
+def test_how_many_kernels_run(stand_ins: Any) -> None:
     x, y = jax.ShapeDtypeStruct((64, 4096), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
-    for function in (ours, value_and_grad, functools.partial(value_and_grad, weights=1.0)):
+    for function, kernels in ((ours, 1), (value_and_grad, 2), (functools.partial(value_and_grad, weights=1.0), 1)):
         text = jax.jit(function).lower(x, y).as_text()
-        assert text.count("call @_launch") == 1
+        assert text.count("call @_launch") == kernels
 
 
 def test_export() -> None:

@@ -119,7 +119,7 @@ def test_it_says_who_writes_a_loss_gradient(explained: Any, options: dict[str, A
     assert explained.problems[-1].op is Op.CROSS_ENTROPY
     # The logits and the labels are read; losses, states and the gradient are written.
     assert found.least_bytes == 2 * 8192 * 4096 * 2 + 4 * 8192 * 4
-    assert found.notes[0].startswith("XLA writes the gradient, times whatever follows the loss")
+    assert found.notes[0].startswith("the gradient, times whatever follows the loss, is written in another read")
     assert not jaxsoftmax.explain(X, op="cross_entropy", **options).notes
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 SELECT = jax.jit(top_k_softmax, static_argnums=1, static_argnames=("normalize", "scale", "implementation"))
 NAMED = functools.partial(SELECT, implementation="mosaic_gpu")
 CASES = [(8192, 32000, 64), (4096, 151936, 8), (1, 262144, 50), (64, 50257, 8), (33, 50261, 3), (8192, 128, 8)]
+CASES += [(1, 32000, 64), (1, 32000, 1), (1, 262144, 64), (3, 50261, 8), (64, 128256, 1), (8192, 32000, 1)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)
@@ -37,6 +38,19 @@ def test_ties_and_holes(n: int, k: int, dtype: Any) -> None:
     x = top_k_oracle.rows(n, dtype)
     for normalize, scale in (("all", 1.0), ("top_k", 1.0), ("all", 0.3)):
         top_k_oracle.check(NAMED, jnp.asarray(x), k, normalize=normalize, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("n, k", [(3000, 1), (5003, 8), (32000, 64), (70000, 2)])
+def test_ties_and_holes_of_few_rows(n: int, k: int, dtype: Any) -> None:
+    """Which are not sorted but counted."""
+    x = top_k_oracle.rows(n, dtype)
+    for rows in np.split(x, len(x) // 2):
+        for normalize, scale in (("all", 1.0), ("top_k", 0.3)):
+            top_k_oracle.check(NAMED, jnp.asarray(rows), k, normalize=normalize, scale=scale)
+    y, indices = NAMED(jnp.full((2, n), jnp.nan, dtype), k)
+    assert np.isnan(y).all()
+    assert ((indices >= 0) & (indices < n)).all()
 
 
 @pytest.mark.parametrize("normalize", ["all", "top_k"])

@@ -1,7 +1,7 @@
 """The planted faults that the conformance suite must reject. `docs/mutants.md` is written from this table.
 
-Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; attention's, in the
-text of its kernels.
+Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; attention's and
+top-k's, in the text of their modules.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import wrong
 from pallas_kernels import asynchronous, elementary, masks, monoid, mosaic, numbers, scopes
 from pallas_kernels.problem import Op
 from pallas_kernels.softmax import row_ops, staged
+from tests import top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
 
@@ -289,7 +290,11 @@ def document() -> str:
         (m.words, f"`{_qualified(m.original)}` of {', '.join(m.rungs)}", _kernel_killer(m)) for m in KERNEL_MUTANTS
     ]
     rows += list(HARNESS_FAULTS)
-    rows += [(m.words, _edit(m), f"test_attention_mutants.py: {m.rejected_by}") for m in attention_mutants.MUTANTS]
+    rows += [
+        (m.words, f"attention {m.op.name.lower()}, {m.kind}: {_edit(m)}", f"test_attention_mutants.py: {m.rejected_by}")
+        for m in attention_mutants.MUTANTS
+    ]
+    rows += [(m.words, f"top-k of {m.n}: {_edit(m)}", _top_k_killer(m)) for m in top_k_mutants.MUTANTS]
     table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in rows)
     return f"""# Planted faults
 
@@ -314,10 +319,14 @@ def _qualified(function: Callable[..., Any]) -> str:
     return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__qualname__}"
 
 
-def _edit(mutant: attention_mutants.Mutant) -> str:
+def _edit(mutant: attention_mutants.Mutant | top_k_mutants.Mutant) -> str:
     code, becomes = (" ".join(text.split()).replace("|", "\\|") for text in (mutant.code, mutant.becomes))
-    change = f"without `{code}`" if becomes == "pass" else f"`{code}` becomes `{becomes}`"
-    return f"attention {mutant.op.name.lower()}, {mutant.kind}: {change}"
+    return f"without `{code}`" if becomes in ("pass", "") else f"`{code}` becomes `{becomes}`"
+
+
+def _top_k_killer(mutant: top_k_mutants.Mutant) -> str:
+    extras = [f"k = {mutant.k}", f'normalize="{mutant.normalize}"'] + [f"scale {mutant.scale}"] * (mutant.scale != 1)
+    return ", ".join(["test_top_k_mutants.py: top_k_oracle.check", *extras])
 
 
 def _killer(mutant: Mutant) -> str:
