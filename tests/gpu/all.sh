@@ -64,7 +64,7 @@ attention-peers) # PEERS=FOLDER, where flash-attn-4 and the CuTe DSL are install
 models)
   python3 -m benchmarks.training --json="$out/models.json" --commit="${COMMIT:?}" || echo "models: failed" >>"$out/failed.txt"
   ;;
-sanitize) # two tools in four processes each, at most 100 seconds
+sanitize) # two tools beside each other, at most four minutes
   tests/gpu/sanitize.sh || echo "sanitize: failed" >>"$out/failed.txt"
   ;;
 *)
