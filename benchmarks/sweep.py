@@ -76,8 +76,9 @@ def _timed(job: Job, lock: str) -> str:
     if decision.kernel is None:
         return dict(decision.declined)[job.rung]
     size = problem.elements * problem.dtype.itemsize
-    buffers = [_operands(problem, k) for k in range(timing.buffers_needed(size, hot=False))]
-    run = jax.jit(decision.run).lower(*buffers[0]).compile()
+    first = _operands(problem, 0)
+    run = jax.jit(decision.run).lower(*first).compile()
+    buffers = [first, *(_operands(problem, k) for k in range(1, timing.buffers_needed(size, hot=False)))]
     copy = probes.copy_variant(2 * size, len(buffers))
     launches = timing.launches_per_round(problem.least_bytes)
     with _alone(lock):

@@ -53,7 +53,7 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         text = text.replace(mutant.code, mutant.becomes)
     names: dict[str, Any] = dict(vars(tangents))
     exec(compile(text, str(tangents.__file__), "exec"), names)
-    monkeypatch.setitem(tangents._PULLS, tangents._OF_LOGITS, names["_pull_to_logits"])
+    monkeypatch.setattr(tangents, "_pull_to_logits", names["_pull_to_logits"])
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -92,11 +92,13 @@ def test_reductions_through_the_same_scratch_are_seen(warpgroups):
     assert report.shares_scratch == (warpgroups > 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
-@pytest.mark.parametrize("cotangent", ["mean", "mean, without its value", "masked mean", "lse"])
+@pytest.mark.parametrize(
+    "cotangent, dtype",
+    [("mean", "bfloat16"), ("mean, without its value", "float16"), ("masked mean", "float32"), ("lse", "bfloat16")],
+)
 def test_the_gradient_for_any_cotangent_reads_twice_and_writes_once(cotangent, dtype):
     """Three passes over the logits: a kernel reads them; another, or of the logsumexp a loop, writes the gradient."""
-    rows, cols = 4096, 50257
+    rows, cols, dtype = 4096, 50257, jnp.dtype(dtype)
 
     def total(x, y):
         if cotangent.startswith("mean"):
