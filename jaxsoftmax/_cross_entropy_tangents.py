@@ -1,9 +1,9 @@
 """Linear maps from a tangent of the logits to numbers of the rows, as primitives: the derivatives of cross entropy.
 
 Each has residuals and a function of them, `pull`, which is the transposed map. It is plain XLA, one loop over the rows'
-elements, but for the loss alone on CUDA, where a kernel does it at twice the speed. As primitives the maps keep their
-residuals until they are transposed, which the product that they compute would not: that keeps its factor, in the dtype
-of accumulation.
+elements, but for the loss alone on CUDA, where a kernel does it faster. As primitives the maps keep their residuals
+until they are transposed, which the product that they compute would not: that keeps its factor, in the dtype of
+accumulation.
 """
 
 import functools

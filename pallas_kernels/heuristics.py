@@ -52,7 +52,7 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         whole = problem.cols * problem.dtype.itemsize % 16 == 0
         return (min(pair[::-1] if whole else pair, key=lambda config: _padded(problem, config)),)
     if kib <= 28 and many:
-        # H200: f32, N = 5120, 4.21 TB/s with 1 warpgroup and 3.94 with 2; bf16, 12001, 4.07 and 3.91.
+        # H200: f32, N = 5120, 4.21 TB/s with 1 warpgroup and 3.69 with 2; bf16, 12001, 4.07 and 3.91.
         return (staged(warpgroups=1, registers=2),)
     if kib <= 48:
         # H200: bf16, N = 16384, 4.17 TB/s with 4 vectors at a time and 4.13 with 2, where no step needs checks.
@@ -70,7 +70,7 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         # 4.9 us with 2 warpgroups, 5.4 with 4; 8 rows 7.2 and 8.4.
         return (StagedConfig(blocks=16, warpgroups=2, registers=2, slots=1, rows=1),)
     # Fitted to 300 times of 58 shapes on an H200: 0.6 % slower than the best of them on average, 6 % at worst. bf16,
-    # N = 151936, 3.79 TB/s over 6 blocks and 3.61 over 3; 200064, 3.77 over 4 and 3.58 over 7.
+    # N = 151936, 3.79 TB/s over 6 blocks and 3.61 over 3; 200064, 3.77 over 4 and 3.56 over 7.
     configs = [StagedConfig(n, 2, registers, slots=1, rows=1) for n in (2, 4, 6, 8, 16) for registers in (2, 1)]
     best = max(configs, key=lambda config: min(_held(problem, config, device), 175 * KIB))
     wide = dataclasses.replace(best, registers=4)
