@@ -27,19 +27,14 @@ type: .venv-new/ready
 test-new: .venv-new/ready
 	.venv-new/bin/python $(PYTEST) --ignore=tests/pallas_kernels
 
-# The GPU kernels themselves, in Mosaic's interpreter, with its race detector. Of attention's, and of the faults planted
-# there, every second case, for want of time: `make test-kernels EVERY=1` runs all.
-EVERY ?= 2
-ATTENTION := $(foreach name,forward backward mutants,tests/pallas_kernels/test_attention_$(name).py)
-
+# The GPU kernels themselves, in Mosaic's interpreter, with its race detector.
 test-kernels: .venv-new/ready
-	.venv-new/bin/python $(PYTEST) tests/pallas_kernels $(addprefix --ignore=,tests/pallas_kernels/test_aot.py $(ATTENTION))
-	.venv-new/bin/python $(PYTEST) --every=$(EVERY) $(ATTENTION)
+	.venv-new/bin/python $(PYTEST) tests/pallas_kernels --ignore=tests/pallas_kernels/test_aot.py
 
-# The library and its primitives, every third case of a test. For want of time the binary, the examples, the
-# interpreter, planted faults, and what stands in for kernels in tests that have a form without it, are left to the newest.
+# The library and its primitives. For want of time the binary, the examples, the interpreter, planted faults, and what
+# stands in for kernels in tests that have a form without it, are left to the newest.
 test-old: .venv-old/ready
-	.venv-old/bin/python $(PYTEST) --every=3 -m "not gpu and not slow" -k "not interpret and not stand-in and not mutant" \
+	.venv-old/bin/python $(PYTEST) -m "not gpu and not slow" -k "not interpret and not stand-in and not mutant" \
 	  --ignore=tests/pallas_kernels/test_aot.py --ignore=tests/benchmarks --ignore=tests/test_examples.py \
 	  --ignore=tests/test_architecture.py
 

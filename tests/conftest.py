@@ -1,6 +1,5 @@
 """Session set-up: eight CPU devices, so that every test of sharding runs on any machine."""
 
-import collections
 import os
 
 import pytest
@@ -10,29 +9,13 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ.setdefault("NPROC", "32")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", type=int, default=1, help="run the first of every so many cases of each test function")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what `--every` says, of what the other options leave."""
-    seen: collections.Counter[str] = collections.Counter()
-    left_out = []
-    for item in list(items):
-        function = item.nodeid.split("[")[0]
-        if seen[function] % config.option.every:
-            left_out.append(item)
-            items.remove(item)
-        seen[function] += 1
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Only `-m gpu` looks for a GPU: everything else is the same test on every machine."""
     if "gpu" in config.option.markexpr.replace("not gpu", ""):
         return
+
+    # Compiling takes most of a test's time, and is a third faster without LLVM's optimisations.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
     import jax
 
