@@ -2,7 +2,7 @@
 
 Examples:
   python -m benchmarks.attention --list --tag=core
-  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
+  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \\
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks.attention --tag=rest --pass=fwd,bwd --impl=ours,cudnn --json=attention_rest.json
   python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
@@ -151,6 +151,8 @@ def cudnn_version() -> dict[str, str]:
 def main(_: Sequence[str]) -> None:
     passes = FLAGS["pass"].value or ()
     cases = attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+    if not cases:
+        sys.exit("No case matches these flags.")
     if FLAGS.list:
         for case in cases:
             print(f"{case.name:<50} {case.flops / 1e12:>8.3f} TFLOP  {','.join(sorted(case.tags))}")

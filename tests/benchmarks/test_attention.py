@@ -201,6 +201,7 @@ def test_the_binary_lists_and_refuses():
     )
     assert len(run("--list", "--tag=core").stdout.strip().splitlines()) == 20
     assert "--impl takes ours" in run("--list", "--impl=our").stderr
+    assert "No case matches" in run("--pass=backward").stderr
 
 
 def _entry(us, flops, **facts):
