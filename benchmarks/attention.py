@@ -1,8 +1,8 @@
-"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
+r"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
 
 Examples:
   python -m benchmarks.attention --list --tag=core
-  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \\
+  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks.attention --tag=rest --pass=fwd,bwd --impl=ours,cudnn --json=attention_rest.json
   python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json

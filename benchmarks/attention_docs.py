@@ -26,12 +26,6 @@ the error is the root mean square of the worst output, relative to float32.
 {left_out}"""
 
 
-def table(results: Results) -> str:
-    """The cells of the README."""
-    wanted = {case.name for case in attention_cases.select(tags=["core"])}
-    return comparison([r for r in _ordered(results) if r["case"]["name"] in wanted], results)
-
-
 def page(results: Results) -> str:
     """The whole of docs/attention_results.md."""
     left_out = dict.fromkeys(name for header in results.headers() for name in header.get("left_out", ()))
@@ -59,7 +53,7 @@ def title(case: Mapping[str, Any]) -> str:
 
 
 def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
-    """TFLOP/s of each implementation in the README's cells; nothing without matplotlib or results."""
+    """TFLOP/s of each implementation in the core cases; nothing without matplotlib or results."""
     wanted = {case.name for case in attention_cases.select(tags=["core"])}
     records = [r for r in _ordered(results) if r["case"]["name"] in wanted]
     try:

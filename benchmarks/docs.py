@@ -2,16 +2,16 @@
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program, and
 so does the whole of docs/attention_results.md.
-Pictures named in `PICTURES` are drawn with `--pictures`, which needs matplotlib.
 """
 
+import argparse
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks import attention_docs, cases, plot, report, training
+from benchmarks import attention_docs, cases, plot, report, summary, training
 from benchmarks.results import NOT_MEASURED, RUNG, Results
 from benchmarks.targets import TARGETS, Target
 
@@ -25,28 +25,6 @@ PEERS = {
     "liger": "Liger",
     "quack": "quack",
 }
-README_FORWARD = (
-    "softmax_fwd_f16_32768x1024",
-    "softmax_fwd_f16_32768x4096",
-    "softmax_fwd_f16_8192x16384",
-    "softmax_fwd_f16_4096x32768",
-    "softmax_fwd_f16_4096x131072",
-    "softmax_fwd_f16_2048x262144",
-    "softmax_fwd_f16_64x1048576",
-    "softmax_fwd_f32_8765x4096",
-    "softmax_fwd_f32_16x131072",
-    "softmax_fwd_bf16_8192x50257",
-    "softmax_fwd_bf16_8192x128256",
-    "softmax_call_f32_8x128",
-)
-README_BACKWARD = (
-    "softmax_bwd_f16_32768x4096",
-    "softmax_bwd_f16_4096x32768",
-    "softmax_bwd_f16_2048x262144",
-    "softmax_bwd_f32_32768x4096",
-    "softmax_value_and_vjp_bf16_32768x4096",
-    "softmax_value_and_vjp_bf16_8192x128256",
-)
 _PASS_WORDS = {
     "fwd": "",
     "bwd": " backward",
@@ -66,11 +44,6 @@ def documents() -> list[pathlib.Path]:
 def rewrite(text: str, results: Results) -> str:
     """`text` with every table made anew; a name without a table is an error."""
     return _MARKER.sub(lambda found: found[1] + TABLES[found[2]](results) + "\n" + found[3], text)
-
-
-def chosen(names: Iterable[str]) -> Callable[[Results], str]:
-    """A table of the named cases."""
-    return lambda results: _comparison([r for name in names if (r := results.case(name)) is not None], results)
 
 
 def everything(results: Results) -> str:
@@ -114,7 +87,8 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
             entries = [record["impls"].get(name, {}) for _, record in found]
             if any("us" in entry for entry in entries):
                 rows.append([name.removeprefix(RUNG), _traffic(found, name), *map(_time_and_speed, entries)])
-        rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
+        if any("xla" in record["impls"] for _, record in found):
+            rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
         return report.markdown(heads, rows) + "\n\nMicroseconds (TB/s of the least traffic). " + _caption(results)
@@ -123,8 +97,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "forward": chosen(README_FORWARD),
-    "backward": chosen(README_BACKWARD),
+    "summary": summary.table,
     "everything": everything,
     "cross_entropy": of_op(
         "cross_entropy",
@@ -140,7 +113,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_forward_f16": ladder("fwd", "f16"),
     "ladder_forward_f32": ladder("fwd", "f32"),
     "ladder_backward_f16": ladder("bwd", "f16"),
-    "attention": lambda results: attention_docs.table(results.about("attention")),
     "models": lambda results: training.table(results.about("models")),
 }
 
@@ -204,7 +176,15 @@ def _target_row(target: Target, results: Results) -> list[str]:
         verdict = "**missed**"
     else:
         verdict = "goal" if target.reached(worst, target.goal) else "kept" if target.must else "below goal"
-    return [target.label, must, goal, format(worst, ".3f"), verdict, f"`{name}`", str(count)]
+    return [target.label, must, goal, _unrounded(worst, target), verdict, f"`{name}`", str(count)]
+
+
+def _unrounded(worst: float, target: Target) -> str:
+    """With as many digits as it takes not to look better than it is beside what was promised."""
+    bounds = (target.must, target.goal)
+    kept = [target.reached(worst, bound) for bound in bounds]
+    texts = (format(worst, f".{digits}f") for digits in range(3, 8))
+    return next((text for text in texts if [target.reached(float(text), b) for b in bounds] == kept), str(worst))
 
 
 def _traffic(found: Iterable[tuple[cases.Case, Mapping[str, Any]]], name: str) -> str:
@@ -250,6 +230,9 @@ def pages(results: Results) -> dict[pathlib.Path, str]:
 
 
 def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures too; needs matplotlib")
+    pictures = parser.parse_args(arguments).pictures
     results = Results()
     whole = pages(results)
     for path in (*whole, *(path for path in documents() if path not in whole)):
@@ -258,7 +241,7 @@ def main(arguments: list[str]) -> None:
         if made != text:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
-    if "--pictures" in arguments:
+    if pictures:
         drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
         print("\n".join(map(str, [*drawn, *attention_docs.draw(results.about("attention"), PICTURES)])))
 
