@@ -37,6 +37,7 @@ def folder(tmp_path):
 
 
 SHORT, LONG = "softmax_fwd_f16_32768x1024", "softmax_fwd_f16_4096x131072"
+FEW = "softmax_fwd_f32_16x131072"
 
 
 def test_the_committed_tables_are_the_generated_ones():
@@ -192,8 +193,14 @@ def test_result_files_are_plain_json(folder):
 
 def test_plots_are_drawn_from_results(folder, tmp_path):
     sweep = [case.name for case in cases.select(ops=["softmax"], passes=["fwd"], dtypes=["f16"], tags=["sweep"])]
-    results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) | {"flops": 10**9} for name in sweep)))
+    cached = _record(FEW, _entry(30.0)) | {
+        "flops": 10**9,
+        "copy": {"method": "copy:torch", "us": 31.0, "tb_per_s": 5.7},
+    }
+    measured = [_record(name, _entry(30.0)) | {"flops": 10**9} for name in sweep]
+    results = Results(folder("run", "2026-11-02", cached, *measured))
     drawn = plot.draw(results.records(), results.headers()[0], tmp_path / "pictures")
     assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "roofline.svg"]
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+    assert "copy, 4.20 TB/s" in drawn[1].read_text()
     assert plot.draw([_loss(0.8)], results.headers()[0], tmp_path)[0].name == "cross_entropy.svg"
