@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from benchmarks import attention_docs, cases, plot, report, summary, training
+from benchmarks import peers as torchs
 from benchmarks.results import NOT_MEASURED, RUNG, Results
 from benchmarks.targets import TARGETS, Target
 
@@ -33,6 +34,7 @@ _PASS_WORDS = {
     "value_and_grad": " value and gradient",
     "value_and_grad_mean": " value and gradient of `.mean()`",
 }
+_TORCH = " Torch's side runs in a process of its own and is compared by shares of its own copy."
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -70,7 +72,8 @@ def targets(results: Results) -> str:
     rows = [_target_row(target, results) for target in TARGETS]
     if not any(row[-1] != "-" for row in rows):
         return NOT_MEASURED
-    return report.markdown(["promise", "must", "goal", "worst", "", "at", "cases"], rows) + "\n\n" + _caption(results)
+    heads = ["promise", "must", "goal", "worst", "", "at", "cases"]
+    return report.markdown(heads, rows) + "\n\n" + _caption(results, torchs.NAMES)
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
@@ -148,7 +151,7 @@ def _comparison(
             _number(ours.get("max_error_ulp"), ".1f"),
             *(_error(report.loss_error(record, peer)) for peer in judged),
         ])  # fmt: skip
-    return report.markdown(heads, rows) + "\n\n" + _caption(results)
+    return report.markdown(heads, rows) + "\n\n" + _caption(results, peers)
 
 
 def title(case: Mapping[str, Any]) -> str:
@@ -204,15 +207,13 @@ def _time_and_speed(entry: Mapping[str, Any]) -> str:
     return f"{entry['us']:.0f} ({entry['tb_per_s']:.2f})"
 
 
-def _caption(results: Results) -> str:
-    """Where the newest figures come from."""
+def _caption(results: Results, shown: Iterable[str] = ()) -> str:
+    """Where the newest figures come from, and how peers that are `shown` were measured."""
     header = results.headers()[0]
     commits = ", ".join(dict.fromkeys(str(h["commit"])[:12] for h in results.headers()))
-    return (
-        f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}, "
-        f"JAX {header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {commits}; medians of interleaved "
-        "runs. Torch's side runs in a process of its own and is compared by shares of its own copy."
-    )
+    where = f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}"
+    when = f"JAX {header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {commits}"
+    return f"{where}, {when}; medians of interleaved runs." + (_TORCH if set(shown) & set(torchs.NAMES) else "")
 
 
 def _number(value: float | None, spec: str) -> str:
