@@ -54,13 +54,13 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
     pull = np.where(
         alive, np.einsum("btnd,btnd->bnt", d_out, truth.out.astype(p.dtype).astype(np.float64)) - d_lse, 0.0
     )
-    d_scores = truth.weights * (np.einsum("btnd,bsnd->bnts", d_out, v) - pull[..., None])
+    d_scores = truth.weights * (attention_oracle.product("btnd,bsnd->bnts", d_out, v) - pull[..., None])
     weights, d_scores = (x.astype(p.dtype).astype(np.float64) for x in (truth.weights, d_scores))
     of_group = lambda x: x.reshape(*x.shape[:2], p.key_heads, group, -1).sum(3)
     found = {
-        "query": (np.einsum("bnts,bsnh->btnh", d_scores, k) * p.scale).astype(p.dtype),
-        "key": of_group(np.einsum("bnts,btnh->bsnh", d_scores, q) * p.scale).astype(p.dtype),
-        "value": of_group(np.einsum("bnts,btnd->bsnd", weights, d_out)).astype(p.dtype),
+        "query": (attention_oracle.product("bnts,bsnh->btnh", d_scores, k) * p.scale).astype(p.dtype),
+        "key": of_group(attention_oracle.product("bnts,btnh->bsnh", d_scores, q) * p.scale).astype(p.dtype),
+        "value": of_group(attention_oracle.product("bnts,btnd->bsnd", weights, d_out)).astype(p.dtype),
     }
     if p.bias:
         found["bias"] = d_scores.sum(tuple(d for d in range(4) if p.bias[d] == 1), keepdims=True).astype(p.dtype)
