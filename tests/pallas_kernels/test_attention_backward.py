@@ -71,6 +71,11 @@ def decided(p: Attention) -> dispatch.Decision:
     return dispatch.decide(p, hardware.H200)
 
 
+@functools.lru_cache(maxsize=1)
+def compiled(p: Attention) -> Any:
+    return jax.jit(decided(p).run)
+
+
 def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), ids: str = "few") -> list[Any]:
     """Checks the gradients of `kernel`, a function of operands."""
     arrays, rng = operands_of(p, ids), np.random.default_rng(1)
@@ -122,18 +127,19 @@ def cases() -> list[Attention]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    check(p, decided(p).run)
+    check(p, compiled(p))
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
+@pytest.mark.together("kind", "deterministic", "head_dim")
 @pytest.mark.parametrize("ids", documents.PATTERNS)
 @pytest.mark.parametrize("kind", ["segments", "segments-causal"])
 @pytest.mark.parametrize("deterministic, head_dim", [(True, 64), (False, 128), (True, 128), (True, 256)])
 def test_segments_that_skip(kind, ids, deterministic, head_dim):
     dims, lengths = (head_dim, head_dim), (1500, 1501)
     p = problem_of(kind, lengths, dims, "bfloat16", heads=(3, 1), deterministic=deterministic)
-    check(p, decided(p).run, ids=ids)
+    check(p, compiled(p), ids=ids)
 
 
 @pytest.mark.gpu
@@ -141,7 +147,7 @@ def test_segments_that_skip(kind, ids, deterministic, head_dim):
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
     p = problem_of(kind, (1024, 2048), (head_dim, head_dim), "bfloat16", heads=(16, 8), deterministic=True)
-    run, operands = jax.jit(decided(p).run), [jnp.asarray(x) for x in all_operands_of(p)]
+    run, operands = compiled(p), [jnp.asarray(x) for x in all_operands_of(p)]
     first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
     for _ in range(5):
         for a, b in zip(first, run(*operands), strict=True):
