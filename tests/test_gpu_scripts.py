@@ -113,7 +113,7 @@ def _beside(folder: Path, tests: str, *flags: str) -> tuple[subprocess.Completed
 def test_processes_share_tests_and_none_runs_twice(tmp_path):
     finished, report = _beside(tmp_path, ALIKE)
     assert finished.returncode == 0, finished.stdout
-    assert finished.stdout.startswith("toy: 33 of 33 tests ran in ")
+    assert report.startswith("toy: 33 of 33 tests ran in ")
     assert "s: 32 passed, 0 failed, 1 skipped\n" in finished.stdout
     logs = report.partition("--- process 0")[2].partition("--- seconds")[0]
     assert sum(int(n) for n in re.findall(r"(\d+) passed", logs)) == 32
@@ -124,14 +124,14 @@ def test_processes_share_tests_and_none_runs_twice(tmp_path):
 
 
 UNSOUND = {
-    "failed": ("assert n != 7", ["19 passed, 1 failed, 0 skipped", "failed: test_toy.py::test[7]"]),
+    "failed": ("assert n != 7", ["19 passed, 1 failed, 0 skipped", "failed: test_toy.py::test[7]", "assert 7 != 7"]),
     "crashed": (
         "n == 7 and os._exit(9)",
         ["19 of 20 tests ran", "did not end: test_toy.py::test[7]", "1 processes ended with status 9"],
     ),
     "cut": (
-        "n == 7 and time.sleep(60)",
-        ["19 of 20 tests ran", "did not end: test_toy.py::test[7]", "1 processes were cut: out of time"],
+        "assert n != 1, 'too early to be lost'\n    n == 7 and time.sleep(60)",
+        ["19 of 20 tests ran", "did not end: test_toy.py::test[7]", "1 processes were cut: out of time", "to be lost"],
     ),
     "broken": ("pass\nassert False", ["0 of 0 tests ran", "2 processes ended with status 2", "assert False"]),
 }
@@ -154,6 +154,14 @@ def test_what_failed_crashed_or_was_cut_fails_and_is_named(tmp_path, fault):
     finished, report = _beside(tmp_path, f"{head}def test(n):\n    {body}\n", "--seconds=10")
     assert finished.returncode == 1
     assert all(words in finished.stdout and words in report for words in said), finished.stdout
+
+
+def test_xla_knows_the_flags():
+    """It ends the process at one that it does not know."""
+    settings = runpy.run_path(str(ROOT / "tests" / "gpu" / "beside.py"))["environment"]() | {"JAX_PLATFORMS": "cpu"}
+    assert "--xla_gpu" in settings["XLA_FLAGS"]
+    finished = subprocess.run([sys.executable, "-c", "import jax; jax.jit(abs)(1.0)"], env=settings, timeout=60)
+    assert finished.returncode == 0
 
 
 def _all(folder: Path, *parts: str) -> list[list[str]]:

@@ -2,8 +2,8 @@
 
     OUT=FOLDER python3 tests/gpu/beside.py [--processes=16] [--seconds=540] NAME TESTS...
 
-`$OUT/NAME.txt` has the summary, the tests that failed or were cut, the output of the processes and the seconds of every
-test. TESTS are pytest's arguments. The exit status is 0 if all tests ran and none failed.
+`$OUT/NAME.txt` has the summary, why tests failed and which did not end, the output of the processes and the seconds of
+every test. TESTS are pytest's arguments. The exit status is 0 if all tests ran and none failed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PYTEST = ("-m", "pytest", "-m", "gpu", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", "-p", "claims")
 PYTEST += ("--timeout-method=thread",)  # ends a process that waits for a kernel
 _LOG_BYTES = 500_000  # of a process's output, from its end
-_SLOWEST, _LAST_LINES = 15, 30
+_SHOWN, _SHOWN_CHARACTERS = 20, 800  # lines of each kind, and of a failure
 
 
 def environment() -> dict[str, str]:
@@ -62,7 +62,7 @@ def run(folder: pathlib.Path, tests: Sequence[str], processes: int, seconds: flo
     return [None if process in running else process.returncode for process in started]
 
 
-def _start(folder: pathlib.Path, number: int, tests: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(folder: pathlib.Path, number: int, tests: Sequence[str]) -> subprocess.Popen[Any]:
     command = [sys.executable, *PYTEST, f"--claims={folder}", *tests]
     with (folder / f"{number}.txt").open("w") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
@@ -77,7 +77,7 @@ class Summary:
         self.collected, self.done, self.unfinished = 0, {}, []
         for path in sorted(folder.glob("*.jsonl")):
             running = None
-            for record in map(json.loads, path.read_text().splitlines()):
+            for record in map(json.loads, path.read_text().split("\n")[:-1]):  # whole lines only
                 self.collected = max(self.collected, record.get("collected", 0))
                 if "test" in record:
                     self.done[record["test"]] = record
@@ -87,8 +87,8 @@ class Summary:
     @property
     def passed(self) -> bool:
         """Whether all ran, none failed, and each process ended by itself and well."""
-        right = all(record["outcome"] != "failed" for record in self.done.values())
-        return right and 0 < self.collected == len(self.done) and not any(status != 0 for status in self.statuses)
+        all_ran = 0 < self.collected == len(self.done)
+        return all_ran and not self.failures() and not any(status != 0 for status in self.statuses)
 
     def lines(self, name: str) -> list[str]:
         """The number of tests that ran, those that failed or did not end, and processes that did not end well."""
@@ -97,13 +97,17 @@ class Summary:
         counts = ", ".join(f"{of[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
         lines = [f"{name}: {len(self.done)} of {self.collected} tests ran in {self.seconds:.0f} s: {counts}"]
         lines += [f"  {spent:.0f} s of tests in {len(self.statuses)} processes"]
-        lines += [f"  failed: {test}" for test, record in self.done.items() if record["outcome"] == "failed"]
+        lines += [f"  failed: {test}" for test in self.failures()]
         lines += [f"  did not end: {test}" for test in self.unfinished]
         cut = self.statuses.count(None)
         lines += [f"  {cut} processes were cut: out of time"] * (cut > 0)
         bad = collections.Counter(status for status in self.statuses if status not in (None, 0, 1))
         lines += [f"  {n} processes ended with status {status}" for status, n in bad.items()]
         return lines
+
+    def failures(self) -> dict[str, str]:
+        """Tests that failed, and why."""
+        return {test: record["why"] for test, record in self.done.items() if record["outcome"] == "failed"}
 
     def slowest(self) -> list[str]:
         """Every test's seconds, the longest first."""
@@ -123,13 +127,16 @@ def main() -> int:
         folder = pathlib.Path(temporary)
         statuses = run(folder, arguments.tests, arguments.processes, arguments.seconds)
         summary = Summary(folder, statuses, time.monotonic() - started)
-        lines, slowest = summary.lines(arguments.name), summary.slowest()
         logs = [(folder / f"{i}.txt").read_bytes()[-_LOG_BYTES:].decode(errors="replace") for i in range(len(statuses))]
-    ended_badly = [log for log, status in zip(logs, statuses, strict=True) if status not in (None, 0)]
-    last_words = [line for log in ended_badly[:1] for line in log.splitlines()[-_LAST_LINES:]]
-    print("\n".join([*lines, *slowest[:_SLOWEST], *last_words]), flush=True)
-    parts = [*lines, *(f"--- process {i}\n{log}" for i, log in enumerate(logs)), "--- seconds", *slowest]
+    lines, slowest, whys = summary.lines(arguments.name), summary.slowest(), list(summary.failures().items())
+    parts = [*lines, *(f"--- {test}\n{why}" for test, why in whys)]
+    parts += [*(f"--- process {i}\n{log}" for i, log in enumerate(logs)), "--- seconds", *slowest]
     (pathlib.Path(os.environ["OUT"]) / f"{arguments.name}.txt").write_text("\n".join(parts) + "\n")
+    # What comes last is what is seen of a long output.
+    ended_badly = [log for log, status in zip(logs, statuses, strict=True) if status not in (None, 0)]
+    shown = [line for log in ended_badly[:1] for line in log.splitlines()[-_SHOWN:]]
+    shown += [f"--- {test}\n{why[-_SHOWN_CHARACTERS:]}" for test, why in whys[:5]]
+    print("\n".join([*shown, "--- seconds", *slowest[:_SHOWN], *lines[:_SHOWN]]), flush=True)
     return 0 if summary.passed else 1
 
 

@@ -20,20 +20,21 @@ import pytest
 
 LOST = 70  # exit status of a process that leaves the rest to others
 _MOST_IN_A_ROW = 3
+_MOST_WORDS = 4000  # characters of a failure, from its end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--claims", type=pathlib.Path, required=True, help="folder that the processes share")
+    parser.addoption("--claims", required=True, help="folder that the processes share")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Claims(config.getoption("--claims")))
+    config.pluginmanager.register(Claims(pathlib.Path(config.option.claims)))
 
 
 def group_of(item: pytest.Item) -> str:
     """The test's name, or of tests that go together the name of their function and what they are alike in."""
     marker = item.get_closest_marker("together")
-    if marker is None:
+    if marker is None or not isinstance(item, pytest.Function):
         return item.nodeid
     parameters = types.SimpleNamespace(**item.callspec.params)
     alike = [str(operator.attrgetter(name)(parameters)) for name in marker.args]
@@ -54,7 +55,7 @@ class Claims:
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         self._seconds = 0.0
-        self._outcome = ""
+        self._outcome = self._why = ""
         self._failed_in_a_row = 0
 
     def claim(self, group: str) -> bool:
@@ -81,16 +82,17 @@ class Claims:
         return True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._seconds, self._outcome = 0.0, "passed"
+        self._seconds, self._outcome, self._why = 0.0, "passed", ""
         self._record(started=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds += report.duration
         if report.outcome != "passed" and self._outcome != "failed":
-            self._outcome = report.outcome
+            self._outcome, self._why = report.outcome, report.longreprtext[-_MOST_WORDS:]
         if report.when == "teardown":
             self._failed_in_a_row = self._failed_in_a_row + 1 if self._outcome == "failed" else 0
-            self._record(test=report.nodeid, outcome=self._outcome, seconds=round(self._seconds, 2))
+            outcome = {"outcome": self._outcome, "seconds": round(self._seconds, 2), "why": self._why}
+            self._record(test=report.nodeid, **outcome)
 
     def _record(self, **what: Any) -> None:
         with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
