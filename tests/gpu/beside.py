@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
     found = dict(os.environ)
     found |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     found |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
-    found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    found["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {found.get('XLA_FLAGS', '')}"
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parent), found.get("PYTHONPATH")]))
     return found
 
