@@ -293,6 +293,22 @@ def test_explain_no_kernel(attention_stand_ins: Any) -> None:
         jaxsoftmax.explain_attention(Q, K, V, op="backward")
 
 
+def test_explain_takes_what_the_call_takes(attention_stand_ins: Any) -> None:
+    """NumPy's numbers and dtypes have shapes, and are no arrays."""
+    numbers = {"scale": np.float32(0.5), "logits_soft_cap": np.array(2.0), "local_window_size": np.int64(3)}
+    jaxsoftmax.explain_attention(*HALF, **numbers, is_causal=np.bool_(True), dtype=jnp.dtype("float16"))
+    (problem,) = attention_stand_ins.problems
+    assert (problem.scale, problem.soft_cap, problem.window, problem.dtype) == (0.5, 2.0, (3, 3), jnp.float16)
+    for op in ("vjp", "jvp"):
+        assert "bias [1,1,5,7]" in jaxsoftmax.explain_attention(Q, K, V, np.ones((5, 7), int), op=op).call
+    assert not attention_stand_ins.problems[-1].bias_gradient
+
+
+def test_explain_why_dropout_is_xlas(attention_stand_ins: Any) -> None:
+    found = jaxsoftmax.explain_attention(Q, K, V, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    assert (found.implementation, found.reason) == ("xla", "dropout and sown weights need all weights in memory")
+
+
 def test_explain_the_real_kernels() -> None:
     assert "compute capability 8.0" in str(jaxsoftmax.explain_attention(*HALF, device=A100))
     assert "float32" in jaxsoftmax.explain_attention(Q, K, V).declined[0][1]
