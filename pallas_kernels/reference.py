@@ -77,8 +77,10 @@ def stats_tangent(
     """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
     z = _logits(x, where, scale)
     t = _logits(t, None, scale)
-    t = t if where is None else jnp.where(where, t, jnp.zeros_like(t))
-    return (decay(z, jnp.expand_dims(maximum, axes)) * t).sum(axes)
+    keep = lambda x: x if where is None else jnp.where(where, x, jnp.zeros_like(x))
+    # Both selections: a tangent may be anything where x is masked out, and the cotangent of a row of none is infinite.
+    out = decay(z, jnp.expand_dims(maximum, axes)) * keep(t)
+    return keep(out).sum(axes)
 
 
 def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:
