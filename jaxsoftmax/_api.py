@@ -122,8 +122,8 @@ def logsumexp(
     Args:
         a: Exponents of any real dtype and any shape.
         axis: The axis or axes to sum over; None for all.
-        b: Weights of the exponentials, which may be negative and broadcast with `a`. They are computed by `jax.scipy.special.logsumexp` in
-            the dtype of accumulation, not by a kernel.
+        b: Weights of the exponentials, which may be negative; they broadcast with `a`. They are computed by
+            `jax.scipy.special.logsumexp` in the dtype of accumulation, not by a kernel.
         keepdims: Keeps the reduced axes, with extent 1.
         return_sign: Returns `(log|sum|, sign of the sum)`.
         where: A boolean mask that broadcasts with `a`.
