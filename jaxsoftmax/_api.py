@@ -176,6 +176,7 @@ def merge(*states: Stats) -> Stats:
         The merged state; differentiable.
 
     Raises:
+        TypeError: a state is not a pair of arrays.
         ValueError: no state was given.
 
     >>> import jax.numpy as jnp
@@ -187,7 +188,7 @@ def merge(*states: Stats) -> Stats:
     """
     if not states:
         raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
-    return functools.reduce(combine, (Stats(jnp.asarray(s[0]), jnp.asarray(s[1])) for s in states))
+    return functools.reduce(combine, map(_checks.state, states))
 
 
 def _row_op(

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.monoid import Stats
+
 Axis = int | Iterable[int] | None
 
 IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
@@ -118,6 +120,16 @@ def implementation(function: str, name: str | None) -> str | None:
             f"{function}: implementation={name!r}, expected one of None (the fastest there is), 'xla', 'mosaic_gpu'."
         )
     return name
+
+
+def state(given: Any) -> Stats:
+    """A state to merge: a pair of numbers or arrays."""
+    if not isinstance(given, tuple) or len(given) != 2 or any(isinstance(part, (tuple, list)) for part in given):
+        raise TypeError(
+            f"merge: got a {type(given).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
+            "Pass a sequence of states as merge(*states)."
+        )
+    return Stats(*map(jnp.asarray, given))
 
 
 def no_kernel_on_platform(op: str) -> NotImplementedError:

@@ -238,10 +238,10 @@ def _labelled_gradient(x: jax.Array, **arguments: Any) -> jax.Array:
     return jax.grad(lambda x: jax.tree.leaves(_labelled(x, **arguments))[0].sum())(x)
 
 
-def _size(count: int) -> str:
-    """Bytes in words."""
+def _size(count: Any) -> str:
+    """Bytes in words; of symbolic shapes their number is symbolic too."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
+        if isinstance(count, int) and count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
 

@@ -63,6 +63,18 @@ def test_no_kernel(explained: Any) -> None:
     assert jaxsoftmax.explain(X, implementation="xla").declined == ()
 
 
+def test_symbolic_shapes() -> None:
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), jnp.float32)
+    assert str(jaxsoftmax.explain(x)).splitlines() == [
+        "softmax of float32[b,8] along axis 1",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA H200: XLA runs the reference",
+        "    why: no kernel takes the call",
+        "    moves: nothing can move less than 64*b B",
+        "    not every kernel: is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero",
+    ]
+
+
 def test_copies_are_said(explained: Any) -> None:
     x = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
     where = jax.ShapeDtypeStruct((6, 1), jnp.bool_)

@@ -58,6 +58,10 @@ def test_logsumexp() -> None:
         jaxsoftmax.logsumexp(X, axis=5)
     with pytest.raises(ValueError, match="merge: got no states"):
         jaxsoftmax.merge()
+    state = jaxsoftmax.Stats(X, X)
+    for wrong in ([state, state], (state, state), (X, X, X), X):
+        with pytest.raises(TypeError, match=rf"merge: got a {type(wrong).__name__}, .* Pass .* as merge\(\*states\)"):
+            jaxsoftmax.merge(wrong)
 
 
 @pytest.mark.parametrize(
