@@ -4,7 +4,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +99,16 @@ def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int], of: s
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
+def is_number(scale: Any) -> TypeGuard[int | float | np.number]:
+    """Whether a scale is known while the call is traced."""
+    return isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool)
+
+
 def scale_factor(
     function: str, scale: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's"
 ) -> float | jax.Array:
     """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
-    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
+    if is_number(scale):
         factor = float(scale)
         if math.isnan(factor):
             raise ValueError(f"{function}: scale is nan, expected a number.")

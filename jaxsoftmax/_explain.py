@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxsoftmax import _api
+from jaxsoftmax import _api, _checks
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._lowering import kernel_call
@@ -109,7 +109,7 @@ def explain(
         An `Explanation`, whose `str()` is meant to be read.
 
     Raises:
-        TypeError: as the call itself would.
+        TypeError: as the call itself would, or `device` is no `Device`.
         ValueError: as the call itself would, or `op` is not one of the above.
 
     >>> import jax, jax.numpy as jnp
@@ -121,12 +121,16 @@ def explain(
     """
     if op not in _CALLS:
         raise ValueError(f"explain: op={op!r}, expected one of {', '.join(_CALLS)}.")
+    if not isinstance(device, Device | None):
+        raise TypeError(f"explain: device is {device!r}, expected a pallas_kernels.hardware.Device or None.")
     found, call = _CALLS[op]
     arrays: dict[str, Any] = {} if where is None else {"where": where}
+    if op == "logsumexp" and options.get("b") is not None:
+        arrays["b"] = options.pop("b")
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
     if op != "logsumexp":
-        is_number = isinstance(scale, (int, float))
+        is_number = _checks.is_number(scale)
         (static if is_number else arrays)["scale"] = scale
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
@@ -135,6 +139,15 @@ def explain(
     target = device or present or hardware.H200
     if op == "top_k":
         return _selection(jaxpr, axis, target, target == present, notes)
+    if "b" in arrays:
+        return Explanation(
+            f"logsumexp of {jaxpr.in_avals[0].str_short()} with weights b",
+            "xla",
+            target == present,
+            target,
+            "weights are computed by jax.scipy.special.logsumexp, not by a kernel",
+            _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
+        )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
