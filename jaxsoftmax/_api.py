@@ -41,7 +41,7 @@ def softmax(
     Args:
         x: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
         axis: The axis or axes that sum to one; None for all.
-        where: A boolean mask that broadcasts to `x`; entries where it is False count as absent.
+        where: A boolean mask that broadcasts with `x`; entries where it is False count as absent.
         scale: The logits' factor, an inverse temperature. A positive number is fused into the kernel. Any other
             number, and an array that broadcasts to `x` (traced, or one factor per row), is multiplied in before it, in
             the dtype of accumulation, and is differentiable.
@@ -51,7 +51,7 @@ def softmax(
         An array of `x`'s shape and (floating) dtype.
 
     Raises:
-        TypeError: `x` is complex, or `where` is not boolean.
+        TypeError: `x` is complex, `where` is not boolean, or `axis` is not an integer or several.
         ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
@@ -83,7 +83,7 @@ def log_softmax(
     Args:
         x: Logits, as for `softmax`.
         axis: The axis or axes to normalise over; None for all.
-        where: A boolean mask that broadcasts to `x`.
+        where: A boolean mask that broadcasts with `x`.
         scale: The logits' factor, as for `softmax`.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
 
@@ -91,7 +91,7 @@ def log_softmax(
         An array of `x`'s shape and (floating) dtype.
 
     Raises:
-        TypeError: `x` is complex, or `where` is not boolean.
+        TypeError: `x` is complex, `where` is not boolean, or `axis` is not an integer or several.
         ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
@@ -122,19 +122,19 @@ def logsumexp(
     Args:
         a: Exponents of any real dtype and any shape.
         axis: The axis or axes to sum over; None for all.
-        b: Weights of the exponentials, which may be negative. They are computed by `jax.scipy.special.logsumexp` in
-            the dtype of accumulation, not by a kernel.
+        b: Weights of the exponentials, which may be negative; they broadcast with `a`. They are computed by
+            `jax.scipy.special.logsumexp` in the dtype of accumulation, not by a kernel.
         keepdims: Keeps the reduced axes, with extent 1.
         return_sign: Returns `(log|sum|, sign of the sum)`.
-        where: A boolean mask that broadcasts to `a`.
+        where: A boolean mask that broadcasts with `a`.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
 
     Returns:
         An array of `a`'s floating dtype, or a pair of them.
 
     Raises:
-        TypeError: `a` is complex, or `where` is not boolean.
-        ValueError: `axis`, `where` or `implementation` does not fit.
+        TypeError: `a` or `b` is complex, `where` is not boolean, or `axis` is not an integer or several.
+        ValueError: `axis`, `b`, `where` or `implementation` does not fit.
         NotImplementedError: `implementation="mosaic_gpu"` with `b`, or where no kernel takes the call.
 
     >>> import jax.numpy as jnp
@@ -143,13 +143,15 @@ def logsumexp(
     """
     name = "logsumexp"
     x = _checks.floating(name, "a", a)
-    axes = _checks.axes(name, axis, x.ndim)
     implementation = _checks.implementation(name, implementation)
+    mask = {} if where is None else {"where": _checks.boolean(name, where)}
+    weights = {} if b is None else {"b": _checks.floating(name, "b", b)}
+    operands = _checks.together(name, "a", x, **mask, **weights)
+    axes = _checks.axes(name, axis, operands[0].ndim, "a")
     if b is not None:
         if implementation == "mosaic_gpu":
             raise _checks.no_kernel_with_weights()
-        return _weighted(x, _checks.floating(name, "b", b), axes, keepdims, return_sign, where)
-    operands = (x,) if where is None else (x, _checks.mask(name, where, x.shape))
+        return _weighted(*operands, dtype=_promoted(a, b, x.dtype), axes=axes, keepdims=keepdims, sign=return_sign)
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation))
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
@@ -174,6 +176,7 @@ def merge(*states: Stats) -> Stats:
         The merged state; differentiable.
 
     Raises:
+        TypeError: a state is not a pair of arrays.
         ValueError: no state was given.
 
     >>> import jax.numpy as jnp
@@ -185,7 +188,7 @@ def merge(*states: Stats) -> Stats:
     """
     if not states:
         raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
-    return functools.reduce(combine, (Stats(jnp.asarray(s[0]), jnp.asarray(s[1])) for s in states))
+    return functools.reduce(combine, map(_checks.state, states))
 
 
 def _row_op(
@@ -194,10 +197,12 @@ def _row_op(
     """Softmax or log_softmax: what they share is everything but the operation."""
     operand = _checks.floating(op, "x", x)
     dtype = operand.dtype
+    given = {} if where is None else {"where": _checks.boolean(op, where)}
+    operand, *mask = _checks.together(op, "x", operand, **given)
     axes = _checks.axes(op, axis, operand.ndim)
-    operand, factor = scaled(operand, _checks.scale_factor(op, scale, operand.shape))
+    shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
+    operand, factor = scaled(operand, _checks.scale_factor(op, scale, shape))
     implementation = _checks.implementation(op, implementation)
-    mask = () if where is None else (_checks.mask(op, where, operand.shape),)
     y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation)
     return y if operand.dtype == dtype else y.astype(dtype)
 
@@ -210,11 +215,17 @@ def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
     return x.astype(wide) * jnp.asarray(factor, wide), 1.0
 
 
+def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
+    """The floating dtype of exponents and weights together; `otherwise` for two of integers."""
+    dtype = jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in (a, b)))
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else otherwise
+
+
 def _weighted(
-    x: jax.Array, b: jax.Array, axes: Sequence[int], keepdims: bool, return_sign: bool, where: ArrayLike | None
+    x: jax.Array, *others: jax.Array, dtype: jnp.dtype, axes: Sequence[int], keepdims: bool, sign: bool
 ) -> Any:
-    """A logsumexp with weights."""
-    dtype = jnp.promote_types(x.dtype, b.dtype)
+    """A logsumexp with weights, which come last, after the mask if there is one."""
+    *where, b = others
     wide = accumulator_dtype(dtype)
-    out = jax.scipy.special.logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, return_sign, where)
+    out = jax.scipy.special.logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, sign, *where)
     return jax.tree.map(lambda part: part.astype(dtype), out)

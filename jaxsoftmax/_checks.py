@@ -1,20 +1,27 @@
 """Every error the user can meet: which argument, what was got, what was wanted, what to do."""
 
+import contextlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Axis = int | Sequence[int] | None
+from pallas_kernels.monoid import Stats
+
+Axis = int | Iterable[int] | None
 
 IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
 
 
 def floating(function: str, name: str, x: jax.typing.ArrayLike) -> jax.Array:
     """`x` as a floating-point array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
+    if isinstance(x, (np.ndarray, np.integer)) and x.dtype.kind in "iu":
+        # As an array of JAX it would first lose the upper half of its 64 bits.
+        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     array = jnp.asarray(x)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(
@@ -35,7 +42,7 @@ def listed_axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tup
     """`axis` as non-negative, distinct axes, in the order in which they are given."""
     if axis is None:
         return tuple(range(rank))
-    listed = tuple(operator.index(a) for a in axis) if isinstance(axis, Sequence) else (operator.index(axis),)
+    listed = _integers(function, axis)
     for a in listed:
         if not -rank <= a < rank:
             raise ValueError(
@@ -48,20 +55,60 @@ def listed_axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tup
     return result
 
 
-def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's") -> jax.Array:
-    """`where` as a boolean array of the operand's rank, each of whose extents is 1 or the operand's."""
+def _integers(function: str, axis: Any) -> tuple[int, ...]:
+    """One integer, or those of any iterable."""
+    with contextlib.suppress(TypeError):
+        return (operator.index(axis),)
+    try:
+        return tuple(map(operator.index, axis))
+    except TypeError:
+        raise TypeError(
+            f"{function}: axis is {axis!r}, expected an integer, several, or None. If it is traced, make it a static "
+            "argument of jax.jit."
+        ) from None
+
+
+def together(function: str, operand: str, x: jax.Array, **others: jax.Array) -> list[jax.Array]:
+    """`x` and the others, which broadcast against each other, at one rank: with axes of extent 1 in front."""
+    shape = x.shape
+    for name, other in others.items():
+        try:
+            shape = jnp.broadcast_shapes(shape, other.shape)
+        except ValueError:
+            raise ValueError(
+                f"{function}: {name} has shape {other.shape}, expected a shape that broadcasts with {operand}'s, "
+                f"{x.shape}."
+            ) from None
+    return [
+        a if a.ndim == len(shape) else jnp.expand_dims(a, range(len(shape) - a.ndim)) for a in (x, *others.values())
+    ]
+
+
+def boolean(function: str, where: jax.typing.ArrayLike) -> jax.Array:
+    """`where` as a boolean array."""
     array = jnp.asarray(where)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{function}: where has dtype {array.dtype}, expected bool. Pass where.astype(bool).")
+    return array
+
+
+def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's") -> jax.Array:
+    """`where` as a boolean array of the operand's rank, each of whose extents is 1 or the operand's."""
+    array = boolean(function, where)
     broadcastable(function, "where", array.shape, shape, of)
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+
+
+def is_number(scale: Any) -> TypeGuard[int | float | np.number]:
+    """Whether a scale is known while the call is traced."""
+    return isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool)
 
 
 def scale_factor(
     function: str, scale: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's"
 ) -> float | jax.Array:
     """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
-    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
+    if is_number(scale):
         factor = float(scale)
         if math.isnan(factor):
             raise ValueError(f"{function}: scale is nan, expected a number.")
@@ -78,6 +125,16 @@ def implementation(function: str, name: str | None) -> str | None:
             f"{function}: implementation={name!r}, expected one of None (the fastest there is), 'xla', 'mosaic_gpu'."
         )
     return name
+
+
+def state(given: Any) -> Stats:
+    """A state to merge: a pair of numbers or arrays."""
+    if not isinstance(given, tuple) or len(given) != 2 or any(isinstance(part, (tuple, list)) for part in given):
+        raise TypeError(
+            f"merge: got a {type(given).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
+            "Pass a sequence of states as merge(*states)."
+        )
+    return Stats(*map(jnp.asarray, given))
 
 
 def no_kernel_on_platform(op: str) -> NotImplementedError:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxsoftmax import _api
+from jaxsoftmax import _api, _checks
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._lowering import kernel_call
@@ -112,7 +112,7 @@ def explain(
         An `Explanation`, whose `str()` is meant to be read.
 
     Raises:
-        TypeError: as the call itself would.
+        TypeError: as the call itself would, or `device` is no `Device`.
         ValueError: as the call itself would, or `op` is not one of the above.
 
     >>> import jax, jax.numpy as jnp
@@ -124,12 +124,16 @@ def explain(
     """
     if op not in _CALLS:
         raise ValueError(f"explain: op={op!r}, expected one of {', '.join(_CALLS)}.")
+    if not isinstance(device, Device | None):
+        raise TypeError(f"explain: device is {device!r}, expected a pallas_kernels.hardware.Device or None.")
     found, call = _CALLS[op]
     arrays: dict[str, Any] = {} if where is None else {"where": where}
+    if op == "logsumexp" and options.get("b") is not None:
+        arrays["b"] = options.pop("b")
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
     if op != "logsumexp":
-        is_number = isinstance(scale, (int, float))
+        is_number = _checks.is_number(scale)
         (static if is_number else arrays)["scale"] = scale
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
@@ -138,6 +142,15 @@ def explain(
     target = device or present or hardware.H200
     if op == "top_k":
         return _selection(jaxpr, axis, target, target == present, notes)
+    if "b" in arrays:
+        return Explanation(
+            f"logsumexp of {jaxpr.in_avals[0].str_short()} with weights b",
+            "xla",
+            target == present,
+            target,
+            "weights are computed by jax.scipy.special.logsumexp, not by a kernel",
+            _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
+        )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
@@ -245,10 +258,10 @@ def _labelled_gradient(x: jax.Array, **arguments: Any) -> jax.Array:
     return jax.grad(lambda x: jax.tree.leaves(_labelled(x, **arguments))[0].sum())(x)
 
 
-def _size(count: int) -> str:
-    """Bytes in words."""
+def _size(count: Any) -> str:
+    """Bytes in words; of symbolic shapes their number is symbolic too."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
+        if isinstance(count, int) and count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
 

@@ -61,5 +61,5 @@ def _like(state: Any, maximum: jax.Array, sums: list[jax.Array]) -> Any:
 
 
 def log_normalizer(stats: Stats) -> jax.Array:
-    """`log(sum(exp(logits)))`: -inf for the empty row, +inf where a logit is +inf."""
-    return jnp.where(stats.max == jnp.inf, stats.max, stats.max + jnp.log(stats.sum))
+    """`log(sum(exp(logits)))`: -inf for the empty row, +inf where a logit is +inf, whose sum is NaN."""
+    return stats.max + jnp.log(jnp.where(stats.max == jnp.inf, stats.max, stats.sum))

@@ -52,7 +52,7 @@ def softmax(
     """
     weights, stats = _lift(_logits(x, where, scale), axes, known)
     y = (weights / stats.sum).astype(x.dtype)
-    return y if where is None else jnp.where(where, y, jnp.zeros_like(y))
+    return y if where is None else jnp.where(where, y, jnp.zeros((), y.dtype))
 
 
 def log_softmax(
@@ -62,7 +62,7 @@ def log_softmax(
     z = _logits(x, where, scale)
     _, stats = _lift(z, axes, known)
     y = ((z - stats.max) - jnp.log(stats.sum)).astype(x.dtype)
-    return y if where is None else jnp.where(where, y, jnp.full_like(y, -jnp.inf))
+    return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
 
 
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
@@ -77,8 +77,10 @@ def stats_tangent(
     """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
     z = _logits(x, where, scale)
     t = _logits(t, None, scale)
-    t = t if where is None else jnp.where(where, t, jnp.zeros_like(t))
-    return (decay(z, jnp.expand_dims(maximum, axes)) * t).sum(axes)
+    keep = lambda x: x if where is None else jnp.where(where, x, jnp.zeros((), x.dtype))
+    # Both selections: a tangent may be anything where x is masked out, and the cotangent of a row of none is infinite.
+    out = decay(z, jnp.expand_dims(maximum, axes)) * keep(t)
+    return keep(out).sum(axes)
 
 
 def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:

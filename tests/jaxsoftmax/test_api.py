@@ -76,7 +76,40 @@ def test_gradient_of_logsumexp_where_masked() -> None:
     x = jnp.asarray([[1.0, np.nan, 2.0], [np.nan, 3.0, INF]])
     got = jax.grad(lambda x: jaxsoftmax.logsumexp(x, 1, where=mask)[0])(x)
     np.testing.assert_allclose(got, oracle.softmax(x, where=mask) * [[1], [0]], rtol=1e-6)
-    assert np.isfinite(jax.grad(lambda x: jaxsoftmax.logsumexp(x, 1, where=mask)[1])(x)).all()
+    for debug in (False, True):
+        with jax.debug_nans(debug):
+            grad = jax.grad(lambda x: jaxsoftmax.logsumexp(x, 1, where=mask)[1])(jnp.nan_to_num(x) if debug else x)
+        np.testing.assert_array_equal(grad, 0)
+
+
+def test_gradient_of_logsumexp_of_infinity() -> None:
+    for row in ([INF, 0.0, 1.0], [INF, -INF, INF]):
+        ours, theirs = (jax.grad(f)(jnp.asarray(row)) for f in (jaxsoftmax.logsumexp, jax.nn.logsumexp))
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("x, where", [((5,), (4, 5)), ((3, 1, 5), (3, 4, 5)), ((4, 1), (2, 1, 5)), ((), (5,))], ids=str)
+@pytest.mark.parametrize("op", [*OURS, "logsumexp"])
+def test_operands_broadcast_with_their_masks(op: str, x: tuple[int, ...], where: tuple[int, ...]) -> None:
+    operand, mask = RNG.normal(size=x).astype(np.float32), RNG.random(where) < 0.6
+    full = jnp.broadcast_shapes(x, where)
+    scale = {} if op == "logsumexp" else {"scale": RNG.random((*full[:-1], 1)).astype(np.float32)}
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = getattr(jaxsoftmax, op)(x, -1, where=mask, **scale)
+        return jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0)).sum()
+
+    got = jax.jit(jax.value_and_grad(loss))(operand)
+    want = jax.jit(jax.value_and_grad(lambda x: loss(jnp.broadcast_to(x, full))))(operand)
+    for ours, whole in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [np.array([0, 2]), {0, 2}, iter((0, 2)), [np.int8(-3), -1], range(0, 3, 2)], ids=repr)
+def test_axes_of_any_iterable(axis: Any) -> None:
+    x = RNG.normal(size=(2, 3, 4)).astype(np.float32)
+    np.testing.assert_array_equal(jaxsoftmax.softmax(x, axis), jaxsoftmax.softmax(x, (0, 2)))
+    np.testing.assert_array_equal(jaxsoftmax.logsumexp(x, np.array(1)), jaxsoftmax.logsumexp(x, 1))
 
 
 @pytest.mark.parametrize("n", [65536, 200_000])
@@ -125,6 +158,14 @@ def test_promotion(dtype: Any, x64: bool) -> None:
             np.testing.assert_allclose(got, TRUTH[op](x), rtol=tolerance)
         assert jaxsoftmax.logsumexp(x).dtype == want
         np.testing.assert_allclose(jaxsoftmax.logsumexp(x), oracle.logsumexp(x), rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_64_bit_integers_are_not_cut_to_32(dtype: Any) -> None:
+    x = np.array([2**40, 0]).astype(dtype)
+    np.testing.assert_array_equal(jaxsoftmax.softmax(x), [1, 0])
+    np.testing.assert_array_equal(jaxsoftmax.log_softmax(x), [0, -(2.0**40)])
+    assert jaxsoftmax.logsumexp(x) == jaxsoftmax.logsumexp(x[0]) == 2.0**40
 
 
 @pytest.mark.parametrize("op", OURS)
@@ -248,6 +289,36 @@ def test_logsumexp_arguments(keepdims: bool, return_sign: bool, b: Any, where: A
         jaxsoftmax.logsumexp(x, **arguments),
         jax.nn.logsumexp(x, **arguments),
     )
+
+
+@pytest.mark.parametrize("axis", [-1, 0, None], ids=str)
+@pytest.mark.parametrize("a, b", [((5,), (4, 5)), ((4, 1), (2, 1, 5)), ((4, 5), (1,))], ids=str)
+def test_logsumexp_of_weights_of_another_shape(axis: Any, a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    x, weights = RNG.normal(size=a).astype(np.float32), RNG.normal(size=b).astype(np.float32)
+    got, sign = jaxsoftmax.logsumexp(x, axis, weights, return_sign=True)
+    total = (np.exp(x, dtype=np.float64) * weights).sum(axis)
+    np.testing.assert_allclose(got, np.log(abs(total)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(sign, np.sign(total))
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (jnp.zeros(3, jnp.bfloat16), 2.0),
+        (jnp.zeros(3, jnp.bfloat16), np.arange(3)),
+        (jnp.zeros(3, jnp.float16), np.arange(3) > 0),
+        (jnp.zeros(3, jnp.bfloat16), jnp.ones(3, jnp.float16)),
+        (np.arange(3), jnp.ones(3, jnp.bfloat16)),
+        (np.arange(3), np.arange(3)),
+        (1.0, jnp.ones(3, jnp.bfloat16)),
+        (np.float32(1), np.ones(3)),
+    ],
+    ids=lambda x: f"{getattr(x, 'dtype', x)}",
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_logsumexp_promotes_weights(a: Any, b: Any, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        assert jaxsoftmax.logsumexp(a, b=b).dtype == jax.nn.logsumexp(a, b=b).dtype
 
 
 def test_logsumexp_weights_in_16_bit() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxsoftmax
@@ -63,6 +64,31 @@ def test_no_kernel(explained: Any) -> None:
     assert jaxsoftmax.explain(X, implementation="xla").declined == ()
 
 
+def test_weights_of_a_logsumexp_have_no_kernel() -> None:
+    b = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+    found = jaxsoftmax.explain(X, op="logsumexp", b=b)
+    assert (found.implementation, found.kernel, found.least_bytes) == ("xla", None, 2 * (8192 * 4096 + 4096 + 8192))
+    assert "weights are computed by jax.scipy.special.logsumexp" in str(found)
+
+
+def test_device_is_a_device() -> None:
+    for device in ("H100", jax.devices("cpu")[0]):
+        with pytest.raises(TypeError, match=r"explain: device is .*, expected a pallas_kernels\.hardware\.Device"):
+            jaxsoftmax.explain(X, device=device)
+
+
+def test_symbolic_shapes() -> None:
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), jnp.float32)
+    assert str(jaxsoftmax.explain(x)).splitlines() == [
+        "softmax of float32[b,8] along axis 1",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA H200: XLA runs the reference",
+        "    why: no kernel takes the call",
+        "    moves: nothing can move less than 64*b B",
+        "    not every kernel: is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero",
+    ]
+
+
 def test_copies_are_said(explained: Any) -> None:
     x = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
     where = jax.ShapeDtypeStruct((6, 1), jnp.bool_)
@@ -74,7 +100,7 @@ def test_copies_are_said(explained: Any) -> None:
     )
     assert "multiplies it in" in jaxsoftmax.explain(x, scale=jnp.ones((4, 1, 1))).notes[0]
     assert "multiplies it in" in jaxsoftmax.explain(x, scale=-1).notes[0]
-    assert jaxsoftmax.explain(x, scale=3).notes == ()
+    assert jaxsoftmax.explain(x, scale=np.float32(3)).notes == jaxsoftmax.explain(x, scale=3).notes == ()
     assert explained.problems[-1].scale == 3
 
 

@@ -62,6 +62,19 @@ def test_kernels_see_rows(stand_ins: Any, axis: Any, mask: Any) -> None:
     assert stand_ins.problems
 
 
+def test_kernels_see_operands_smaller_than_their_mask(stand_ins: Any) -> None:
+    where = np.random.default_rng(1).random(X.shape) < 0.7
+    for x in (X[0, 0], X[:, :1], X[..., :1]):
+        whole = np.broadcast_to(x, X.shape)
+        for name, op in OPS.items():
+            got, pull = jax.vjp(functools.partial(op, where=where), x)
+            np.testing.assert_allclose(got, getattr(oracle, name)(whole, -1, where), rtol=1e-5, atol=1e-6)
+            assert pull(jnp.ones_like(got))[0].shape == x.shape
+        want = oracle.logsumexp(whole, -1, where=where)
+        np.testing.assert_allclose(jaxsoftmax.logsumexp(x, -1, where=where), want, rtol=1e-5)
+    assert {(p.rows, p.cols) for p in stand_ins.problems} == {(24, 8)}
+
+
 def test_masks_shared_by_all_rows_stay_small(stand_ins: Any) -> None:
     mask = np.arange(8) < 5
     jaxsoftmax.softmax(X, where=mask)

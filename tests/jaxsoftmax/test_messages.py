@@ -24,10 +24,11 @@ X = np.zeros((2, 3), np.float32)
         (TypeError, "where has dtype float32, expected bool. Pass where.astype(bool)", {"where": X}),
         (
             ValueError,
-            "where has shape (3, 3), expected a shape that broadcasts to x's, (2, 3)",
+            "where has shape (3, 3), expected a shape that broadcasts with x's, (2, 3)",
             {"where": np.ones((3, 3), bool)},
         ),
-        (ValueError, "where has shape (1, 2, 3)", {"where": np.ones((1, 2, 3), bool)}),
+        (TypeError, "axis is 1.5, expected an integer, several, or None. If it is traced", {"axis": 1.5}),
+        (TypeError, "axis is (0, None), expected an integer", {"axis": (0, None)}),
         (ValueError, "scale has shape (2,), expected a shape that broadcasts to x's, (2, 3)", {"scale": np.ones(2)}),
         (ValueError, "scale is nan, expected a number", {"scale": float("nan")}),
         (TypeError, "scale has dtype complex64", {"scale": np.ones((), np.complex64)}),
@@ -45,12 +46,22 @@ def test_logsumexp() -> None:
         jaxsoftmax.logsumexp(np.zeros(3, np.complex64))
     with pytest.raises(TypeError, match="logsumexp: b has dtype complex64"):
         jaxsoftmax.logsumexp(X, b=np.zeros((2, 3), np.complex64))
+    with pytest.raises(
+        ValueError, match=re.escape("b has shape (4,), expected a shape that broadcasts with a's, (2, 3)")
+    ):
+        jaxsoftmax.logsumexp(X, b=np.ones(4))
+    with pytest.raises(TypeError, match=r"logsumexp: axis is JitTracer.* static argument of jax\.jit"):
+        jax.jit(jaxsoftmax.logsumexp)(X, 1)
     with pytest.raises(NotImplementedError, match="the kernels take no weights b"):
         jaxsoftmax.logsumexp(X, b=X, implementation="mosaic_gpu")
-    with pytest.raises(ValueError, match="logsumexp: axis 5 is out of bounds"):
+    with pytest.raises(ValueError, match="logsumexp: axis 5 is out of bounds for a of rank 2"):
         jaxsoftmax.logsumexp(X, axis=5)
     with pytest.raises(ValueError, match="merge: got no states"):
         jaxsoftmax.merge()
+    state = jaxsoftmax.Stats(X, X)
+    for wrong in ([state, state], (state, state), (X, X, X), X):
+        with pytest.raises(TypeError, match=rf"merge: got a {type(wrong).__name__}, .* Pass .* as merge\(\*states\)"):
+            jaxsoftmax.merge(wrong)
 
 
 @pytest.mark.parametrize(

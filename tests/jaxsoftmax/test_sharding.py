@@ -293,6 +293,24 @@ def test_explicit_meshes_and_masks(request: pytest.FixtureRequest, kernels: bool
         assert jax.typeof(mapped).sharding.spec == P("d", None, None)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "logsumexp"])
+def test_explicit_meshes_and_masks_cut_otherwise(request: pytest.FixtureRequest, op: str, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("stand_ins")
+
+    def both(f: Callable[..., jax.Array], x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(lambda x: jnp.tanh(f(x, where=mask)).max())(x)
+
+    ours, theirs = (functools.partial(both, f) for f in OPS[op])
+    want = theirs(X, MASK)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        for x, mask in ((P("d", None, None), P(None, None, None)), (P(None, None, None), P("d", None, None))):
+            got = jax.jit(ours)(jax.device_put(X, x), jax.device_put(MASK, mask))
+            jax.tree.map(agree, got, want)
+            assert jax.typeof(got[1]).sharding.spec == x
+
+
 def test_ambient_auto_mesh_and_given_shardings(stand_ins: Any) -> None:
     sharding = NamedSharding(mesh(), P("d"))
     with jax.set_mesh(mesh()):
