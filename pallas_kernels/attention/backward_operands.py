@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_blocks, backward_turns
+from pallas_kernels.attention import backward_blocks, backward_turns, schedule
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
@@ -65,7 +65,10 @@ def inputs(
     b, n, k = problem.batch, problem.query_heads, problem.key_heads
     t, s, rows = _up(problem.query_length, 8), _up(problem.key_length, 8), _up(problem.query_length, config.block_q)
     head_dim, value_dim = padded_dims(problem)
-    query, d_out = (_without_padding(x, getattr(ops, "query_lengths", None)) for x in (ops.query, ops.d_out))
+    query, d_out = _without_padding(ops.query, getattr(ops, "query_lengths", None)), ops.d_out
+    if schedule.may_see_nothing(problem):
+        # Times probabilities of 0, NaN is NaN.
+        d_out = jnp.where(jnp.swapaxes(nothing, 1, 2)[..., None], jnp.zeros((), d_out.dtype), d_out)
     key, value = (_without_padding(x, getattr(ops, "key_lengths", None)) for x in (ops.key, ops.value))
     found = dict(
         query=_pad(query, (b, t, n, head_dim)),
