@@ -1,4 +1,4 @@
-"""Rung 5, a row over the grid: one read and one write of device memory for every length, and a read of the cache.
+"""Rung 5, a row over the grid: one read and one write of device memory for longer rows, and a read of the cache.
 
 Previous rung: cluster.py (a row has to fit the shared memory of a cluster). Changes: the second-level cache keeps the
 row. Blocks read shares of rows and publish their (max, sum) in device memory; some rows later, other blocks read the
