@@ -19,7 +19,7 @@ import unittest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's copy probe shares the device's memory
 
 import jax
-from absl import flags
+from absl import app, flags
 from absl.testing import absltest, parameterized
 
 from benchmarks import cases, environment, models, peers, plot, report, runner, timing, variants
@@ -135,9 +135,13 @@ def _for_peers(case: cases.Case) -> dict:
 
 
 def main() -> None:
+    app.define_help_flags()  # absltest's own come after the flags are read
     flags.FLAGS(sys.argv)
+    chosen = selected()
+    if not chosen:
+        sys.exit("No case matches these flags.")
     if _LIST.value:
-        for case in selected():
+        for case in chosen:
             print(f"{case.name:<45} {case.source:<40} {','.join(sorted(case.tags))}")
         return
     absltest.main()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
+r"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
 
 Examples:
   python -m benchmarks.attention --list --tag=core
@@ -151,6 +151,8 @@ def cudnn_version() -> dict[str, str]:
 def main(_: Sequence[str]) -> None:
     passes = FLAGS["pass"].value or ()
     cases = attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+    if not cases:
+        sys.exit("No case matches these flags.")
     if FLAGS.list:
         for case in cases:
             print(f"{case.name:<50} {case.flops / 1e12:>8.3f} TFLOP  {','.join(sorted(case.tags))}")

@@ -2,16 +2,17 @@
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program, and
 so does the whole of docs/attention_results.md.
-Pictures named in `PICTURES` are drawn with `--pictures`, which needs matplotlib.
 """
 
+import argparse
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks import attention_docs, cases, plot, report, training
+from benchmarks import attention_docs, cases, plot, report, summary, training
+from benchmarks import peers as torchs
 from benchmarks.results import NOT_MEASURED, RUNG, Results
 from benchmarks.targets import TARGETS, Target
 
@@ -25,28 +26,6 @@ PEERS = {
     "liger": "Liger",
     "quack": "quack",
 }
-README_FORWARD = (
-    "softmax_fwd_f16_32768x1024",
-    "softmax_fwd_f16_32768x4096",
-    "softmax_fwd_f16_8192x16384",
-    "softmax_fwd_f16_4096x32768",
-    "softmax_fwd_f16_4096x131072",
-    "softmax_fwd_f16_2048x262144",
-    "softmax_fwd_f16_64x1048576",
-    "softmax_fwd_f32_8765x4096",
-    "softmax_fwd_f32_16x131072",
-    "softmax_fwd_bf16_8192x50257",
-    "softmax_fwd_bf16_8192x128256",
-    "softmax_call_f32_8x128",
-)
-README_BACKWARD = (
-    "softmax_bwd_f16_32768x4096",
-    "softmax_bwd_f16_4096x32768",
-    "softmax_bwd_f16_2048x262144",
-    "softmax_bwd_f32_32768x4096",
-    "softmax_value_and_vjp_bf16_32768x4096",
-    "softmax_value_and_vjp_bf16_8192x128256",
-)
 _PASS_WORDS = {
     "fwd": "",
     "bwd": " backward",
@@ -55,6 +34,7 @@ _PASS_WORDS = {
     "value_and_grad": " value and gradient",
     "value_and_grad_mean": " value and gradient of `.mean()`",
 }
+_TORCH = " Torch's side runs in a process of its own and is compared by shares of its own copy."
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -66,11 +46,6 @@ def documents() -> list[pathlib.Path]:
 def rewrite(text: str, results: Results) -> str:
     """`text` with every table made anew; a name without a table is an error."""
     return _MARKER.sub(lambda found: found[1] + TABLES[found[2]](results) + "\n" + found[3], text)
-
-
-def chosen(names: Iterable[str]) -> Callable[[Results], str]:
-    """A table of the named cases."""
-    return lambda results: _comparison([r for name in names if (r := results.case(name)) is not None], results)
 
 
 def everything(results: Results) -> str:
@@ -97,7 +72,8 @@ def targets(results: Results) -> str:
     rows = [_target_row(target, results) for target in TARGETS]
     if not any(row[-1] != "-" for row in rows):
         return NOT_MEASURED
-    return report.markdown(["promise", "must", "goal", "worst", "", "at", "cases"], rows) + "\n\n" + _caption(results)
+    heads = ["promise", "must", "goal", "worst", "", "at", "cases"]
+    return report.markdown(heads, rows) + "\n\n" + _caption(results, torchs.NAMES)
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
@@ -114,7 +90,8 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
             entries = [record["impls"].get(name, {}) for _, record in found]
             if any("us" in entry for entry in entries):
                 rows.append([name.removeprefix(RUNG), _traffic(found, name), *map(_time_and_speed, entries)])
-        rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
+        if any("xla" in record["impls"] for _, record in found):
+            rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
         return report.markdown(heads, rows) + "\n\nMicroseconds (TB/s of the least traffic). " + _caption(results)
@@ -123,8 +100,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "forward": chosen(README_FORWARD),
-    "backward": chosen(README_BACKWARD),
+    "summary": summary.table,
     "everything": everything,
     "cross_entropy": of_op(
         "cross_entropy",
@@ -140,7 +116,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_forward_f16": ladder("fwd", "f16"),
     "ladder_forward_f32": ladder("fwd", "f32"),
     "ladder_backward_f16": ladder("bwd", "f16"),
-    "attention": lambda results: attention_docs.table(results.about("attention")),
     "models": lambda results: training.table(results.about("models")),
 }
 
@@ -176,7 +151,7 @@ def _comparison(
             _number(ours.get("max_error_ulp"), ".1f"),
             *(_error(report.loss_error(record, peer)) for peer in judged),
         ])  # fmt: skip
-    return report.markdown(heads, rows) + "\n\n" + _caption(results)
+    return report.markdown(heads, rows) + "\n\n" + _caption(results, peers)
 
 
 def title(case: Mapping[str, Any]) -> str:
@@ -204,7 +179,15 @@ def _target_row(target: Target, results: Results) -> list[str]:
         verdict = "**missed**"
     else:
         verdict = "goal" if target.reached(worst, target.goal) else "kept" if target.must else "below goal"
-    return [target.label, must, goal, format(worst, ".3f"), verdict, f"`{name}`", str(count)]
+    return [target.label, must, goal, _unrounded(worst, target), verdict, f"`{name}`", str(count)]
+
+
+def _unrounded(worst: float, target: Target) -> str:
+    """With as many digits as it takes not to look better than it is beside what was promised."""
+    bounds = (target.must, target.goal)
+    kept = [target.reached(worst, bound) for bound in bounds]
+    texts = (format(worst, f".{digits}f") for digits in range(3, 8))
+    return next((text for text in texts if [target.reached(float(text), b) for b in bounds] == kept), str(worst))
 
 
 def _traffic(found: Iterable[tuple[cases.Case, Mapping[str, Any]]], name: str) -> str:
@@ -224,15 +207,13 @@ def _time_and_speed(entry: Mapping[str, Any]) -> str:
     return f"{entry['us']:.0f} ({entry['tb_per_s']:.2f})"
 
 
-def _caption(results: Results) -> str:
-    """Where the newest figures come from."""
+def _caption(results: Results, shown: Iterable[str] = ()) -> str:
+    """Where the newest figures come from, and how peers that are `shown` were measured."""
     header = results.headers()[0]
     commits = ", ".join(dict.fromkeys(str(h["commit"])[:12] for h in results.headers()))
-    return (
-        f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}, "
-        f"JAX {header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {commits}; medians of interleaved "
-        "runs. Torch's side runs in a process of its own and is compared by shares of its own copy."
-    )
+    where = f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}"
+    when = f"JAX {header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {commits}"
+    return f"{where}, {when}; medians of interleaved runs." + (_TORCH if set(shown) & set(torchs.NAMES) else "")
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -250,6 +231,9 @@ def pages(results: Results) -> dict[pathlib.Path, str]:
 
 
 def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures too; needs matplotlib")
+    pictures = parser.parse_args(arguments).pictures
     results = Results()
     whole = pages(results)
     for path in (*whole, *(path for path in documents() if path not in whole)):
@@ -258,7 +242,7 @@ def main(arguments: list[str]) -> None:
         if made != text:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
-    if "--pictures" in arguments:
+    if pictures:
         drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
         print("\n".join(map(str, [*drawn, *attention_docs.draw(results.about("attention"), PICTURES)])))
 

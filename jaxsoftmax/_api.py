@@ -73,7 +73,7 @@ def log_softmax(
     """The logarithm of softmax, `scale * x - logsumexp(scale * x)` along `axis`: `jax.nn.log_softmax`.
 
     Accumulates as `softmax` does. An entry of -inf, or one that `where` excludes, gives -inf; rows of only -inf, and
-    rows with +inf or NaN, give NaN.
+    rows with +inf or NaN, give NaN. Empty arrays are fine.
 
     Derivatives of every order exist, in forward and reverse mode. The only residual of the first is `x` itself: the
     kernel takes the row's statistics again, which costs no memory and, as the row is on chip by then, no traffic.

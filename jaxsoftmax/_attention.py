@@ -60,7 +60,7 @@ def flash_attention(
     that sees no key (beyond its length, fully masked, or with logits of only -inf) has output 0, logsumexp -inf and no
     gradient; `jax.nn` gives it the mean of all values, unless it is beyond its length. Queries, keys and values beyond
     their lengths may be NaN; any other NaN or +inf in a logit makes its row NaN, and NaN in a value spreads to every
-    query of its sequence, as a weight of 0 does not cancel it.
+    query of its sequence, as a weight of 0 does not cancel it. Empty arrays are fine, and S = 0 leaves no key to see.
 
     Derivatives of every order exist, in forward and reverse mode, with respect to query, key, value, bias, sinks and an
     array for scale; the logsumexp has its derivative too. The first reverse pass is one fused kernel, and forward mode

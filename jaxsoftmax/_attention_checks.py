@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.reference import accumulator_dtype
+
 NAME = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
@@ -20,6 +22,8 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
     """Query, key and value of one floating dtype and of shapes that fit."""
     given = {"query": jnp.asarray(query), "key": jnp.asarray(key), "value": jnp.asarray(value)}
     if dtype is not None:
+        if jnp.dtype(dtype).name not in DTYPES:
+            raise TypeError(f"{NAME}: dtype={jnp.dtype(dtype).name}, expected one of {', '.join(DTYPES)}.")
         given = {name: x.astype(dtype) for name, x in given.items()}
     for name, x in given.items():
         if x.dtype.name not in DTYPES:
@@ -36,10 +40,10 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
     _shape("key", k, (*q.shape[:-3], "length", "heads", q.shape[-1]), "*batch and head_dim are query's")
     _shape("value", v, (*k.shape[:-1], "head_dim"), "all but its last axis are key's")
     heads, shared = q.shape[-2], k.shape[-2]
-    if shared == 0 or heads % shared:
+    if heads == 0 or shared == 0 or heads % shared:
         raise ValueError(
             f"{NAME}: query has {heads} heads and key {shared}, expected a multiple of the key's, as each key head is "
-            "shared by as many query heads."
+            "shared by as many query heads, and at least one head."
         )
     return q, k, v
 
@@ -61,13 +65,13 @@ def logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def bias(x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A bias of a floating dtype; integers become the query's."""
+    """A bias of a floating dtype; integers take that of accumulation, in which they are added."""
     array = logits_like("bias", x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == jnp.bool_:
         raise TypeError(
             f"{NAME}: bias has dtype {array.dtype}, expected real numbers to add to the logits. Bools go in mask."
         )
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(q.dtype)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(accumulator_dtype(q.dtype))
 
 
 def mask(x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -123,29 +127,33 @@ def sinks(x: Any, q: jax.Array) -> jax.Array:
 
 
 def scale(x: Any, q: jax.Array) -> float | jax.Array:
-    """A number as a float; anything else as an array that broadcasts to the query."""
+    """A number as a float; anything else as an array of the query's rank that broadcasts to it."""
     if x is None:
         return float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
-    if isinstance(x, (int, float, np.number)) and not isinstance(x, bool):
-        if math.isnan(x):
+    number = _number(x)
+    if number is not None:
+        if math.isnan(number):
             raise ValueError(f"{NAME}: scale is nan, expected a number.")
-        return float(x)
+        return number
     array = jnp.asarray(x)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{NAME}: scale has dtype {array.dtype}, expected real numbers.")
     if array.ndim > q.ndim or any(got not in (1, n) for got, n in zip(array.shape[::-1], q.shape[::-1], strict=False)):
         raise ValueError(
             f"{NAME}: scale has shape {array.shape}, expected a number, or a shape that broadcasts to "
             f"query's, {q.shape}."
         )
-    return array
+    return array.reshape((1,) * (q.ndim - array.ndim) + array.shape)
 
 
 def soft_cap(x: Any) -> float | None:
     """A positive number."""
     if x is None:
         return None
-    if not isinstance(x, (int, float, np.number)) or isinstance(x, bool) or not 0 < x < math.inf:
+    cap = _number(x)
+    if cap is None or isinstance(x, bool) or not 0 < cap < math.inf:
         raise ValueError(f"{NAME}: logits_soft_cap={x!r}, expected a positive number, or None for no cap.")
-    return float(x)
+    return cap
 
 
 def window(x: Any) -> tuple[int | None, int | None]:
@@ -182,10 +190,11 @@ class Dropout(NamedTuple):
 
 def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None:
     """What to drop, or None for nothing."""
-    if isinstance(rate, (int, float)):
-        if not 0 <= rate < 1:
+    number = _number(rate)
+    if number is not None:
+        if not 0 <= number < 1:
             raise ValueError(f"{NAME}: dropout_rate={rate}, expected 0 <= dropout_rate < 1.")
-        if rate == 0:
+        if number == 0:
             return None
     if rng is None:
         raise ValueError(
@@ -220,6 +229,13 @@ def no_kernel_shows_weights(why: str) -> NotImplementedError:
         f"{NAME}: implementation='mosaic_gpu' was asked for, but {why}, and no kernel has the weights in memory. Pass "
         "implementation=None: XLA then computes them, in memory that grows with the product of the lengths."
     )
+
+
+def _number(x: Any) -> float | None:
+    """A number of Python's or NumPy's, as a float; None for anything else."""
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    return float(x) if isinstance(x, (int, float, np.integer, np.floating)) else None
 
 
 def _integers(name: str, x: Any) -> jax.Array:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxsoftmax._attention import flash_attention
 from jaxsoftmax._attention_fold import Plan
@@ -12,6 +14,7 @@ from jaxsoftmax._attention_lowering import OPS, Part, choose
 from jaxsoftmax._attention_primitives import BY_PART
 from jaxsoftmax._explain import Abstract, Explanation
 from pallas_kernels import compat, hardware
+from pallas_kernels.attention.operands import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
 
 _PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
@@ -61,12 +64,19 @@ def explain_attention(
     if op not in _PARTS:
         raise ValueError(f"explain_attention: op={op!r}, expected one of {', '.join(_PARTS)}.")
     part = _PARTS[op]
+    # NumPy's numbers and dtypes have shapes too, but the call takes them for numbers and dtypes.
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {
-        name: x for name, x in arguments.items() if hasattr(x, "shape")
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or (isinstance(x, np.ndarray) and x.ndim)
     }
     static = {name: x for name, x in arguments.items() if name not in arrays}
     given = {name: x for name, x in arrays.items() if x is not None}
-    floats = {name: x for name, x in given.items() if name in ("query", "key", "value", "bias", "sinks")}
+    floats = {
+        name: x
+        for name, x in given.items()
+        if name in DIFFERENTIABLE and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    }
     rest = {name: x for name, x in given.items() if name not in floats}
     call = lambda floats, rest: flash_attention(**floats, **rest, **static)
     jaxpr = jax.make_jaxpr(_TRACED[part](call))(floats, rest)
@@ -87,7 +97,8 @@ def _explanation(
     if part not in OPS:
         runs, reason = "xla", "forward mode has no kernel"
     elif implementation == "xla":
-        runs, reason = "xla", "implementation='xla'"
+        asked = static.get("implementation") == "xla"
+        runs, reason = "xla", "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
     else:
         chosen = choose(part, None, avals, device, **params)
         named = implementation == "mosaic_gpu"

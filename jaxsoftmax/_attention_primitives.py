@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _attention_lowering as lowering
 from jaxsoftmax._attention_lowering import Part
-from jaxsoftmax._attention_sharding import layout
-from jaxsoftmax._sharding import spec_of, unify_varying
+from jaxsoftmax._attention_sharding import agreed, layout
+from jaxsoftmax._sharding import place, spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.reference import accumulator_dtype
 
@@ -41,7 +41,8 @@ BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIEN
 def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """Output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
     names = operands.present
-    arrays = unify_varying(*(getattr(operands, name) for name in names))
+    # What is bound is cut alike, as the gradients will be, and comes to that by an operation that has a transpose.
+    arrays = unify_varying(*agreed(names, [getattr(operands, name) for name in names]))
     params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
     # A policy that saves by name must find the names in the primal computation, which has no derivative of its own.
     found = FORWARD.bind(*(jax.lax.stop_gradient(x) for x in arrays), **params)
@@ -155,7 +156,9 @@ def _reference_jvp(
         operands = list(primals)
         for i, x in zip(moving, moved, strict=True):
             operands[i] = x
-        return list(lowering.REFERENCE[part](*operands, **params))
+        whole = agreed(_kinds(primitive, **params), operands, may_share=False)
+        results = lowering.REFERENCE[part](*whole, **params)
+        return [place(x, P(*spec_of(jax.typeof(like)))) for x, like in zip(results, found, strict=True)]
 
     return found, jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 

@@ -15,7 +15,18 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import Entry, Names, Piece, Shape, Spec, common_spec, mesh_axes
+from jaxsoftmax._sharding import (
+    Entry,
+    Names,
+    Piece,
+    Shape,
+    Spec,
+    common_spec,
+    is_explicit,
+    mesh_axes,
+    place,
+    spec_of,
+)
 from pallas_kernels.attention.operands import RANK
 
 # Where the heads are among an operand's last axes: as many as the query has, or as the key has.
@@ -63,6 +74,20 @@ def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec],
     if queries % parts == 0 and (queries // keys) % (queries // parts) == 0:
         return Layout(full, lead, heads, None, True)
     return Layout(full, lead, None, None, False)
+
+
+def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, may_share: bool = True) -> list[jax.Array]:
+    """Arrays whose types say how they are cut, all cut as `layout` says; a gradient has its operand's type only then.
+
+    Unless devices may share a key head, heads that are cut more finely than the key's are made whole.
+    """
+    avals = [jax.typeof(x) for x in arrays]
+    if not is_explicit(avals):
+        return list(arrays)
+    cut = layout(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], avals[0].sharding.mesh.shape)
+    if cut.shares and not may_share:
+        cut = dataclasses.replace(cut, heads=None, shares=False)
+    return [place(x, cut.spec(kind, x.shape)) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,8 @@ def softmax_cross_entropy(
     float32, or float64 for float64 logits, which is the dtype of the loss.
 
     A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
-    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN. A row that `where` excludes entirely gives 0.
+    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN. A row that is empty, or that `where` excludes
+    entirely, gives 0.
 
     Derivatives of every order in the logits and in the labels exist, in forward and reverse mode.
 

@@ -68,8 +68,11 @@ class Explanation:
         }
         lines.append(f"  on {self.device.name}: {runs[self.implementation]}")
         lines.append(f"    why: {self.reason}")
-        moves = "" if self.bytes_moved is None else f"{_size(self.bytes_moved)}; "
-        lines.append(f"    moves: {moves}nothing can move less than {_size(self.least_bytes)}")
+        least = _size(self.least_bytes)
+        if self.bytes_moved is None:
+            lines.append(f"    moves: nothing can move less than {least}")
+        else:
+            lines.append(f"    moves: {_size(self.bytes_moved)} by the kernel; the whole call no less than {least}")
         lines += [f"    besides: {note}" for note in self.notes]
         lines += [f"    not {rung}: {why}" for rung, why in self.declined]
         return "\n".join(lines)
@@ -193,6 +196,10 @@ def _explanation(
         if choose(may_transpose=True).decision is not None:
             notes += ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
         return say(implementation=runs, reason="no kernel takes the call", notes=notes, declined=chosen.declined)
+    shape = avals[0].shape
+    rows = math.prod(n for d, n in enumerate(shape) if d not in row["axes"])
+    streams = [*avals[1:], *(var.aval for var in eqn.outvars)]
+    of_rows = [a for a in streams if a.size == rows < math.prod(shape) and a.dtype != bool]
     return say(
         implementation="mosaic_gpu",
         reason=chosen.decision.reason,
@@ -200,7 +207,7 @@ def _explanation(
         declined=chosen.declined,
         kernel=chosen.decision.kernel,
         config=chosen.decision.config,
-        bytes_moved=chosen.decision.bytes_moved,
+        bytes_moved=chosen.decision.bytes_moved + _bytes(*of_rows),  # the plan leaves out numbers of a row
     )
 
 

@@ -172,11 +172,7 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
         if is_explicit(avals):
             mesh = avals[0].sharding.mesh
             ins, outs, run = op.piece([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            placed = [
-                x if spec_of(a) == tuple(spec) else jax.reshard(x, spec)
-                for x, a, spec in zip(xs, avals, ins, strict=True)
-            ]
-            return jax.shard_map(run, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*placed)
+            return jax.shard_map(run, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*map(place, xs, ins))
         return _partitioned(op)(*xs)
 
     return mlir.lower_fun(pieces)(_with_mesh(ctx), *operands)
@@ -185,6 +181,11 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
 def is_explicit(avals: Sequence[Any]) -> bool:
     """Whether the operands' types say how they are cut."""
     return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))
+
+
+def place(x: jax.Array, spec: P) -> jax.Array:
+    """An array whose type says how it is cut, cut so."""
+    return x if spec_of(jax.typeof(x)) == tuple(spec) else jax.reshard(x, spec)
 
 
 def _is_local(ctx: mlir.LoweringRuleContext) -> bool:

@@ -47,7 +47,7 @@ def top_k_softmax(
     accumulated in float32 and rounded once.
 
     An entry of -inf has the probability 0 and comes last. A row of only -inf, and one with +inf or NaN, gives NaN;
-    where a NaN comes in the order of the indices is not said.
+    where a NaN comes in the order of the indices is not said. Empty arrays, and k = 0, give empty ones.
 
     Derivatives of every order exist, in forward and reverse mode: to all logits of a row for `normalize="all"`, to
     the k selected ones for "top_k". The indices have none.
@@ -78,11 +78,13 @@ def top_k_softmax(
     Array([1, 3, 0], dtype=int32)
     """
     x = _checks.floating(NAME, "logits", logits)
-    (along,) = _checks.axes(NAME, operator.index(axis), x.ndim)
+    if not x.ndim:
+        raise ValueError(f"{NAME}: logits has rank 0, expected an axis to select along.")
+    (along,) = _checks.axes(NAME, operator.index(axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
     if normalize not in NORMALIZE:
         raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
-    factor = _checks.scale_factor(NAME, scale, x.shape)
+    factor = _checks.scale_factor(NAME, scale, x.shape, "the logits'")
     implementation = _checks.implementation(NAME, implementation)
     dtype, wide = x.dtype, accumulator_dtype(x.dtype)
     if not isinstance(factor, float) or not 0 < factor < math.inf:

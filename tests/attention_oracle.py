@@ -4,12 +4,14 @@
 describes them. Keys are repeated for the query heads that share them, and everything is broadcast.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+product = functools.partial(np.einsum, optimize=True)  # by BLAS: at 1500 tokens a fifth of the time
 
 
 class Forward(NamedTuple):
@@ -94,13 +96,13 @@ def gradients(
     d_out = np.where(np.swapaxes(alive, 1, 2)[..., None], np.asarray(d_out, np.float64), 0.0)
     d_lse = np.where(alive, np.asarray(d_lse, np.float64), 0.0)
     pull = np.einsum("btnd,btnd->bnt", d_out, found.out) - d_lse
-    d_z = found.weights * (np.einsum("btnd,bsnd->bnts", d_out, _repeat(v, group)) - pull[..., None])
+    d_z = found.weights * (product("btnd,bsnd->bnts", d_out, _repeat(v, group)) - pull[..., None])
     slope = 1.0 if logits_soft_cap is None else 1 - (bent / logits_soft_cap) ** 2
     d_scores = d_z * slope * (q.shape[-1] ** -0.5 if scale is None else scale)
     result = {
-        "query": np.einsum("bnts,bsnh->btnh", d_scores, _repeat(k, group)),
-        "key": _unrepeat(np.einsum("bnts,btnh->bsnh", d_scores, q), group),
-        "value": _unrepeat(np.einsum("bnts,btnd->bsnd", found.weights, d_out), group),
+        "query": product("bnts,bsnh->btnh", d_scores, _repeat(k, group)),
+        "key": _unrepeat(product("bnts,btnh->bsnh", d_scores, q), group),
+        "value": _unrepeat(product("bnts,btnd->bsnd", found.weights, d_out), group),
     }
     if b is not None:
         axes = tuple(d for d in range(4) if b.shape[d] == 1 and d_z.shape[d] != 1)
@@ -117,12 +119,12 @@ def gradient_terms(query: Any, key: Any, value: Any, *, d_out: Any, **rules: Any
     found, _ = _forward(q, k, v, None, None, None, None, rules)
     group, d_out = q.shape[2] // k.shape[2], np.abs(np.asarray(d_out, np.float64))
     pull = np.einsum("btnd,btnd->bnt", d_out, np.abs(found.out))
-    d_z = found.weights * (np.einsum("btnd,bsnd->bnts", d_out, np.abs(_repeat(v, group))) + pull[..., None])
+    d_z = found.weights * (product("btnd,bsnd->bnts", d_out, np.abs(_repeat(v, group))) + pull[..., None])
     d_scores = d_z * q.shape[-1] ** -0.5
     return {
-        "query": np.einsum("bnts,bsnh->btnh", d_scores, np.abs(_repeat(k, group))),
-        "key": _unrepeat(np.einsum("bnts,btnh->bsnh", d_scores, np.abs(q)), group),
-        "value": _unrepeat(np.einsum("bnts,btnd->bsnd", found.weights, d_out), group),
+        "query": product("bnts,bsnh->btnh", d_scores, np.abs(_repeat(k, group))),
+        "key": _unrepeat(product("bnts,btnh->bsnh", d_scores, np.abs(q)), group),
+        "value": _unrepeat(product("bnts,btnd->bsnd", found.weights, d_out), group),
     }
 
 
@@ -147,7 +149,7 @@ def _forward(
     rules: dict[str, Any],
 ) -> tuple[Forward, Array]:
     group = q.shape[2] // k.shape[2]
-    scores = np.einsum("btnh,bsnh->bnts", q, _repeat(k, group)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = product("btnh,bsnh->bnts", q, _repeat(k, group)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     bent = scores if cap is None else cap * np.tanh(scores / cap)
     seen = visible(bent.shape, **rules)
     z = np.where(seen, bent if bias is None else bent + bias, -np.inf)
@@ -162,7 +164,7 @@ def _forward(
             total = total + np.exp(sinks[None, :, None, None] - top)
     weights = np.where(alive, weights, 0.0) / np.where(alive, total, 1.0)
     lse = np.where(alive, np.where(alive, top, 0.0) + np.log(np.where(alive, total, 1.0)), -np.inf)[..., 0]
-    return Forward(np.einsum("bnts,bsnd->btnd", weights, _repeat(v, group)), lse, weights), bent
+    return Forward(product("bnts,bsnd->btnd", weights, _repeat(v, group)), lse, weights), bent
 
 
 def _repeat(x: Array, group: int) -> Array:

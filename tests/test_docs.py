@@ -21,9 +21,17 @@ def test_python_in_documents_runs(document):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()
-    links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
-    local = [link for link in links if "://" not in link]
-    assert not [link for link in local if not (ROOT / document).parent.joinpath(link).exists()]
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for path, _, heading in (link.partition("#") for link in links if "://" not in link):
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.exists(), path
+        assert not heading or heading in _headings(target), f"{path}#{heading}"
+
+
+def _headings(path):
+    """What GitHub calls a document's headings in links."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import re
 import runpy
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,148 @@ def test_steps_that_are_missing_fail(tmp_path, left, said):
     finished = _sanitize(tmp_path, left)
     assert said in finished.stdout
     assert finished.returncode == 1
+
+
+ALIKE = """
+import os, time, pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.together("n", "x.real")
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("x", [1, 1j])
+def test_alike(n, i, x):
+    with open(os.path.join(os.environ["OUT"], f"{n}-{x}"), "a") as file:
+        file.write(f"{os.getpid()} ")
+    time.sleep(0.05)
+
+@pytest.mark.parametrize("n", range(20))
+def test_alone(n):
+    time.sleep(0.05)
+
+def test_skipped():
+    pytest.skip("for a reason")
+"""
+
+
+def _beside(folder: Path, tests: str, *flags: str) -> tuple[subprocess.CompletedProcess[str], str]:
+    """The runner's end, and its report, of tests in two processes."""
+    file = folder / "test_toy.py"
+    file.write_text(tests)
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "beside.py"), "--processes=2", *flags, "toy", str(file)]
+    settings = {"OUT": str(folder)}
+    finished = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
+    return finished, (folder / "toy.txt").read_text()
+
+
+def test_processes_share_tests_and_none_runs_twice(tmp_path):
+    finished, report = _beside(tmp_path, ALIKE)
+    assert finished.returncode == 0, finished.stdout
+    assert report.startswith("toy: 33 of 33 tests ran in ")
+    assert "s: 32 passed, 0 failed, 1 skipped\n" in finished.stdout
+    logs = report.partition("--- process 0")[2].partition("--- seconds")[0]
+    assert sum(int(n) for n in re.findall(r"(\d+) passed", logs)) == 32
+    assert len(re.findall(r"(?m)^ +[\d.]+ (passed|skipped) +\S+::", report.partition("--- seconds")[2])) == 33
+    runs = {path.name: path.read_text().split() for path in tmp_path.glob("?-*")}
+    assert [len(pids) for pids in runs.values()] == [3, 3, 3, 3]
+    assert all(len(set(pids)) == 1 for pids in runs.values())
+
+
+UNSOUND = {
+    "failed": ("assert n != 7", ["19 passed, 1 failed, 0 skipped", "failed: test_toy.py::test[7]", "assert 7 != 7"]),
+    "crashed": (
+        "n == 7 and os._exit(9)",
+        ["19 of 20 tests ran", "did not end: test_toy.py::test[7]", "1 processes ended with status 9"],
+    ),
+    "cut": (
+        "assert n != 1, 'too early to be lost'\n    n == 7 and time.sleep(60)",
+        ["19 of 20 tests ran", "did not end: test_toy.py::test[7]", "1 processes were cut: out of time", "to be lost"],
+    ),
+    "broken": ("pass\nassert False", ["0 of 0 tests ran", "2 processes ended with status 2", "assert False"]),
+}
+
+
+def test_a_process_that_lost_its_gpu_makes_way_for_another(tmp_path):
+    body = "global lost\n    lost = lost or n == 7\n    time.sleep(0.0 if lost else 0.05)\n    assert not lost"
+    head = "import time, pytest\nlost = False\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(60))\n"
+    finished, _ = _beside(tmp_path, f"{head}def test(n):\n    {body}\n")
+    assert "60 of 60 tests ran" in finished.stdout
+    assert "57 passed, 3 failed, 0 skipped" in finished.stdout
+    assert "1 processes ended with status 70" in finished.stdout
+    assert finished.returncode == 1
+
+
+@pytest.mark.parametrize("fault", UNSOUND)
+def test_what_failed_crashed_or_was_cut_fails_and_is_named(tmp_path, fault):
+    body, said = UNSOUND[fault]
+    head = "import os, time, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(20))\n"
+    finished, report = _beside(tmp_path, f"{head}def test(n):\n    {body}\n", "--seconds=10")
+    assert finished.returncode == 1
+    assert all(words in finished.stdout and words in report for words in said), finished.stdout
+
+
+def test_xla_knows_the_flags():
+    """It ends the process at one that it does not know."""
+    settings = runpy.run_path(str(ROOT / "tests" / "gpu" / "beside.py"))["environment"]() | {"JAX_PLATFORMS": "cpu"}
+    assert "--xla_gpu" in settings["XLA_FLAGS"]
+    finished = subprocess.run([sys.executable, "-c", "import jax; jax.jit(abs)(1.0)"], env=settings, timeout=60)
+    assert finished.returncode == 0
+
+
+def _all(folder: Path, *parts: str) -> list[list[str]]:
+    """The arguments of each python3 that all.sh starts for its parts."""
+    program = folder / "python3"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": "/out", "COMMIT": "abc", "PEERS": "/peers"}
+    command = [str(ROOT / "tests" / "gpu" / "all.sh"), *parts]
+    finished = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    return [line.split() for line in finished.stdout.splitlines()]
+
+
+TESTS = ("softmax", "cross-entropy", "attention", "library")
+BENCHMARKS = {
+    "benchmark": ["standard", "ladder"],
+    "loss-benchmark": ["cross_entropy", "top_k"],
+    "loss-peers": ["loss_peers"],
+    "attention-benchmark": ["attention"],
+    "attention-rest": ["attention_rest_fwd", "attention_rest_bwd"],
+    "attention-backward": ["attention_backward_4096"],
+    "attention-peers": ["attention_fa4"],
+}
+
+
+def test_parts_of_the_tests_share_one_run(tmp_path):
+    ((script, *flags, name), last) = _all(tmp_path, "models", "attention", "library")[::-1]
+    assert last[:2] == ["-m", "benchmarks.training"]
+    assert script == "tests/gpu/beside.py"
+    assert name.endswith(".py")
+    assert "attention_library" in flags
+
+
+@pytest.mark.slow
+def test_every_gpu_test_belongs_to_a_part(tmp_path):
+    (command,) = _all(tmp_path, *TESTS)
+    paths = [word for word in command[command.index("softmax_cross-entropy_attention_library") + 1 :]]
+    collect = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    found = subprocess.run(collect, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    tests = [line for line in found.stdout.splitlines() if "::" in line]
+    assert len(tests) > 3000
+    assert [test for test in tests if not test.startswith(tuple(paths))] == []
+    assert all(any(test.startswith(path) for test in tests) for path in paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", BENCHMARKS)
+def test_benchmarks_of_a_part_select_cases(tmp_path, part):
+    commands = _all(tmp_path, part)
+    files = [f"--json=/out/{name}.json" for name in BENCHMARKS[part]]
+    assert [word for command in commands for word in command if "--json" in word] == files
+    for command in commands:
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        listed = [sys.executable, *command, "--list"]
+        found = subprocess.run(listed, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert found.returncode == 0, found.stderr
+        assert len(found.stdout.splitlines()) >= 6

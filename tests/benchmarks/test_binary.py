@@ -59,6 +59,17 @@ def test_a_name_that_is_no_implementation_is_refused():
     assert "--impl takes ours, xla" in _run("--impl=quak", "--list", expect=1)
 
 
+@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=attention", "--pass=backward"])
+def test_flags_that_select_nothing_are_refused(flag):
+    assert "No case matches" in _run(flag, "--rounds=1", expect=1)
+
+
+def test_help_lists_the_flags():
+    out = _run("--help", expect=1)  # absl's status
+    assert "python -m benchmarks --list --tag=core" in out
+    assert "--peers_path" in out
+
+
 def test_listing_measures_nothing():
     out = _run("--list", "--tag=core")
     assert len(out.strip().splitlines()) == len(cases.select(tags=["core"]))

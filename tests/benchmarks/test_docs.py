@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import cases, docs, plot, report
+from benchmarks import cases, docs, plot, report, summary
 from benchmarks.results import Results
 from benchmarks.targets import TARGETS
 from pallas_kernels import softmax
@@ -37,6 +37,7 @@ def folder(tmp_path):
 
 
 SHORT, LONG = "softmax_fwd_f16_32768x1024", "softmax_fwd_f16_4096x131072"
+FEW = "softmax_fwd_f32_16x131072"
 
 
 def test_the_committed_tables_are_the_generated_ones():
@@ -53,9 +54,9 @@ def test_every_marker_is_a_table_and_is_closed():
         assert len(opened) == text.count("<!-- /table -->")
 
 
-def test_the_ladder_and_the_promises_are_shown():
-    text = (docs.ROOT / "docs" / "ladder.md").read_text() + (docs.ROOT / "docs" / "results.md").read_text()
-    assert set(re.findall(r"<!-- table:(\w+) -->", text)) >= set(docs.TABLES) - {"forward", "backward", "attention"}
+def test_every_table_is_shown():
+    text = "".join(path.read_text() for path in docs.documents())
+    assert set(re.findall(r"<!-- table:(\w+) -->", text)) == set(docs.TABLES)
 
 
 def test_every_rung_is_explained():
@@ -153,7 +154,30 @@ def test_what_must_be_at_most_something_is_missed_above_it(folder):
 
 def test_every_promise_selects_cases():
     assert all(target.select() for target in TARGETS)
-    assert {*docs.README_FORWARD, *docs.README_BACKWARD} <= {case.name for case in cases.all_cases()}
+
+
+def test_every_line_of_the_summary_selects_cases():
+    everything = [{"op": c.op, "pass": c.pass_, "rows": c.rows, "tags": c.tags} for c in cases.all_cases()]
+    assert all(any(map(line.takes, everything)) for line in summary.LINES)
+    assert not any(line.takes(case) for line in summary.LINES for case in everything if "extended" in case["tags"])
+
+
+def test_the_summary_says_the_worst_and_the_best(folder):
+    peers = {"liger": _entry(45.0, 0.9, "torch"), "quack": _entry(36.0, 0.75, "torch")}
+    records = [_record(SHORT, _entry(30.0, 1.0), xla=_entry(45.0), **peers), _record(LONG, _entry(900.0, 0.96))]
+    assert summary.table(Results(folder("some", "2026-11-02", *records))).splitlines()[2] == (
+        "| `softmax` | 2 | 0.98 (0.96 ... 1.00) | 1.50 (1.50 ... 1.50) | 1.11 (1.11 ... 1.11) |"
+    )
+    records[1]["impls"]["ours"] = {"status": "WRONG", "reason": "off"}
+    assert "| `softmax` | 2, 1 WRONG | 1.00 (1.00 ... 1.00) |" in summary.table(
+        Results(folder("wrong", "2026-11-03", *records))
+    )
+
+
+def test_what_is_missed_does_not_look_reached(folder):
+    (target,) = [target for target in TARGETS if target.label == "no memory beyond the output"]
+    results = Results(folder("run", "2026-11-02", _record(SHORT, _entry(30.0, temp_bytes=1024))))
+    assert docs._target_row(target, results)[3:5] == ["0.99999", "**missed**"]
 
 
 def test_an_unknown_table_is_an_error():
@@ -169,8 +193,14 @@ def test_result_files_are_plain_json(folder):
 
 def test_plots_are_drawn_from_results(folder, tmp_path):
     sweep = [case.name for case in cases.select(ops=["softmax"], passes=["fwd"], dtypes=["f16"], tags=["sweep"])]
-    results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) | {"flops": 10**9} for name in sweep)))
+    cached = _record(FEW, _entry(30.0)) | {
+        "flops": 10**9,
+        "copy": {"method": "copy:torch", "us": 31.0, "tb_per_s": 5.7},
+    }
+    measured = [_record(name, _entry(30.0)) | {"flops": 10**9} for name in sweep]
+    results = Results(folder("run", "2026-11-02", cached, *measured))
     drawn = plot.draw(results.records(), results.headers()[0], tmp_path / "pictures")
     assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "roofline.svg"]
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+    assert "copy, 4.20 TB/s" in drawn[1].read_text()
     assert plot.draw([_loss(0.8)], results.headers()[0], tmp_path)[0].name == "cross_entropy.svg"

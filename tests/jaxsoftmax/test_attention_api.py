@@ -298,6 +298,33 @@ def test_scale_as_an_array() -> None:
     step = (call(scales + 1e-2) - call(scales - 1e-2)) / 2e-2
     np.testing.assert_allclose(tangent, step, rtol=2e-2, atol=2e-3)
     np.testing.assert_allclose(jax.jit(call)(0.3), call(0.3), rtol=1e-5, atol=1e-6)
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(call(scales), out)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_integers_of_a_bias_are_not_rounded(dtype: str) -> None:
+    """Distances, as ALiBi adds them, have more digits than 16-bit floats, and -100000 is no float16."""
+    operands = [jnp.asarray(x, dtype) for x in inputs(np.random.default_rng(0))]
+    for bias in (np.arange(7) * 257, np.full(7, -100_000)):
+        got, want = (
+            jaxsoftmax.flash_attention(*operands, b, return_residual=True) for b in (bias, bias.astype(np.float32))
+        )
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert np.isfinite(got[1]).all()
+
+
+def test_numbers_of_numpys_are_numbers() -> None:
+    operands = [jnp.asarray(x, jnp.bfloat16) for x in inputs(np.random.default_rng(0))]
+    plain = jaxsoftmax.flash_attention(*operands, scale=0.3, logits_soft_cap=2.0, local_window_size=2)
+    numbers: list[Arguments] = [
+        {"scale": np.float64(0.3), "logits_soft_cap": np.float32(2.0), "local_window_size": np.int64(2)},
+        {"scale": np.array(0.3), "logits_soft_cap": np.array(2.0), "local_window_size": 2},
+    ]
+    for arguments in numbers:
+        for rate in (0, np.float32(0), np.array(0.0)):
+            got = jaxsoftmax.flash_attention(*operands, **arguments, dropout_rate=rate)
+            np.testing.assert_array_equal(got, plain)
 
 
 def test_segments_pack_sequences() -> None:

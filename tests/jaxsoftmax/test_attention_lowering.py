@@ -77,6 +77,18 @@ def test_what_a_kernel_is_told(attention_stand_ins: Any) -> None:
     assert (problem.segments, problem.sinks, problem.query_lengths, problem.key_lengths) == (True, True, False, False)
 
 
+def test_what_hides_keys_by_a_bias_is_infinite_for_kernels(attention_stand_ins: Any) -> None:
+    bias = jnp.zeros((1, 1, 5, 7)).at[..., 2, :].set(-1e10).at[..., 3, 4:].set(-1e10)
+    call = lambda q, bias: jaxsoftmax.flash_attention(q, K, V, bias, return_residual=True)
+    hidden = bias.at[..., 2, :].set(-jnp.inf).at[..., 3, 4:].set(-jnp.inf)
+    (out, lse), pull = jax.vjp(call, Q, bias)
+    assert (lse[:, 2] == -jnp.inf).all()
+    jax.tree.map(np.testing.assert_array_equal, (out, lse), call(Q, hidden))
+    assert all(np.isfinite(x).all() for x in pull((out, jnp.ones_like(lse))))
+    plain = vjp.attention(Operands(Q, K, V, bias), Rules(scale=8**-0.5))
+    np.testing.assert_allclose(plain[0], out, rtol=1e-5, atol=1e-6)
+
+
 def test_alignment_by_lengths_is_said_where_it_counts(attention_stand_ins: Any) -> None:
     lengths = {"causal_alignment": "bottom_right", "query_seq_lengths": np.int32([5, 3])}
     for rules, offsets in (
@@ -291,6 +303,22 @@ def test_explain_no_kernel(attention_stand_ins: Any) -> None:
     assert jaxsoftmax.explain_attention(Q, K, V, implementation="xla").declined == ()
     with pytest.raises(ValueError, match="explain_attention: op='backward', expected one of forward, vjp, jvp"):
         jaxsoftmax.explain_attention(Q, K, V, op="backward")
+
+
+def test_explain_takes_what_the_call_takes(attention_stand_ins: Any) -> None:
+    """NumPy's numbers and dtypes have shapes, and are no arrays."""
+    numbers = {"scale": np.float32(0.5), "logits_soft_cap": np.array(2.0), "local_window_size": np.int64(3)}
+    jaxsoftmax.explain_attention(*HALF, **numbers, is_causal=np.bool_(True), dtype=jnp.dtype("float16"))
+    (problem,) = attention_stand_ins.problems
+    assert (problem.scale, problem.soft_cap, problem.window, problem.dtype) == (0.5, 2.0, (3, 3), jnp.float16)
+    for op in ("vjp", "jvp"):
+        assert "bias [1,1,5,7]" in jaxsoftmax.explain_attention(Q, K, V, np.ones((5, 7), int), op=op).call
+    assert not attention_stand_ins.problems[-1].bias_gradient
+
+
+def test_explain_why_dropout_is_xlas(attention_stand_ins: Any) -> None:
+    found = jaxsoftmax.explain_attention(Q, K, V, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    assert (found.implementation, found.reason) == ("xla", "dropout and sown weights need all weights in memory")
 
 
 def test_explain_the_real_kernels() -> None:

@@ -22,6 +22,7 @@ IDS = np.zeros((2, 5), int)
             "query has dtype int32, expected one of bfloat16, float16, float32, float64. Pass dtype=",
             {"query": Q.astype(np.int32)},
         ),
+        (TypeError, "dtype=int32, expected one of bfloat16, float16, float32, float64.", {"dtype": "int32"}),
         (TypeError, "value has dtype complex64", {"value": K.astype(np.complex64)}),
         (
             TypeError,
@@ -41,6 +42,7 @@ IDS = np.zeros((2, 5), int)
             {"value": K[:, :6]},
         ),
         (ValueError, "query has 3 heads and key 2, expected a multiple of the key's", {"query": Q[:, :, :3]}),
+        (ValueError, "query has 0 heads and key 2, expected a multiple of", {"query": Q[:, :, :0]}),
         (
             ValueError,
             "expected a shape that broadcasts to (*batch, query heads, query length, key length) = (2, 4, 5, 7)",
@@ -58,6 +60,7 @@ IDS = np.zeros((2, 5), int)
             {"mask": np.ones((5, 7), np.complex64)},
         ),
         (ValueError, "scale is nan, expected a number", {"scale": float("nan")}),
+        (TypeError, "scale has dtype complex64, expected real numbers", {"scale": np.complex64(1j)}),
         (
             ValueError,
             "scale has shape (3,), expected a number, or a shape that broadcasts to query's",
@@ -99,6 +102,7 @@ IDS = np.zeros((2, 5), int)
         ),
         (ValueError, "implementation='cudnn', expected one of None, 'xla', 'mosaic_gpu'", {"implementation": "cudnn"}),
         (ValueError, "dropout_rate=1.5, expected 0 <= dropout_rate < 1", {"dropout_rate": 1.5}),
+        (ValueError, "dropout_rate=1.5, expected 0 <= dropout_rate < 1", {"dropout_rate": np.float32(1.5)}),
         (ValueError, "dropout_rate=0.5 needs a dropout_rng. Pass one, or deterministic=True", {"dropout_rate": 0.5}),
         (
             NotImplementedError,

@@ -236,3 +236,50 @@ def test_export_of_a_sharded_program() -> None:
     reloaded = export.deserialize(exported.serialize())
     operands = *(jax.device_put(x, sharding) for x in ARRAYS), put(LENGTHS, P("d"))
     agree(jax.jit(reloaded.call)(*operands), expected("vjp"))
+
+
+UNLIKE: dict[str, dict[str, P]] = {
+    "the keys alone": {"key": P("d"), "value": P("m"), "sinks": P("d")},
+    "all but bias and sinks": {"query": P("d", None, "m"), "key": P("d", None, "m"), "value": P("d", None, "m")},
+    "more finely than key heads": {"query": P(None, None, "d")},
+    "lengths": {"query": P("d", "m"), "bias": P("d", None, "m")},
+}
+
+
+def check_types_of_gradients(specs: dict[str, P], kind: str, **rules: Any) -> None:
+    """A gradient has its operand's type, whatever the call is cut like."""
+    operands = {"query": Q, "key": K, "value": V, "bias": normal(8, 4, 6, 5), "sinks": SINKS}
+
+    def derivatives(operands: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
+        call = lambda operands: jnp.sin(jaxsoftmax.flash_attention(**operands, **rules)).sum()
+        if kind == "vjp":
+            return [jax.grad(call)(operands)]
+        return list(jax.jvp(jax.grad(call), (operands,), (operands,)))
+
+    want = jax.jit(derivatives)(operands)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        placed = {name: jax.device_put(x, specs.get(name, P())) for name, x in operands.items()}
+        got = jax.jit(derivatives)(placed)
+        for found in got:
+            assert {n: jax.typeof(x).sharding for n, x in found.items()} == {
+                n: jax.typeof(x).sharding for n, x in placed.items()
+            }
+        agree(got, want)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("kind", ["vjp", pytest.param("hvp", marks=pytest.mark.slow)])
+def test_explicit_operands_cut_unlike_each_other(name: str, kind: str) -> None:
+    check_types_of_gradients(UNLIKE[name], kind, is_causal=True)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_kernels_of_operands_cut_unlike_each_other(attention_stand_ins: Any, name: str) -> None:
+    check_types_of_gradients(UNLIKE[name], "vjp", is_causal=True)
+    assert attention_stand_ins.problems
+
+
+def test_dropout_of_heads_cut_more_finely_than_key_heads() -> None:
+    check_types_of_gradients(
+        UNLIKE["more finely than key heads"], "vjp", dropout_rate=0.5, dropout_rng=jax.random.key(0)
+    )

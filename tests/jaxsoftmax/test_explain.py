@@ -44,7 +44,7 @@ def test_a_kernel(explained: Any) -> None:
         "  here: no CUDA device, so XLA runs the reference",
         "  on NVIDIA H200: kernel stand-in, Config(rows=4)",
         "    why: it is the only one",
-        "    moves: 2.0 MB; nothing can move less than 134.2 MB",
+        "    moves: 2.0 MB by the kernel; the whole call no less than 134.2 MB",
     ]
 
 
@@ -156,3 +156,12 @@ def test_words_for_the_real_ladder() -> None:
     for device in (H200, A100):
         text = str(jaxsoftmax.explain(X, device=device))
         assert f"on {device.name}: " in text
+
+
+def test_numbers_of_a_row_are_moved_too() -> None:
+    x, mask = jax.ShapeDtypeStruct((8192, 1000), jnp.float32), jax.ShapeDtypeStruct((8192, 1000), jnp.bool_)
+    moved = lambda op, **options: jaxsoftmax.explain(x, op=op, **options).bytes_moved
+    logits, number = 8192 * 1000 * 4, 8192 * 4
+    assert moved("logsumexp") == logits + 2 * number
+    assert moved("logsumexp", where=mask) == logits + logits // 4 + 2 * number
+    assert moved("cross_entropy_gradient", weights=1.0) == 2 * logits + 3 * number

@@ -17,6 +17,7 @@ from attention_cases import QKV, name_of, operands_of, rules_of
 from pallas_kernels import hardware
 from pallas_kernels.attention import forward, heuristics, schedule
 from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention.operands import hidden_by_bias
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 799), (63, 64), (64, 63), (113, 239), (128, 128), (239, 113), (799, 1024), (1024, 799))
@@ -38,7 +39,9 @@ def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype
 def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forward) -> float:
     """The error of weights and output rounded to the operands' dtype, as XLA's attention rounds them."""
     value = np.nan_to_num(np.repeat(arrays["value"], p.query_heads // p.key_heads, axis=2).astype(np.float64))
-    rounded = np.einsum("bnts,bsnd->btnd", truth.weights.astype(p.dtype).astype(np.float64), value).astype(p.dtype)
+    rounded = attention_oracle.product(
+        "bnts,bsnd->btnd", truth.weights.astype(p.dtype).astype(np.float64), value
+    ).astype(p.dtype)
     return float(np.abs(rounded.astype(np.float64) - truth.out).max(initial=0.0))
 
 
@@ -77,6 +80,7 @@ def test_matches_the_oracle(p):
 
 
 @pytest.mark.gpu
+@pytest.mark.together("kind", "head_dim")
 @pytest.mark.parametrize("ids", documents.PATTERNS)
 @pytest.mark.parametrize("kind", ["segments", "segments-causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -106,6 +110,36 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
     check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
+
+
+def check_hidden_by_bias(dtype: str, run: Any) -> None:
+    """Keys hidden by the numbers that masks are made of elsewhere: all of a row's, its first or its last tiles'."""
+    floats = np.finfo(np.float32)
+    numbers = (-1e4, -1e9, -1e10, -1e15, -1e30, -2e38, -0.7 * floats.max, floats.min)
+    p = attention_cases.problem_of(Op.FORWARD, {"bias": "11TS"}, (64, 256), (64, 64), dtype, (1, 1))
+    arrays = operands_of(p)
+    for i, number in enumerate(numbers):
+        for row, keys in enumerate((slice(0), slice(128), slice(128, None), slice(None))):
+            arrays["bias"][..., 4 * i + row, keys] = number
+    operands = [jnp.asarray(arrays[name]) for name in QKV]
+    bias = hidden_by_bias(jnp.asarray(arrays["bias"]))
+    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, slack=8)
+    out, lse = run(lambda *a: forward.run(p, config, *a), *operands, bias)
+    truth = attention_oracle.forward(*operands, bias, scale=p.scale)
+    np.testing.assert_allclose(np.asarray(out, np.float64), truth.out, atol=0.01)
+    np.testing.assert_allclose(lse, truth.lse, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_hidden_by_a_bias(dtype):
+    check_hidden_by_bias(dtype, lambda f, *operands: f(*operands))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
+    check_hidden_by_bias(dtype, interpreted)
 
 
 @pytest.mark.slow

@@ -126,7 +126,21 @@ def test_interpreted(case):
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
 
 
+def _largest_first(cases_on_gpu):
+    """All of a problem's rungs and configs in a row, and the short ones last, for many processes to end together."""
+    size = lambda problem: -problem.rows * problem.cols * problem.inner
+    return sorted(cases_on_gpu, key=lambda case: (size(case.problem), str(case.problem)))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*_on_gpu(), *_losses_on_gpu()], ids=str)
+@pytest.mark.together("case.problem")
+@pytest.mark.parametrize("case", _largest_first(_on_gpu()), ids=str)
 def test_on_gpu(case):
+    conformance.check(case.run, case.problem, execute=poisoned.execute, slack=_slack(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.together("case.problem")
+@pytest.mark.parametrize("case", _largest_first(_losses_on_gpu()), ids=str)
+def test_losses_on_gpu(case):
     conformance.check(case.run, case.problem, execute=poisoned.execute, slack=_slack(case))

@@ -1,0 +1,97 @@
+"""The README's table: each operation's median over everything measured, with the worst and the best case."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from benchmarks import attention_rules, peers, report
+from benchmarks.results import NOT_MEASURED, Results
+
+Record = Mapping[str, Any]
+_MANY = 1024  # rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An operation in words, and which cases are its."""
+
+    label: str
+    ops: tuple[str, ...]
+    passes: tuple[str, ...]
+    rows: Callable[[int], bool] = lambda rows: True
+
+    def takes(self, case: Mapping[str, Any]) -> bool:
+        """Whether a case counts here; more dtypes and options than the promises name do not."""
+        chosen = case["op"] in self.ops and case["pass"] in self.passes and self.rows(case["rows"])
+        return chosen and "extended" not in case["tags"]
+
+
+LINES = (
+    Line("`softmax`", ("softmax",), ("fwd",), lambda rows: rows >= _MANY),
+    Line("the same, at most 128 rows", ("softmax",), ("fwd",), lambda rows: rows < _MANY),
+    Line("its gradient", ("softmax",), ("bwd", "value_and_vjp")),
+    Line("`log_softmax`, `logsumexp`", ("log_softmax", "logsumexp"), ("fwd",)),
+    Line("cross entropy", ("cross_entropy",), ("fwd",)),
+    Line("and its gradient", ("cross_entropy",), ("value_and_grad",)),
+    Line("the same, by `.mean()`", ("cross_entropy",), ("value_and_grad_mean",)),
+    Line("top-k softmax", ("top_k",), ("fwd",)),
+)
+ATTENTION = (("`flash_attention`", "fwd"), ("its gradient", "bwd"))
+
+
+def table(results: Results) -> str:
+    """One row for each operation, and where the figures come from."""
+    rows = [_row(line.label, [r for r in results.records() if line.takes(r["case"])]) for line in LINES]
+    attention = results.about("attention")
+    for label, pass_ in ATTENTION:
+        rows.append(_attention_row(label, [r for r in attention.records() if r["case"]["pass"] == pass_]))
+    rows = [row for row in rows if row]
+    if not rows:
+        return NOT_MEASURED
+    heads = ["operation", "cases", "of the floor", "x XLA", "x best other"]
+    header = (results.headers() or attention.headers())[0]
+    return (
+        f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case) on one {header['device'].get('name')}, JAX "
+        f"{header['versions'].get('jax')}, {header['timestamp'][:10]}. The floor is the time of a copy of the same "
+        "bytes, for attention that of as large a product of square matrices. Others: torch, torch.compile, Liger and "
+        "quack; of attention cuDNN, JAX's `attention_mgpu` and tokamax, where they take the call."
+    )
+
+
+def _row(label: str, records: list[Record]) -> list[str]:
+    if not records:
+        return []
+    share = (record["impls"]["ours"].get("fraction_of_copy") for record in records)
+    others = ([ratio for peer in peers.NAMES if (ratio := report.ratio(r, peer)) is not None] for r in records)
+    return [
+        label,
+        _count(records),
+        "-" if records[0]["case"]["op"] == "top_k" else _spread(share),
+        _spread(report.ratio(record, "xla") for record in records),
+        _spread(min(ratios, default=None) for ratios in others),
+    ]
+
+
+def _attention_row(label: str, records: list[Record]) -> list[str]:
+    if not records:
+        return []
+    speeds = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
+    shares = (ours / product if ours else None for ours, product in speeds)
+    return [
+        label,
+        _count(records),
+        _spread(shares),
+        "-",
+        _spread(attention_rules.against_best(record)["ratio"] for record in records),
+    ]
+
+
+def _count(records: list[Record]) -> str:
+    wrong = sum(record["impls"]["ours"]["status"] != "ok" for record in records)
+    return f"{len(records)}, {wrong} WRONG" if wrong else str(len(records))
+
+
+def _spread(values: Iterable[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    return f"{statistics.median(known):.2f} ({known[0]:.2f} ... {known[-1]:.2f})" if known else "-"
