@@ -157,7 +157,7 @@ def soft_cap(x: Any) -> float | None:
 
 
 def window(x: Any) -> tuple[int | None, int | None]:
-    """How far a query sees to its left and right."""
+    """How far a query sees to its left and right; so far that an index plus it is no int32 any more is unbounded."""
     if x is None:
         return None, None
     sides = tuple(x) if isinstance(x, Sequence) else (x, x)
@@ -169,7 +169,7 @@ def window(x: Any) -> tuple[int | None, int | None]:
             f"{NAME}: local_window_size={x!r}, expected a number of positions (0 or more), or a pair (left, right) of "
             "them, in which None is unbounded."
         )
-    left, right = (None if side is None else int(side) for side in sides)
+    left, right = (None if side is None or side >= 2**30 else int(side) for side in sides)
     return left, right
 
 

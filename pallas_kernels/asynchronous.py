@@ -11,21 +11,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mosaic import (
+from pallas_kernels.emit import (
     SPLAT,
-    VECTOR_BYTES,
-    WARPGROUP,
     Index,
-    Span,
-    Tile,
     c32,
     c64,
+    equals,
     global_address,
     ptx,
     scalar,
+    shared_address,
+    thread_in_warpgroup,
 )
+from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile
 
 Cache = Literal["evict_last", "evict_first"] | None
 
@@ -35,18 +35,9 @@ def barriers(count: int) -> Any:
     return plgpu.SMEM((count, 2), jnp.int32)
 
 
-def shared_address(ref: ir.Value) -> ir.Value:
-    """The address of an array in the block's shared memory."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-
-
-def _is_thread(of: ir.Value, number: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, of, c32(number))
-
-
 def _leader() -> ir.Value:
     """Whether this is the warpgroup's first thread."""
-    return _is_thread(arith.remui(utils.thread_idx(), c32(WARPGROUP)), 0)
+    return equals(thread_in_warpgroup(), 0)
 
 
 def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
@@ -55,7 +46,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
         text = makes + "@$1 fence.mbarrier_init.release.cluster;"
-        ptx(text, "r,b", [shared_address(ref), _is_thread(utils.thread_idx(), 0)])
+        ptx(text, "r,b", [shared_address(ref), equals(utils.thread_idx(), 0)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(make_barriers)(ref)
 
@@ -139,7 +130,7 @@ def fill_outside(
         thread, v = utils.thread_idx(), span.tile.vector
         word = ir.IntegerType.get_signless(bits)
         value = arith.bitcast(word, utils.c(fill, ir.MemRefType(gmem.type).element_type))
-        pieces = [] if span.aligned else [(c32(0), _is_thread(thread, 0))]
+        pieces = [] if span.aligned else [(c32(0), equals(thread, 0))]
         for at in range(start, stop, threads):
             k = arith.addi(thread, c32(at))
             pieces.append((k, arith.cmpi(arith.CmpIPredicate.ult, k, c32(stop))))

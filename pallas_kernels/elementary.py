@@ -6,12 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 
 
 def exp_16bit(d: jax.Array) -> jax.Array:
     """`exp` for weights that end in 16 bits: one multiplication and one MUFU; relative error about |d| * 2^-24."""
-    return jnp.exp2(d * _LOG2E)
+    return jnp.exp2(d * LOG2E)
 
 
 def exp_32bit(d: jax.Array) -> jax.Array:
@@ -22,9 +22,9 @@ def exp_32bit(d: jax.Array) -> jax.Array:
     round_to_integer = 1.5 * 2.0**23
     ln2_high, ln2_low = 0.693359375, -2.12194440e-4
     d = jnp.maximum(d, -104.0)
-    n = (d * _LOG2E + round_to_integer) - round_to_integer
+    n = (d * LOG2E + round_to_integer) - round_to_integer
     r = (d - n * ln2_high) - n * ln2_low
-    return jnp.exp2(n) * jnp.exp2(r * _LOG2E)
+    return jnp.exp2(n) * jnp.exp2(r * LOG2E)
 
 
 def weight_in_sum(x: jax.Array, log_sum: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def weight_in_sum(x: jax.Array, log_sum: jax.Array) -> jax.Array:
 def tanh_16bit(x: jax.Array) -> jax.Array:
     """`tanh` to about 2^-23, as an absolute error: the hardware's own errs by 2^-11."""
     # 1 / y is one instruction, 2 / y several.
-    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2.0 * _LOG2E))))
+    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E))))
 
 
 def tanh_32bit(x: jax.Array) -> jax.Array:

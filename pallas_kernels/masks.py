@@ -8,7 +8,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic import SPLAT, Index, Span, Tile, c64, elements, global_address, scalar
+from pallas_kernels.emit import SPLAT, Index, c64, elements, global_address, scalar
+from pallas_kernels.mosaic import Span, Tile
 from pallas_kernels.numbers import row_of
 
 

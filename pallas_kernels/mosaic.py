@@ -18,10 +18,23 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.emit import (
+    SPLAT,
+    WARPGROUP,
+    Index,
+    c32,
+    c64,
+    elements,
+    global_address,
+    i32,
+    i64,
+    number,
+    ptx,
+    scalar,
+    thread_in_warpgroup,
+)
+
 VECTOR_BYTES = 16
-WARPGROUP = 128
-SPLAT = plgpu.Layout.WG_SPLAT
-Index = jax.Array | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +142,7 @@ class Span:
         A thread whose row is not `wanted` sees a row without columns.
         """
         tile = self.tile
-        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        thread = thread_in_warpgroup()
         if tile.lanes <= 32:
             row = arith.addi(row, arith.divui(thread, c32(tile.lanes)))
             start = arith.addi(first, arith.remui(thread, c32(tile.lanes)))
@@ -137,7 +150,7 @@ class Span:
             of_warp = arith.muli(arith.divui(thread, c32(32)), c32(tile.registers * 32))
             start = arith.addi(first, arith.addi(of_warp, arith.remui(thread, c32(32))))
         address, head, count = self.row(base, row)
-        address = arith.addi(address, arith.muli(arith.extui(_i64(), start), c64(VECTOR_BYTES)))
+        address = arith.addi(address, arith.muli(arith.extui(i64(), start), c64(VECTOR_BYTES)))
         limit = c32(self.cols)
         conditions = [] if wanted is None else [wanted]
         if self.rows_may_end:
@@ -158,11 +171,11 @@ class Span:
 
     def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
-        address = arith.addi(base, arith.muli(arith.extsi(_i64(), row), c64(self.cols * self.itemsize)))
+        address = arith.addi(base, arith.muli(arith.extsi(i64(), row), c64(self.cols * self.itemsize)))
         if self.aligned:
             return address, c32(0), c32(self.cols // self.tile.vector)
         overhang = arith.andi(address, c64(VECTOR_BYTES - 1))
-        head = arith.divui(arith.trunci(ir.IntegerType.get_signless(32), overhang), c32(self.itemsize))
+        head = arith.divui(arith.trunci(i32(), overhang), c32(self.itemsize))
         count = arith.divui(arith.addi(head, c32(self.cols + self.tile.vector - 1)), c32(self.tile.vector))
         return arith.subi(address, overhang), head, count
 
@@ -177,56 +190,16 @@ class Vector:
     masks: list[ir.Value] | None
 
 
-def _i64() -> ir.Type:
-    return ir.IntegerType.get_signless(64)
-
-
-def c32(x: int) -> ir.Value:
-    """A 32-bit constant in the kernel."""
-    return utils.c(x, ir.IntegerType.get_signless(32))
-
-
-def c64(x: int) -> ir.Value:
-    """A 64-bit constant in the kernel."""
-    return utils.c(x, _i64())
-
-
-def scalar(x: mgpu.FragmentedArray) -> ir.Value:
-    """The value of an array that is the same in every thread."""
-    return x.registers.item()
-
-
-def number(x: mgpu.FragmentedArray) -> ir.Value:
-    """The thread's one number of an array that has one for each of its tile's rows."""
-    value = x.registers.flat[0]
-    return elements(value)[0] if isinstance(value.type, ir.VectorType) else value
-
-
-def global_address(ref: ir.Value) -> ir.Value:
-    """The address of an array in global memory."""
-    return llvm.ptrtoint(_i64(), utils.memref_ptr(ref))
-
-
-def elements(v: ir.Value) -> list[ir.Value]:
-    """The elements of an MLIR vector."""
-    n = ir.VectorType(v.type).shape[0]
-    return [vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(n)]
-
-
-def ptx(text: str, constraints: str, operands: list[ir.Value]) -> None:
-    """Inline assembly without a result."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
-
-
 def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
     text, operands, constraints = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [address], "=&r,=&r,=&r,=&r,l"
     if predicate is not None:
         text = "".join(f"mov.b32 ${i}, {fill};" for i in range(4)) + "@$5 " + text
         operands, constraints = [address, predicate], constraints + ",b"
-    words = llvm.inline_asm(llvm.StructType.get_literal([i32] * 4), operands, text, constraints, has_side_effects=True)
-    parts = [llvm.extractvalue(i32, words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
-    return vector.from_elements(ir.VectorType.get((4,), i32), parts)
+    words = llvm.inline_asm(
+        llvm.StructType.get_literal([i32()] * 4), operands, text, constraints, has_side_effects=True
+    )
+    parts = [llvm.extractvalue(i32(), words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
+    return vector.from_elements(ir.VectorType.get((4,), i32()), parts)
 
 
 def load(
@@ -273,7 +246,7 @@ def store(
     bits = 8 * jnp.dtype(ref.dtype).itemsize
 
     def store_vectors(ctx, ref, value, row, first):
-        words, word = ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), ir.IntegerType.get_signless(bits)
+        words, word = ir.VectorType.get((4,), i32()), ir.IntegerType.get_signless(bits)
         for v in span.vectors(global_address(ref), scalar(row), scalar(first)):
             register, whole = value.registers.flat[v.register], v.inside
             if v.masks is not None:

@@ -12,19 +12,21 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic import (
+from pallas_kernels.emit import (
     SPLAT,
-    WARPGROUP,
     Index,
-    Span,
-    Tile,
     c32,
     c64,
+    equals,
     global_address,
+    i32,
+    i64,
     number,
     ptx,
     scalar,
+    thread_in_warpgroup,
 )
+from pallas_kernels.mosaic import Span, Tile
 
 
 def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
@@ -33,14 +35,14 @@ def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
     word = int(np.asarray(fill, dtype).view(np.uint32))
 
     def load_number(ctx, ref, row):
-        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type).element_type
+        word_type, element = i32(), ir.MemRefType(ref.type).element_type
         at = row_of(tile, scalar(row))
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
         text = f"mov.b32 $0, {word}; @$2 ld.global.b32 $0, [$1];"
-        value = llvm.inline_asm(i32, [address, exists], text, "=&r,l,b", has_side_effects=True)
-        value = value if element == i32 else arith.bitcast(element, value)
-        return _fragment(value, tile, True if element == i32 else None)
+        value = llvm.inline_asm(word_type, [address, exists], text, "=&r,l,b", has_side_effects=True)
+        value = value if element == word_type else arith.bitcast(element, value)
+        return _fragment(value, tile, True if element == word_type else None)
 
     rows = ref.shape[0]
     result = plgpu.ShapeDtypeStruct((tile.rows,), dtype, layout=tile.layout.reduce(1))
@@ -84,9 +86,9 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
     """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its one."""
 
     def store_each(ctx, ref, value, row):
-        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        thread = thread_in_warpgroup()
         at = arith.addi(scalar(row), arith.divui(thread, c32(tile.lanes)))
-        first_lane = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, c32(tile.lanes)), c32(0))
+        first_lane = equals(arith.remui(thread, c32(tile.lanes)), 0)
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
         ptx("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, number(value), arith.andi(first_lane, exists)])
@@ -147,11 +149,11 @@ def row_of(tile: Tile, row: ir.Value) -> ir.Value:
     """The row that the thread works on."""
     if tile.lanes > 32:
         return row
-    return arith.addi(row, arith.divui(arith.remui(utils.thread_idx(), c32(WARPGROUP)), c32(tile.lanes)))
+    return arith.addi(row, arith.divui(thread_in_warpgroup(), c32(tile.lanes)))
 
 
 def _wide(x: ir.Value) -> ir.Value:
-    return arith.extsi(ir.IntegerType.get_signless(64), x)
+    return arith.extsi(i64(), x)
 
 
 def _fragment(value: ir.Value, tile: Tile, is_signed: bool | None) -> mgpu.FragmentedArray:

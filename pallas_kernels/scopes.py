@@ -14,11 +14,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import asynchronous
-from pallas_kernels.asynchronous import shared_address
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, c64, global_address, ptx, scalar
+from pallas_kernels.emit import (
+    SPLAT,
+    WARPGROUP,
+    Index,
+    c32,
+    c64,
+    equals,
+    global_address,
+    i32,
+    i64,
+    number,
+    ptx,
+    scalar,
+    shared_address,
+    thread_in_warpgroup,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +55,20 @@ class Exchange:
         return 1 << (self.members - 1).bit_length()
 
     @property
+    def spare(self) -> int:
+        """Slots of each quantity without a member."""
+        return self.slots - self.members
+
+    @property
+    def bytes_in_shared(self) -> int:
+        return 2 * 4 * self.quantities * self.slots
+
+    @property
     def scratch(self) -> Any:
         return plgpu.SMEM((2, self.quantities, self.slots), jnp.float32)
 
     def clear(self, slots: jax.Ref) -> None:
-        """Makes the slots without a member neutral; the block must `sync` before it reads them."""
+        """Makes the slots without a member neutral, one thread each; the block must `sync` before it reads them."""
 
         def clear_slots(ctx, slots):
             thread = utils.thread_idx()
@@ -53,12 +76,12 @@ class Exchange:
                 for q in range(self.quantities):
                     fill = -math.inf if q == 0 and self.quantities > 1 else 0.0
                     at = (turn * self.quantities + q) * self.slots
-                    spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.slots - self.members))
+                    spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.spare))
                     address = arith.addi(shared_address(slots), arith.muli(thread, c32(4)))
                     address = arith.addi(address, c32(4 * (at + self.members)))
                     ptx("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
 
-        if self.slots > self.members:
+        if self.spare:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)
 
     @property
@@ -81,7 +104,7 @@ def across_block(
 
     def publish(ctx, slots, index, *values):
         lane, slot = _lane_and_slot(index)
-        first_lane = arith.cmpi(arith.CmpIPredicate.eq, lane, c32(0))
+        first_lane = equals(lane, 0)
         for q, value in enumerate(values):
             at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.slots)))
             ptx("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, _bits(value), first_lane])
@@ -141,7 +164,7 @@ def take_ticket(words: jax.Ref, to: jax.Ref) -> None:
     """
 
     def draw_ticket(ctx, words, to):
-        first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), c32(0))
+        first = equals(utils.thread_idx(), 0)
         text = (
             "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
             "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"
@@ -160,7 +183,7 @@ def to_grid(
     """
 
     def publish_words(ctx, words, row, member, *values):
-        first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), c32(0))
+        first = equals(utils.thread_idx(), 0)
         for q, value in enumerate(values):
             at = _word(exchange, words, scalar(row), q, scalar(member))
             ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, _bits(value), first])
@@ -194,7 +217,7 @@ def _word(exchange: Exchange, words: ir.Value, row: ir.Value, quantity: int, mem
     """The address of a row's number of a member."""
     of_row = arith.addi(arith.muli(row, c32(exchange.quantities * exchange.members)), c32(1))
     index = arith.addi(arith.addi(of_row, c32(quantity * exchange.members)), member)
-    wide = arith.extui(ir.IntegerType.get_signless(64), index)
+    wide = arith.extui(i64(), index)
     return arith.addi(global_address(words), arith.muli(wide, c64(4)))
 
 
@@ -218,14 +241,11 @@ def cluster_sync() -> None:
 
 def _lane_and_slot(index) -> tuple[ir.Value, ir.Value]:
     """The thread's lane, and its warp's place in the slots, in bytes."""
-    thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+    thread = thread_in_warpgroup()
     warp = arith.addi(arith.muli(scalar(index), c32(4)), arith.divui(thread, c32(32)))
     return arith.remui(thread, c32(32)), arith.muli(warp, c32(4))
 
 
 def _bits(value) -> ir.Value:
     """The thread's one number of an array, as a word."""
-    number = value.registers.flat[0]
-    if isinstance(number.type, ir.VectorType):
-        number = vector.extract(number, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-    return arith.bitcast(ir.IntegerType.get_signless(32), number)
+    return arith.bitcast(i32(), number(value))

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import scopes
-from pallas_kernels.attention import backward_launch, backward_operands, backward_turns, gather
+from pallas_kernels.attention import backward_launch, backward_turns, gather, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
-from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.memory import ACC, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Accumulator = Any  # a reference to one in registers
 
 
@@ -35,44 +35,65 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     if capped_bias(problem) and max(problem.head_dim, problem.value_dim) <= 64:
         # 624 bytes a thread would spill, and the slope does not fit in shared memory.
         return "the kernel has no room for a bias beside a soft cap with heads up to 64"
-    return backward_launch.unsupported(problem, widest=128)
+    return limits.declines_any(problem, widest=128)
+
+
+def _scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
+    """What a block has in shared memory, by name."""
+    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
+    w, block_q, stages = config.warpgroups, config.block_q, config.stages
+    slope = dict(slope_smem=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
+    return slope | dict(
+        key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
+        value_smem=tiled((w, CHUNK, value_dim), dtype),
+        query_smem=tiled((stages, block_q, head_dim), dtype),
+        d_out_smem=tiled((stages, block_q, value_dim), dtype),
+        lse_smem=plgpu.SMEM((stages, block_q), jnp.float32),
+        delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
+        ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
+        dq_smem=tiled((w, CHUNK, CHUNK), jnp.float32),
+        kv_empty=plgpu.Barrier(num_arrivals=w),
+        kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
+        query_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        d_out_full=plgpu.Barrier(num_barriers=stages),
+        query_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+        d_out_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+    )
 
 
 def _copy(block: Block, first_tile: jax.Array) -> None:
     """The copying warpgroup: keys and values once, then the queries' side, slot after slot."""
     config, refs, batch = block.config, block.refs, block.batch
     stages, block_q = config.stages, config.block_q
-    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_free))
+    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_empty))
     for i in range(config.warpgroups):
         rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
-        for c in range(refs.k_s.shape[1]):
-            columns = pl.ds(c * CHUNK, CHUNK)
-            plgpu.copy_gmem_to_smem(refs.key.at[batch, rows, block.key_head, columns], refs.k_s.at[i, c], refs.kv_full)
-        plgpu.copy_gmem_to_smem(refs.value.at[batch, rows, block.key_head], refs.v_s.at[i], refs.kv_full)
+        for c in range(refs.key_smem.shape[1]):
+            at = batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(refs.key.at[at], refs.key_smem.at[i, c], refs.kv_full)
+        plgpu.copy_gmem_to_smem(refs.value.at[batch, rows, block.key_head], refs.value_smem.at[i], refs.kv_full)
 
     def copy(step: Step) -> None:
         slot, rows = lax.rem(step.n, stages), pl.ds(step.i * block_q, block_q)
 
-        def await_free(barrier: jax.Ref) -> None:
+        def await_empty(barrier: jax.Ref) -> None:
             pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
 
-        await_free(refs.q_free)
-        full = refs.q_full.at[slot]
-        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.q_s.at[slot], full)
-        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_s.at[slot], full)
-        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_s.at[slot], full)
-        await_free(refs.do_free)
-        plgpu.copy_gmem_to_smem(refs.d_out.at[batch, rows, step.head], refs.do_s.at[slot], refs.do_full.at[slot])
+        await_empty(refs.query_empty)
+        full = refs.query_full.at[slot]
+        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.query_smem.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
+        await_empty(refs.d_out_empty)
+        full = refs.d_out_full.at[slot]
+        plgpu.copy_gmem_to_smem(refs.d_out.at[batch, rows, step.head], refs.d_out_smem.at[slot], full)
 
-    def of_head(h: Any) -> None:
-        pl.loop(block.span.first, block.span.end)(lambda i: copy(block.step(h, i)))
-
-    block.each_head(of_head)
+    block.each_step_alike(copy)
 
 
 def _compute(block: Block) -> None:
     """A computing warpgroup: the gradients of its 64 keys and values."""
-    widths = block.refs.q_s.shape[2], block.refs.do_s.shape[2]
+    widths = block.refs.query_smem.shape[2], block.refs.d_out_smem.shape[2]
     warpgroup = lax.axis_index("warpgroup")
     zeros = [plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths]
     plgpu.barrier_wait(block.refs.kv_full)
@@ -83,7 +104,7 @@ def _compute(block: Block) -> None:
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
     if block.problem.deterministic:
         backward_turns.end_last(block, warpgroup)
-    plgpu.barrier_arrive(block.refs.kv_free)
+    plgpu.barrier_arrive(block.refs.kv_empty)
     scopes.sync_block(block.config.warpgroups)
     _write(block, warpgroup, dk, dv)
 
@@ -95,7 +116,7 @@ class _Tile(NamedTuple):
     step: Step
     warpgroup: jax.Array
     slot: jax.Array  # of the queries
-    ds_s: jax.Ref  # the score gradients, of all warpgroups
+    ds_smem: jax.Ref  # the score gradients, of all warpgroups
 
 
 def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], compare: Compare) -> None:
@@ -104,25 +125,25 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     dk_sum, dv_sum = sums
     warpgroup = gather.recomputed(lax.axis_index("warpgroup"))
     slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
-    q_s, do_s, ds_s = refs.q_s.at[slot], refs.do_s.at[slot], refs.ds_s.at[turn]
-    tile = _Tile(block, step, warpgroup, slot, ds_s)
+    query_smem, d_out_smem, ds_smem = refs.query_smem.at[slot], refs.d_out_smem.at[slot], refs.ds_smem.at[turn]
+    tile = _Tile(block, step, warpgroup, slot, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
     def products(logits: Accumulator, dp_sum: Accumulator) -> None:
-        plgpu.barrier_wait(refs.q_full.at[slot])
+        plgpu.barrier_wait(refs.query_full.at[slot])
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
-        dp_sum[...] = by_column(refs.delta_s.at[slot], shape)
-        for c in range(refs.k_s.shape[1]):
-            plgpu.wgmma(logits, refs.k_s.at[warpgroup, c], q_s.at[:, pl.ds(c * CHUNK, CHUNK)].T)
-        plgpu.barrier_wait(refs.do_full.at[slot])
-        plgpu.wgmma(dp_sum, refs.v_s.at[warpgroup], do_s.T)
+        dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
+        for c in range(refs.key_smem.shape[1]):
+            plgpu.wgmma(logits, refs.key_smem.at[warpgroup, c], query_smem.at[:, pl.ds(c * CHUNK, CHUNK)].T)
+        plgpu.barrier_wait(refs.d_out_full.at[slot])
+        plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
         extras = load_extras(block, step, warpgroup)
         x, slope = bent(problem, x)
         if capped:
-            refs.slope_s[warpgroup] = slope
+            refs.slope_smem[warpgroup] = slope
         p = probabilities(block, step, warpgroup, x, extras, compare)
-        plgpu.wgmma(dv_sum, p.astype(dtype), do_s)
+        plgpu.wgmma(dv_sum, p.astype(dtype), d_out_smem)
         before, ended = None, None
         if problem.deterministic:
             backward_turns.end_before(block, step, warpgroup)
@@ -135,10 +156,10 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
         if capped:
             if problem.bias_gradient:
                 _write_logits(tile, d_scores)
-            d_scores = d_scores * plgpu.load(refs.slope_s.at[warpgroup], layout=WGMMA)
+            d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)
         ds = d_scores.astype(dtype)
         for c in range(config.block_q // CHUNK):
-            ds_s[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
+            ds_smem[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
         plgpu.commit_smem()
         scopes.sync_block(config.warpgroups)
         turn = before, ended
@@ -146,7 +167,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
 
     pl.run_scoped(products, *[ACC(shape, jnp.float32)] * 2)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(refs.q_free.at[slot])
+    plgpu.barrier_arrive(refs.query_empty.at[slot])
 
 
 def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumulator, turn: tuple[Any, Any]) -> None:
@@ -155,22 +176,22 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
     `turn`: how many add to the tile before, where that is known already, and have, where there are turns.
     """
     before, ended = turn
-    block, step, warpgroup, slot, ds_s = tile
-    problem, refs, chunks = block.problem, block.refs, block.refs.k_s.shape[1]
+    block, step, warpgroup, slot, ds_smem = tile
+    problem, refs, chunks = block.problem, block.refs, block.refs.key_smem.shape[1]
     rows, columns = lax.div(warpgroup, chunks), lax.rem(warpgroup, chunks)
     for other in range(block.config.warpgroups):
-        plgpu.wgmma(dq_sum, ds_s.at[other, rows].T, refs.k_s.at[other, columns])
-    plgpu.wgmma(dk_sum, ds, refs.q_s.at[slot])
+        plgpu.wgmma(dq_sum, ds_smem.at[other, rows].T, refs.key_smem.at[other, columns])
+    plgpu.wgmma(dk_sum, ds, refs.query_smem.at[slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
-    plgpu.barrier_arrive(refs.do_free.at[slot])
+    plgpu.barrier_arrive(refs.d_out_empty.at[slot])
     if not problem.deterministic:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    refs.dq_s[warpgroup] = part
+    refs.dq_smem[warpgroup] = part
     plgpu.commit_smem()
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
     at = pl.ds(step.i * block.config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
-    source, target = refs.dq_s.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
+    source, target = refs.dq_smem.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
 
     if ended is not None:
         before = backward_turns.before(block, step.i) if before is None else before
@@ -187,18 +208,18 @@ def _write_logits(tile: _Tile, gradient: jax.Array) -> None:
 
 def _write_scores(tile: _Tile) -> None:
     """The same where it is the scores' too, which are in shared memory."""
-    block, step, warpgroup, _, ds_s = tile
+    block, step, warpgroup, _, ds_smem = tile
     keys = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
     for c in range(block.config.block_q // CHUNK):
         rows = pl.ds(step.i * block.config.block_q + c * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(ds_s.at[warpgroup, c], block.refs.d_logits.at[block.batch, step.head, keys, rows])
+        plgpu.copy_smem_to_gmem(ds_smem.at[warpgroup, c], block.refs.d_logits.at[block.batch, step.head, keys, rows])
 
 
 def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     """Writes the gradients of keys and values, through the slots of the score gradients."""
     refs, dtype = block.refs, block.problem.dtype
     rows = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
-    slots = [refs.ds_s.at[turn, warpgroup, c] for turn in range(2) for c in range(refs.ds_s.shape[2])]
+    slots = [refs.ds_smem.at[turn, warpgroup, c] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
     pieces = [(dk * block.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
     pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
     if block.problem.bias_gradient:
@@ -231,5 +252,5 @@ def _body(problem: Attention, config: BackwardConfig, each_block: Callable[[Visi
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    scratch = backward_operands.scratch(problem, config)
+    scratch = _scratch(problem, config)
     return backward_launch.launch("attention_backward", problem, config, scratch, _body, operands)

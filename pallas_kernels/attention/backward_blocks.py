@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels.attention import schedule, segments
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.mosaic import Index
+from pallas_kernels.emit import Index
 
 
 class Span(NamedTuple):

@@ -19,15 +19,15 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scopes
-from pallas_kernels.attention import backward_launch, backward_turns, gather
+from pallas_kernels.attention import backward_launch, backward_turns, gather, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
-from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims, tiled
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
+from pallas_kernels.attention.memory import ACC, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Accumulator = Any  # a reference to one in registers
 Sums = tuple[Accumulator, ...]  # the pieces of a gradient
 
@@ -39,36 +39,36 @@ LAUNCHED = 128  # registers of a thread at first, 65536 among four warpgroups
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Why the kernel does not take the problem."""
-    return backward_launch.unsupported(problem, widest=256)
+    """Only what no kernel takes."""
+    return limits.declines_any(problem, widest=256)
 
 
 def _scratch(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
     """What a block has in shared memory, by name."""
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     stages, d_out_stages = config.stages, config.d_out_stages
-    slope = dict(slope_s=tiled((1, *TILE), jnp.float32)) if capped_bias(problem) else {}
+    slope = dict(slope_smem=tiled((1, *TILE), jnp.float32)) if capped_bias(problem) else {}
     return slope | dict(
-        k_s=tiled((1, CHUNK, head_dim), dtype),
-        v_s=tiled((1, CHUNK, value_dim), dtype),
-        q_s=tiled((stages, CHUNK, head_dim), dtype),
-        do_s=tiled((d_out_stages, CHUNK, value_dim), dtype),
-        p_s=tiled((1, *TILE), jnp.float32),
-        ds_s=tiled((2, *TILE), dtype),
-        dq_s=tiled((config.dq_slots, *TILE), jnp.float32),
-        lse_s=plgpu.SMEM((stages, CHUNK), jnp.float32),
-        delta_s=plgpu.SMEM((d_out_stages, CHUNK), jnp.float32),
-        k_full=plgpu.Barrier(),
-        v_full=plgpu.Barrier(),
-        kv_free=plgpu.Barrier(num_arrivals=2),
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        do_full=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        do_free=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
+        key_smem=tiled((1, CHUNK, head_dim), dtype),
+        value_smem=tiled((1, CHUNK, value_dim), dtype),
+        query_smem=tiled((stages, CHUNK, head_dim), dtype),
+        d_out_smem=tiled((d_out_stages, CHUNK, value_dim), dtype),
+        p_smem=tiled((1, *TILE), jnp.float32),
+        ds_smem=tiled((2, *TILE), dtype),
+        dq_smem=tiled((config.dq_slots, *TILE), jnp.float32),
+        lse_smem=plgpu.SMEM((stages, CHUNK), jnp.float32),
+        delta_smem=plgpu.SMEM((d_out_stages, CHUNK), jnp.float32),
+        key_full=plgpu.Barrier(),
+        value_full=plgpu.Barrier(),
+        kv_empty=plgpu.Barrier(num_arrivals=2),
+        query_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        query_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        d_out_full=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
+        d_out_empty=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
         p_full=plgpu.Barrier(),
-        p_free=plgpu.Barrier(),
+        p_empty=plgpu.Barrier(),
         ds_full=plgpu.Barrier(num_barriers=2),
-        ds_free=plgpu.Barrier(num_barriers=2),
+        ds_empty=plgpu.Barrier(num_barriers=2),
     )
 
 
@@ -76,21 +76,22 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
     """The copying warpgroup: keys and values once, then the queries' side, slot after slot."""
     config, refs, batch = block.config, block.refs, block.batch
     keys = batch, pl.ds(block.first_key, CHUNK), block.key_head
-    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_free))
-    plgpu.copy_gmem_to_smem(refs.key.at[keys], refs.k_s.at[0], refs.k_full)
-    plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.v_s.at[0], refs.v_full)
+    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_empty))
+    plgpu.copy_gmem_to_smem(refs.key.at[keys], refs.key_smem.at[0], refs.key_full)
+    plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.value_smem.at[0], refs.value_full)
 
     def copy(step: Step) -> None:
         rows = pl.ds(step.i * CHUNK, CHUNK)
 
-        def into_slot(stages: int, free: jax.Ref, full: jax.Ref, wide: Any, narrow: Any) -> None:
+        def into_slot(stages: int, wide: str, narrow: str) -> None:
             slot = lax.rem(step.n, stages)
-            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-            plgpu.copy_gmem_to_smem(wide[0].at[batch, rows, step.head], wide[1].at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(narrow[0].at[batch, step.head, rows], narrow[1].at[slot], full.at[slot])
+            empty, full = (getattr(refs, f"{wide}_{state}").at[slot] for state in ("empty", "full"))
+            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(empty))
+            for name, at in ((wide, (batch, rows, step.head)), (narrow, (batch, step.head, rows))):
+                plgpu.copy_gmem_to_smem(getattr(refs, name).at[at], getattr(refs, f"{name}_smem").at[slot], full)
 
-        into_slot(config.stages, refs.q_free, refs.q_full, (refs.query, refs.q_s), (refs.lse, refs.lse_s))
-        into_slot(config.d_out_stages, refs.do_free, refs.do_full, (refs.d_out, refs.do_s), (refs.delta, refs.delta_s))
+        into_slot(config.stages, "query", "lse")
+        into_slot(config.d_out_stages, "d_out", "delta")
 
     block.each_step_alike(copy)
 
@@ -98,13 +99,13 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
 def _values(block: Block) -> None:
     """The warpgroup of dV, and of the probabilities."""
     refs = block.refs
-    plgpu.barrier_wait(refs.k_full)
+    plgpu.barrier_wait(refs.key_full)
 
     def walk(sums: Sums) -> None:
         block.each_step(lambda step, compare: _add_to_dv(block, step, sums, compare))
 
-    sums = pl.run_state(walk)(_zeros(refs.v_s.shape[2]))
-    _write(block, sums, refs.v_s.at[0], refs.d_value)
+    sums = pl.run_state(walk)(_zeros(refs.value_smem.shape[2]))
+    _write(block, sums, refs.value_smem.at[0], refs.d_value)
 
 
 def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
@@ -113,43 +114,43 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
 
     def products(logits: Accumulator) -> None:
-        plgpu.barrier_wait(refs.q_full.at[slot])
-        plgpu.wgmma(logits, refs.k_s.at[here], refs.q_s.at[slot].T)
+        plgpu.barrier_wait(refs.query_full.at[slot])
+        plgpu.wgmma(logits, refs.key_smem.at[here], refs.query_smem.at[slot].T)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=0)
         x, slope = bent(problem, x)
         if capped_bias(problem):
             _await_read(block, step)
-            refs.slope_s[here], slope = slope, None
+            refs.slope_smem[here], slope = slope, None
         p = probabilities(block, step, 0, x, load_extras(block, step, here), compare)
         if not capped_bias(problem):
             _await_read(block, step)
-        refs.p_s[here] = p if slope is None else p * slope
+        refs.p_smem[here] = p if slope is None else p * slope
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.p_full)
-        plgpu.barrier_arrive(refs.q_free.at[slot])
-        plgpu.barrier_wait(refs.do_full.at[d_out_slot])
-        _multiply(sums, p.astype(problem.dtype), refs.do_s.at[d_out_slot])
+        plgpu.barrier_arrive(refs.query_empty.at[slot])
+        plgpu.barrier_wait(refs.d_out_full.at[d_out_slot])
+        _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
 
     pl.run_scoped(products, ACC(TILE, jnp.float32))
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
+    plgpu.barrier_arrive(refs.d_out_empty.at[d_out_slot])
 
 
 def _await_read(block: Block, step: Step) -> None:
     """Waits until the probabilities of the step before have been read."""
-    pl.when(step.n > 0)(lambda: plgpu.barrier_wait(block.refs.p_free))
+    pl.when(step.n > 0)(lambda: plgpu.barrier_wait(block.refs.p_empty))
 
 
 def _keys(block: Block) -> None:
     """The warpgroup of dK, and of the score gradients."""
     refs = block.refs
-    plgpu.barrier_wait(refs.v_full)
+    plgpu.barrier_wait(refs.value_full)
 
     def walk(sums: Sums) -> None:
         block.each_step_alike(lambda step: _add_to_dk(block, step, sums))
 
-    sums = pl.run_state(walk)(_zeros(refs.k_s.shape[2]))
-    _write(block, [x * block.problem.scale for x in sums], refs.k_s.at[0], refs.d_key)
+    sums = pl.run_state(walk)(_zeros(refs.key_smem.shape[2]))
+    _write(block, [x * block.problem.scale for x in sums], refs.key_smem.at[0], refs.d_key)
 
 
 def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
@@ -159,34 +160,34 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
     def products(dp: Accumulator) -> None:
-        plgpu.barrier_wait(refs.do_full.at[d_out_slot])
-        dp[...] = by_column(refs.delta_s.at[d_out_slot], TILE)
-        plgpu.wgmma(dp, refs.v_s.at[here], refs.do_s.at[d_out_slot].T)
+        plgpu.barrier_wait(refs.d_out_full.at[d_out_slot])
+        dp[...] = by_column(refs.delta_smem.at[d_out_slot], TILE)
+        plgpu.wgmma(dp, refs.value_smem.at[here], refs.d_out_smem.at[d_out_slot].T)
         pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.do_free.at[d_out_slot])
+        plgpu.barrier_arrive(refs.d_out_empty.at[d_out_slot])
         plgpu.barrier_wait(refs.p_full)
-        d_scores = plgpu.load(refs.p_s.at[here], layout=WGMMA) * pull
+        d_scores = plgpu.load(refs.p_smem.at[here], layout=WGMMA) * pull
         if capped_bias(problem):
             if problem.bias_gradient:
                 _d_logits(block, step)[...] = d_scores.astype(problem.dtype)
-            d_scores = d_scores * plgpu.load(refs.slope_s.at[here], layout=WGMMA)
+            d_scores = d_scores * plgpu.load(refs.slope_smem.at[here], layout=WGMMA)
         ds = d_scores.astype(problem.dtype)
-        plgpu.barrier_arrive(refs.p_free)
-        pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_free.at[turn]))
+        plgpu.barrier_arrive(refs.p_empty)
+        pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_empty.at[turn]))
         if bias_of_scores:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        refs.ds_s[turn] = ds
+        refs.ds_smem[turn] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.ds_full.at[turn])
         if bias_of_scores:
-            plgpu.copy_smem_to_gmem(refs.ds_s.at[turn], _d_logits(block, step))
-        plgpu.barrier_wait(refs.q_full.at[slot])
-        _multiply(sums, ds, refs.q_s.at[slot])
+            plgpu.copy_smem_to_gmem(refs.ds_smem.at[turn], _d_logits(block, step))
+        plgpu.barrier_wait(refs.query_full.at[slot])
+        _multiply(sums, ds, refs.query_smem.at[slot])
 
     pl.run_scoped(products, ACC(TILE, jnp.float32))
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(refs.q_free.at[slot])
+    plgpu.barrier_arrive(refs.query_empty.at[slot])
 
 
 def _d_logits(block: Block, step: Step) -> Any:
@@ -197,7 +198,7 @@ def _d_logits(block: Block, step: Step) -> Any:
 
 def _queries(block: Block) -> None:
     """The warpgroup of dQ, of which it keeps nothing."""
-    plgpu.barrier_wait(block.refs.k_full)
+    plgpu.barrier_wait(block.refs.key_full)
     block.each_step_alike(lambda step: _add_to_dq(block, step))
     if block.problem.deterministic:
         backward_turns.end_last(block, ADDER)
@@ -208,7 +209,7 @@ def _queries(block: Block) -> None:
 def _add_to_dq(block: Block, step: Step) -> None:
     config, refs = block.config, block.refs
     here = gather.recomputed(jnp.int32(0))
-    turn, columns = lax.rem(step.n, 2), refs.k_s.shape[2]
+    turn, columns = lax.rem(step.n, 2), refs.key_smem.shape[2]
     before, ended = None, None
     if block.problem.deterministic:
         backward_turns.end_before(block, step, ADDER)
@@ -217,17 +218,17 @@ def _add_to_dq(block: Block, step: Step) -> None:
     for start, width in _pieces(columns, DQ_PIECE):
 
         def product(dq: Accumulator, start: int = start, width: int = width) -> jax.Array:
-            plgpu.wgmma(dq, refs.ds_s.at[turn].T, refs.k_s.at[here, :, pl.ds(start, width)])
+            plgpu.wgmma(dq, refs.ds_smem.at[turn].T, refs.key_smem.at[here, :, pl.ds(start, width)])
             return plgpu.wgmma_accumulator_load(dq, wait_n=0)
 
         piece = pl.run_scoped(product, ACC((CHUNK, width), jnp.float32))
         if start + width == columns:
-            plgpu.barrier_arrive(refs.ds_free.at[turn])
+            plgpu.barrier_arrive(refs.ds_empty.at[turn])
         if before is not None and ended is not None and start == 0:
             backward_turns.wait(block, step, ADDER, before, ended)
         for c in range(width // CHUNK):
             at = start // CHUNK + c
-            slot = refs.dq_s.at[lax.rem(step.n * (columns // CHUNK) + at, config.dq_slots)]
+            slot = refs.dq_smem.at[lax.rem(step.n * (columns // CHUNK) + at, config.dq_slots)]
             plgpu.wait_smem_to_gmem(config.dq_slots - 1, wait_read_only=True)
             slot[...] = piece[:, c * CHUNK : (c + 1) * CHUNK]
             plgpu.commit_smem()
@@ -260,7 +261,7 @@ def _write(block: Block, gradient: Sequence[jax.Array], place: Any, target: jax.
     rows = pl.ds(block.first_key, CHUNK)
     plgpu.copy_smem_to_gmem(place, target.at[block.batch, rows, block.key_head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(block.refs.kv_free)
+    plgpu.barrier_arrive(block.refs.kv_empty)
 
 
 def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Visit], None]) -> None:

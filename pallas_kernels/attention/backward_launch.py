@@ -1,4 +1,4 @@
-"""What the backward kernels share outside of them: what they decline, and the call, from operands to gradients."""
+"""What the backward kernels share outside of them: the call, from operands to gradients."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,19 +14,6 @@ from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 
 Body = Callable[[Attention, Any, Callable[[Visit], None]], None]
-
-
-def unsupported(problem: Attention, widest: int) -> str | None:
-    """Why a kernel for heads up to `widest` does not take the problem."""
-    if problem.dtype.name not in ("float16", "bfloat16"):
-        return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
-    if problem.align_ends:
-        return "the kernel aligns the ends of arrays, not those of sequences within them"
-    for name in ("head_dim", "value_dim"):
-        size = getattr(problem, name)
-        if size > widest or size % 8:
-            return f"the kernel takes {name} up to {widest} in multiples of 8; it is {size}"
-    return None
 
 
 def launch(

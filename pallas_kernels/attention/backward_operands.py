@@ -1,19 +1,17 @@
-"""What the backward kernel reads, writes and keeps in shared memory, and what XLA does before it and after it."""
+"""What the backward kernels read and write, and what XLA does before them and after them."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_blocks, backward_turns
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig, BackwardConfig
+from pallas_kernels.attention import backward_blocks, backward_turns, schedule
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
+from pallas_kernels.elementary import LOG2E
 
-LOG2E = math.log2(math.e)
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
 
 
@@ -33,36 +31,6 @@ def padded_dims(problem: Attention) -> tuple[int, int]:
     """`head_dim` and `value_dim` as the matrix products want them; the config is for the larger one, the former."""
     value_dim = _up(problem.value_dim, CHUNK)
     return max(_up(problem.head_dim, CHUNK), value_dim), value_dim
-
-
-def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
-    """What a block has in shared memory, by name."""
-    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
-    w, block_q, stages = config.warpgroups, config.block_q, config.stages
-    slope = dict(slope_s=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
-    return slope | dict(
-        k_s=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
-        v_s=tiled((w, CHUNK, value_dim), dtype),
-        q_s=tiled((stages, block_q, head_dim), dtype),
-        do_s=tiled((stages, block_q, value_dim), dtype),
-        lse_s=plgpu.SMEM((stages, block_q), jnp.float32),
-        delta_s=plgpu.SMEM((stages, block_q), jnp.float32),
-        ds_s=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
-        dq_s=tiled((w, CHUNK, CHUNK), jnp.float32),
-        kv_free=plgpu.Barrier(num_arrivals=w),
-        kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
-        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        do_full=plgpu.Barrier(num_barriers=stages),
-        q_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-        do_free=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-    )
-
-
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Scratch as wgmma and the copy engine want it."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
@@ -97,7 +65,10 @@ def inputs(
     b, n, k = problem.batch, problem.query_heads, problem.key_heads
     t, s, rows = _up(problem.query_length, 8), _up(problem.key_length, 8), _up(problem.query_length, config.block_q)
     head_dim, value_dim = padded_dims(problem)
-    query, d_out = (_without_padding(x, getattr(ops, "query_lengths", None)) for x in (ops.query, ops.d_out))
+    query, d_out = _without_padding(ops.query, getattr(ops, "query_lengths", None)), ops.d_out
+    if schedule.may_see_nothing(problem):
+        # Times probabilities of 0, NaN is NaN.
+        d_out = jnp.where(jnp.swapaxes(nothing, 1, 2)[..., None], jnp.zeros((), d_out.dtype), d_out)
     key, value = (_without_padding(x, getattr(ops, "key_lengths", None)) for x in (ops.key, ops.value))
     found = dict(
         query=_pad(query, (b, t, n, head_dim)),

@@ -11,17 +11,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels import mosaic
+from pallas_kernels import emit
 from pallas_kernels.attention import schedule
 from pallas_kernels.attention.backward_blocks import Block, Step, div, latest_first
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.mosaic import Index
+from pallas_kernels.emit import Index
 
 
 def before(block: Block, i: jax.Array) -> Any:
@@ -79,12 +76,11 @@ def ended(block: Block, step: Step, warpgroup: jax.Array) -> jax.Array:
     """How many have ended their turns; asked for long before it is needed, as the answer takes a third of a step."""
 
     def load_turns(ctx, turns):
-        word, text = ir.IntegerType.get_signless(32), "ld.relaxed.gpu.global.s32 $0, [$1];"
-        ended = llvm.inline_asm(word, [mosaic.global_address(turns)], text, "=r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(ended, (), is_signed=True)
+        text = "ld.relaxed.gpu.global.s32 $0, [$1];"
+        ended = llvm.inline_asm(emit.i32(), [emit.global_address(turns)], text, "=r,l", has_side_effects=True)
+        return emit.integer(ended)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=mosaic.SPLAT)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_turns)(
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(load_turns)(
         _counter(block, warpgroup, step.head, step.i)
     )
 
@@ -98,10 +94,10 @@ def wait(block: Block, step: Step, warpgroup: jax.Array, value: Index, ended: ja
             "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
             "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; MINE: }"
         )
-        operands = [mosaic.global_address(turns), mosaic.scalar(value), mosaic.scalar(ended)]
-        mosaic.ptx(text, "l,r,r,~{memory}", operands)
+        operands = [emit.global_address(turns), emit.scalar(value), emit.scalar(ended)]
+        emit.ptx(text, "l,r,r,~{memory}", operands)
 
-    arguments = (plgpu.RefType(), mosaic.SPLAT, mosaic.SPLAT)
+    arguments = (plgpu.RefType(), emit.SPLAT, emit.SPLAT)
     counter = _counter(block, warpgroup, step.head, step.i)
     plgpu.inline_mgpu(arg_types=arguments)(await_turns)(counter, jnp.int32(value), ended)
 
@@ -139,9 +135,8 @@ def _end(turns: jax.Ref) -> None:
     """
 
     def count_turn(ctx, turns):
-        thread = arith.remui(utils.thread_idx(), mosaic.c32(mosaic.WARPGROUP))
-        leader = arith.cmpi(arith.CmpIPredicate.eq, thread, mosaic.c32(0))
+        leader = emit.equals(emit.thread_in_warpgroup(), 0)
         text = "@$1 red.relaxed.gpu.global.add.s32 [$0], 1;"
-        mosaic.ptx(text, "l,b,~{memory}", [mosaic.global_address(turns), leader])
+        emit.ptx(text, "l,b,~{memory}", [emit.global_address(turns), leader])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(count_turn)(turns)

@@ -12,13 +12,13 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels import elementary, mosaic
+from pallas_kernels import elementary, emit
 from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
+from pallas_kernels.elementary import LOG2E
 
-LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 COLUMN = WGMMA.reduce(0)
 
@@ -62,7 +62,7 @@ def probabilities(
         x = _in_bounds(block, x, key, row)
     if problem.mask:
         x = jnp.where(extras["mask"].astype(jnp.int32) != 0, x, -jnp.inf)
-    lse = by_column(refs.lse_s.at[lax.rem(step.n, block.config.stages)], x.shape)
+    lse = by_column(refs.lse_smem.at[lax.rem(step.n, block.config.stages)], x.shape)
     return elementary.weight_in_sum(x, lse)
 
 
@@ -85,23 +85,23 @@ def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> ja
 
     def mask_tile(ctx, x, keys, most, least):
         registers = x.registers.copy()
-        lane = arith.remui(utils.thread_idx(), mosaic.c32(32))
-        warp = arith.divui(arith.remui(utils.thread_idx(), mosaic.c32(mosaic.WARPGROUP)), mosaic.c32(32))
-        first = arith.addi(arith.muli(warp, mosaic.c32(16)), arith.divui(lane, mosaic.c32(4)))
-        column = arith.muli(arith.remui(lane, mosaic.c32(4)), mosaic.c32(2))
+        lane = arith.remui(utils.thread_idx(), emit.c32(32))
+        warp = arith.divui(emit.thread_in_warpgroup(), emit.c32(32))
+        first = arith.addi(arith.muli(warp, emit.c32(16)), arith.divui(lane, emit.c32(4)))
+        column = arith.muli(arith.remui(lane, emit.c32(4)), emit.c32(2))
         outside = utils.c(-math.inf, ir.F32Type.get())
-        keys, most, least = (mosaic.scalar(v) for v in (keys, most, least))
+        keys, most, least = (emit.scalar(v) for v in (keys, most, least))
         for r in range(2):
-            at = arith.addi(first, mosaic.c32(8 * r))
+            at = arith.addi(first, emit.c32(8 * r))
             # The register's column is a constant, so that each comparison is one instruction.
             lowest = arith.subi(arith.subi(at, most), column)
             highest = arith.subi(arith.subi(at, least), column)
             exists = arith.cmpi(arith.CmpIPredicate.slt, at, keys)
             for j in range(shape[1] // 8):
                 values = []
-                for e, value in enumerate(mosaic.elements(registers.flat[2 * j + r])):
+                for e, value in enumerate(emit.elements(registers.flat[2 * j + r])):
                     tests = [exists] if ragged else []
-                    constant = mosaic.c32(8 * j + e)
+                    constant = emit.c32(8 * j + e)
                     if right is not None:
                         tests.append(arith.cmpi(arith.CmpIPredicate.sge, constant, lowest))
                     if left is not None:
@@ -113,5 +113,5 @@ def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> ja
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=WGMMA)
-    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[mosaic.SPLAT] * 3), return_type=result)
+    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[emit.SPLAT] * 3), return_type=result)
     return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))

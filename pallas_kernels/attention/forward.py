@@ -19,32 +19,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import gather, memory, schedule, scores
+from pallas_kernels.attention import gather, limits, memory, schedule, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
+from pallas_kernels.attention.memory import ACC
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import ROW, WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
 Block = SimpleNamespace  # `problem`, `config`, and the references of operands and scratch by their names
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Why the kernel does not take the problem."""
-    if problem.dtype.name not in ("bfloat16", "float16"):
-        return f"the kernel takes bfloat16 and float16; the operands are {problem.dtype.name}"
-    if problem.align_ends:
-        return "the kernel aligns the ends of arrays, not those of sequences within them"
-    for name in ("head_dim", "value_dim"):
-        size = getattr(problem, name)
-        if size > 256 or size % 8:
-            return f"the kernel takes {name} up to 256 in multiples of 8; it is {size}"
-    if 0 in (problem.batch, problem.query_heads, problem.query_length, problem.key_length):
-        return "there is nothing to do"
-    return None
+    """Only what no kernel takes."""
+    return limits.declines_any(problem, widest=256)
 
 
 def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) -> None:
@@ -116,7 +105,7 @@ def _copy_values(block: Block, at: Any, slot: jax.Array, length: jax.Array) -> N
     def part():
         plgpu.copy_gmem_to_smem(block.value.at[at], block.value_smem.at[slot], block.landed)
         plgpu.barrier_wait(block.landed)
-        columns = memory.columns_of_tile(block.value_smem.shape[-1])
+        columns = memory.columns_of_tile(block.value_smem.shape[-1], block.problem.dtype)
         for start in range(0, block.config.block_kv, WARPGROUP_ROWS):
             for column in range(0, block.value_smem.shape[-1], columns):
                 piece = block.value_smem.at[slot, pl.ds(start, WARPGROUP_ROWS), pl.ds(column, columns)]

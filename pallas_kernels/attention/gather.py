@@ -17,7 +17,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.mosaic import SPLAT, WARPGROUP, Index, c32, c64, elements, global_address, scalar
+from pallas_kernels.emit import (
+    INTEGER,
+    SPLAT,
+    Index,
+    c32,
+    c64,
+    elements,
+    global_address,
+    i32,
+    integer,
+    scalar,
+    thread_in_warpgroup,
+)
 
 Corner = tuple[Index, Index, Index, Index]
 
@@ -29,7 +41,7 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     pairs = shape[3] % 2 == 0
 
     def load_broadcast(ctx, ref, *corner):
-        thread = arith.remui(utils.thread_idx(), c32(WARPGROUP))
+        thread = thread_in_warpgroup()
         warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
         batch, head, row, column = (scalar(x) for x in corner)
         row = arith.addi(row, arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
@@ -113,7 +125,6 @@ def keep_equal(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corn
     size = of_columns.shape[3]
 
     def keep_same(ctx, ref, x, rows, batch, column):
-        i32 = ir.IntegerType.get_signless(32)
         column = arith.addi(scalar(column), arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2)))
         base = global_address(ref)
         base = arith.addi(base, arith.muli(arith.extui(base.type, scalar(batch)), c64(4 * size)))
@@ -126,7 +137,7 @@ def keep_equal(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corn
             address = [arith.addi(base, c64(4 * (8 * j + e))) for e in range(2)]
             if size % 2 == 0:
                 word = _load(address[0], inside[0], 8)
-                of_column = [arith.trunci(i32, word), arith.trunci(i32, arith.shrui(word, c64(32)))]
+                of_column = [arith.trunci(i32(), word), arith.trunci(i32(), arith.shrui(word, c64(32)))]
             else:
                 of_column = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
             for r in range(2):
@@ -148,12 +159,12 @@ def uniform(x: jax.Array) -> jax.Array:
     """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
 
     def first_lane(ctx, x):
-        i32 = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(i32, [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        value = llvm.inline_asm(
+            i32(), [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True
+        )
+        return integer(value)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)
-    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(first_lane)(x)
+    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(first_lane)(x)
 
 
 def recomputed(x: jax.Array) -> jax.Array:
@@ -164,26 +175,20 @@ def recomputed(x: jax.Array) -> jax.Array:
     """
 
     def copy_scalar(ctx, x):
-        word = ir.IntegerType.get_signless(32)
-        y = llvm.inline_asm(word, [scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(y, (), is_signed=True)
+        return integer(llvm.inline_asm(i32(), [scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
 
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)
-    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(copy_scalar)(x)
+    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(copy_scalar)(x)
 
 
 def any_row(x: jax.Array) -> jax.Array:
     """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
 
     def vote_any(ctx, x):
-        i32 = ir.IntegerType.get_signless(32)
         held = functools.reduce(arith.ori, _numbers(x))
         text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
-        value = llvm.inline_asm(i32, [held], text, "=r,b", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        return integer(llvm.inline_asm(i32(), [held], text, "=r,b", has_side_effects=True))
 
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=result)(vote_any)(x) != 0
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=INTEGER)(vote_any)(x) != 0
 
 
 def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:

@@ -1,4 +1,4 @@
-"""The forward kernel's shared memory and barriers, and what its copies ask of the operands' sizes."""
+"""Shared memory as the tensor cores read it; the forward kernel's, and what its copies ask of the operands' sizes."""
 
 from typing import Any
 
@@ -11,19 +11,21 @@ from pallas_kernels.attention import segments
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 RESERVED_BYTES = 4096  # barriers, lse and alignment
 
 
-def columns_of_tile(size: int) -> int:
-    """Columns of a swizzled tile of 16-bit numbers that divides `size` columns."""
-    return next(c for c in (64, 32, 16) if size % c == 0)
+def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
+    """Columns of the widest swizzled tile, of 128 bytes at most, that divides `size` columns."""
+    return next(c for c in (n // dtype.itemsize for n in (128, 64, 32)) if size % c == 0)
 
 
-def tiled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as the tensor cores read it."""
-    columns = columns_of_tile(shape[-1])
-    tiling, swizzle = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    dtype = jnp.dtype(dtype)
+    columns = columns_of_tile(shape[-1], dtype)
+    swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dty
     w, stages = config.warpgroups, config.stages
     taken = dtype.itemsize * (w * WARPGROUP_ROWS * head_dim + stages * config.block_kv * (head_dim + value_dim))
     free = (hardware.H200.smem_per_cta - RESERVED_BYTES - taken) // (w * WARPGROUP_ROWS * dtype.itemsize)
-    tile = columns_of_tile(value_dim)
+    tile = columns_of_tile(value_dim, dtype)
     columns = next((c for c in range(value_dim, 0, -tile) if c <= free and value_dim % c == 0), tile)
     return {
         "query_smem": tiled((w, WARPGROUP_ROWS, head_dim), dtype),

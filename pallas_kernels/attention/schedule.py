@@ -24,6 +24,16 @@ def bounds(problem: Attention) -> tuple[int | None, int | None]:
     return left, min(rights, default=None)
 
 
+def may_see_nothing(problem: Attention) -> bool:
+    """Whether there may be a query without a key, by its place or by what is known on the device alone."""
+    left, right = bounds(problem)
+    by_place = right is not None and right < 0
+    if left is not None:
+        by_place |= problem.query_length + left > problem.key_length or (right is not None and left > right)
+    optional = problem.bias, problem.mask, problem.segments, problem.query_lengths, problem.key_lengths
+    return by_place or any(optional)
+
+
 class Span(NamedTuple):
     """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison.
 

@@ -1,6 +1,5 @@
 """The online softmax of a warpgroup's rows: how a tile of logits joins it, and what it comes to in the end."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +13,8 @@ from pallas_kernels.attention import scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import ROW, WGMMA
+from pallas_kernels.elementary import LOG2E
 
-LOG2E = math.log2(math.e)
 PARTIAL_SUMS = 8  # columns over which a row's sum stays spread until its end: no shuffles on the way
 
 

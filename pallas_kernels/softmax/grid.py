@@ -1,4 +1,4 @@
-"""Rung 5, a row over the grid: one read and one write of device memory for every length, and a read of the cache.
+"""Rung 5, a row over the grid: one read and one write of device memory for longer rows, and a read of the cache.
 
 Previous rung: cluster.py (a row has to fit the shared memory of a cluster). Changes: the second-level cache keeps the
 row. Blocks read shares of rows and publish their (max, sum) in device memory; some rows later, other blocks read the
@@ -17,23 +17,34 @@ from jax import lax
 
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
 from pallas_kernels.configs import GridConfig
+from pallas_kernels.emit import WARPGROUP, Index
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import Index
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.staged import Share
+from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
+from pallas_kernels.softmax.staged import Share, allocated, share_bytes
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
-    """Only what no kernel takes, and what is too much for a grid."""
+    """What no kernel takes, what is too much for a grid, and rows whose statistics are too much for a block."""
     if reason := declines_any(problem):
         return reason
     config = heuristics.grid(problem, device)[0]
     if 2 * problem.rows * config.blocks >= 2**31:
         return f"{problem.rows} rows over {config.blocks} blocks each do not fit a grid of 2^31 blocks"
+    _, far = _exchanges(problem, config)
+    if far.spare > (threads := WARPGROUP * config.warpgroups):
+        return f"a row over {config.blocks} blocks leaves {far.spare} slots to clear, and a block has {threads} threads"
+    if (needed := shared_bytes(problem, config)) >= device.smem_per_cta:
+        return f"a row over {config.blocks} blocks needs {needed} bytes of shared memory in each"
     return None
+
+
+def shared_bytes(problem: Problem, config: GridConfig) -> int:
+    """What Mosaic allocates for a block: operands, slots of both exchanges, a barrier, a ticket, its own scratch."""
+    slots = [exchange.bytes_in_shared for exchange in _exchanges(problem, config)]
+    return allocated(*[share_bytes(problem, config)] * problem.operands, *slots, 8, 8, REDUCTION_SCRATCH)
 
 
 def _exchanges(problem: Problem, config: GridConfig) -> tuple[Exchange, Exchange]:

@@ -31,10 +31,14 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     return None
 
 
+def _tile(problem: Problem) -> mosaic.Tile:
+    return mosaic.Tile(problem.dtype, registers=1, lanes=1)
+
+
 def _body(operands: Operands) -> None:
     problem = operands.problem
     op, exp = problem.op, elementary.exp_for(problem.dtype)
-    tile = mosaic.Tile(problem.dtype, registers=1, lanes=1)
+    tile = _tile(problem)
     row, steps = lax.axis_index("rows") * tile.rows, problem.max_vectors
     labelled = operands.labelled(row, tile)
     load = lambda k: operands.load(row, k, tile, labelled)
@@ -66,7 +70,7 @@ def _body(operands: Operands) -> None:
 
 def run(problem: Problem, config: NaiveConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    return launch(problem, _body, operands, name="naive", grid=-(-problem.rows // 128))
+    return launch(problem, _body, operands, name="naive", grid=-(-problem.rows // _tile(problem).rows))
 
 
 RUNG = Rung("naive", unsupported, heuristics.naive, run, reads=3)

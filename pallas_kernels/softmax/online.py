@@ -15,16 +15,24 @@ from jax import lax
 
 from pallas_kernels import elementary, heuristics, monoid, mosaic, scopes
 from pallas_kernels.configs import OnlineConfig
+from pallas_kernels.emit import WARPGROUP
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
+MAX_ALONE = 16 * heuristics.MIB  # bytes of a row: grid.py takes all shorter ones
+
 
 def unsupported(problem: Problem, device: Device) -> str | None:
-    """Only what no kernel takes."""
-    return declines_any(problem)
+    """What no kernel takes, and rows so few and long that multiprocessors without one would idle all along."""
+    if reason := declines_any(problem):
+        return reason
+    size = problem.operands * problem.max_vectors * mosaic.VECTOR_BYTES
+    if problem.rows < device.sm_count and size > MAX_ALONE:
+        return f"a row of {size} bytes to a block leaves multiprocessors idle, and there are {problem.rows} of them"
+    return None
 
 
 def _fold(problem: Problem, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):
@@ -42,13 +50,14 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     row = lax.axis_index("rows")
     warpgroup = lax.axis_index("warpgroup")
     tile = mosaic.Tile(problem.dtype, config.registers)
-    stride = config.warpgroups * 128 * config.registers
+    share = WARPGROUP * config.registers
+    stride = config.warpgroups * share
     steps = -(-problem.max_vectors // stride)
 
     labelled = operands.labelled(row, tile)
 
     def at(step: jax.Array) -> jax.Array:
-        return step * stride + warpgroup * (128 * config.registers)
+        return step * stride + warpgroup * share
 
     empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(op)
     nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(problem)))

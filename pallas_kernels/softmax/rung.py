@@ -11,9 +11,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import elementary, masks, mosaic, numbers
+from pallas_kernels.emit import Index
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
-from pallas_kernels.mosaic import Index
 from pallas_kernels.problem import IGNORED, Problem
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
@@ -43,8 +43,12 @@ def declines_any(problem: Problem) -> str | None:
         return f"rows must be contiguous; the reduced elements lie {problem.inner} apart"
     if not math.isfinite(problem.scale) or problem.scale == 0:
         return f"kernels take a finite scale other than 0; it is {problem.scale}"
+    if problem.elements == 0:
+        return "there is nothing to do"
     if problem.rows >= 2**31 - 1024:
         return f"{problem.rows} rows do not fit a grid of 2^31 blocks"
+    if problem.cols >= 2**31 - 1024:
+        return f"columns are counted in 32 bits; there are {problem.cols}"
     return _declines_cross_entropy(problem)
 
 

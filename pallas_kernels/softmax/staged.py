@@ -16,8 +16,8 @@ from jax import lax
 
 from pallas_kernels import asynchronous, elementary, mosaic, scopes
 from pallas_kernels.configs import SharedConfig, StagedConfig
+from pallas_kernels.emit import WARPGROUP, Index
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import Index
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
@@ -31,11 +31,20 @@ def warps_exchange(problem: Problem, config: SharedConfig) -> Exchange:
 
 
 def shared_bytes(problem: Problem, config: StagedConfig) -> int:
-    """What Mosaic allocates for a block, by whole KiB: operands, the exchange's slots, barriers, its own scratch."""
-    share = config.steps(problem.max_vectors) * config.granule * mosaic.VECTOR_BYTES * config.slots
+    """What Mosaic allocates for a block: operands, the exchange's slots, barriers, its own scratch."""
+    share = share_bytes(problem, config) * config.slots
     exchange = warps_exchange(problem, config)
-    own = (8 * exchange.quantities * exchange.slots, 8 * (config.slots + 2), REDUCTION_SCRATCH)
-    return sum(-(-size // 1024) * 1024 for size in [share] * problem.operands + [*own])
+    return allocated(*[share] * problem.operands, exchange.bytes_in_shared, 8 * (config.slots + 2), REDUCTION_SCRATCH)
+
+
+def share_bytes(problem: Problem, config: SharedConfig) -> int:
+    """A block's share of a row, of one operand."""
+    return config.steps(problem.max_vectors) * config.granule * mosaic.VECTOR_BYTES
+
+
+def allocated(*sizes: int) -> int:
+    """What Mosaic allocates for arrays of these sizes, each by whole KiB."""
+    return sum(-(-size // 1024) * 1024 for size in sizes)
 
 
 def fitting(problem: Problem, configs: tuple[StagedConfig, ...], device: Device) -> tuple[StagedConfig, ...]:
@@ -87,7 +96,7 @@ class Share:
 
     def at(self, step: jax.Array) -> jax.Array:
         """The row's vector with which this warpgroup's tile of a step begins."""
-        return self.first + (step * self.config.warpgroups + self.warpgroup) * (128 * self.config.registers)
+        return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
 
     def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
@@ -112,7 +121,7 @@ class Share:
         if self.always_full:
             return
         start = self.surely_inside
-        threads = 128 * self.config.warpgroups
+        threads = WARPGROUP * self.config.warpgroups
         for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
             asynchronous.fill_outside(ref, row, self.first, start, self.vectors, to, fill, threads)
         self.sync()

@@ -349,6 +349,13 @@ def test_decoding_at_the_bottom_right() -> None:
         np.testing.assert_allclose(late, whole[:, -new:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**40])
+def test_a_window_as_wide_as_integers_go_is_none(far: int) -> None:
+    operands = inputs(np.random.default_rng(0))
+    windowed = jaxsoftmax.flash_attention(*operands, local_window_size=far)
+    np.testing.assert_array_equal(windowed, jaxsoftmax.flash_attention(*operands))
+
+
 @pytest.mark.parametrize("given", [("query", "key_value"), ("query",), ("key_value",)], ids="-".join)
 @pytest.mark.parametrize("many", [False, True])
 def test_each_sequence_is_aligned_at_its_own_end(

@@ -310,20 +310,21 @@ MUTANTS = (
     _capped_backward(
         "capped_scores_unbent",
         "beside a bias, the gradient goes past the soft cap",
-        "d_scores = d_scores * plgpu.load(refs.slope_s.at[warpgroup], layout=WGMMA)",
+        "d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)",
         "pass",
     ),
     _capped_backward(
         "d_bias_bent",
         "the bias' gradient has the soft cap's slope",
         "_write_logits(tile, d_scores)",
-        "_write_logits(tile, d_scores * plgpu.load(refs.slope_s.at[warpgroup], layout=WGMMA))",
+        "_write_logits(tile, d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA))",
     ),
     _capped_backward(
         "slope_of_biased_logit",
         "the soft cap's slope is taken where the bias has been added",
-        "refs.slope_s[warpgroup] = slope",
-        'refs.slope_s[warpgroup] = 1 - ((x / 1.442695 + extras["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2',
+        "refs.slope_smem[warpgroup] = slope",
+        "refs.slope_smem[warpgroup] = 1 - "
+        '((x / 1.442695 + extras["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2',
     ),
     _backward(
         "group_not_summed",
@@ -420,14 +421,14 @@ MUTANTS = (
     _backward(
         "cotangents_not_awaited",
         "dO is read before it is there",
-        "plgpu.barrier_wait(refs.do_full.at[slot])",
+        "plgpu.barrier_wait(refs.d_out_full.at[slot])",
         "pass",
         rejected_by=NOT_WAITED_FOR,
     ),
     _backward(
         "slot_not_awaited",
         "queries are overwritten while they are read",
-        "await_free(refs.q_free)",
+        "await_empty(refs.query_empty)",
         "pass",
         rejected_by=NOT_WAITED_FOR,
     ),
@@ -457,14 +458,14 @@ MUTANTS = (
     _wide_backward(
         "probabilities_overwritten",
         "probabilities are overwritten before they are read",
-        "pl.when(step.n > 0)(lambda: plgpu.barrier_wait(block.refs.p_free))",
+        "pl.when(step.n > 0)(lambda: plgpu.barrier_wait(block.refs.p_empty))",
         "pass",
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward(
         "scores_overwritten",
         "score gradients are overwritten before dQ is multiplied from them",
-        "pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_free.at[turn]))",
+        "pl.when(step.n >= 2)(lambda: plgpu.barrier_wait(refs.ds_empty.at[turn]))",
         "pass",
         rejected_by=NOT_WAITED_FOR,
     ),
@@ -482,27 +483,27 @@ MUTANTS = (
     _wide_capped_backward(
         "wide_capped_scores_unbent",
         "beside a bias, the gradient goes past the soft cap",
-        "d_scores = d_scores * plgpu.load(refs.slope_s.at[here], layout=WGMMA)",
+        "d_scores = d_scores * plgpu.load(refs.slope_smem.at[here], layout=WGMMA)",
         "pass",
     ),
     _wide_capped_backward(
         "wide_d_bias_bent",
         "the bias' gradient has the soft cap's slope",
         "_d_logits(block, step)[...] = d_scores.astype(problem.dtype)",
-        "_d_logits(block, step)[...] = (d_scores * plgpu.load(refs.slope_s.at[here])).astype(problem.dtype)",
+        "_d_logits(block, step)[...] = (d_scores * plgpu.load(refs.slope_smem.at[here])).astype(problem.dtype)",
     ),
     _wide_capped_backward(
         "wide_slope_of_biased_logit",
         "the soft cap's slope is taken where the bias has been added",
-        "refs.slope_s[here], slope = slope, None",
-        'refs.slope_s[here], slope = 1 - ((x / 1.442695 + load_extras(block, step, here)["bias"].astype(jnp.float32)) '
-        "/ problem.soft_cap) ** 2, None",
+        "refs.slope_smem[here], slope = slope, None",
+        "refs.slope_smem[here], slope = 1 - "
+        '((x / 1.442695 + load_extras(block, step, here)["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2, None',
     ),
     _wide_capped_backward(
         "slope_overwritten",
         "slopes are overwritten before they are read",
-        "    _await_read(block, step)\n            refs.slope_s",
-        "    refs.slope_s",
+        "    _await_read(block, step)\n            refs.slope_smem",
+        "    refs.slope_smem",
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward("wide_dk_unscaled", "dK lacks the scale", "[x * block.problem.scale for x in sums]", "sums"),

@@ -17,7 +17,7 @@ import jaxsoftmax
 from pallas_kernels import dispatch, heuristics
 from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER, staged
+from pallas_kernels.softmax import LADDER, grid, staged
 
 pytestmark = pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 
@@ -77,6 +77,13 @@ def test_shared_memory_is_what_mosaic_allocates(op, config):
     case = cases.Case(LADDER["cluster" if config.blocks > 1 else "block"], Problem(op, 21, 20011, DTYPES[1]), config)
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert report.smem == staged.shared_bytes(case.problem, config)
+
+
+def test_shared_memory_of_a_grid_is_what_mosaic_allocates():
+    problem = Problem(Op.LOG_SOFTMAX_TANGENT, 1, 2**23 - 5, DTYPES[1])
+    (config,) = heuristics.grid(problem, H200)
+    (report,) = aot.compile_for_h200(cases.Case(LADDER["grid"], problem, config).run, *cases.shapes(problem))
+    assert report.smem == grid.shared_bytes(problem, config)
 
 
 def test_configs_that_do_not_fit_are_not_offered():

@@ -94,6 +94,9 @@ def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands
         past = np.arange(p.query_length) >= arrays["query_lengths"][:, None]
         for name in ("query", "out", "d_out"):
             operands[name] = np.where(past[:, :, None, None], np.asarray(np.nan, p.dtype), operands[name])
+    unseen = np.isneginf(truth.lse)
+    operands["d_out"] = np.where(np.swapaxes(unseen, 1, 2)[..., None], np.asarray(np.nan, p.dtype), operands["d_out"])
+    operands["d_lse"] = np.where(unseen, np.float32(np.nan), d_lse)
     got = run(kernel, *(jnp.asarray(x) for x in operands.values()))
     eps = float(jnp.finfo(p.dtype).eps)
     for name, x in zip(expected, got, strict=True):
@@ -162,6 +165,7 @@ INTERPRETED = {
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
     "bias-in-any-order": ("bias", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
+    "mask-of-rows": ("mask-of-rows", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
     "segments": ("segments", (70, 90), (64, 64), {"deterministic": False, "soft_cap": 3.0}),
     "capped-bias": ("capped-bias", (90, 140), (128, 40), {"deterministic": True, "heads": (2, 2)}),

@@ -214,6 +214,13 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
         assert mine[:, max(span.first, span.inner_first) * block_kv : min(span.end, span.inner_end) * block_kv].all()
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "causal-later", "window", "window-left"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_who_may_see_nothing(kind, lengths):
+    p = problem_of(kind, lengths, (64, 64), "bfloat16")
+    assert schedule.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
+
+
 def test_spans_of_long_sequences():
     length = 2**20
     p = problem_of("full", (length, length), (64, 64), "bfloat16")

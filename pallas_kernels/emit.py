@@ -1,0 +1,83 @@
+"""The words in which inline assembly is emitted into a kernel: constants, threads, addresses, and PTX itself."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+WARPGROUP = 128
+SPLAT = plgpu.Layout.WG_SPLAT
+INTEGER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)  # a result that is the same in a warp
+Index = jax.Array | int
+
+
+def i32() -> ir.Type:
+    """A word."""
+    return ir.IntegerType.get_signless(32)
+
+
+def i64() -> ir.Type:
+    """An address."""
+    return ir.IntegerType.get_signless(64)
+
+
+def c32(x: int) -> ir.Value:
+    """A 32-bit constant in the kernel."""
+    return utils.c(x, i32())
+
+
+def c64(x: int) -> ir.Value:
+    """A 64-bit constant in the kernel."""
+    return utils.c(x, i64())
+
+
+def thread_in_warpgroup() -> ir.Value:
+    """The thread's number in its warpgroup."""
+    return arith.remui(utils.thread_idx(), c32(WARPGROUP))
+
+
+def equals(x: ir.Value, constant: int) -> ir.Value:
+    """Whether an integer is the constant."""
+    return arith.cmpi(arith.CmpIPredicate.eq, x, c32(constant))
+
+
+def scalar(x: mgpu.FragmentedArray) -> ir.Value:
+    """The value of an array that is the same in every thread."""
+    return x.registers.item()
+
+
+def integer(x: ir.Value) -> mgpu.FragmentedArray:
+    """The inverse, of an int32: an `INTEGER`."""
+    return mgpu.FragmentedArray.splat(x, (), is_signed=True)
+
+
+def number(x: mgpu.FragmentedArray) -> ir.Value:
+    """The thread's one number of an array that has one for each of its tile's rows."""
+    value = x.registers.flat[0]
+    return elements(value)[0] if isinstance(value.type, ir.VectorType) else value
+
+
+def elements(v: ir.Value) -> list[ir.Value]:
+    """The elements of an MLIR vector."""
+    n = ir.VectorType(v.type).shape[0]
+    return [vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(n)]
+
+
+def global_address(ref: ir.Value) -> ir.Value:
+    """The address of an array in global memory."""
+    return llvm.ptrtoint(i64(), utils.memref_ptr(ref))
+
+
+def shared_address(ref: ir.Value) -> ir.Value:
+    """The address of an array in the block's shared memory."""
+    return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+
+
+def ptx(text: str, constraints: str, operands: list[ir.Value]) -> None:
+    """Inline assembly without a result."""
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)

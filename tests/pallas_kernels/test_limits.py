@@ -1,0 +1,61 @@
+"""Sizes at the edge of what the kernels can hold or count: declined in words, never refused by the compiler."""
+
+import dataclasses
+
+import attention_cases
+import pytest
+from cases import DTYPES, Op, Problem
+
+from pallas_kernels import dispatch, heuristics
+from pallas_kernels.attention import dispatch as attention_dispatch
+from pallas_kernels.attention.problem import Op as AttentionOp
+from pallas_kernels.hardware import H200
+from pallas_kernels.softmax import LADDER, grid
+
+
+def declined(problem):
+    decision = dispatch.decide(problem, H200)
+    assert decision.kernel is None
+    return dict(decision.declined)
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("rows, cols", [(0, 8), (8, 0)])
+def test_nothing_to_do(op, rows, cols):
+    assert set(declined(Problem(op, rows, cols, DTYPES[0])).values()) == {"there is nothing to do"}
+
+
+def test_columns_past_32_bits_are_declined():
+    reasons = declined(Problem(Op.STATS, 1, 2**31, DTYPES[1]))
+    assert all("32 bits" in reasons[name] for name in ("grid", "online"))
+
+
+@pytest.mark.parametrize("op", [Op.STATS, Op.LOG_SOFTMAX_TANGENT])
+def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
+    """A block clears one slot a thread, and holds all: 600 blocks leave 424 of 1024 slots, 16384 take 256 KiB."""
+    taken = []
+    for cols in (2**20, 2**22, 9_830_400, 2**24, 20_000_000, 2**26, 2**28):
+        problem = Problem(op, 1, cols, DTYPES[1])
+        (config,) = heuristics.grid(problem, H200)
+        _, far = grid._exchanges(problem, config)
+        fits = far.slots - far.members <= 128 * config.warpgroups and grid.shared_bytes(problem, config) < 227 * 1024
+        assert (LADDER["grid"].unsupported(problem, H200) is None) == fits
+        taken.append(fits)
+    assert True in taken
+    assert False in taken
+
+
+def test_few_long_rows_are_not_walked_by_a_block_each():
+    reasons = declined(Problem(Op.SOFTMAX, 1, 9_830_400, DTYPES[1]))
+    assert "600 blocks leaves 424 slots" in reasons["grid"]
+    assert "multiprocessors idle" in reasons["online"]
+    assert dispatch.decide(Problem(Op.SOFTMAX, 200, 9_830_400, DTYPES[1]), H200).kernel == "online"
+
+
+@pytest.mark.parametrize("op", AttentionOp)
+@pytest.mark.parametrize("name", ["batch", "query_length", "key_length", "head_dim", "value_dim"])
+def test_no_attention_of_nothing(op, name):
+    problem = attention_cases.problem_of(op, {}, (64, 64), (64, 64), "bfloat16", (2, 1))
+    nothing = attention_dispatch.decide(dataclasses.replace(problem, **{name: 0}), H200)
+    assert nothing.kernel is None
+    assert all("nothing to do" in why or "it is 0" in why for _, why in nothing.declined)
