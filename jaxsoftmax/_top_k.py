@@ -80,7 +80,9 @@ def top_k_softmax(
     Array([1, 3, 0], dtype=int32)
     """
     x = _checks.floating(NAME, "logits", logits)
-    (along,) = _checks.axes(NAME, operator.index(axis), x.ndim)
+    if x.ndim == 0:
+        raise ValueError(f"{NAME}: logits is a scalar, expected at least one axis to select along.")
+    (along,) = _checks.axes(NAME, operator.index(axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
     if normalize not in NORMALIZE:
         raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
