@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _lowering
-from jaxsoftmax._sharding import Result, common_spec, spec_of, unify_varying
+from jaxsoftmax._sharding import Result, common_spec, cut_alike, spec_of, unify_varying
 from pallas_kernels import reference
 from pallas_kernels.problem import Op
 from pallas_kernels.vjp import RULES, TRANSPOSE
@@ -34,7 +34,7 @@ BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op i
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
-    return BY_OP[op].bind(*unify_varying(*operands), **params)
+    return BY_OP[op].bind(*unify_varying(*cut_alike(*operands)), **params)
 
 
 def define(primitive: Primitive, results: Results, *, many: bool) -> None:

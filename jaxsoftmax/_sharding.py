@@ -78,7 +78,7 @@ class RowOp:
     def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
         """One device's part."""
         full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
-        ins = [P(*(None if n == 1 else entry for n, entry in zip(s, full, strict=True))) for s in shapes]
+        ins = [broadcast_spec(full, shape) for shape in shapes]
         outs = [P(*self._of(result, full, None)) for result in self.results]
         cuts = tuple(Cut(mesh_axes(full[d]), extents[d]) for d in self.axes)
         return Piece(ins, outs, functools.partial(self._across, cuts) if names_of(cuts) else self.whole)
@@ -155,6 +155,27 @@ def common_spec(specs: Sequence[Spec]) -> Spec:
     return tuple(chosen)
 
 
+def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
+    """The partition of an operand that broadcasts to what is cut so."""
+    return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
+
+
+def cut_alike(*operands: jax.Array) -> Sequence[jax.Array]:
+    """Operands that broadcast against each other, cut alike where types say how and a context says by what mesh."""
+    avals = [jax.typeof(x) for x in operands]
+    if not is_explicit(avals) or jax.sharding.get_abstract_mesh().empty:
+        return operands
+    full = common_spec([spec_of(a) for a in avals])
+    return _placed(operands, [broadcast_spec(full, a.shape) for a in avals])
+
+
+def _placed(operands: Sequence[jax.Array], specs: Sequence[P]) -> list[jax.Array]:
+    return [
+        x if spec_of(jax.typeof(x)) == tuple(spec) else jax.reshard(x, spec)
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+
+
 def unify_varying(*operands: jax.Array) -> list[jax.Array]:
     """Under `shard_map`'s checks the operands of a primitive must vary over the same mesh axes."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
@@ -175,10 +196,7 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
         if is_explicit(avals):
             mesh = avals[0].sharding.mesh
             ins, outs, run = op.piece([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            placed = [
-                x if spec_of(a) == tuple(spec) else jax.reshard(x, spec)
-                for x, a, spec in zip(xs, avals, ins, strict=True)
-            ]
+            placed = _placed(xs, ins)
             return jax.shard_map(run, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*placed)
         return _partitioned(op)(*xs)
 
@@ -221,7 +239,7 @@ def _partitioned(op: Cuttable) -> Any:
 
         def shard(*operands: jax.Array) -> list[jax.Array]:
             # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), x64_for(*operands):
                 return run(*operands)
 
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
