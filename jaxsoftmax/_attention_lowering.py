@@ -89,11 +89,9 @@ def reference_rule(
         raise _checks.no_kernel_on_platform(NAME)
     avals: Sequence[Any] = ctx.avals_in
     run = functools.partial(REFERENCE[part], **params)
-    # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
-    with jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals)):
-        if _sharding.is_explicit(avals):
-            return _sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
-        return mlir.lower_fun(lambda *xs: list(run(*xs)))(ctx, *operands)
+    if _sharding.is_explicit(avals):
+        return _sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
+    return _sharding.lower_plain(run, ctx, *operands)
 
 
 def kernel_rule(

@@ -4,18 +4,19 @@ Each function computes one device's part of an operation whose reduced axes are 
 All that crosses the wire is a few numbers per row and device, in one exchange.
 """
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._sharding import Cuts, Names, names_of
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.problem import Op
 
-Names = tuple[str, ...]
 LocalStats = Callable[..., Stats]
 
 
@@ -68,6 +69,23 @@ def from_all(names: Names, *parts: jax.Array) -> list[jax.Array]:
         jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
         for all_words, word, part in zip(everyone, words, parts, strict=True)
     ]
+
+
+def across(
+    op: Op, cuts: Cuts, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
+) -> jax.Array | Stats:
+    """This device's part of an operation, of which those columns count that are `inside`."""
+    return BY_OP[op](names_of(cuts), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
+
+
+def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The operands with what adds nothing where they are not `inside`."""
+    if inside is None:
+        return shards
+    first, *others = shards
+    fill = 0.0 if op is Op.SOFTMAX_TANGENT else -jnp.inf
+    first = jnp.where(inside, first, jnp.asarray(fill, first.dtype))
+    return [first, *(x if x.dtype == bool else jnp.where(inside, x, jnp.zeros_like(x)) for x in others)]
 
 
 BY_OP: dict[Op, Callable[..., jax.Array | Stats]] = {

@@ -63,7 +63,7 @@ def softmax_cross_entropy_with_integer_labels(
         labels: Integers of any dtype and of the logits' shape without `axis`: each row's right column. With several
             axes, a label is an index into those axes flattened, in the order in which they are given.
         axis: The axis or axes of a row; None for all.
-        where: A boolean mask that broadcasts to `logits`, or has a shape of the rows' rank, to include whole rows.
+        where: A boolean mask of the logits' rank that broadcasts to them, or of the rows' rank, to include whole rows.
             Entries where it is False are absent from the sums; the label's logit is taken even so.
         label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row.
         z_loss: A number: the factor of `lse**2`.
@@ -150,7 +150,7 @@ def softmax_cross_entropy(
         logits: Logits of any real dtype and any shape, as above.
         labels: Probabilities, or numbers of any real dtype, which broadcast to `logits`.
         axis: The axis or axes of a row; None for all.
-        where: A boolean mask that broadcasts to `logits`, or has a shape of the rows' rank, to include whole rows.
+        where: A boolean mask of the logits' rank that broadcasts to them, or of the rows' rank, to include whole rows.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; the statistics' kernel.
 
     Returns:
@@ -191,13 +191,13 @@ def _rows_to_read(
     fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
     near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
     exists = (near >= 0) & (near < cols)
-    target, weights = jnp.where(exists, near, 0), jnp.where(exists, weights, jnp.nan)
+    target, wrong = jnp.where(exists, near, 0), ~exists
     skipped = [] if counts is None else [~counts]
     if ignored is not None and known.min <= ignored <= known.max:
         skipped.append(labels == jnp.asarray(ignored, labels.dtype))
     for skip in skipped:
-        target, weights = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights)
-    return target, weights
+        target, weights, wrong = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights), wrong & ~skip
+    return target, jnp.where(wrong, jnp.nan, weights)
 
 
 def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:

@@ -7,6 +7,7 @@ logits in all. With weights, which are the cotangent that is known beforehand, t
 with it, of which the transposition leaves the gradient itself where the cotangent is 1.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,17 +18,13 @@ from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax import _lowering
 from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, seen
-from jaxsoftmax._primitives import BY_OP, bind
+from jaxsoftmax._primitives import BY_OP, bind, higher_jvp, zeros
 from pallas_kernels.problem import Op
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Each row's loss and, with `stats`, its state; of logits, labels, weights if it is `weighted`, perhaps a mask."""
     return bind(Op.CROSS_ENTROPY, *operands, **params)
-
-
-def _zero(x: Any) -> ad.Zero:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _loss_jvp(
@@ -39,13 +36,13 @@ def _loss_jvp(
     out = losses(*primals, weighted=False, stats=True, all_rows=all_rows, **params)
     results = out if stats else out[:1]
     if type(tangents[0]) is ad.Zero:
-        return results, [_zero(y) for y in results]
+        return results, zeros(results)
     x, labels, *where = primals
     known = [jnp.expand_dims(number, params["axes"]) for number in out[1:]]
     slopes = of_logits(x, labels, *known, *where, tangents[0], stats=stats, all_rows=all_rows, **params)
     # The state is the number exp(max) * sum. Its logarithm is the logsumexp, with whose tangent the maximum stands for
     # it: the sum then counts as a constant.
-    return results, [*slopes, _zero(out[2])] if stats else slopes
+    return results, [*slopes, zeros(out[2])] if stats else slopes
 
 
 def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -61,25 +58,12 @@ def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **param
     if type(of_weights) is not ad.Zero:
         slopes.append(of_weights.squeeze(axes) * loss)
     value = weights.squeeze(axes) * loss
-    return [value], [sum(slopes[1:], slopes[0]) if slopes else _zero(value)]
+    return [value], [sum(slopes[1:], slopes[0]) if slopes else zeros(value)]
 
 
-def _gradient_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, implementation: str | None, **row: Any
-) -> tuple[Any, Any]:
-    """Higher orders: whatever the reference's derivative is."""
-    out = bind(Op.CROSS_ENTROPY_GRADIENT, *primals, implementation=implementation, **row)
-    moving = [i for i in (0, 2) if type(tangents[i]) is not ad.Zero]
-    if not moving:
-        return out, [_zero(y) for y in out]
-
-    def compute(*moved: jax.Array) -> list[jax.Array]:
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        x, labels, weights, *where = operands.values()
-        x = seen(x, labels, where, row["axes"])
-        return _lowering.compute_reference(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
-
-    return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
+    x = seen(x, labels, where, row["axes"])
+    return _lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain(x, labels, weights, *where, **row)
 
 
 def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
@@ -102,5 +86,6 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 _ALONE = {"weighted": False, "stats": False, "all_rows": False}
 
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY]] = _loss_jvp
-ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY_GRADIENT]] = _gradient_jvp
-pe.dce_rules[BY_OP[Op.CROSS_ENTROPY_GRADIENT]] = _without_gradient
+_GRADIENT = BY_OP[Op.CROSS_ENTROPY_GRADIENT]
+ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, False)
+pe.dce_rules[_GRADIENT] = _without_gradient

@@ -6,7 +6,7 @@ whatever means.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +31,17 @@ class Found(NamedTuple):
     count: Any  # and how many they are
 
 
+def asked(
+    operands: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **row: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """What `cross_entropy` hands to its row operation, of operands and parameters: not the weights."""
+    x, labels, *rest = operands
+    return [x, labels, *_split(rest, weighted)[1]], row
+
+
 def cross_entropy(
-    rows: Rows,
     pick: Pick,
+    rows: Rows,
     x: jax.Array,
     labels: jax.Array,
     *rest: jax.Array,
@@ -50,7 +58,7 @@ def cross_entropy(
 
 
 def cross_entropy_gradient(
-    rows: Rows, pick: Pick, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
+    pick: Pick, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
     """Each row's loss without its weight, and the gradient with it."""
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
@@ -87,19 +95,19 @@ def cross_entropy_gradient_across(
     **row: Any,
 ) -> list[jax.Array]:
     """The losses of rows of which this device has some columns, those `inside`, and those columns' gradient."""
-    where = _within(inside, where)
-    found, local = _exchange(cuts, rows, x, labels, where, False, **row)
+    masks = _within(inside, where)
+    found, local = _exchange(cuts, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in found.stats))
     of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
     count = found.count if isinstance(found.count, int) else jnp.expand_dims(found.count, row["axes"])
-    mask = where[0] if where else None
+    mask = masks[0] if masks else None
     slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
     return [_of_all(_loss(found, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
 
 
 def of_this_device(
-    cuts: Cuts, inside: jax.Array | None, x: jax.Array, labels: jax.Array, where: tuple[jax.Array, ...], **row: Any
-) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+    cuts: Cuts, inside: jax.Array | None, x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], **row: Any
+) -> tuple[jax.Array, Sequence[jax.Array], Any]:
     """Labels and mask of this device's columns, those `inside`, and the whole row's count of columns.
 
     Exchanges nothing, or the count where a mask says which columns share smoothed labels.
@@ -143,7 +151,7 @@ def picked(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any
     return (gathered if movable else selected)(x, labels, axes=axes, **row)
 
 
-def _split(rest: tuple[jax.Array, ...], weighted: bool) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _split(rest: Sequence[Any], weighted: bool) -> tuple[Sequence[Any], Sequence[Any]]:
     """The weights and the mask, if there are such."""
     return rest[:weighted], rest[weighted:]
 
@@ -158,7 +166,7 @@ def _found(numbers: Any, label: jax.Array, count: Any) -> Found:
     return Found(Stats(maximum, total), label, rest[0] if rest else None, count)
 
 
-def _count(x: jax.Array, where: tuple[jax.Array, ...], *, axes: tuple[int, ...], smoothing: float, **_: Any) -> Any:
+def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], smoothing: float, **_: Any) -> Any:
     count = reference.column_count(x, where[0] if where and smoothing else None, axes)
     return count.squeeze(axes) if isinstance(count, jax.Array) else count
 
@@ -178,9 +186,7 @@ def _loss(
     return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
 
 
-def _results(
-    found: Found, labels: jax.Array, weights: tuple[jax.Array, ...], stats: bool, **row: Any
-) -> list[jax.Array]:
+def _results(found: Found, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any) -> list[jax.Array]:
     loss = _loss(found, labels, **row)
     for weight in weights:
         loss = weight.squeeze(row["axes"]) * loss
@@ -192,7 +198,7 @@ def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax
     return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
 
 
-def _within(inside: jax.Array | None, where: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """The mask, if there is to be one, of what counts."""
     if inside is None:
         return where
@@ -204,7 +210,7 @@ def _exchange(
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
-    where: tuple[jax.Array, ...],
+    where: Sequence[jax.Array],
     all_rows: bool,
     **row: Any,
 ) -> tuple[Found, jax.Array]:

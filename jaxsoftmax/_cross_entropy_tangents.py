@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax import _lowering, _sharding
+from jaxsoftmax import _lowering
 from jaxsoftmax._cross_entropy_rows import of_this_device
-from jaxsoftmax._primitives import define
-from jaxsoftmax._sharding import unify_varying
-from pallas_kernels import hardware, reference
+from jaxsoftmax._primitives import define, higher_jvp
+from jaxsoftmax._sharding import Cuts, lower_plain, unify_varying, x64_for
+from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
 
@@ -30,7 +30,6 @@ Pull = Callable[..., jax.Array]
 _OF_LOGITS = Primitive("cross_entropy_tangent")
 _OF_GRADIENT = Primitive("row_dot")
 TO_LOGITS = Primitive("cross_entropy_cotangent")
-_STATES = (3, 4)  # where the rows' states stand among its operands
 
 
 def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
@@ -132,7 +131,7 @@ def _transpose(
     if all(type(ct) is ad.Zero for ct in cts):
         return [*still, ad.Zero(t.aval)]
     params = (("axes", axes), *row.items())
-    with _lowering.x64_for(t.aval):
+    with x64_for(t.aval):
         numbers = [None if type(ct) is ad.Zero else jnp.expand_dims(ct, axes) for ct in cts]
         shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
         broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])
@@ -140,80 +139,40 @@ def _transpose(
     return [*still, out]
 
 
-def _jvp(primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """Linear in the last operand, and in the others whatever the plain function's derivative is."""
-    out = primitive.bind(*primals, **params)
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if moving == [len(primals) - 1]:
-        return out, primitive.bind(*unify_varying(*primals[:-1], tangents[-1]), **params)
-
-    def compute(*moved: jax.Array) -> list[jax.Array]:
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return _push(_PULLS[primitive], *operands.values(), **params)
-
-    return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-
-
-def _to_logits(
-    x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array, implementation: str | None = None, **row: Any
-) -> jax.Array:
+def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array, **row: Any) -> jax.Array:
     """The gradient times the weights, from the rows' known states."""
     return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
 
 
-def kernel_rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **row: Any) -> Any:
-    """Lowers to the gradient's kernel, which finds the states once more but reads and writes as fast as a copy does.
-
-    Of a row that is cut, as where no kernel takes it, XLA uses those that are known.
-    """
-    avals: Sequence[Any] = ctx.avals_in
-    op = Op.CROSS_ENTROPY_GRADIENT
-    shapes, device = [aval.shape for aval in _without_states(avals)], hardware.current()
-    if (
-        implementation == "xla"
-        or not _lowering.choose(op, shapes, avals[0].dtype, implementation, device, **row).decision
-    ):
-        return reference_rule(ctx, *operands, **row)
-
-    def local(*shards: jax.Array) -> list[jax.Array]:
-        return [_lowering.run(implementation, op, *_without_states(shards), **row)[0]]
-
-    def exchange(cuts: _sharding.Cuts, *shards: jax.Array) -> list[jax.Array]:
-        x, labels, weights, maximum, total, *where = shards
-        inside = _sharding.inside(cuts, row["axes"], jnp.broadcast_shapes(*(shard.shape for shard in shards)))
-        labels, mask, count = of_this_device(cuts, inside, x, labels, tuple(where), **row)
-        return [_to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)]
-
-    return _sharding.lower(ctx, _sharding.RowOp(row["axes"], (True,), local, exchange), *operands)
+def _to_logits_across(cuts: Cuts, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any) -> jax.Array:
+    x, labels, weights, maximum, total, *where = operands
+    labels, mask, count = of_this_device(cuts, inside, x, labels, where, **row)
+    return _to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)
 
 
 def _without_states(operands: Sequence[Any]) -> list[Any]:
-    return [x for i, x in enumerate(operands) if i not in _STATES]
-
-
-def _to_logits_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """Higher orders: whatever the plain function's derivative is."""
-    out = TO_LOGITS.bind(*primals, **params)
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not moving:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    def compute(*moved: jax.Array) -> jax.Array:
-        return _to_logits(*(dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))).values(), **params)
-
-    return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return [*operands[:3], *operands[5:]]
 
 
 _PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_to_logits, _OF_GRADIENT: _pull_to_gradient}
 
 for _primitive, _pull in _PULLS.items():
-    define(_primitive, lambda stats=False, **_: (False,) * (1 + stats), many=True)
-    mlir.register_lowering(_primitive, functools.partial(_lowering.plain_rule, functools.partial(_push, _pull)))
-    ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive)
+    _pushes = functools.partial(_push, _pull)
+    define(_primitive, lambda stats=False, **_: ("number",) * (1 + stats), many=True)
+    mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
+    ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, _pushes, True)
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
 
-define(TO_LOGITS, lambda **_: (True,), many=False)
-reference_rule = functools.partial(_lowering.plain_rule, _to_logits, many=False)
-mlir.register_lowering(TO_LOGITS, reference_rule)
-mlir.register_lowering(TO_LOGITS, kernel_rule, platform="cuda")
-ad.primitive_jvps[TO_LOGITS] = _to_logits_jvp
+# The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is cut,
+# as where no kernel takes it, XLA uses those that are known.
+COTANGENT = _lowering.Computation(
+    op=Op.CROSS_ENTROPY_GRADIENT,
+    results=lambda **_: ("row",),
+    plain=_to_logits,
+    whole=lambda rows, *operands, **row: rows(Op.CROSS_ENTROPY_GRADIENT, *_without_states(operands), **row)[0],
+    across=_to_logits_across,
+    asked=lambda operands, **row: (_without_states(operands), row),
+)
+define(TO_LOGITS, COTANGENT.results, many=False)
+_lowering.register(TO_LOGITS, COTANGENT)
+ad.primitive_jvps[TO_LOGITS] = functools.partial(higher_jvp, TO_LOGITS, _to_logits, False)

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxsoftmax import _api, _checks
+from jaxsoftmax import _api, _checks, _lowering
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
-from jaxsoftmax._lowering import kernel_call
 from jaxsoftmax._primitives import BY_OP
 from jaxsoftmax._rows import plan
 from jaxsoftmax._selection import select
@@ -191,7 +190,7 @@ def _explanation(
     avals = [var.aval for var in eqn.invars]
     params = dict(eqn.params)
     implementation = params.pop("implementation")
-    operands, row = kernel_call(avals, **params)
+    operands, row = _lowering.BY_OP[op].asked(avals, **params)
     say = functools.partial(
         Explanation,
         call=_call(name, avals[0], row["axes"]),

@@ -20,32 +20,32 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _lowering
-from jaxsoftmax._sharding import common_spec, spec_of, unify_varying
+from jaxsoftmax._sharding import Result, common_spec, cut_alike, spec_of, unify_varying
 from pallas_kernels import reference
 from pallas_kernels.problem import Op
 from pallas_kernels.vjp import RULES, TRANSPOSE
 
 SAVED_NAME = "softmax_out"
 
-Keeps = Callable[..., tuple[bool, ...]]
+Results = Callable[..., Sequence[Result]]
 
 BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op in Op}
 
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
-    return BY_OP[op].bind(*unify_varying(*operands), **params)
+    return BY_OP[op].bind(*unify_varying(*cut_alike(*operands)), **params)
 
 
-def define(primitive: Primitive, keeps: Keeps, *, many: bool) -> None:
-    """What any primitive over rows has; `keeps` says of its `many` results which have the operands' axes."""
+def define(primitive: Primitive, results: Results, *, many: bool) -> None:
+    """What any primitive over rows has; `results` says what its `many` results have of the operands' axes."""
     primitive.multiple_results = many
-    primitive.def_abstract_eval(functools.partial(_avals, primitive, keeps))
+    primitive.def_abstract_eval(functools.partial(_avals, primitive, results))
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, keeps)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, results)
 
 
-def _avals(primitive: Primitive, keeps: Keeps, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
+def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
     """The outputs' types: of the operands' common shape, or one number a row in the dtype of accumulation.
 
     Mesh axes and weak types are the first operand's.
@@ -60,13 +60,13 @@ def _avals(primitive: Primitive, keeps: Keeps, *operands: Any, axes: tuple[int, 
         weak_type=False,
         sharding=NamedSharding(mesh, P(*(spec[d] for d in kept))),
     )
-    avals = [row if kept else number for kept in keeps(**params)]
+    avals = [row if result == "row" else number for result in results(**params)]
     return avals if primitive.multiple_results else avals[0]
 
 
 def _batch(
     primitive: Primitive,
-    keeps: Keeps,
+    results: Results,
     _: Any,
     operands: Sequence[jax.Array],
     dims: Sequence[int | None],
@@ -85,7 +85,7 @@ def _batch(
     axes = tuple(a + (a >= at) for a in axes)
     out = primitive.bind(*unify_varying(*aligned), axes=axes, **params)
     below = at - sum(a < at for a in axes)
-    ats = [at if kept else below for kept in keeps(**params)]
+    ats = [at if result == "row" else below for result in results(**params)]
     return out, ats if primitive.multiple_results else at
 
 
@@ -102,7 +102,7 @@ def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **pa
     if rule.residual == "output":
         y = checkpoint_name(y, SAVED_NAME)
     if type(tangents[0]) is ad.Zero:
-        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+        return y, zeros(y)
     residual = y if rule.residual == "output" else _keep(where, x, -jnp.inf)
     # Both selections: a tangent may be anything where x is masked out, and so may a cotangent, which comes back.
     return y, _keep(where, bind(rule.tangent, residual, _keep(where, tangents[0]), **params))
@@ -113,24 +113,39 @@ def _stats_jvp(
 ) -> tuple[Any, Any]:
     """The maximum counts as a constant: the state is the number `exp(max) * sum`, whichever maximum it is kept by."""
     out = bind(Op.STATS, *primals, axes=axes, scale=scale, **params)
-    zeros = [ad.Zero(jax.typeof(part).to_tangent_aval()) for part in out]
     if type(tangents[0]) is ad.Zero:
-        return out, zeros
+        return out, zeros(out)
     x, where = primals if len(primals) == 2 else (primals[0], None)
-    return out, [zeros[0], reference.stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
+    return out, [zeros(out[0]), reference.stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
 
 
-def _linear_jvp(
-    op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], *, implementation: str | None, **row: Any
+def zeros(out: Any) -> Any:
+    """The tangents of what does not move."""
+    return jax.tree.map(lambda y: ad.Zero(jax.typeof(y).to_tangent_aval()), out)
+
+
+def higher_jvp(
+    primitive: Primitive,
+    plain: Callable[..., Any],
+    linear: bool,
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    **params: Any,
 ) -> tuple[Any, Any]:
-    """Higher orders: linear in `t`, and in the residual whatever the reference's derivative is."""
-    out = bind(op, *primals, implementation=implementation, **row)
-    if all(type(t) is ad.Zero for t in tangents):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    if type(tangents[0]) is ad.Zero:
-        return out, bind(op, primals[0], tangents[1], implementation=implementation, **row)
-    tangents = [ad.instantiate_zeros(t) for t in tangents]
-    return out, jax.jvp(functools.partial(_lowering.REFERENCE[op], **row), tuple(primals), tuple(tangents))[1]
+    """Higher orders: whatever the plain function's derivative is, but of what is `linear` in the last operand."""
+    out = primitive.bind(*primals, **params)
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not moving:
+        return out, zeros(out)
+    if linear and moving == [len(primals) - 1]:
+        return out, primitive.bind(*unify_varying(*primals[:-1], tangents[-1]), **params)
+    row = {name: value for name, value in params.items() if name != "implementation"}
+
+    def compute(*moved: jax.Array) -> Any:
+        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
+        return plain(*operands.values(), **row)
+
+    return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
 def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:
@@ -143,11 +158,11 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 
 for _op, _primitive in BY_OP.items():
-    define(_primitive, functools.partial(_lowering.keeps, _op), many=_op.gives_stats)
-    _lowering.register(_primitive, _op)
+    define(_primitive, _lowering.BY_OP[_op].results, many=_op.gives_stats)
+    _lowering.register(_primitive, _lowering.BY_OP[_op])
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:
-        ad.primitive_jvps[_primitive] = functools.partial(_linear_jvp, _op)
+        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, _lowering.REFERENCE[_op], True)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
 ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp

@@ -9,21 +9,17 @@ sorted, but few rows are counted on a GPU: see `_counting`.
 Source of the fusion: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
-from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _counting
 from jaxsoftmax._collective import from_all
 from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import Cut, Names, Piece, Shape, Spec, inside, mesh_axes
+from jaxsoftmax._sharding import Cuts, names_of
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.problem import Op
@@ -123,48 +119,17 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
     return [*selected, probabilities(values, maximum, total, dtype)] if normalizes else selected
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """`select`, to be cut: between rows without communication, within rows with one exchange of k numbers each."""
-
-    k: int
-    normalizes: bool
-    scale: float
-    implementation: str | None
-    may_count: bool = False
-
-    def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Everything on one device."""
-        return select(*operands, **dataclasses.asdict(self))
-
-    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
-        """One device's part."""
-        *lead, last = specs[0]
-        names = mesh_axes(last)
-        run = functools.partial(self._across, names, shapes[0][-1]) if names else self.whole
-        selected, of_row = P(*lead, None), P(*lead)
-        return Piece([P(*specs[0])], [selected, selected, of_row, of_row, *[selected] * self.normalizes], run)
-
-    def _across(self, names: Names, n: int, x: jax.Array) -> list[jax.Array]:
-        """The selection from rows of `n`, from that of this device's columns and of everyone's."""
-        local = x.shape[-1]
-        first = jax.lax.axis_index(names) * local
-        mask = inside((Cut(names, n),), (x.ndim - 1,), x.shape)
-        x = x if mask is None else jnp.where(mask, x, -jnp.inf)
-        mine = dataclasses.replace(self, k=min(self.k, local), normalizes=False).whole(x)
-        mine[1] += first
-        values, indices, *stats = from_all(names, *mine)
-        values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
-        values, at = jax.lax.top_k(values, self.k)
-        found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
-        return _completed(found, self.normalizes, x.dtype)
-
-    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for each leading axis, one for the row, one for what is selected of it."""
-        lead = [f"d{d}" for d in range(len(shapes[0]) - 1)]
-        row, selected, stat = ArrayMapping(*lead, "row"), ArrayMapping(*lead, "selected"), ArrayMapping(*lead)
-        return SdyShardingRule((row,), (selected, selected, stat, stat, *[selected] * self.normalizes))
-
-    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Cuts between rows."""
-        return pieces[0][-1] == 1
+def select_across(
+    cuts: Cuts, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
+) -> list[jax.Array]:
+    """The same for rows of which this device has some columns, those `inside`: one exchange of k numbers for each."""
+    local, names = x.shape[-1], names_of(cuts)
+    first = jax.lax.axis_index(names) * local
+    x = x if inside is None else jnp.where(inside, x, -jnp.inf)
+    mine = select(x, k=min(k, local), normalizes=False, **params)
+    mine[1] += first
+    values, indices, *stats = from_all(names, *mine)
+    values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
+    values, at = jax.lax.top_k(values, k)
+    found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
+    return _completed(found, normalizes, x.dtype)

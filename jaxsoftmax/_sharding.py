@@ -8,7 +8,7 @@ cut exchange a few numbers each (`_collective`).
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
+# A result with the operands' axes; with some entries of each row; or with a number in place of it.
+Result = Literal["row", "selected", "number"]
 
 
 class Cut(NamedTuple):
@@ -63,48 +65,49 @@ class Cuttable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowOp:
-    """A row operation to be cut: `local` computes whole rows, `across(cuts, ...)` this device's part of cut ones.
+    """A row operation to be cut: `whole` computes whole rows, `across` this device's part of cut ones.
 
-    `cuts` are those of each of `axes`; `keeps` says which outputs have the axes, as the operands do.
+    `across(cuts, inside, ...)` is told the cuts of each of `axes`, and where its part holds what the whole has.
     """
 
     axes: Shape
-    keeps: tuple[bool, ...]
-    local: Callable[..., list[jax.Array]]
+    results: Sequence[Result]
+    whole: Callable[..., list[jax.Array]]
     across: Callable[..., list[jax.Array]]
-
-    def specs(self, shapes: Sequence[Shape], specs: Sequence[Spec]) -> tuple[list[P], list[P], Cuts]:
-        """The operands' and outputs' partitions, and the cuts of each reduced axis."""
-        full = common_spec(specs)
-        ins = [P(*(None if n == 1 else entry for n, entry in zip(s, full, strict=True))) for s in shapes]
-        number = P(*(entry for d, entry in enumerate(full) if d not in self.axes))
-        outs = [P(*full) if keeps else number for keeps in self.keeps]
-        extents = jnp.broadcast_shapes(*shapes)
-        return ins, outs, tuple(Cut(mesh_axes(full[d]), extents[d]) for d in self.axes)
-
-    def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Everything on one device."""
-        return self.local(*operands)
 
     def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
         """One device's part."""
-        ins, outs, cuts = self.specs(shapes, specs)
-        return Piece(ins, outs, functools.partial(self.across, cuts) if names_of(cuts) else self.local)
+        full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
+        ins = [broadcast_spec(full, shape) for shape in shapes]
+        outs = [P(*self._of(result, full, None)) for result in self.results]
+        cuts = tuple(Cut(mesh_axes(full[d]), extents[d]) for d in self.axes)
+        return Piece(ins, outs, functools.partial(self._across, cuts) if names_of(cuts) else self.whole)
+
+    def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
+        """What a result has of what the operands' axes have, with `selected` for the axis that is selected from."""
+        if result == "row":
+            return list(axes)
+        return [
+            selected if d in self.axes else x for d, x in enumerate(axes) if result == "selected" or d not in self.axes
+        ]
+
+    def _across(self, cuts: Cuts, *shards: jax.Array) -> list[jax.Array]:
+        shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
+        return self.across(cuts, inside(cuts, self.axes, shape), *shards)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal cuts between rows."""
         return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """One factor per axis, shared by all; an extent of 1 that broadcasts has a factor of its own."""
+        """One factor per axis, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
         full = jnp.broadcast_shapes(*shapes)
         operands = tuple(
             ArrayMapping(*(f"d{d}" if n == full[d] else f"one{i}_{d}" for d, n in enumerate(s)))
             for i, s in enumerate(shapes)
         )
-        results = tuple(
-            ArrayMapping(*(f"d{d}" for d in range(len(full)) if keeps or d not in self.axes)) for keeps in self.keeps
-        )
+        factors = [f"d{d}" for d in range(len(full))]
+        results = tuple(ArrayMapping(*self._of(result, factors, "selected")) for result in self.results)
         return SdyShardingRule(operands, results)
 
 
@@ -152,6 +155,25 @@ def common_spec(specs: Sequence[Spec]) -> Spec:
     return tuple(chosen)
 
 
+def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
+    """The partition of an operand that broadcasts to what is cut so."""
+    return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
+
+
+def cut_alike(*operands: jax.Array) -> Sequence[jax.Array]:
+    """Operands that broadcast against each other, cut alike where types say how and a context says by what mesh."""
+    avals = [jax.typeof(x) for x in operands]
+    if not is_explicit(avals) or jax.sharding.get_abstract_mesh().empty:
+        return operands
+    full = common_spec([spec_of(a) for a in avals])
+    return [place(x, broadcast_spec(full, a.shape)) for x, a in zip(operands, avals, strict=True)]
+
+
+def place(x: jax.Array, spec: P) -> jax.Array:
+    """An array whose type says how it is cut, cut so."""
+    return x if spec_of(jax.typeof(x)) == tuple(spec) else jax.reshard(x, spec)
+
+
 def unify_varying(*operands: jax.Array) -> list[jax.Array]:
     """Under `shard_map`'s checks the operands of a primitive must vary over the same mesh axes."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
@@ -175,17 +197,24 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
             return jax.shard_map(run, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*map(place, xs, ins))
         return _partitioned(op)(*xs)
 
-    return mlir.lower_fun(pieces)(_with_mesh(ctx), *operands)
+    return lower_plain(pieces, _with_mesh(ctx), *operands)
+
+
+def lower_plain(compute: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    """Lowers to what a function of arrays does."""
+    avals: Sequence[Any] = ctx.avals_in
+    with x64_for(*avals):
+        return mlir.lower_fun(lambda *xs: jax.tree.leaves(compute(*xs, **params)))(ctx, *operands)
+
+
+def x64_for(*avals: Any) -> Any:
+    """The `enable_x64` context that float64 operands need: lowering and transposing may run outside the caller's."""
+    return jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals))
 
 
 def is_explicit(avals: Sequence[Any]) -> bool:
     """Whether the operands' types say how they are cut."""
     return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))
-
-
-def place(x: jax.Array, spec: P) -> jax.Array:
-    """An array whose type says how it is cut, cut so."""
-    return x if spec_of(jax.typeof(x)) == tuple(spec) else jax.reshard(x, spec)
 
 
 def _is_local(ctx: mlir.LoweringRuleContext) -> bool:
@@ -207,7 +236,7 @@ def _partitioned(op: Cuttable) -> Any:
 
         def shard(*operands: jax.Array) -> list[jax.Array]:
             # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), x64_for(*operands):
                 return run(*operands)
 
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _checks, _sharding
-from jaxsoftmax._selection import Selection, probabilities
+from jaxsoftmax._primitives import zeros
+from jaxsoftmax._selection import probabilities, select, select_across
 from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
 from pallas_kernels import reference
 from pallas_kernels.reference import accumulator_dtype
@@ -28,6 +29,7 @@ NAME = "top_k_softmax"
 NORMALIZE = ("all", "top_k")
 
 TOP_K = Primitive("softmax_top_k")
+_RESULTS: Sequence[_sharding.Result] = ("selected", "selected", "number", "number", "selected")
 
 
 def top_k_softmax(
@@ -78,8 +80,8 @@ def top_k_softmax(
     Array([1, 3, 0], dtype=int32)
     """
     x = _checks.floating(NAME, "logits", logits)
-    if not x.ndim:
-        raise ValueError(f"{NAME}: logits has rank 0, expected an axis to select along.")
+    if x.ndim == 0:
+        raise ValueError(f"{NAME}: logits is a scalar, expected at least one axis to select along.")
     (along,) = _checks.axes(NAME, operator.index(axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
     if normalize not in NORMALIZE:
@@ -124,12 +126,11 @@ def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
     )
 
 
-def lower(ctx: mlir.LoweringRuleContext, x: Any, **params: Any) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: Any) -> Any:
     """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
     avals: Sequence[Any] = ctx.avals_in
-    # Lowering runs outside the caller's enable_x64 context, which float64 operands need.
-    with jax.enable_x64(jax.config.jax_enable_x64 or avals[0].dtype.itemsize == 8):
-        return _sharding.lower(ctx, Selection(**params), x)
+    whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
+    return _sharding.lower(ctx, _sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
 
 
 def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
@@ -145,7 +146,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
     """The selection moves with what it selects. The maximum counts as a constant, as in the rows' state by itself."""
     (x,), (t,) = primals, tangents
     out = TOP_K.bind(x, scale=scale, **params)
-    moved: list[Any] = [ad.Zero(jax.typeof(part).to_tangent_aval()) for part in out]
+    moved = zeros(out)
     if type(t) is not ad.Zero:
         values, indices, maximum, total, *y = out
         moved[0] = _pick(*unify_varying(t, indices)).astype(values.dtype) * scale

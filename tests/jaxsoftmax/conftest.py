@@ -77,15 +77,15 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
         return StandIn(problem, None, (("first", "it is not for this"), ("second", "nor this")))
 
     monkeypatch.setattr(dispatch, "decide", decide)
-    for op, primitive in _primitives.BY_OP.items():
-        mlir.register_lowering(primitive, functools.partial(_lowering.kernel_rule, op), platform="cpu")
-    mlir.register_lowering(_cross_entropy_tangents.TO_LOGITS, _cross_entropy_tangents.kernel_rule, platform="cpu")
+    computations = {primitive: _lowering.BY_OP[op] for op, primitive in _primitives.BY_OP.items()}
+    computations[_cross_entropy_tangents.TO_LOGITS] = _cross_entropy_tangents.COTANGENT
+    for primitive, computation in computations.items():
+        mlir.register_lowering(primitive, functools.partial(_lowering.kernel_rule, computation), platform="cpu")
     mlir.register_lowering(_top_k.TOP_K, functools.partial(_top_k.lower, may_count=True), platform="cpu")
     jax.clear_caches()
     yield record
-    for op, primitive in _primitives.BY_OP.items():
-        mlir.register_lowering(primitive, functools.partial(_lowering.reference_rule, op), platform="cpu")
-    mlir.register_lowering(_cross_entropy_tangents.TO_LOGITS, _cross_entropy_tangents.reference_rule, platform="cpu")
+    for primitive, computation in computations.items():
+        mlir.register_lowering(primitive, functools.partial(_lowering.reference_rule, computation), platform="cpu")
     mlir.register_lowering(_top_k.TOP_K, _top_k.lower, platform="cpu")
     jax.clear_caches()
 

@@ -227,6 +227,15 @@ def test_ignored_rows_are_not_looked_at() -> None:
     np.testing.assert_allclose(lse, oracle.logsumexp(x, -1), rtol=1e-6)
 
 
+def test_nan_debugging_finds_nothing_in_rows_that_do_not_count() -> None:
+    x, y = jnp.asarray(logits((3, 5))), np.array([0, -1, 4])
+    with jax.debug_nans(True):
+        for options in ({"ignore_index": -1}, {"where": y >= 0}, {"ignore_index": -1, "weights": 0.5}):
+            value, gradient = jax.value_and_grad(lambda x, o=options: ours(x, y, **o).sum())(x)
+            np.testing.assert_allclose(value, ours(x, y, ignore_index=-1, weights=options.get("weights")).sum())
+            assert not gradient[1].any()
+
+
 @pytest.mark.parametrize(
     "dtype, x64",
     [(np.uint8, False), (np.int8, False), (np.uint32, False), (np.int64, False), (np.int64, True), (np.uint64, True)],

@@ -121,6 +121,25 @@ def test_labels_are_cut_as_their_rows(
         close(both, of_lse.gradient)
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": 1.0}, {"return_lse": True}], ids=["plain", "weighted", "lse"])
+@pytest.mark.parametrize("spec", [P(), P(None, None, "m")], ids=str)
+def test_gradients_are_cut_as_the_logits_whatever_the_labels_are(spec: P, options: Any) -> None:
+    want = oracle.cross_entropy(X, Y, where=MASK)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x, y, mask = jax.device_put(X, spec), jax.device_put(Y, P("d")), jax.device_put(MASK, P("d"))
+        total = lambda x: jax.tree.leaves(ours(x, y, where=mask, **options))[0].sum()
+        for run in (jax.grad(total), jax.jit(jax.grad(total))):
+            gradient = run(x)
+            assert jax.typeof(gradient).sharding == jax.typeof(x).sharding
+            close(gradient, want.gradient)
+
+
+def test_an_explicit_mesh_without_a_context() -> None:
+    x, want = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("d"))), oracle.cross_entropy(X, Y, where=MASK)
+    close(ours(x, Y, where=MASK), want.loss)
+    close(jax.jit(jax.grad(lambda x: ours(x, Y, where=MASK).sum()))(x), want.gradient)
+
+
 @pytest.mark.parametrize("axis, spec", [((0, 2), P("d", None, "m")), ((2, 0), P(("m", "d"))), ((1, 2), P(None, "m"))])
 def test_labels_in_several_cut_axes(stand_ins: Any, axis: Any, spec: P) -> None:
     rows = tuple(n for d, n in enumerate(SHAPE) if d not in axis)

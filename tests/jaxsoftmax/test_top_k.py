@@ -228,7 +228,7 @@ def test_export_with_symbolic_rows() -> None:
         (ValueError, "k=-1, expected 0 <= k <= 2, the number of logits along axis 0", {"k": -1, "axis": -2}),
         (ValueError, "normalize='k', expected 'all' or 'top_k'", {"normalize": "k"}),
         (ValueError, "axis 2 is out of bounds for logits of rank 2, expected -2 <= axis < 2.", {"axis": 2}),
-        (ValueError, "logits has rank 0, expected an axis to select along.", {"logits": np.float32(1), "k": 1}),
+        (ValueError, "logits is a scalar, expected", {"logits": 1.0, "k": 1}),
         (ValueError, "implementation='cuda', expected one of", {"implementation": "cuda"}),
         (ValueError, "scale is nan", {"scale": float("nan")}),
         (ValueError, "scale has shape (2,), expected a shape that broadcasts to the logits'", {"scale": np.ones(2)}),

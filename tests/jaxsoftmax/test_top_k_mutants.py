@@ -30,8 +30,8 @@ def planted(mutant: Mutant | None, counts: bool) -> Callable[..., Any]:
         exec(compile(text, str(module.__file__), "exec"), copy.__dict__)
         copies[module] = copy.__dict__
     copies[_selection]["_counting"] = types.SimpleNamespace(**copies[_counting])
-    copies[_top_k]["Selection"] = copies[_selection]["Selection"]
-    copies[_top_k]["probabilities"] = copies[_selection]["probabilities"]
+    for name in ("select", "select_across", "probabilities"):
+        copies[_top_k][name] = copies[_selection][name]
     lower = functools.partial(copies[_top_k]["lower"], may_count=counts)
     mlir.register_lowering(copies[_top_k]["TOP_K"], lower, platform="cpu")
     return copies[_top_k]["top_k_softmax"]

@@ -145,6 +145,15 @@ def test_columns_that_do_not_divide() -> None:
     right(jax.jit(lambda x: selected(jax.lax.with_sharding_constraint(x, cut)))(x), x)
 
 
+def test_float64_compiled_outside_the_context_it_was_lowered_in() -> None:
+    with jax.enable_x64(True):
+        x = put(X.astype(np.float64), COLUMNS[0])
+        lowered, want = jax.jit(selected).lower(x), selected(x)
+    got = lowered.compile()(x)
+    assert got[0].dtype == np.float64
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), got, want)
+
+
 def test_tangents_of_cut_rows(stand_ins: Any) -> None:
     x, t = X[3:4], T[3:4]
     pushed = lambda x, t: jax.jvp(lambda x: selected(x)[0], (x,), (t,))[1]
