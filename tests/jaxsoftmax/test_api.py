@@ -105,10 +105,10 @@ def test_operands_broadcast_with_their_masks(op: str, x: tuple[int, ...], where:
         np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("axis", [np.array([0, 2]), {0, 2}, iter((0, 2)), [np.int8(-3), -1], range(0, 3, 2)], ids=repr)
-def test_axes_of_any_iterable(axis: Any) -> None:
+def test_axes_of_any_iterable() -> None:
     x = RNG.normal(size=(2, 3, 4)).astype(np.float32)
-    np.testing.assert_array_equal(jaxsoftmax.softmax(x, axis), jaxsoftmax.softmax(x, (0, 2)))
+    for axis in (np.array([0, 2]), {0, 2}, iter((0, 2)), [np.int8(-3), -1], range(0, 3, 2)):
+        np.testing.assert_array_equal(jaxsoftmax.softmax(x, axis), jaxsoftmax.softmax(x, (0, 2)), str(axis))
     np.testing.assert_array_equal(jaxsoftmax.logsumexp(x, np.array(1)), jaxsoftmax.logsumexp(x, 1))
 
 
