@@ -101,13 +101,17 @@ def test_skipped():
 
 
 def _beside(folder: Path, tests: str, *flags: str) -> tuple[subprocess.CompletedProcess[str], str]:
-    """The runner's end, and its report, of tests in two processes."""
+    """The runner's output, and its report, of tests in two processes, which are called the same wherever this runs."""
     file = folder / "test_toy.py"
     file.write_text(tests)
     command = [sys.executable, str(ROOT / "tests" / "gpu" / "beside.py"), "--processes=2", *flags, "toy", str(file)]
     settings = {"OUT": str(folder)}
     finished = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
-    return finished, (folder / "toy.txt").read_text()
+    finished.stdout, report = (
+        re.sub(r"[^\s]*/test_toy.py", "test_toy.py", text)
+        for text in (finished.stdout, (folder / "toy.txt").read_text())
+    )
+    return finished, report
 
 
 def test_processes_share_tests_and_none_runs_twice(tmp_path):
