@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.interpreters import mlir
 
@@ -63,6 +64,13 @@ class StandIns:
 
     def ran(self, op: Op) -> set[tuple[int, int, int]]:
         return {(p.rows, p.cols, p.inner) for p in self.problems if p.op is op}
+
+
+@pytest.fixture(autouse=True)
+def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test draws the same numbers whichever ran before it."""
+    if hasattr(request.module, "RNG"):
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
 
 
 @pytest.fixture
