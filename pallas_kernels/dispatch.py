@@ -35,7 +35,8 @@ def decide(problem: Problem, device: Device, *, kernel: str | None = None, confi
     order = heuristics.order(problem, device)
     chosen = next((name for name in ((kernel,) if kernel else order) if refusals[name] is None), None)
     if chosen is None:
-        declined = tuple((name, why or "not asked for") for name, why in refusals.items())
+        left_out = "not asked for" if kernel else "slower than XLA for so few, so long rows"
+        declined = tuple((name, why or left_out) for name, why in refusals.items())
         return Decision(problem, device, None, None, "no kernel takes the problem", declined, 0)
     rung = softmax.LADDER[chosen]
     source = "by the heuristic" if config is None else "asked for"

@@ -22,17 +22,10 @@ from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
-MAX_ALONE = 16 * heuristics.MIB  # bytes of a row: grid.py takes all shorter ones
-
 
 def unsupported(problem: Problem, device: Device) -> str | None:
-    """What no kernel takes, and rows so few and long that multiprocessors without one would idle all along."""
-    if reason := declines_any(problem):
-        return reason
-    size = problem.operands * problem.max_vectors * mosaic.VECTOR_BYTES
-    if problem.rows < device.sm_count and size > MAX_ALONE:
-        return f"a row of {size} bytes to a block leaves multiprocessors idle, and there are {problem.rows} of them"
-    return None
+    """Only what no kernel takes."""
+    return declines_any(problem)
 
 
 def _fold(problem: Problem, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):

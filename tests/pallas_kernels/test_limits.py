@@ -48,7 +48,7 @@ def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
 def test_few_long_rows_are_not_walked_by_a_block_each():
     reasons = declined(Problem(Op.SOFTMAX, 1, 9_830_400, DTYPES[1]))
     assert "600 blocks leaves 424 slots" in reasons["grid"]
-    assert "multiprocessors idle" in reasons["online"]
+    assert "slower than XLA" in reasons["online"]
     assert dispatch.decide(Problem(Op.SOFTMAX, 200, 9_830_400, DTYPES[1]), H200).kernel == "online"
 
 
