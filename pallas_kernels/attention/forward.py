@@ -36,8 +36,8 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return limits.declines_any(problem, widest=256)
 
 
-def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) -> None:
-    """`visit(place, span, steps)` for each tile of queries of this block, after `steps` tiles of keys."""
+def _each_tile(block: Block, visit: Callable[[jax.Array, Place, Span, jax.Array], None]) -> None:
+    """`visit(slot, place, span, steps)` for each tile of queries of this block, after `steps` tiles of keys."""
     problem, config = block.problem, block.config
     per_head = -(-problem.query_length // config.block_q)
     me = lax.axis_index("block")
@@ -57,7 +57,7 @@ def _each_tile(block: Block, visit: Callable[[Place, Span, jax.Array], None]) ->
         if problem.segments:
             at = batch, lax.rem(tile, jnp.int32(per_head))
             span = schedule.narrowed(span, Span(*(gather.uniform(block.segment_spans[*at, i]) for i in range(4))))
-        visit(place, span, steps)
+        visit(lax.rem(i, jnp.int32(config.query_slots)), place, span, steps)
         return steps + (span.end - span.first)
 
     if config.persistent:
@@ -71,13 +71,14 @@ def _copy(block: Block) -> None:
     problem, config = block.problem, block.config
     group = problem.query_heads // problem.key_heads
 
-    def visit(place: Place, span: Span, steps: jax.Array) -> None:
+    def visit(slot: jax.Array, place: Place, span: Span, steps: jax.Array) -> None:
         key_head = lax.div(place.head, jnp.int32(group))
         for w in range(config.warpgroups):
-            plgpu.barrier_wait(block.query_empty.at[w])
+            mine = slot * config.warpgroups + w
+            plgpu.barrier_wait(block.query_empty.at[mine])
             rows = pl.ds(place.row + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
             at = block.query.at[place.batch, rows, place.head]
-            plgpu.copy_gmem_to_smem(at, block.query_smem.at[w], block.query_full.at[w])
+            plgpu.copy_gmem_to_smem(at, block.query_smem.at[mine], block.query_full.at[mine])
 
         def copy(i: jax.Array, _: None) -> None:
             slot = lax.rem(steps + i, jnp.int32(config.stages))
@@ -122,16 +123,18 @@ def _compute(block: Block) -> None:
     for slot in range(block.config.stages):
         plgpu.barrier_arrive(block.key_empty.at[slot])
         plgpu.barrier_arrive(block.value_empty.at[slot])
-    plgpu.barrier_arrive(block.query_empty.at[warpgroup])
+    for slot in range(block.config.query_slots):
+        plgpu.barrier_arrive(block.query_empty.at[slot * block.config.warpgroups + warpgroup])
 
-    def visit(place: Place, span: Span, steps: jax.Array) -> None:
+    def visit(slot: jax.Array, place: Place, span: Span, steps: jax.Array) -> None:
+        mine = slot * block.config.warpgroups + warpgroup
         place = place._replace(row=place.row + warpgroup * WARPGROUP_ROWS)
         own = schedule.span(block.problem, block.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
         own = schedule.narrowed(span, own) if block.problem.segments else schedule.within(span, own)
-        plgpu.barrier_wait(block.query_full.at[warpgroup])
+        plgpu.barrier_wait(block.query_full.at[mine])
         begin, stop = steps + (span.end - own.end), steps + (span.end - own.first)
         _pass_over(block, steps, begin)
-        state = _fold_keys(block, place, own, begin)
+        state = _fold_keys(block, mine, place, own, begin)
         _pass_over(block, stop, steps + (span.end - span.first))
         _write(block, place, state)
 
@@ -150,10 +153,10 @@ def _pass_over(block: Block, start: jax.Array, stop: jax.Array) -> None:
     lax.fori_loop(start, stop, step, None)
 
 
-def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> State:
-    """All tiles of keys that a warpgroup's rows see folded into their state."""
+def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: jax.Array) -> State:
+    """All tiles of keys that the queries in slot `mine` see folded into their state."""
     config, problem, value_dim = block.config, block.problem, block.value_smem.shape[-1]
-    query = block.query_smem.at[lax.axis_index("warpgroup")]
+    query = block.query_smem.at[mine]
     products_type = ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32)
     out_type = ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
     count = span.end - span.first
@@ -207,7 +210,7 @@ def _fold_keys(block: Block, place: Place, span: Span, steps: jax.Array) -> Stat
     state, weights, _ = fold(problem, config.slack, empty(value_dim), pl.run_scoped(first, products_type))
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
-    plgpu.barrier_arrive(block.query_empty.at[lax.axis_index("warpgroup")])
+    plgpu.barrier_arrive(block.query_empty.at[mine])
     state = state._replace(out=pl.run_scoped(last, out_type))
     plgpu.barrier_arrive(block.value_empty.at[slot(count - 1)])
     return state

@@ -17,7 +17,7 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     if problem.segments:
         # How many tiles of keys are skipped is known on the device alone. Dealt by their causal lengths, 8 documents of
         # 2048 tokens would take 1.2 to 1.7 times what tiles taken by whoever is free do (simulated, not measured).
-        config = dataclasses.replace(config, persistent=False)
+        config = dataclasses.replace(config, persistent=False, query_slots=1)
     return (config,)
 
 
@@ -28,10 +28,15 @@ def _widest(problem: Attention) -> ForwardConfig:
     # bf16, 16384 keys, H200. Slack 8 against 0: heads of 64, 532 and 514 TFLOP/s; of 128, 689 and 693; of 256 (causal),
     # 763 and 723.
     if max(problem.head_dim, problem.value_dim) <= 64:
-        # Two warpgroups: 414.
-        return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8)
+        # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
+        # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
+        slots = 2 if schedule.bounds(problem) != (None, None) or problem.key_length <= 1024 else 1
+        return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, query_slots=slots)
+    if max(problem.head_dim, problem.value_dim) <= 128:
+        # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
+        return ForwardConfig(block_kv=128, warpgroups=2, stages=2, query_slots=2)
     if problem.head_dim + problem.value_dim <= 320:
-        # Tiles of 64 keys: 572, and 652 against 713 for heads of 192 and 128.
+        # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
         return ForwardConfig(block_kv=128, warpgroups=2, stages=2)
     return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
 

@@ -12,7 +12,7 @@ from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-RESERVED_BYTES = 4096  # barriers, lse and alignment
+RESERVED_BYTES = 3072  # barriers, lse and alignment
 
 
 def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
@@ -30,19 +30,19 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
     """Shared memory and barriers of a block; the output leaves through what the rest leaves free."""
-    w, stages = config.warpgroups, config.stages
-    taken = dtype.itemsize * (w * WARPGROUP_ROWS * head_dim + stages * config.block_kv * (head_dim + value_dim))
+    w, stages, queries = config.warpgroups, config.stages, config.query_slots * config.warpgroups
+    taken = dtype.itemsize * (queries * WARPGROUP_ROWS * head_dim + stages * config.block_kv * (head_dim + value_dim))
     free = (hardware.H200.smem_per_cta - RESERVED_BYTES - taken) // (w * WARPGROUP_ROWS * dtype.itemsize)
     tile = columns_of_tile(value_dim, dtype)
     columns = next((c for c in range(value_dim, 0, -tile) if c <= free and value_dim % c == 0), tile)
     return {
-        "query_smem": tiled((w, WARPGROUP_ROWS, head_dim), dtype),
+        "query_smem": tiled((queries, WARPGROUP_ROWS, head_dim), dtype),
         "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
         "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
         "out_smem": tiled((w, WARPGROUP_ROWS, columns), dtype),
         "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
-        "query_full": plgpu.Barrier(num_barriers=w),
-        "query_empty": plgpu.Barrier(num_barriers=w),
+        "query_full": plgpu.Barrier(num_barriers=queries),
+        "query_empty": plgpu.Barrier(num_barriers=queries),
         "key_full": plgpu.Barrier(num_barriers=stages),
         "key_empty": plgpu.Barrier(num_arrivals=w, num_barriers=stages),
         "value_full": plgpu.Barrier(num_barriers=stages),

@@ -42,7 +42,8 @@ def fold(problem: Attention, slack: int, state: State, x: jax.Array) -> tuple[St
     factor = LOG2E * (problem.scale if scores.folds_scale(problem) else 1.0)
     maximum = _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor
     if slack:
-        maximum = jnp.where(maximum > state.max + float(slack), maximum, state.max)
+        # NaN is not below anything, and stays.
+        maximum = jnp.where(maximum <= state.max + float(slack), state.max, maximum)
     else:
         maximum = jnp.maximum(state.max, maximum)
     decay = monoid.decay(state.max, maximum, exp=jnp.exp2)

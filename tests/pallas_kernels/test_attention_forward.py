@@ -112,6 +112,20 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slack", [0, 8])
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_nan_is_not_hidden_in_the_interpreter(name, slack, interpreted):
+    p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
+    arrays = {key: np.array(x) for key, x in operands_of(p).items()}
+    arrays[name][:, 5] = np.nan
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack)
+    out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
+    lost = np.isnan(np.asarray(out, np.float32)).all(axis=(0, 2, 3))
+    np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=(0, 1)))
+    np.testing.assert_array_equal(lost, (np.arange(70) == 5) | (name == "key"))
+
+
 def check_hidden_by_bias(dtype: str, run: Any) -> None:
     """Keys hidden by the numbers that masks are made of elsewhere: all of a row's, its first or its last tiles'."""
     floats = np.finfo(np.float32)
@@ -156,6 +170,18 @@ def test_configs_in_the_interpreter(config, interpreted):
     check(problem_of("window-left", (200, 300), (64, 64), "float16", heads=(2, 2)), config, interpreted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("query_slots", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted, monkeypatch):
+    few = dataclasses.replace(hardware.H200, sm_count=2)
+    monkeypatch.setattr(hardware, "current", lambda: few)
+    p = problem_of(kind, (270, 200), (32, 16), "float16", heads=(2, 1))
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots)
+    assert schedule.deal(p, config, few.sm_count)[:, 0].tolist() == [6, 6]
+    check(p, config, interpreted)
+
+
 SKIPPING = {
     "packed": ({}, (260, 260)),
     "packed-causal": ({"causal_offset": 0, "key_lengths": True, "query_lengths": True}, (260, 260)),
@@ -176,6 +202,7 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted):
 
 # Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
 _MAY_SPILL = 36  # a mask, D = 192/128
+_WIDE_MAY_SPILL = 8  # lengths that are no multiples, D = 256: outside of the loop
 
 
 def compiled_cases() -> list[Attention]:
@@ -191,7 +218,8 @@ def test_compiles_without_spills(p):
     plain = name_of(p).split("-scale-")[-1] in ("", "causal_offset") or name_of(p).endswith("-scale")
     for config in heuristics.forward(p, hardware.H200):
         (report,) = aot.compile_for_h200(lambda *a, config=config: forward.run(p, config, *a), *operands)
-        assert report.spill_bytes <= (0 if plain else _MAY_SPILL), report.ptxas_log
+        most = _MAY_SPILL if not plain else _WIDE_MAY_SPILL if p.head_dim == 256 and p.key_length % 64 else 0
+        assert report.spill_bytes <= most, report.ptxas_log
         assert not [line for line in report.complaints if "C7519" not in line], report.complaints
         assert report.smem <= hardware.H200.smem_per_cta
 
