@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.operands import RANK, Rules, hidden_by_bias
+from pallas_kernels.attention.operands import RANK, Rules
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
@@ -68,8 +68,6 @@ class Fold:
         x = x.reshape(self.kernel_shape(kind, (*lead, *core)))
         if kind == "mask":
             return x.astype(jnp.int8)
-        if kind == "bias":
-            return hidden_by_bias(x)
         if kind == "sinks":
             return x.reshape(-1)
         short = -x.shape[-1] % _GRANULE if kind in _PADDED else 0

@@ -12,6 +12,7 @@ class ForwardConfig:
     `slack`: powers of two by which a row's maximum may grow before what was summed against the old one is rescaled.
     `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile.
     `query_slots`: tiles of queries in shared memory; with 2 the next one arrives while this one is worked on.
+    `bias_slots`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
     `section_mib`: keys and values that the blocks at work at one time share, in the cache.
     """
 
@@ -21,6 +22,7 @@ class ForwardConfig:
     slack: int = 0
     persistent: bool = True
     query_slots: int = 1
+    bias_slots: int = 0
     section_mib: int = 16
 
     @property

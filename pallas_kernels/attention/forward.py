@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import gather, limits, memory, schedule, scores
+from pallas_kernels.attention import forward_bias, gather, limits, memory, schedule, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.memory import ACC
 from pallas_kernels.attention.problem import Attention
@@ -85,6 +85,7 @@ def _copy(block: Block) -> None:
             at = place.batch, pl.ds((span.end - 1 - i) * config.block_kv, config.block_kv), key_head
             plgpu.barrier_wait(block.key_empty.at[slot])
             plgpu.copy_gmem_to_smem(block.key.at[at], block.key_smem.at[slot], block.key_full.at[slot])
+            forward_bias.copy(block, place, (span.end - 1 - i) * config.block_kv, steps + i)
             plgpu.barrier_wait(block.value_empty.at[slot])
             _copy_values(block, at, slot, place.keys - (span.end - 1 - i) * config.block_kv)
 
@@ -123,6 +124,7 @@ def _compute(block: Block) -> None:
     for slot in range(block.config.stages):
         plgpu.barrier_arrive(block.key_empty.at[slot])
         plgpu.barrier_arrive(block.value_empty.at[slot])
+    forward_bias.begin(block)
     for slot in range(block.config.query_slots):
         plgpu.barrier_arrive(block.query_empty.at[slot * block.config.warpgroups + warpgroup])
 
@@ -149,6 +151,7 @@ def _pass_over(block: Block, start: jax.Array, stop: jax.Array) -> None:
         for kind in ("key", "value"):
             plgpu.barrier_wait(getattr(block, f"{kind}_full").at[slot])
             plgpu.barrier_arrive(getattr(block, f"{kind}_empty").at[slot])
+        forward_bias.pass_over(block, i)
 
     lax.fori_loop(start, stop, step, None)
 
@@ -168,9 +171,11 @@ def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: j
         return (span.end - 1 - i) * config.block_kv
 
     def logits(i: jax.Array, edge: Any, products: Callable[[], jax.Array]) -> jax.Array:
-        extras = scores.load_extras(problem, block, place, key(i), config.block_kv)
+        extras = scores.load_extras(problem, block, place, key(i), config.block_kv, copied=config.bias_slots > 0)
         x = products()
         plgpu.barrier_arrive(block.key_empty.at[slot(i)])
+        if config.bias_slots:
+            extras = extras._replace(bias=forward_bias.read(block, steps + i))
         return scores.logits(problem, block, place, extras, x, key(i), edge)
 
     def first(products: Any) -> jax.Array:
@@ -285,7 +290,7 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=memory.scratch(config, head_dim, value_dim, problem.dtype),
+        scratch_types=memory.scratch(problem, config, head_dim, value_dim),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention",
     )(*arrays.values(), deal)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.attention import schedule
+from pallas_kernels.attention import forward_bias, memory, schedule
 from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
@@ -13,7 +13,7 @@ MIB = 2**20
 
 def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay."""
-    config = _widest(problem)
+    config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
     if problem.segments:
         # How many tiles of keys are skipped is known on the device alone. Dealt by their causal lengths, 8 documents of
         # 2048 tokens would take 1.2 to 1.7 times what tiles taken by whoever is free do (simulated, not measured).
@@ -21,9 +21,25 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     return (config,)
 
 
+def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
+    """The widest tiles that fit in shared memory together with the bias' own, if that can be copied."""
+    narrow = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
+    if not forward_bias.can_be_copied(problem):
+        return narrow
+    copied = []
+    if problem.mask is None and not problem.segments:
+        # 2048 tokens, us: heads of 64, 722; three warpgroups and 64 keys 882, no copies 1341. Of 128, 525 (slack 0:
+        # 539); 64 keys 608, no copies 800. Of 256, 439 with 64 keys, no copies 536. A float32 bias: heads of 64, 909,
+        # of 128, 667 with 64 keys; no copies 1509 and 851.
+        warpgroups = 3 if max(problem.head_dim, problem.value_dim) <= 64 else 2
+        copied = [dataclasses.replace(narrow, block_kv=128, warpgroups=warpgroups, bias_slots=1)]
+    copied += [dataclasses.replace(narrow, bias_slots=2, query_slots=2), dataclasses.replace(narrow, bias_slots=1)]
+    return next((c for c in copied if memory.shared_bytes(problem, c) <= device.smem_per_cta), narrow)
+
+
 def _widest(problem: Attention) -> ForwardConfig:
-    if problem.bias is not None or sum((problem.mask is not None, problem.segments)) > 1:
-        # A float32 bias takes as many registers as the scores: with tiles of 128 keys, heads of 128 spill 24 bytes.
+    if problem.mask is not None and problem.segments:
+        # For want of registers.
         return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
     # bf16, 16384 keys, H200. Slack 8 against 0: heads of 64, 532 and 514 TFLOP/s; of 128, 689 and 693; of 256 (causal),
     # 763 and 723.

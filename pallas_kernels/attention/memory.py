@@ -28,14 +28,38 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
-def scratch(config: ForwardConfig, head_dim: int, value_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
+def _operand_bytes(problem: Attention, config: ForwardConfig, head_dim: int, value_dim: int) -> int:
+    """Of queries, keys, values and the bias."""
+    numbers = config.query_slots * config.block_q * head_dim + config.stages * config.block_kv * (head_dim + value_dim)
+    bias = 0 if problem.bias_dtype is None else config.bias_slots * problem.bias_dtype.itemsize
+    return numbers * problem.dtype.itemsize + bias * config.block_q * config.block_kv
+
+
+def shared_bytes(problem: Attention, config: ForwardConfig) -> int:
+    """What a block takes at least: the output may leave by a few columns at a time."""
+    head_dim, value_dim = (-(-size // 16) * 16 for size in (problem.head_dim, problem.value_dim))
+    columns = columns_of_tile(value_dim, problem.dtype)
+    out = config.block_q * columns * problem.dtype.itemsize
+    return RESERVED_BYTES + _operand_bytes(problem, config, head_dim, value_dim) + out
+
+
+def scratch(problem: Attention, config: ForwardConfig, head_dim: int, value_dim: int) -> dict[str, Any]:
     """Shared memory and barriers of a block; the output leaves through what the rest leaves free."""
     w, stages, queries = config.warpgroups, config.stages, config.query_slots * config.warpgroups
-    taken = dtype.itemsize * (queries * WARPGROUP_ROWS * head_dim + stages * config.block_kv * (head_dim + value_dim))
+    dtype, slots = problem.dtype, config.bias_slots
+    taken = _operand_bytes(problem, config, head_dim, value_dim)
+    biases = {}
+    if slots:
+        assert problem.bias_dtype is not None
+        biases = {
+            "bias_smem": tiled((slots, config.block_q, config.block_kv), problem.bias_dtype),
+            "bias_full": plgpu.Barrier(num_barriers=slots),
+            "bias_empty": plgpu.Barrier(num_arrivals=w, num_barriers=slots),
+        }
     free = (hardware.H200.smem_per_cta - RESERVED_BYTES - taken) // (w * WARPGROUP_ROWS * dtype.itemsize)
     tile = columns_of_tile(value_dim, dtype)
     columns = next((c for c in range(value_dim, 0, -tile) if c <= free and value_dim % c == 0), tile)
-    return {
+    return biases | {
         "query_smem": tiled((queries, WARPGROUP_ROWS, head_dim), dtype),
         "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
         "value_smem": tiled((stages, config.block_kv, value_dim), dtype),

@@ -65,18 +65,6 @@ def all_leading(operands: Operands) -> tuple[int, ...]:
     return jnp.broadcast_shapes(*(leading(getattr(operands, name), name) for name in operands.present))
 
 
-_HIDDEN = -(2.0**27)
-
-
-def hidden_by_bias(bias: jax.Array) -> jax.Array:
-    """A kernel's bias, with -inf for the large negative numbers by which others hide keys, from -1.4e8 on.
-
-    A kernel finds `exp2(x * log2(e) - m)` in one fused operation, with `m` rounded: of a row, or of its first tile,
-    that has nothing but such numbers, the difference is no more near 0, and the power overflows.
-    """
-    return jnp.where(bias < _HIDDEN, -jnp.inf, bias)
-
-
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x` summed along the axes in which `shape` has an extent of 1."""
     axes = tuple(d for d, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want)

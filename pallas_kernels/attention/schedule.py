@@ -112,8 +112,12 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     ]
     length = np.array([s.end - s.first for s in spans])
     longest_first = np.argsort(-length, kind="stable")
+    in_turn = np.arange(heads)
+    if problem.bias is not None and problem.bias[0] == 1:
+        # Sequence after sequence of a head, whose bias they share in the cache.
+        in_turn = in_turn.reshape(problem.batch, -1).T.ravel()
     sections = [
-        np.add.outer(longest_first, np.arange(start, min(start + section, heads)) * per_head).ravel()
+        np.add.outer(longest_first, in_turn[start : start + section] * per_head).ravel()
         for start in range(0, heads, section)
     ]
     tiles = np.concatenate(sections).astype(np.int32)

@@ -34,10 +34,10 @@ class Extras(NamedTuple):
     mask: jax.Array | None
 
 
-def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int) -> Extras:
-    """The tile of `keys` keys from `key` on."""
+def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int, *, copied: bool) -> Extras:
+    """The tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
     corner = place.batch, place.head, place.row, key
-    bias = gather.load_tile(refs.bias, corner, keys) if problem.bias else None
+    bias = gather.load_tile(refs.bias, corner, keys) if problem.bias and not copied else None
     mask = gather.load_tile(refs.mask, corner, keys) if problem.mask else None
     return Extras(bias, mask)
 

@@ -15,6 +15,9 @@ from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import ROW, WGMMA
 from pallas_kernels.elementary import LOG2E
 
+# What others add to logits to hide keys is larger. The weights are `exp2(x * log2(e) - m)` in one fused operation, with
+# `m` rounded: in a row that has nothing else the difference is no more near 0 from here on, and the power overflows.
+_HIDDEN = -(2.0**27)
 PARTIAL_SUMS = 8  # columns over which a row's sum stays spread until its end: no shuffles on the way
 
 
@@ -41,6 +44,8 @@ def fold(problem: Attention, slack: int, state: State, x: jax.Array) -> tuple[St
     """
     factor = LOG2E * (problem.scale if scores.folds_scale(problem) else 1.0)
     maximum = _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor
+    if problem.bias is not None:
+        maximum = jnp.where(maximum < _HIDDEN, -jnp.inf, maximum)
     if slack:
         # NaN is not below anything, and stays.
         maximum = jnp.where(maximum <= state.max + float(slack), state.max, maximum)

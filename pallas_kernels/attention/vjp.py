@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import reference
-from pallas_kernels.attention.operands import Operands, Rules, hidden_by_bias
+from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.attention.problem import Attention, Op
 
 
@@ -59,8 +59,7 @@ def _run(op: Op, rules: Rules, operands: Operands, *rest: jax.Array) -> Any:
     if decision.kernel is None:
         return None
     mask = operands.mask if operands.mask is None else operands.mask.astype(jnp.int8)
-    bias = operands.bias if operands.bias is None else hidden_by_bias(operands.bias)
-    return decision.run(*(x for x in operands._replace(mask=mask, bias=bias) if x is not None), *rest)
+    return decision.run(*(x for x in operands._replace(mask=mask) if x is not None), *rest)
 
 
 def problem_of(op: Op, rules: Rules, operands: Operands) -> Attention:

@@ -43,7 +43,10 @@ def problem_of(
 ) -> Attention:
     sizes = {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
     shapes = {name: tuple(sizes[letter] for letter in kind[name]) for name in ("bias", "mask") if name in kind}
-    return Attention(op, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **{"scale": dims[0] ** -0.5} | kind | shapes)
+    given: dict[str, Any] = {"scale": dims[0] ** -0.5} | kind | shapes
+    if "bias" in kind:
+        given.setdefault("bias_dtype", jnp.dtype("float32" if op is Op.FORWARD else dtype))
+    return Attention(op, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
 
 
 def name_of(p: Attention) -> str:
@@ -61,7 +64,7 @@ def operands_of(p: Attention, ids: str = "few") -> dict[str, Any]:
         x: rng.standard_normal(shape).astype(p.dtype) for x, shape in zip(QKV, shapes, strict=True)
     }
     if p.bias:
-        arrays["bias"] = rng.standard_normal(p.bias).astype(np.float32 if p.op is Op.FORWARD else p.dtype)
+        arrays["bias"] = rng.standard_normal(p.bias).astype(p.bias_dtype)
     if p.mask:
         arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
     if p.query_lengths:

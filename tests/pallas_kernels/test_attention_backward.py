@@ -198,6 +198,28 @@ SKIPPING = {
 
 
 @pytest.mark.slow
+def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
+    """What masks are made of elsewhere is as good as -inf, for a row that has nothing else too."""
+    p = dataclasses.replace(
+        problem_of("bias", (70, 64), (32, 32), "bfloat16", heads=(1, 1)), batch=1, bias=(1, 1, 70, 64)
+    )
+    arrays = dict(zip((*QKV, "bias"), all_operands_of(p), strict=False))
+    found = []
+    for number in (-np.inf, -1e10, -1e30):
+        bias = np.array(arrays["bias"])
+        bias[..., 7, :], bias[..., 9, :40] = number, number
+        hidden = np.where(bias < -(2.0**27), -np.inf, bias.astype(np.float64))
+        truth = attention_oracle.forward(*(arrays[name] for name in QKV), hidden, **rules_of(p, arrays))
+        assert np.isneginf(truth.lse[..., 7]).all()
+        out, lse = truth.out.astype(p.dtype), truth.lse.astype(np.float32)
+        operands = [arrays[name] for name in QKV] + [bias, out, lse, np.ones_like(out), np.ones_like(lse)]
+        got = interpreted(decided(p).run, *map(jnp.asarray, operands))
+        found.append([np.asarray(x, np.float32) for x in got])
+        assert all(np.isfinite(x).all() for x in found[-1])
+        jax.tree.map(np.testing.assert_array_equal, found[-1], found[0])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SKIPPING)
 def test_segments_that_skip_in_the_interpreter(interpreted, name):

@@ -17,7 +17,6 @@ from attention_cases import QKV, name_of, operands_of, rules_of
 from pallas_kernels import hardware
 from pallas_kernels.attention import forward, heuristics, schedule
 from pallas_kernels.attention.configs import ForwardConfig
-from pallas_kernels.attention.operands import hidden_by_bias
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 799), (63, 64), (64, 63), (113, 239), (128, 128), (239, 113), (799, 1024), (1024, 799))
@@ -136,10 +135,10 @@ def check_hidden_by_bias(dtype: str, run: Any) -> None:
         for row, keys in enumerate((slice(0), slice(128), slice(128, None), slice(None))):
             arrays["bias"][..., 4 * i + row, keys] = number
     operands = [jnp.asarray(arrays[name]) for name in QKV]
-    bias = hidden_by_bias(jnp.asarray(arrays["bias"]))
     config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, slack=8)
-    out, lse = run(lambda *a: forward.run(p, config, *a), *operands, bias)
-    truth = attention_oracle.forward(*operands, bias, scale=p.scale)
+    out, lse = run(lambda *a: forward.run(p, config, *a), *operands, jnp.asarray(arrays["bias"]))
+    hidden = np.where(arrays["bias"] < -(2.0**27), -np.inf, arrays["bias"])
+    truth = attention_oracle.forward(*operands, hidden, scale=p.scale)
     np.testing.assert_allclose(np.asarray(out, np.float64), truth.out, atol=0.01)
     np.testing.assert_allclose(lse, truth.lse, rtol=2e-5, atol=2e-5)
 
@@ -180,6 +179,51 @@ def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted, monk
     config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots)
     assert schedule.deal(p, config, few.sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
+
+
+def copied_biases() -> list[Attention]:
+    """Biases in tiles that the copy engine takes, and beside them some that it does not."""
+    shapes, dims = (
+        itertools.cycle(("1NTS", "B1TS", "BNTS", "11TS")),
+        ((64, 64), (128, 128), (256, 256), (192, 128), (40, 72)),
+    )
+    found = []
+    for lengths in ((200, 264), (1000, 520), (70, 1003), (1, 8)):
+        for of_heads, dtype in itertools.product(dims, ("float32", "bfloat16", "float16")):
+            kind = {"bias": next(shapes), "bias_dtype": jnp.dtype(dtype)}
+            if len(found) % 3 == 0:
+                kind |= {"causal_offset": 3, "sinks": True}
+            found.append(attention_cases.problem_of(Op.FORWARD, kind, lengths, of_heads, "bfloat16", (4, 2)))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", copied_biases(), ids=lambda p: f"{name_of(p)}-{p.bias_dtype}-{p.bias}")
+def test_biases(p):
+    check(p, heuristics.forward(p, hardware.H200)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias_slots", [0, 1, 2])
+@pytest.mark.parametrize("shape, dtype", [("1NTS", "float32"), ("BNTS", "bfloat16"), ("B1TS", "float16")])
+def test_biases_in_the_interpreter(shape, dtype, bias_slots, interpreted):
+    kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
+    p = attention_cases.problem_of(Op.FORWARD, kind, (150, 200), (32, 16), "bfloat16", (2, 1))
+    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, bias_slots=bias_slots), interpreted)
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_biases_compile_without_spills(dims, dtype):
+    kind = {"bias": "1NTS", "bias_dtype": jnp.dtype(dtype)}
+    p = attention_cases.problem_of(Op.FORWARD, kind, (2048, 2048), dims, "bfloat16", (4, 2))
+    (config,) = heuristics.forward(p, hardware.H200)
+    assert config.bias_slots or (dims, dtype) == ((256, 256), "float32")
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
+    (report,) = aot.compile_for_h200(lambda *a: forward.run(p, config, *a), *operands)
+    assert report.spill_bytes <= (12 if dims == (64, 64) else 0), report.ptxas_log
+    assert report.smem <= hardware.H200.smem_per_cta
 
 
 SKIPPING = {
