@@ -85,7 +85,7 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
 
 
 def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
-    """32 KiB of operands to a block, in rows over 64 MiB more, and a lag that the cache holds beside what is written."""
+    """32 KiB of operands to a block, over 64 MiB a row more, and a lag that the cache holds beside what is written."""
     # f32, N = 262144, H200: a lag of 8 MiB takes 3.52 TB/s, 10 to 12 3.71, 16 3.63, 24 3.03. Where the cache holds all:
     # 64 rows of 131072, 24.7 us with 8 MiB and 22.6 with 16.
     lag = (16 if _fits_cache(problem) else 12) * MIB
