@@ -209,8 +209,8 @@ def _row_op(
 
 def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
     """The operand and the factor that its primitive fuses: 1 where the operand had to be multiplied beforehand."""
-    if isinstance(factor, float) and 0 < factor < math.inf:
-        return x, factor
+    if isinstance(factor, float) and 0 < abs(factor) < math.inf:
+        return (x if factor > 0 else -x), abs(factor)
     wide = accumulator_dtype(x.dtype)
     return x.astype(wide) * jnp.asarray(factor, wide), 1.0
 

@@ -60,7 +60,9 @@ def select(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: float) -> 
     if n < chunks.shape[-2] * c:
         # What fills the last chunk up comes after the row's last element, and is not told from it.
         places = jnp.minimum(places, n - 1)
-    y = reference.softmax(values, axes=(len(flat) - 1,), known=Stats(*row)).astype(chunks.dtype)
+    y = reference.softmax(reference.below(values, row[0][..., None]), axes=(len(flat) - 1,), known=Stats(*row)).astype(
+        chunks.dtype
+    )
     among, nan = (values, places, _bits(y)), _bits(jnp.asarray(jnp.nan, y.dtype))
     if k == 1:
         found = [part[..., None] for part in _reduce(_earlier, (-jnp.inf, n - 1, nan), among)]

@@ -53,7 +53,7 @@ def cross_entropy(
     """Each row's loss, times its weight if `weighted`, and with `stats` its state, of ignored rows if of `all_rows`."""
     weights, where = _split(rest, weighted)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
-    found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
+    found = _found(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
     return _results(found, labels, weights, stats, **row)
 
 
@@ -62,7 +62,7 @@ def cross_entropy_gradient(
 ) -> list[jax.Array]:
     """Each row's loss without its weight, and the gradient with it."""
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
-    found = _found(numbers, pick(x, labels, **row), _count(x, where, **row))
+    found = _found(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
     return [_of_all(_loss(found, labels, **row), weights, row["axes"]), gradient]
 
 
@@ -159,6 +159,14 @@ def _split(rest: Sequence[Any], weighted: bool) -> tuple[Sequence[Any], Sequence
 def _reading(labels: jax.Array, all_rows: bool) -> jax.Array:
     """The labels to hand to an operation that only asks of them whether it must read the row."""
     return jnp.maximum(labels, 0) if all_rows else labels
+
+
+def _label(
+    pick: Pick, x: jax.Array, labels: jax.Array, numbers: Sequence[jax.Array], where: Sequence[jax.Array], **row: Any
+) -> jax.Array:
+    """The labels' logits, of which only those that a mask excludes can be above the row's maximum."""
+    label = pick(x, labels, **row)
+    return label if where else reference.below(label, numbers[0])
 
 
 def _found(numbers: Any, label: jax.Array, count: Any) -> Found:

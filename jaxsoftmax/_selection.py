@@ -110,6 +110,7 @@ def select(
 
 def probabilities(values: jax.Array, maximum: jax.Array, total: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Of selected `values` among all of a row, rounded."""
+    values = reference.below(values, maximum[..., None])
     return reference.softmax(values, axes=(values.ndim - 1,), known=Stats(maximum, total)).astype(dtype)
 
 

@@ -1,5 +1,6 @@
 """Elementary functions inside the kernels, as accurate as XLA's and cheap enough to hide behind the memory."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -9,21 +10,22 @@ import jax.numpy as jnp
 LOG2E = math.log2(math.e)
 
 
-def exp_16bit(d: jax.Array) -> jax.Array:
-    """`exp` for weights that end in 16 bits: one multiplication and one MUFU; relative error about |d| * 2^-24."""
-    return jnp.exp2(d * LOG2E)
+def exp_16bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
+    """`exp(unit * d)` for weights that end in 16 bits: a multiplication and a MUFU; relative error |unit d| * 2^-24."""
+    return jnp.exp2(d * (unit * LOG2E))
 
 
-def exp_32bit(d: jax.Array) -> jax.Array:
-    """`exp` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `d = n log(2) + r` split without rounding.
+def exp_32bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
+    """`exp(unit * d)` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `unit d = n log(2) + r`.
 
-    Results below 2^-149 are 0; -inf gives 0 and NaN stays.
+    That is split without rounding, where the compiler contracts the product. Results below 2^-149 are 0; -inf gives 0
+    and NaN stays.
     """
     round_to_integer = 1.5 * 2.0**23
     ln2_high, ln2_low = 0.693359375, -2.12194440e-4
-    d = jnp.maximum(d, -104.0)
-    n = (d * LOG2E + round_to_integer) - round_to_integer
-    r = (d - n * ln2_high) - n * ln2_low
+    d = jnp.maximum(d, -104.0 / unit)
+    n = (d * (unit * LOG2E) + round_to_integer) - round_to_integer
+    r = ((d if unit == 1.0 else d * unit) - n * ln2_high) - n * ln2_low
     return jnp.exp2(n) * jnp.exp2(r * LOG2E)
 
 
@@ -57,9 +59,9 @@ def tanh_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
     return tanh_32bit if dtype.itemsize == 4 else tanh_16bit
 
 
-def exp_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
-    """The `exp` whose error disappears in the rounding of `dtype`."""
-    return exp_32bit if dtype.itemsize == 4 else exp_16bit
+def exp_for(dtype: jnp.dtype, unit: float = 1.0) -> Callable[[jax.Array], jax.Array]:
+    """The `exp` of numbers of units whose error disappears in the rounding of `dtype`."""
+    return functools.partial(exp_32bit if dtype.itemsize == 4 else exp_16bit, unit=unit)
 
 
 def log(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ KIB, MIB = 1024, 1024**2
 
 def order(problem: Problem, device: Device) -> tuple[str, ...]:
     """The rungs, fastest first; the first one that accepts the problem runs it. Without those slower than XLA."""
-    if _row_bytes(problem) > 16 * MIB and problem.rows < device.sm_count:
+    if _row_bytes(problem) > 256 * MIB and problem.rows < device.sm_count:
         # Online, a row to a block would leave multiprocessors idle (not measured).
         return ("grid",)
     # Two blocks on a multiprocessor still beat a cluster: bf16, N = 50257, 3.99 against 3.51 TB/s, H200.
@@ -85,11 +85,12 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
 
 
 def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
-    """32 KiB of operands to a block, and a lag that the cache holds beside what is written."""
+    """32 KiB of operands to a block, over 64 MiB a row more, and a lag that the cache holds beside what is written."""
     # f32, N = 262144, H200: a lag of 8 MiB takes 3.52 TB/s, 10 to 12 3.71, 16 3.63, 24 3.03. Where the cache holds all:
     # 64 rows of 131072, 24.7 us with 8 MiB and 22.6 with 16.
     lag = (16 if _fits_cache(problem) else 12) * MIB
-    blocks = max(-(-_row_bytes(problem) // (32 * KIB)), 2)
+    # Each block reads what all have found: of 2048 that takes 64 registers a quantity, of 8192 registers spill.
+    blocks = min(max(-(-_row_bytes(problem) // (32 * KIB)), 2), 2048)
     return (GridConfig(blocks=blocks, warpgroups=2, registers=2, lag=-(-lag // _row_bytes(problem))),)
 
 

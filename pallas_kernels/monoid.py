@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Exp = Callable[[jax.Array], jax.Array]
 
@@ -38,6 +39,35 @@ def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp) -> jax.Array:
     Zero, not NaN, where `to` is -inf, so that the identity merges with itself. +inf and NaN give NaN.
     """
     return exp(frm - jnp.where(to == -jnp.inf, jnp.zeros_like(to), to))
+
+
+def exp_in(unit: float) -> Exp:
+    """`exp` of numbers that are counted in `unit`."""
+    return jnp.exp if unit == 1.0 else lambda d: jnp.exp(d * unit)
+
+
+def scaled(state: Stats, unit: float, *, exp: Exp = jnp.exp) -> Stats:
+    """`state`, whose maximum is counted in `unit`, with a maximum that is not.
+
+    That is rounded, and the sum is then relative to it as rounded, unless it is so large that this takes off 1 or more.
+    """
+    if unit == 1.0:
+        return state
+    maximum = state.max * unit
+    taken = _rest_of_product(state.max, unit, maximum)
+    return Stats(maximum, state.sum * exp(jnp.where(jnp.abs(taken) < 1, taken, jnp.zeros_like(taken))))
+
+
+def _rest_of_product(x: jax.Array, factor: float, product: jax.Array) -> jax.Array:
+    """`factor * x - product` of a rounded product, by halves whose products are exact, contracted or not."""
+    dtype = np.dtype(x.dtype)
+    words, low_bits = (np.int32, 12) if dtype.itemsize == 4 else (np.int64, 27)
+    high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, words) & words(-(1 << low_bits)), dtype)
+    low = x - high
+    whole = np.asarray(factor, dtype)
+    f_high = (whole.view(words) & words(-(1 << low_bits))).view(dtype)
+    f_high, f_low = float(f_high), float(whole - f_high)
+    return ((high * f_high - product) + high * f_low) + low * f_high + low * f_low
 
 
 def combine[S: tuple[jax.Array, ...]](a: S, b: S, *, exp: Exp = jnp.exp) -> S:

@@ -80,6 +80,14 @@ class Problem:
         return 2 if self.op.is_linear else 1
 
     @property
+    def unit(self) -> float:
+        """What kernels count the logits in, which is above 0: they multiply differences by it, and results.
+
+        A product that is rounded in the maximum, but contracted with the subtraction elsewhere, would not cancel.
+        """
+        return abs(self.scale) if self.soft_cap is None else self.soft_cap
+
+    @property
     def max_vectors(self) -> int:
         """The most 16-byte vectors that a row can touch, whatever its alignment."""
         v = 16 // self.dtype.itemsize

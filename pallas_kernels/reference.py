@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.monoid import Stats, decay, log_normalizer
+from pallas_kernels.monoid import Stats, decay, exp_in, log_normalizer, scaled
 from pallas_kernels.problem import IGNORED
 
 Axes = tuple[int, ...]
@@ -28,19 +28,58 @@ def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Arr
     return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
 
 
-def _logits(x: jax.Array, where: jax.Array | None, scale: float, soft_cap: float | None = None) -> jax.Array:
-    z = logits(x, scale, soft_cap)
+def below(z: jax.Array, maximum: jax.Array) -> jax.Array:
+    """`z`, which is nowhere above its row's `maximum`: it only says so, to a compiler.
+
+    One that contracts a product in `z` with the subtraction of the maximum rounds the maximum alone. Of logits beyond
+    1e9 the difference, no more 0, overflows.
+    """
+    return jnp.where(z > maximum, maximum, z)
+
+
+def _held(z: jax.Array, where: jax.Array | None) -> jax.Array:
     return z if where is None else jnp.where(where, z, -jnp.inf)
 
 
-def _lift(z: jax.Array, axes: Axes, known: Stats | None = None) -> tuple[jax.Array, Stats]:
-    """Weights relative to the row's maximum, and the row's state, with the reduced axes kept."""
-    if known is not None:
-        known = Stats(*(jnp.expand_dims(part, axes) for part in known))
-        return decay(z, known.max), known
+def _logits_below(
+    x: jax.Array, where: jax.Array | None, maximum: jax.Array, scale: float, soft_cap: float | None = None
+) -> jax.Array:
+    z = _held(logits(x, scale, soft_cap), where)
+    return z if scale == 1.0 and soft_cap is None else below(z, maximum)
+
+
+def _in_units(x: jax.Array, scale: float, soft_cap: float | None = None) -> tuple[jax.Array, float]:
+    """The logits as multiples of a unit above 0, and the unit: differences are exact before they are multiplied."""
+    unit = abs(scale) if soft_cap is None else soft_cap
+    info = jnp.finfo(accumulator_dtype(x.dtype))
+    if not info.tiny <= unit <= info.max:
+        return logits(x, scale, soft_cap), 1.0
+    return (logits(x, math.copysign(1.0, scale)) if soft_cap is None else jnp.tanh(logits(x, scale) / soft_cap)), unit
+
+
+def _times(x: jax.Array, unit: float) -> jax.Array:
+    return x if unit == 1.0 else x * unit
+
+
+def _lift(z: jax.Array, axes: Axes, unit: float) -> tuple[jax.Array, Stats]:
+    """Weights relative to the row's maximum, and the row's state, with the reduced axes kept: of logits in a unit."""
     m = jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
-    weights = decay(z, m)
+    weights = decay(z, m, exp=exp_in(unit))
     return weights, Stats(m, weights.sum(axes, keepdims=True))
+
+
+def _rows(
+    x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How far logits are from the row's maximum, their weights, and the sum of these, of a state that may be known."""
+    if known is not None:
+        maximum, total = (jnp.expand_dims(part, axes) for part in known)
+        z = _logits_below(x, where, maximum, scale)
+        return z - maximum, decay(z, maximum), total
+    z, unit = _in_units(x, scale)
+    z = _held(z, where)
+    weights, state = _lift(z, axes, unit)
+    return _times(z - state.max, unit), weights, state.sum
 
 
 def softmax(
@@ -50,8 +89,8 @@ def softmax(
 
     `known` is the rows' state where it came from elsewhere, as when `x` is one device's part of the columns.
     """
-    weights, stats = _lift(_logits(x, where, scale), axes, known)
-    y = (weights / stats.sum).astype(x.dtype)
+    _, weights, total = _rows(x, where, axes, scale, known)
+    y = (weights / total).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.zeros((), y.dtype))
 
 
@@ -59,15 +98,15 @@ def log_softmax(
     x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
 ) -> jax.Array:
     """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`."""
-    z = _logits(x, where, scale)
-    _, stats = _lift(z, axes, known)
-    y = ((z - stats.max) - jnp.log(stats.sum)).astype(x.dtype)
+    distance, _, total = _rows(x, where, axes, scale, known)
+    y = (distance - jnp.log(total)).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
 
 
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
     """The rows' states, `axes` removed."""
-    _, kept = _lift(_logits(x, where, scale), axes)
+    z, unit = _in_units(x, scale)
+    kept = scaled(_lift(_held(z, where), axes, unit)[1], unit)
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
 
 
@@ -75,11 +114,11 @@ def stats_tangent(
     x: jax.Array, where: jax.Array | None, t: jax.Array, maximum: jax.Array, *, axes: Axes, scale: float = 1.0
 ) -> jax.Array:
     """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
-    z = _logits(x, where, scale)
-    t = _logits(t, None, scale)
+    maximum = jnp.expand_dims(maximum, axes)
+    z, t = _logits_below(x, where, maximum, scale), logits(t, scale)
     keep = lambda x: x if where is None else jnp.where(where, x, jnp.zeros((), x.dtype))
     # Both selections: a tangent may be anything where x is masked out, and the cotangent of a row of none is infinite.
-    out = decay(z, jnp.expand_dims(maximum, axes)) * keep(t)
+    out = decay(z, maximum) * keep(t)
     return keep(out).sum(axes)
 
 
@@ -134,8 +173,8 @@ def log_softmax_cotangent(
 
 
 def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
-    weights, kept = _lift(_logits(x, None, scale), axes, known)
-    return weights / kept.sum
+    _, weights, total = _rows(x, None, axes, scale, known)
+    return weights / total
 
 
 def cross_entropy(
@@ -153,11 +192,11 @@ def cross_entropy(
 
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
-    read, z = labels != IGNORED, logits(x, scale, soft_cap)
-    _, kept = _lift(z if where is None else jnp.where(where, z, -jnp.inf), axes)
+    read, (z, unit) = labels != IGNORED, _in_units(x, scale, soft_cap)
+    kept = scaled(_lift(_held(z, where), axes, unit)[1], unit)
     numbers = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
-        total = (z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True)
+        total = _times((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True), unit)
         numbers.append(jnp.where(read, total, 0.0))
     numbers = [number.squeeze(axes) for number in numbers]
     return tuple(numbers) if smoothing else Stats(*numbers)
@@ -214,7 +253,7 @@ def cross_entropy_slope(
     `x` and `where` have an extent of 1 on `axes`. `count` is the number of columns, where `x` is a part of them.
     """
     z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
-    weights = decay(z if where is None else jnp.where(where, z, -jnp.inf), known.max)
+    weights = decay(_logits_below(x, where, known.max, scale, soft_cap), known.max)
     if where is not None:
         # Where nothing is held the logsumexp in `of_p` is -inf; 0 for `p` alone would leave 0 * inf of infinite rows.
         of_p = jnp.where(known.max == -jnp.inf, 0.0, of_p)

@@ -67,19 +67,21 @@ class Exchange:
     def scratch(self) -> Any:
         return plgpu.SMEM((2, self.quantities, self.slots), jnp.float32)
 
-    def clear(self, slots: jax.Ref) -> None:
-        """Makes the slots without a member neutral, one thread each; the block must `sync` before it reads them."""
+    def clear(self, slots: jax.Ref, warpgroups: int) -> None:
+        """Makes the slots without a member neutral, in turns of the block, which must `sync` before it reads them."""
+        threads = WARPGROUP * warpgroups
 
         def clear_slots(ctx, slots):
             thread = utils.thread_idx()
             for turn in range(2):
                 for q in range(self.quantities):
                     fill = -math.inf if q == 0 and self.quantities > 1 else 0.0
-                    at = (turn * self.quantities + q) * self.slots
-                    spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.spare))
-                    address = arith.addi(shared_address(slots), arith.muli(thread, c32(4)))
-                    address = arith.addi(address, c32(4 * (at + self.members)))
-                    ptx("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
+                    at = (turn * self.quantities + q) * self.slots + self.members
+                    for first in range(0, self.spare, threads):
+                        spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.spare - first))
+                        address = arith.addi(shared_address(slots), arith.muli(thread, c32(4)))
+                        address = arith.addi(address, c32(4 * (at + first)))
+                        ptx("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
 
         if self.spare:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)

@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
 from pallas_kernels.configs import GridConfig
-from pallas_kernels.emit import WARPGROUP, Index
+from pallas_kernels.emit import Index
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
@@ -33,9 +33,6 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     config = heuristics.grid(problem, device)[0]
     if 2 * problem.rows * config.blocks >= 2**31:
         return f"{problem.rows} rows over {config.blocks} blocks each do not fit a grid of 2^31 blocks"
-    _, far = _exchanges(problem, config)
-    if far.spare > (threads := WARPGROUP * config.warpgroups):
-        return f"a row over {config.blocks} blocks leaves {far.spare} slots to clear, and a block has {threads} threads"
     if (needed := shared_bytes(problem, config)) >= device.smem_per_cta:
         return f"a row over {config.blocks} blocks needs {needed} bytes of shared memory in each"
     return None
@@ -82,8 +79,8 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
     near, far = _exchanges(problem, config)
     *slot, barrier, ticket, near_slots, far_slots = scratch
     asynchronous.start_barriers(barrier, (problem.operands,))
-    near.clear(near_slots)
-    far.clear(far_slots)
+    near.clear(near_slots, config.warpgroups)
+    far.clear(far_slots, config.warpgroups)
     scopes.take_ticket(words, ticket)
     scopes.sync_block(config.warpgroups)
     writes, row, member = _task(problem, config, ticket[0])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import elementary, heuristics, mosaic
+from pallas_kernels import heuristics, mosaic
 from pallas_kernels.configs import NaiveConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
@@ -37,7 +37,7 @@ def _tile(problem: Problem) -> mosaic.Tile:
 
 def _body(operands: Operands) -> None:
     problem = operands.problem
-    op, exp = problem.op, elementary.exp_for(problem.dtype)
+    op, exp = problem.op, row_ops.exp_for(problem)
     tile = _tile(problem)
     row, steps = lax.axis_index("rows") * tile.rows, problem.max_vectors
     labelled = operands.labelled(row, tile)

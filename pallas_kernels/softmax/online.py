@@ -13,7 +13,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import elementary, heuristics, monoid, mosaic, scopes
+from pallas_kernels import heuristics, monoid, mosaic, scopes
 from pallas_kernels.configs import OnlineConfig
 from pallas_kernels.emit import WARPGROUP
 from pallas_kernels.hardware import Device
@@ -39,7 +39,7 @@ def _fold(problem: Problem, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, 
 
 def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange: Exchange) -> None:
     problem = operands.problem
-    op, exp = problem.op, elementary.exp_for(problem.dtype)
+    op, exp = problem.op, row_ops.exp_for(problem)
     row = lax.axis_index("rows")
     warpgroup = lax.axis_index("warpgroup")
     tile = mosaic.Tile(problem.dtype, config.registers)

@@ -47,6 +47,11 @@ def fills(problem: Problem) -> tuple[float, ...]:
     return (-math.copysign(math.inf, problem.scale), 0.0)[: problem.operands]
 
 
+def exp_for(problem: Problem) -> Exp:
+    """The `exp` of differences of the problem's logits, which are in its unit."""
+    return elementary.exp_for(problem.dtype, problem.unit)
+
+
 def has_max(op: Op) -> bool:
     """Whether the operation exponentiates its first operand."""
     return op is not Op.SOFTMAX_TANGENT
@@ -116,8 +121,18 @@ def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
     return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
 
 
+def in_one(problem: Problem, numbers: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """A row's numbers as results, which are not counted in the problem's unit."""
+    state = monoid.scaled(monoid.Stats(*numbers[:2]), problem.unit, exp=elementary.exp_32bit)
+    return *state, *(_times_unit(problem, total) for total in numbers[2:])
+
+
+def _times_unit(problem: Problem, x: jax.Array) -> jax.Array:
+    return x if problem.unit == 1.0 else x * problem.unit
+
+
 def numbers(stats: RowStats, labelled: Labelled | None) -> tuple[jax.Array, ...]:
-    """The whole row's statistics as results: neutral for rows that are not read."""
+    """The whole row's statistics: neutral for rows that are not read."""
     assert stats.max is not None
     own = (stats.max, *stats.sums)
     if labelled is None:
@@ -138,7 +153,8 @@ def with_factors(problem: Problem, stats: RowStats, labelled: Labelled | None) -
     weights = jnp.where(labelled.labels >= 0, weights, jnp.zeros_like(weights))
     slope = weights
     if problem.z_loss:
-        slope = weights * (1.0 + (2.0 * problem.z_loss) * (maximum + elementary.log(total)))
+        lse = _times_unit(problem, maximum) + elementary.log(total)
+        slope = weights * (1.0 + (2.0 * problem.z_loss) * lse)
     smooth = (weights * (problem.smoothing / problem.cols),) if has_total(problem) else ()
     return RowStats(stats.max, stats.sums, (slope * (1.0 / total), *smooth))
 
@@ -159,7 +175,7 @@ def result(
             out = out - each(factor)
         return _bent(problem, out, first)
     if op is Op.LOG_SOFTMAX:
-        return (first - each(stats.max)) - each(elementary.log(stats.sums[0]))
+        return _times_unit(problem, first - each(stats.max)) - each(elementary.log(stats.sums[0]))
     (t,) = others
     if op is Op.LOG_SOFTMAX_TANGENT:
         out = t - each(stats.sums[1] * (1.0 / stats.sums[0]))
@@ -184,11 +200,8 @@ def at_labels(problem: Problem, stats: RowStats, labelled: Labelled, exp: Exp) -
 
 
 def _bent(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
-    """`out` times the derivative of the soft cap, whose result is `z`."""
-    if problem.soft_cap is None:
-        return out
-    tanh = z * (1.0 / problem.soft_cap)
-    return out * (1.0 - tanh * tanh)
+    """`out` times the derivative of the soft cap, whose result is `z`, in its unit the `tanh`."""
+    return out if problem.soft_cap is None else out * (1.0 - z * z)
 
 
 def outside(op: Op) -> float:

@@ -21,6 +21,7 @@ from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 DTYPES = ("float16", "bfloat16", "float32")
 # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
 REDUCTION_SCRATCH = 16
+_LEAST = 2.0**-100  # of a unit: what its exponential needs stays in float32's range
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
@@ -41,8 +42,8 @@ def declines_any(problem: Problem) -> str | None:
         return f"kernels take {', '.join(DTYPES)}; the input is {problem.dtype.name}"
     if problem.inner > 1:
         return f"rows must be contiguous; the reduced elements lie {problem.inner} apart"
-    if not math.isfinite(problem.scale) or problem.scale == 0:
-        return f"kernels take a finite scale other than 0; it is {problem.scale}"
+    if not _LEAST <= abs(problem.scale) <= 1 / _LEAST:
+        return f"kernels take a scale of 2^-100 to 2^100 in size; it is {problem.scale}"
     if problem.elements == 0:
         return "there is nothing to do"
     if problem.rows >= 2**31 - 1024:
@@ -58,8 +59,8 @@ def _declines_cross_entropy(problem: Problem) -> str | None:
         extras = {"a soft cap": problem.soft_cap, "label smoothing": problem.smoothing, "a z loss": problem.z_loss}
         asked = [name for name, value in extras.items() if value]
         return f"only the cross entropy has {' and '.join(asked)}" if asked else None
-    if problem.soft_cap is not None and not 0 < problem.soft_cap < math.inf:
-        return f"kernels take a finite soft cap above 0; it is {problem.soft_cap}"
+    if problem.soft_cap is not None and not _LEAST <= problem.soft_cap <= 1 / _LEAST:
+        return f"kernels take a soft cap of 2^-100 to 2^100; it is {problem.soft_cap}"
     if problem.smoothing and problem.where != "none":
         return "kernels smooth labels over all columns, not over those that a mask holds"
     return None
@@ -98,19 +99,19 @@ class Operands:
         return Labelled(labels, weights, logits, held)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
-        """float32 numbers scaled: to logits, or to what `capped` makes logits of."""
-        scale = self.problem.scale / (self.problem.soft_cap or 1.0)
-        return x if scale == 1.0 else x * scale
+        """float32 numbers as logits in their unit, or as what `capped` makes such of."""
+        scale, cap = self.problem.scale, self.problem.soft_cap
+        factor = math.copysign(1.0, scale) if cap is None else scale / cap
+        return x if factor == 1.0 else x * factor
 
     def capped(self, x: jax.Array) -> jax.Array:
-        """The logits."""
-        cap = self.problem.soft_cap
-        return x if cap is None else cap * elementary.tanh_for(self.problem.dtype)(x)
+        """The logits in their unit."""
+        return x if self.problem.soft_cap is None else elementary.tanh_for(self.problem.dtype)(x)
 
     def in_float32(
         self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False, capped: bool = True
     ) -> Tiles:
-        """Tiles as the operation wants them: float32, the logits scaled, and -inf where the mask does not hold.
+        """Tiles as the operation wants them: float32, the logits in their unit, -inf where the mask does not hold.
 
         With smoothed labels, the logits once more as they count in their sum. `interior`: the tile is inside the row.
         Not `capped`: what has the logits' order, and the greatest of it, `capped`, is their maximum.
@@ -148,7 +149,7 @@ class Operands:
     ) -> None:
         """Writes the result of a tile."""
         problem = self.problem
-        out = row_ops.result(problem, tiles, stats, elementary.exp_for(problem.dtype), tile.broadcast)
+        out = row_ops.result(problem, tiles, stats, row_ops.exp_for(problem), tile.broadcast)
         if self.mask is not None:
             out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
         mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
@@ -159,13 +160,13 @@ class Operands:
         """Corrects a result with labels there, once it is written; `share` as in `numbers.store_element`."""
         if labelled is None:
             return
-        value = row_ops.at_labels(self.problem, stats, labelled, elementary.exp_for(self.problem.dtype))
+        value = row_ops.at_labels(self.problem, stats, labelled, row_ops.exp_for(self.problem))
         value = value.astype(self.problem.dtype)
         numbers.store_element(self.outputs[0], row, labelled.labels, value, tile, **share)
 
     def store_stats(self, stats: RowStats, labelled: Labelled | None, row: jax.Array, tile: mosaic.Tile) -> None:
         """Writes the maximum and the sums of the rows that begin at `row`."""
-        values = row_ops.numbers(stats, labelled)
+        values = row_ops.in_one(self.problem, row_ops.numbers(stats, labelled))
         for ref, value in zip(self.outputs[self.problem.op.gives_rows :], values, strict=True):
             numbers.store(ref, row, value, tile)
 

@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, elementary, mosaic, scopes
+from pallas_kernels import asynchronous, mosaic, scopes
 from pallas_kernels.configs import SharedConfig, StagedConfig
 from pallas_kernels.emit import WARPGROUP, Index
 from pallas_kernels.hardware import Device
@@ -140,7 +140,7 @@ class Share:
 
     def partial_stats(self, slot: list[jax.Ref], row: jax.Array) -> Partial:
         """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
-        op, exp, tile = self.problem.op, elementary.exp_for(self.problem.dtype), self.tile
+        op, exp, tile = self.problem.op, row_ops.exp_for(self.problem), self.tile
         maximum, spread = [], None
         if row_ops.has_max(op):
             lowest = tile.full(-jnp.inf)
@@ -163,7 +163,7 @@ class Share:
 
     def merged(self, exchange: Exchange, everybody: list[jax.Array]) -> RowStats:
         """The statistics of the exchange's members together."""
-        exp = elementary.exp_for(self.problem.dtype)
+        exp = row_ops.exp_for(self.problem)
         return row_ops.merge(self.problem, everybody, exchange.layout, exp, self.tile)
 
     def in_block(self, exchange: Exchange, partial: Partial, slots: jax.Ref) -> RowStats:
@@ -241,7 +241,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
     first_row = group * config.rows
     rows = jnp.minimum(config.rows, problem.rows - first_row)
     asynchronous.start_barriers(barriers, (len(operands.inputs),) * config.slots + (1, 1))
-    exchange.clear(slots)
+    exchange.clear(slots, config.warpgroups)
     if clustered:
         # Copies that start before the cluster has met make it slower: 3.45 against 4.00 TB/s, bf16, N = 32768, H200.
         scopes.cluster_sync()

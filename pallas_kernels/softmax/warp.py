@@ -8,7 +8,7 @@ Traffic: 1 read, 1 write.
 import jax
 from jax import lax
 
-from pallas_kernels import elementary, heuristics, mosaic
+from pallas_kernels import heuristics, mosaic
 from pallas_kernels.configs import WarpConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
@@ -31,7 +31,7 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 
 def _body(operands: Operands, *, config: WarpConfig) -> None:
     problem = operands.problem
-    op, exp = problem.op, elementary.exp_for(problem.dtype)
+    op, exp = problem.op, row_ops.exp_for(problem)
     tile = mosaic.Tile(problem.dtype, config.registers, config.lanes)
     row = lax.axis_index("rows") * tile.rows
     labelled = operands.labelled(row, tile)

@@ -48,6 +48,17 @@ def test_special_rows(op: str) -> None:
     np.testing.assert_array_equal(OURS[op](finite, where=mask)[1], 0.0 if op == "softmax" else -INF)
 
 
+@pytest.mark.parametrize("x", [-1e10, 3e12, -1e30])
+@pytest.mark.parametrize("scale", [0.3, -0.3, 3.7])
+@pytest.mark.parametrize("op", OURS)
+def test_rows_far_from_zero(op: str, scale: float, x: float) -> None:
+    """The product with the scale rounds by more than weights can differ, in the maximum as anywhere."""
+    rows, ones = np.full((2, 1000), x, np.float32), jnp.ones((2, 1000))
+    y, pull = jax.vjp(jax.jit(functools.partial(OURS[op], scale=scale)), rows)
+    np.testing.assert_allclose(y, TRUTH[op](rows, scale=scale), rtol=1e-6)
+    np.testing.assert_allclose(*pull(ones), 0 * ones, atol=1e-6)
+
+
 def test_logsumexp_of_special_rows() -> None:
     np.testing.assert_allclose(
         jaxsoftmax.logsumexp(SPECIAL_ROWS, 1),

@@ -52,6 +52,19 @@ def test_values_and_gradients(op: str, shape: tuple[int, ...], dtype: Any) -> No
     )
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+def test_rows_far_from_zero(implementation: str) -> None:
+    """The interpreter contracts other products than the compilers for a GPU do."""
+    x, labels = jnp.full((64, 4096), -1e10), jnp.arange(64)
+    for op in OPS.values():
+        y = jax.jit(functools.partial(op, scale=0.3, implementation=implementation))(x)
+        np.testing.assert_allclose(y, op(0 * x, implementation="xla"), rtol=1e-5)
+    loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, implementation=implementation)
+    losses, pull = jax.vjp(jax.jit(lambda x: loss(x, labels, scale=0.3)), x)
+    np.testing.assert_allclose(losses, np.log(4096), rtol=1e-5)
+    np.testing.assert_allclose(*pull(jnp.ones(64)), 0.3 * (1 / 4096 - jax.nn.one_hot(labels, 4096)), rtol=1e-5)
+
+
 CROSS_ENTROPIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ignored": {"ignore_index": 3, "weights": 1 / 64},

@@ -176,7 +176,8 @@ def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
     exchange = static.self
     turn, q, spare = np.indices((2, exchange.quantities, exchange.slots - exchange.members))
     fill = np.where((q == 0) & (exchange.quantities > 1), -np.inf, 0.0)
-    machine.scatter(slots, (turn, q, exchange.members + spare), spare // 128 == machine.warpgroup, fill)
+    mine = spare % static.threads // 128 == machine.warpgroup
+    machine.scatter(slots, (turn, q, exchange.members + spare), mine, fill)
 
 
 def _block_sync(machine: Any, static: Any) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import asynchronous, elementary, masks, monoid, mosaic, numbers, scopes
+from pallas_kernels.configs import GridConfig
 from pallas_kernels.problem import Op
 from pallas_kernels.softmax import row_ops, staged
 from tests import top_k_mutants
@@ -96,10 +97,15 @@ class KernelMutant:
     op: Op = Op.SOFTMAX
     rungs: tuple[str, ...] = _ALL
     form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
+    config: Any = None  # in which it shows, if not in any
 
 
 def _unguarded(decay, frm, to, *, exp=jnp.exp):
     return wrong.never_guarded(frm, to, exp=exp)
+
+
+def _rounded_maximum(decay, frm, to, *, exp=jnp.exp):
+    return decay(frm, to * (1.0 + 2.0**-23), exp=exp)
 
 
 def _zero_filled(load, *arguments, fill, **keywords):
@@ -133,11 +139,15 @@ def _first_member(from_grid, exchange, words, row, slots, warpgroups):
     return [jnp.where(jnp.arange(exchange.slots) == 0, x, x * 0) for x in everybody]
 
 
+def _in_one_turn(clear, exchange, slots, warpgroups):
+    return clear(exchange, slots, exchange.slots)
+
+
 def _swapped(read, exchange, slots):
     return read(exchange, slots)[::-1]
 
 
-def _base_2(exp_for, dtype):
+def _base_2(exp_for, dtype, unit):
     return lambda d: jnp.exp2(d)
 
 
@@ -191,6 +201,13 @@ def _gradient(
 
 KERNEL_MUTANTS = (
     KernelMutant("decay_unguarded", "exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, Op.STATS),
+    KernelMutant(
+        "rounded_maximum",
+        "the maximum is rounded once more than what it is subtracted from",
+        monoid.decay,
+        _rounded_maximum,
+        form=(("scale", 0.3),),
+    ),
     KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled, rungs=_STREAMING),
     KernelMutant("store_left_out", "nothing is written", mosaic.store, _left_out),
     KernelMutant("store_next_row", "rows are written one further", mosaic.store, _next_row),
@@ -207,6 +224,15 @@ KERNEL_MUTANTS = (
     KernelMutant("wrong_stride", "quantities take each other's slots", scopes.Exchange.read, _swapped, rungs=_MERGING),
     KernelMutant(
         "slots_not_cleared", "slots without a warp are not cleared", scopes.Exchange.clear, _left_out, rungs=_CLUSTER
+    ),
+    KernelMutant(
+        "slots_cleared_once",
+        "of slots without a block, only as many as threads are cleared",
+        scopes.Exchange.clear,
+        _in_one_turn,
+        rungs=_GRID,
+        form=(("rows", 1),),
+        config=GridConfig(257, 1, 1, 1),
     ),
     KernelMutant(
         "own_warp_in_block",
@@ -312,7 +338,8 @@ _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 def _kernel_killer(mutant: KernelMutant) -> str:
     extras = [] if mutant.op is not Op.CROSS_ENTROPY_GRADIENT else [mutant.op.value]
-    return ", ".join([_KERNELS_TEST, *extras, *(f"`{name}` {value}" for name, value in mutant.form)])
+    extras += [f"`{name}` {value}" for name, value in mutant.form]
+    return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.blocks} blocks"] if mutant.config else [])])
 
 
 def _qualified(function: Callable[..., Any]) -> str:

@@ -48,6 +48,11 @@ def _interpreted():
                     case = _case(rung, Problem(op, ROWS, cols, dtype), config)
                     yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
             config, lengths = INTERPRETED[rung.name][-1]
+            if rung.name == "grid":
+                # More of the exchange's slots are without a block than a block has threads.
+                yield pytest.param(
+                    _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
+                )
             forms = cases.variations(rung, op, dtype, ROWS, min(lengths[-1], 1001))
             for form in forms[i % 2 :: 2] if rung.name in ("cluster", "grid") else forms:
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
@@ -72,6 +77,15 @@ def _interpreted_losses():
 
 def _case(rung: Any, problem: Problem, config: Any) -> cases.Case:
     return cases.default(rung, problem) if config is None else cases.Case(rung, problem, config)
+
+
+def _longest():
+    """Rows of 19, 63 and 153 MiB, few: the exchange has more slots without a block than a block has threads."""
+    for i, op in enumerate(op for op in Op if op is not Op.CROSS_ENTROPY):
+        cols = 9_830_401 if DTYPES[i % 3].itemsize == 2 else 4_980_737
+        yield cases.default(LADDER["grid"], Problem(op, 3, cols, DTYPES[i % 3]))
+    yield cases.default(LADDER["grid"], Problem(Op.SOFTMAX, 2, 33_030_145, DTYPES[1]))
+    yield cases.default(LADDER["grid"], Problem(Op.LOG_SOFTMAX, 1, 40_000_003, DTYPES[2]))
 
 
 def _on_gpu():
@@ -114,10 +128,11 @@ def _slack(case: cases.Case) -> float:
 def _interpreted_slack(case: cases.Case) -> float:
     """On the CPU JAX 0.11.2 takes (x + c) - c for x: `exp_32bit` then errs as exp2(d log2(e)) does, by |d| / 2 ulp.
 
-    d goes down to -104. On a GPU the bound is strict, and so it is with the newest JAX.
+    And by as much again where log2(e) times the unit is rounded. d goes down to -104. On a GPU the bound is strict, and
+    so it is with the newest JAX.
     """
     unrounded = jax.__version__ == "0.11.2" and case.problem.dtype == "float32"
-    return _slack(case) + (52 if unrounded else 0)
+    return _slack(case) + (0 if not unrounded else 52 if case.problem.unit == 1.0 else 104)
 
 
 @pytest.mark.parametrize("case", [*_interpreted(), *_interpreted_losses()], ids=str)
@@ -134,7 +149,7 @@ def _largest_first(cases_on_gpu):
 
 @pytest.mark.gpu
 @pytest.mark.together("case.problem")
-@pytest.mark.parametrize("case", _largest_first(_on_gpu()), ids=str)
+@pytest.mark.parametrize("case", _largest_first([*_on_gpu(), *_longest()]), ids=str)
 def test_on_gpu(case):
     conformance.check(case.run, case.problem, execute=poisoned.execute, slack=_slack(case))
 

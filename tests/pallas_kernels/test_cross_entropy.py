@@ -23,8 +23,8 @@ F32 = jnp.dtype(jnp.float32)
     [
         (Problem(Op.SOFTMAX, 4, 125, F32, soft_cap=30.0), "only the cross entropy has a soft cap"),
         (Problem(Op.STATS, 4, 125, F32, z_loss=0.1), "only the cross entropy has a z loss"),
-        (Problem(Op.CROSS_ENTROPY, 4, 125, F32, soft_cap=0.0), "soft cap above 0"),
-        (Problem(Op.CROSS_ENTROPY_GRADIENT, 4, 125, F32, soft_cap=float("inf")), "soft cap above 0"),
+        (Problem(Op.CROSS_ENTROPY, 4, 125, F32, soft_cap=0.0), "soft cap of 2^-100 to 2^100"),
+        (Problem(Op.CROSS_ENTROPY_GRADIENT, 4, 125, F32, soft_cap=float("inf")), "soft cap of 2^-100 to 2^100"),
         (Problem(Op.CROSS_ENTROPY_GRADIENT, 4, 125, F32, where="full", smoothing=0.1), "over all columns"),
     ],
 )

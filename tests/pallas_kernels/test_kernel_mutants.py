@@ -56,8 +56,8 @@ def plant(monkeypatch, mutant):
 def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
     calls = plant(monkeypatch, mutant)
     config, cols = AT_WORK[rung.name]
-    problem = Problem(mutant.op, ROWS, cols, DTYPES[2], **dict(mutant.form))
-    config = config or rung.configs(problem, H200)[0]
+    problem = Problem(mutant.op, cols=cols, dtype=DTYPES[2], **{"rows": ROWS, **dict(mutant.form)})
+    config = mutant.config or config or rung.configs(problem, H200)[0]
     run = lambda *operands: rung.run(problem, config, *operands)
     jax.clear_caches()
     try:

@@ -3,6 +3,7 @@
 import functools
 
 import hypothesis.extra.numpy as hnp
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -120,6 +121,25 @@ def test_log_normalizer_is_logsumexp(x):
 def test_only_the_logarithm_has_meaning(a, shift):
     other = Stats(a.max - jnp.float32(shift), a.sum * jnp.exp(jnp.float32(shift)))
     np.testing.assert_allclose(monoid.log_normalizer(a), monoid.log_normalizer(other), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("unit", [0.3, 3.7, 1 / 3])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["contracted", "not"])
+def test_a_rounded_maximum_is_made_up_for_in_the_sum(wrap, unit):
+    rng = np.random.default_rng(0)
+    m, total = (1e4 * rng.standard_normal(1000)).astype(np.float32), rng.uniform(1, 9, 1000).astype(np.float32)
+    got = wrap(functools.partial(monoid.scaled, unit=unit))(Stats(jnp.asarray(m), jnp.asarray(total)))
+    product = m.astype(np.float64) * np.float32(unit)
+    np.testing.assert_array_equal(got.max, product.astype(np.float32))
+    truth = total * np.exp(product - np.asarray(got.max, np.float64))
+    assert errors.max_error(np.asarray(got.sum), truth) <= 2
+    assert errors.max_error(total, truth) > 100
+
+
+@pytest.mark.parametrize("m", [-np.inf, np.inf, np.nan, -1e30, 3e12])
+def test_a_maximum_far_from_zero_leaves_the_sum(m):
+    got = jax.jit(functools.partial(monoid.scaled, unit=0.3))(_stats(m, 5.0))
+    np.testing.assert_array_equal(got, _stats(float(np.float32(m) * np.float32(0.3)), 5.0))
 
 
 @laws

@@ -35,6 +35,20 @@ def test_every_overhanging_vector_is_masked(lanes, dtype):
     assert not wrong, f"{len(wrong)} times, first (registers, cols, row, register): {wrong[:5]}"
 
 
+@pytest.mark.parametrize("unit", [1.0, 0.3, 3.7, 2.0**-100, 2.0**100])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_exp_in_a_unit(dtype, unit):
+    d = np.concatenate([-np.linspace(0, 100, 40001) / unit, [0]]).astype(np.float32)
+    exponent = d.astype(np.float64) * np.float32(unit)
+    d, exponent = d[exponent > -80], exponent[exponent > -80]
+    got = np.asarray(jax.jit(elementary.exp_for(jnp.dtype(dtype), unit))(d), np.float64)
+    # Without optimisation the CPU rounds the product, and may take (x + c) - c for x.
+    ulps = 2 + 2 * np.abs(exponent)
+    assert (np.abs(got / np.exp(exponent) - 1) <= ulps * 2.0**-23).all()
+    special = jnp.array([-jnp.inf, jnp.nan], jnp.float32)
+    np.testing.assert_array_equal(elementary.exp_for(jnp.dtype(dtype), unit)(special) < 1e-37, [True, False])
+
+
 @pytest.mark.parametrize("tanh, slack", [(elementary.tanh_16bit, None), (elementary.tanh_32bit, 2.5)])
 def test_tanh(tanh, slack):
     x = np.concatenate([np.linspace(-20, 20, 40001), np.logspace(-30, 0, 3001), [0, 0.55, 1e30]]).astype(np.float32)
