@@ -121,8 +121,12 @@ def _losses_on_gpu():
 
 
 def _slack(case: cases.Case) -> float:
-    """A thread that adds up a row by itself errs more than a tree does: by about the root of the additions."""
-    return 1 + case.problem.cols**0.5 / 4 if case.rung.name == "naive" else 1
+    """A thread that adds up a row by itself errs more than a tree does: by about the root of the additions.
+
+    In float32 a soft cap's tanh errs by 2 ulp (`test_tanh`), and XLA's may hit the one number of a constant row.
+    """
+    capped = case.problem.soft_cap is not None and case.problem.dtype == "float32"
+    return 1 + (case.problem.cols**0.5 / 4 if case.rung.name == "naive" else 0) + capped
 
 
 def _interpreted_slack(case: cases.Case) -> float:
