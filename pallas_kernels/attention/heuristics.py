@@ -67,7 +67,8 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
 def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     """`config` with turns where they are asked for, or cost less than the passes over dQ before and after the kernel.
 
-    Those passes take 88 us for 67 MB of dQ (bf16, H200), of 490 in all at S = 512, D = 128, and of 1470 at 2048.
+    Those passes take 88 us for 67 MB of dQ (bf16, H200), of 490 in all at S = 512, D = 128, and of 1470 at 2048; turns
+    cost 7 % of the kernel at 2048.
     """
     counts = backward_turns.counts(problem, config)
     alone = counts == (1, 1)
@@ -80,8 +81,8 @@ def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
 def _can_write_last(problem: Attention) -> bool:
     """Whether there are registers for it, and shared memory, which the slope of a soft cap takes beside a bias.
 
-    Compiled without a device, D = 64: 448 bytes a thread spill with a soft cap, 244 with a window, 116 with a bias, and
-    20, 36 and 36 in any order.
+    Compiled without a device, D = 64 and 128, a soft cap would spill 656 and 164 bytes a thread, a window 140 and 208,
+    a bias 108 and 0; in any order they spill 20, 36 and 36, and 0.
     """
     if problem.soft_cap is not None or schedule.bounds(problem)[0] is not None:
         return False
@@ -103,16 +104,18 @@ def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, de
     uneven = problem.key_lengths or problem.query_lengths or problem.segments
     rows = problem.query_length * problem.query_heads // problem.key_heads
     head_bytes = rows * ((problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4)
-    cached = max(32 * MIB // max(head_bytes, 1), 1)
+    cached = min(max(32 * MIB // max(head_bytes, 1), 1), 128 if config.last_writes else 16)
     if schedule.bounds(problem) != (None, None) or uneven:
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
         # 532 TFLOP/s, and 512 head by head, H200.
-        return dataclasses.replace(config, together=cached if config.last_writes else min(cached, 16))
+        return dataclasses.replace(config, together=cached)
     if not config.turns:
         # Tiles that take equally long: D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a block to each, H200.
         return dataclasses.replace(config, persistent=True)
     # A head's tiles wait for each other, a step each, unless they start a step apart. Persistent blocks would need the
     # whole device to themselves, lest a tile wait for one whose block cannot start, and are slower: D = 128, S = 2048,
-    # bf16, 558 TFLOP/s with a block to each, 542 persistent, H200. The further apart the less they wait (simulated).
-    apart = -(-5 * device.sm_count * config.block_q // (4 * max(problem.query_length, 1)))
-    return dataclasses.replace(config, together=max(apart, min(cached, 128)) if config.last_writes else apart)
+    # bf16, 558 TFLOP/s with a block to each, 542 persistent, H200.
+    steps = -(-problem.query_length // config.block_q)
+    together = -(-5 * device.sm_count // (4 * steps))
+    # Further apart they wait less: S = 512, 2 to 4 % of the kernel (simulated, not measured).
+    return dataclasses.replace(config, together=max(together, cached) if config.last_writes else together)
