@@ -157,6 +157,21 @@ def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
             np.testing.assert_array_equal(a, np.asarray(b).view(np.uint16))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
+    heads = (2048 // head_dim,) * 2
+    p = dataclasses.replace(problem_of(kind, (512, 512), (head_dim,) * 2, "bfloat16", heads), batch=32)
+    config = dataclasses.replace(decided(p).config, turns=False, last_writes=False)
+    run, operands = compiled(p), [jnp.asarray(x) for x in all_operands_of(p)]
+    expected = np.asarray(jax.jit(dispatch.decide(p, hardware.H200, config=config).run)(*operands)[0], np.float32)
+    first = np.asarray(run(*operands)[0])
+    np.testing.assert_allclose(first.astype(np.float32), expected, rtol=0, atol=2**-7 * np.abs(expected).max())
+    for _ in range(20):
+        np.testing.assert_array_equal(first.view(np.uint16), np.asarray(run(*operands)[0]).view(np.uint16))
+
+
 INTERPRETED = {
     "full": ("full", (70, 130), (64, 64), {"deterministic": False}),
     "causal": ("causal", (130, 130), (64, 64), {"deterministic": True, "heads": (2, 1)}),
