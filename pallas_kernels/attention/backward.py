@@ -3,7 +3,7 @@
 Each warpgroup holds the gradients of 64 keys and values in registers. The scores are computed transposed, so that
 probabilities and score gradients leave the accumulators as left operands in registers. Only the score gradients go
 through shared memory, where the block's warpgroups share out the product that gives dQ; dQ is summed in float32 in
-device memory, by the copy engine. With `deterministic`, the blocks of keys take turns at each tile of dQ.
+device memory, by the copy engine. With turns, the last block of keys to add to a tile of dQ writes it.
 Traffic: K, V, dK, dV once; for each block of keys Q and dO are read and dQ is added to, mostly in the L2 cache.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import scopes
-from pallas_kernels.attention import backward_launch, backward_turns, gather, limits
+from pallas_kernels.attention import backward_dq, backward_launch, backward_turns, gather, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
@@ -51,7 +51,7 @@ def _scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         lse_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
-        dq_smem=tiled((w, CHUNK, CHUNK), jnp.float32),
+        **backward_dq.scratch(problem, config),
         kv_empty=plgpu.Barrier(num_arrivals=w),
         kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
         query_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
@@ -102,7 +102,7 @@ def _compute(block: Block) -> None:
         block.each_step(lambda step, compare: _gradients(block, step, sums, compare))
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
-    if block.problem.deterministic:
+    if block.config.turns:
         backward_turns.end_last(block, warpgroup)
     plgpu.barrier_arrive(block.refs.kv_empty)
     scopes.sync_block(block.config.warpgroups)
@@ -118,6 +118,13 @@ class _Tile(NamedTuple):
     slot: jax.Array  # of the queries
     ds_smem: jax.Ref  # the score gradients, of all warpgroups
 
+    @property
+    def piece(self) -> backward_dq.Piece:
+        """The warpgroup's share of the tile's dQ."""
+        chunks = self.block.refs.key_smem.shape[1]
+        place = lax.div(self.warpgroup, chunks), lax.rem(self.warpgroup, chunks)
+        return backward_dq.Piece(self.block, self.step, self.warpgroup, *place)
+
 
 def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], compare: Compare) -> None:
     """One tile: adds to dK and dV in registers and to dQ in device memory."""
@@ -130,6 +137,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
     def products(logits: Accumulator, dp_sum: Accumulator) -> None:
+        early = backward_turns.ended(block, step, warpgroup) if _fetches_early(config) else None
         plgpu.barrier_wait(refs.query_full.at[slot])
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
         dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
@@ -145,8 +153,10 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
         p = probabilities(block, step, warpgroup, x, extras, compare)
         plgpu.wgmma(dv_sum, p.astype(dtype), d_out_smem)
         before, ended = None, None
-        if problem.deterministic:
+        if config.turns:
             backward_turns.end_before(block, step, warpgroup)
+            if early is not None:
+                backward_dq.fetch(tile.piece, early)
             ended = backward_turns.ended(block, step, warpgroup)
             # What comes from memory is asked for early; what is computed, and would take registers, later.
             before = backward_turns.before(block, step.i) if problem.segments else None
@@ -170,33 +180,31 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     plgpu.barrier_arrive(refs.query_empty.at[slot])
 
 
+def _fetches_early(config: BackwardConfig) -> bool:
+    """Whether the last turn asks for the others' sum half a step ahead: with more queries there are no registers."""
+    return config.turns and config.last_writes and config.block_q == CHUNK
+
+
 def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumulator, turn: tuple[Any, Any]) -> None:
     """A warpgroup's share of the tile's product for dQ, over the keys of all warpgroups; and dK meanwhile.
 
     `turn`: how many add to the tile before, where that is known already, and have, where there are turns.
     """
     before, ended = turn
-    block, step, warpgroup, slot, ds_smem = tile
-    problem, refs, chunks = block.problem, block.refs, block.refs.key_smem.shape[1]
-    rows, columns = lax.div(warpgroup, chunks), lax.rem(warpgroup, chunks)
-    for other in range(block.config.warpgroups):
-        plgpu.wgmma(dq_sum, ds_smem.at[other, rows].T, refs.key_smem.at[other, columns])
-    plgpu.wgmma(dk_sum, ds, refs.query_smem.at[slot])
+    block, piece = tile.block, tile.piece
+    problem, config, refs = block.problem, block.config, block.refs
+    if config.last_writes and config.turns and not _fetches_early(config):
+        backward_dq.fetch(piece, ended)
+    for other in range(config.warpgroups):
+        plgpu.wgmma(dq_sum, tile.ds_smem.at[other, piece.row_i].T, refs.key_smem.at[other, piece.column_i])
+    plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
-    plgpu.barrier_arrive(refs.d_out_empty.at[slot])
-    if not problem.deterministic:
+    plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])
+    if not config.turns:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    refs.dq_smem[warpgroup] = part
-    plgpu.commit_smem()
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
-    at = pl.ds(step.i * block.config.block_q + rows * CHUNK, CHUNK), pl.ds(columns * CHUNK, CHUNK)
-    source, target = refs.dq_smem.at[warpgroup], refs.d_query.at[block.batch, step.head, *at]
-
-    if ended is not None:
-        before = backward_turns.before(block, step.i) if before is None else before
-        backward_turns.wait(block, step, warpgroup, before, ended)
-    backward_turns.add(block, source, target, before)
+    backward_dq.leave(piece, part, before, ended)
 
 
 def _write_logits(tile: _Tile, gradient: jax.Array) -> None:

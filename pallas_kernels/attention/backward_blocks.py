@@ -76,7 +76,7 @@ class Block:
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
         batch, key_head = lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
-        if latest_first(problem):
+        if latest_first(problem, config):
             index = (per_head - 1) - index
         keys, queries = _counts(problem, config, refs, batch)
         if problem.segments:
@@ -202,12 +202,12 @@ def _span(problem: Attention, config: AnyBackwardConfig, key: Index, keys: Index
     return Span(first, inner_first, _clip(inner_end, inner_first, end), end)
 
 
-def latest_first(problem: Attention) -> bool:
+def latest_first(problem: Attention, config: AnyBackwardConfig) -> bool:
     """Whether the last block of keys has the first turn.
 
     Under a bound on the right it begins at the last queries, so that nobody waits for blocks that come before.
     """
-    return problem.deterministic and schedule.bounds(problem)[1] is not None
+    return config.turns and schedule.bounds(problem)[1] is not None
 
 
 def _together(problem: Attention, config: AnyBackwardConfig) -> int:

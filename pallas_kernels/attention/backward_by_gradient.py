@@ -200,7 +200,7 @@ def _queries(block: Block) -> None:
     """The warpgroup of dQ, of which it keeps nothing."""
     plgpu.barrier_wait(block.refs.key_full)
     block.each_step_alike(lambda step: _add_to_dq(block, step))
-    if block.problem.deterministic:
+    if block.config.turns:
         backward_turns.end_last(block, ADDER)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     scopes.sync_block(block.config.warpgroups)
@@ -211,7 +211,7 @@ def _add_to_dq(block: Block, step: Step) -> None:
     here = gather.recomputed(jnp.int32(0))
     turn, columns = lax.rem(step.n, 2), refs.key_smem.shape[2]
     before, ended = None, None
-    if block.problem.deterministic:
+    if block.config.turns:
         backward_turns.end_before(block, step, ADDER)
         before, ended = backward_turns.before(block, step.i), backward_turns.ended(block, step, ADDER)
     plgpu.barrier_wait(refs.ds_full.at[turn])
@@ -232,7 +232,7 @@ def _add_to_dq(block: Block, step: Step) -> None:
             plgpu.wait_smem_to_gmem(config.dq_slots - 1, wait_read_only=True)
             slot[...] = piece[:, c * CHUNK : (c + 1) * CHUNK]
             plgpu.commit_smem()
-            target = refs.d_query.at[block.batch, step.head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(at * CHUNK, CHUNK)]
+            target = refs.dq_sum.at[block.batch, step.head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(at * CHUNK, CHUNK)]
             backward_turns.add(block, slot, target, before)
 
 

@@ -88,7 +88,7 @@ def inputs(
         found["query_segments"] = ops.query_segments[:, None, None, :]
         found["key_segments"] = ops.key_segments[:, None, :, None]
         found["segment_spans"] = spans = backward_blocks.segment_spans(problem, config, ops)
-        if problem.deterministic:
+        if config.turns:
             found["turns_before"] = backward_turns.of_spans(problem, config, spans)
     return found
 
@@ -102,11 +102,13 @@ def outputs(
     whole = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
     places = {}
     dq_sum = jax.ShapeDtypeStruct((b, n, rows, head_dim), jnp.float32)
+    if config.last_writes:
+        whole["d_query"] = jax.ShapeDtypeStruct(inputs["query"].shape, problem.dtype)
     if backward_turns.first_stores(problem, config):
-        whole["d_query"] = dq_sum
-    else:
-        places["d_query"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
-    if problem.deterministic:
+        whole["dq_sum"] = dq_sum
+    elif not config.last_writes:
+        places["dq_sum"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
+    if config.turns:
         places["turns"] = jax.new_ref(jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32))
     if problem.bias_gradient:
         logits = s, _up(inputs["query"].shape[1], CHUNK)
@@ -119,9 +121,13 @@ def outputs(
 
 def gradients(problem: Attention, written: dict[str, jax.Array]) -> list[jax.Array]:
     """Those of query, key and value from what the kernel wrote."""
-    d_query = written["d_query"][:, :, : problem.query_length, : problem.head_dim] * problem.scale
+    if "d_query" in written:
+        d_query = written["d_query"][:, : problem.query_length, :, : problem.head_dim]
+    else:
+        dq_sum = written["dq_sum"][:, :, : problem.query_length, : problem.head_dim]
+        d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
     return [
-        jnp.swapaxes(d_query.astype(problem.dtype), 1, 2),
+        d_query,
         written["d_key"][:, : problem.key_length, :, : problem.head_dim],
         written["d_value"][:, : problem.key_length, :, : problem.value_dim],
     ]

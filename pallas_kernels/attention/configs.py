@@ -41,7 +41,8 @@ class BackwardConfig:
     """A block: 64 keys to each of `warpgroups` warpgroups, and `stages` slots for `block_q` queries each.
 
     `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile. `together`: of how
-    many heads, at most, the tiles are started in turns.
+    many heads, at most, the tiles are started in turns. `turns`: blocks of keys add to a tile of dQ in
+    their order. `last_writes`: the last one writes it, in 16 bits.
     """
 
     block_q: int
@@ -49,6 +50,8 @@ class BackwardConfig:
     stages: int
     persistent: bool = False
     together: int = 1
+    turns: bool = False
+    last_writes: bool = False
 
     @property
     def block_kv(self) -> int:
@@ -71,7 +74,7 @@ class ByGradientConfig:
     """A block: 64 keys, for three warpgroups, one for each of dV, dK and dQ; 64 queries at a time.
 
     There are `stages` slots for queries, `d_out_stages` for their cotangents and `dq_slots` for pieces of dQ on their
-    way out. `persistent` and `together` are as in `BackwardConfig`.
+    way out. `persistent`, `together` and `turns` are as in `BackwardConfig`.
     """
 
     stages: int = 2
@@ -79,7 +82,9 @@ class ByGradientConfig:
     dq_slots: int = 2
     persistent: bool = False
     together: int = 1
+    turns: bool = False
 
+    last_writes = False
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS
     warpgroups = 3

@@ -177,13 +177,12 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
         return lax.cond(predicate, lambda t: copy(t, *operands)[0], lambda t: t, token), []
 
     def _add_smem_to_gmem(self, eqn: Any, token: Token, source: Any, target: Any, *leaves: Any, **params: Any) -> Token:
-        """A copy that adds to its target: done at once, in whatever order."""
         assert params["reduction_op"] == "add"
         trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst")]
         machine, count = Machine(self, token, eqn.source_info), trees[0].num_leaves
         parts = zip(trees, (leaves[:count], leaves[count:]), (source, target), eqn.invars[:2], strict=True)
         source, target = (_ref(v.aval, value, jax.tree.unflatten(tree, part)) for tree, part, value, v in parts)
-        machine.atomic_add(target, machine.load(source))
+        machine.copy_added(source, target)
         return machine.token
 
     def _interpret_copy_gmem_to_smem_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, list[Any]]:

@@ -94,12 +94,21 @@ class Machine:
         )
         return before
 
+    def copy_added(self, source: Ref, target: Ref) -> None:
+        """A TMA copy from shared memory that adds to global memory: done at once, in whatever order."""
+        places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
+        self._call(functools.partial(_copy_added, source_info=self._source_info), **places)
+
     def set_registers(self, ref: Ref, value: Any) -> None:
         """Overwrites an accumulator, which nobody else can touch."""
         self._call(_set_registers, key=ref.key, value=value)
 
+    def count(self, ref: Ref) -> None:
+        """`red.add` of 1: what this thread has done comes before what those do who await the count."""
+        self._call(_count, key=ref.key, transforms=ref.transforms)
+
     def demand_at_least(self, ref: Ref, value: Any) -> None:
-        """Fails where a number is still too small."""
+        """Fails where a count is still too small."""
         self._call(_demand_at_least, key=ref.key, transforms=ref.transforms, value=jnp.int32(value))
 
     def peer(self, ref: Ref, **coordinates: Any) -> Ref:
@@ -289,6 +298,44 @@ def _atomic_add(*, token: Any, mesh_location: Any, thread: Any, key: Any, transf
     return token, before
 
 
+class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
+    """JAX's, but that it adds; to the race detector a read of the target, for additions need no order."""
+
+    def __call__(self, tma_thread_id: int) -> None:
+        shared = gpu_callbacks._get_shared_memory()
+        self.pre_read(tma_thread_id, shared)
+        source, target = shared.mem[self.src_allocation_key].content, shared.mem[self.dst_allocation_key].content
+        if shared.detect_races:
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+            place = self.dst_allocation_key, self.dst_access
+            clock = self.clock.async_smem_clock.copy()
+            gpu_callbacks.get_races().check_read(self.thread, clock, *place, source_info=self.source_info)
+        with shared.lock:
+            target[self.dst_access.range] += source[self.src_access.range]
+        self.post_write(tma_thread_id, shared)
+
+
+@gpu_callbacks.fail_on_exception
+def _copy_added(
+    *, token: Any, mesh_location: Any, thread: Any, source: Any, from_: Any, target: Any, to: Any, source_info: Any
+) -> Any:
+    shared = gpu_callbacks._get_shared_memory()
+    (_, source, source_range), (_, target, target_range) = _resolve(source, from_), _resolve(target, to)
+    task = _AddingCopy(
+        mesh_location=mesh_location,
+        thread=thread,
+        src_allocation_key=source,
+        src_access=interpret_utils.Access(source_range),
+        dst_allocation_key=target,
+        dst_access=interpret_utils.Access(target_range),
+        source_info=source_info,
+        clock=shared.incr_clock(thread) if shared.detect_races else None,
+    )
+    shared.execute_async_task(task)
+    return token
+
+
 @gpu_callbacks.fail_on_exception
 def _set_registers(*, token: Any, mesh_location: Any, thread: Any, key: Any, value: Any) -> Any:
     del mesh_location, thread
@@ -298,11 +345,26 @@ def _set_registers(*, token: Any, mesh_location: Any, thread: Any, key: Any, val
 
 
 @gpu_callbacks.fail_on_exception
+def _count(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any) -> Any:
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
+    with shared.lock:
+        shared.mem[key].content[view] += 1
+        clock = shared.incr_clock(thread, take_lock=False)
+        clocks = shared.__dict__.setdefault("count_clocks", {})
+        clocks.setdefault((key, str(view)), shared.VectorClock(shared.vector_clock_size)).update(clock)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
 def _demand_at_least(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any) -> Any:
     del mesh_location
     shared, key, view = _resolve(key, transforms)
     if (found := int(shared.mem[key].content[view])) < value:
         raise ValueError(f"{thread} would wait forever: {found} had their turn, {value} come before")
+    with shared.lock:
+        if (place := (key, str(view))) in (clocks := shared.__dict__.get("count_clocks", {})):
+            shared.clocks[thread].update(clocks[place])
     return token
 
 

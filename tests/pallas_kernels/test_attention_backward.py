@@ -157,6 +157,21 @@ def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
             np.testing.assert_array_equal(a, np.asarray(b).view(np.uint16))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
+    heads = (2048 // head_dim,) * 2
+    p = dataclasses.replace(problem_of(kind, (512, 512), (head_dim,) * 2, "bfloat16", heads), batch=32)
+    config = dataclasses.replace(decided(p).config, turns=False, last_writes=False)
+    run, operands = compiled(p), [jnp.asarray(x) for x in all_operands_of(p)]
+    expected = np.asarray(jax.jit(dispatch.decide(p, hardware.H200, config=config).run)(*operands)[0], np.float32)
+    first = np.asarray(run(*operands)[0])
+    np.testing.assert_allclose(first.astype(np.float32), expected, rtol=0, atol=2**-7 * np.abs(expected).max())
+    for _ in range(20):
+        np.testing.assert_array_equal(first.view(np.uint16), np.asarray(run(*operands)[0]).view(np.uint16))
+
+
 INTERPRETED = {
     "full": ("full", (70, 130), (64, 64), {"deterministic": False}),
     "causal": ("causal", (130, 130), (64, 64), {"deterministic": True, "heads": (2, 1)}),
@@ -164,6 +179,11 @@ INTERPRETED = {
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
+    "one-block": ("full", (140, 90), (64, 64), {"deterministic": False, "heads": (2, 1)}),
+    "one-block-of-all": ("causal", (70, 120), (128, 128), {"deterministic": True, "heads": (1, 1)}),
+    "later-in-turns": ("causal-later", (130, 300), (128, 72), {"heads": (2, 1)}),
+    "biased-in-turns": ("bias", (70, 200), (96, 128), {"heads": (2, 2), "sinks": True}),
+    "causal-in-turns": ("causal", (140, 200), (128, 128), {"deterministic": True, "heads": (1, 1)}),
     "bias-in-any-order": ("bias", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "mask-of-rows": ("mask-of-rows", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
@@ -241,6 +261,49 @@ def test_compiles_without_spills(kind, dims, deterministic):
     assert report.spill_bytes <= most
     assert not [line for line in report.complaints if "C7519" not in line]
     assert report.smem <= hardware.H200.smem_per_cta
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("kind, head_dim, most", [("full", 64, 0), ("causal", 64, 20), ("causal", 128, 0)])
+def test_compiles_without_spills_in_any_order(kind, head_dim, most):
+    p = problem_of(kind, (4096, 4096), (head_dim, head_dim), "bfloat16")
+    assert not decided(p).config.turns
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
+    (report,) = aot.compile_for_h200(decided(p).run, *operands)
+    assert report.spill_bytes <= most
+
+
+@pytest.mark.parametrize(
+    "kind, keys, facts, turns, last_writes",
+    [
+        ("full", 512, {}, True, True),
+        ("causal", 512, {}, True, True),
+        ("causal", 512, {"deterministic": True}, True, True),
+        ("full", 8192, {"deterministic": True}, True, True),
+        ("full", 8192, {}, False, False),
+        ("full", 128, {}, False, True),
+        ("full", 128, {"deterministic": True}, False, True),
+        ("window", 512, {}, False, False),
+        ("window", 512, {"deterministic": True}, True, False),
+        ("key-lengths", 512, {}, False, False),
+        ("causal-earlier", 512, {"head_dim": 128}, False, False),  # nobody adds to the first queries
+        ("bias", 512, {}, False, False),
+        ("bias", 512, {"head_dim": 128}, True, True),
+        ("capped-bias", 512, {"head_dim": 128, "deterministic": True}, True, False),
+    ],
+)
+def test_who_takes_turns(kind, keys, facts, turns, last_writes):
+    p = dataclasses.replace(problem_of(kind, (512, keys), (64, 64), "bfloat16"), **facts)
+    config = decided(p).config
+    assert (config.turns, config.last_writes) == (turns, last_writes)
+
+
+@pytest.mark.parametrize("keys, passes", [(128, False), (512, False), (4096, True)])
+def test_xla_passes_over_dq_only_where_the_kernel_does_not_write_it(keys, passes):
+    p = problem_of("full", (256, keys), (64, 64), "bfloat16", heads=(4, 4))
+    lowered = jax.jit(decided(p).run).trace(*all_operands_of(p)).lower(lowering_platforms=("cuda",))
+    lines = [line for line in lowered.as_text().splitlines() if "= stablehlo." in line and "custom_call" not in line]
+    assert any("tensor<2x4x256x64xf32>" in line for line in lines) == passes
 
 
 @pytest.mark.parametrize("bias_gradient", [False, True])

@@ -122,7 +122,7 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
 def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
     facts = RULES[rules] | {"deterministic": True}
     p = test_attention_backward.problem_of("segments", lengths, (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, pattern)
@@ -134,7 +134,7 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
     whole, inner = in_blocks(seen, config.block_kv, config.block_q, whole=True), spread(table, blocks, 1, 2)
     if not p.query_lengths:  # of queries past their length the weights are 0
         assert not (inner & ~whole).any()
-    order = slice(None, None, -1 if backward_blocks.latest_first(p) else 1)
+    order = slice(None, None, -1 if backward_blocks.latest_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
     np.testing.assert_array_equal(backward_turns.of_spans(p, config, spans), before)
     assert visited.any(1).all() or not backward_turns.first_stores(p, config)
@@ -142,7 +142,7 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
 
 @pytest.mark.parametrize("rules", RULES)
 def test_turns_of_one_segment_are_those_without_segments(rules):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
     facts = RULES[rules] | {"deterministic": True}
     p = test_attention_backward.problem_of("segments", (513, 700), (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, "one")
