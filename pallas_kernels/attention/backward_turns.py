@@ -14,7 +14,7 @@ from jax import lax
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import emit
-from pallas_kernels.attention import schedule
+from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.backward_blocks import Block, Step, div, latest_first
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
@@ -23,8 +23,9 @@ from pallas_kernels.emit import Index
 
 def before(block: Block, i: jax.Array) -> Any:
     """How many blocks of keys add to block `i` of queries before this one."""
-    if block.problem.segments:
-        return block.refs.turns_before[block.batch, block.index, i]
+    if block.problem.hidden_by_data:
+        turns = block.refs.turns_before
+        return turns[*gather.broadcast_index((block.batch, block.key_head, block.index, i), turns.shape)]
     left, right = schedule.bounds(block.problem)
     block_q, block_kv = block.config.block_q, block.config.block_kv
     if right is None:
@@ -34,10 +35,10 @@ def before(block: Block, i: jax.Array) -> Any:
 
 
 def of_spans(problem: Attention, config: AnyBackwardConfig, spans: jax.Array) -> jax.Array:
-    """`before` of each block of keys and each of queries, from the spans `[B, blocks of keys, 4]` of the former."""
+    """`before` of each block of keys and each of queries, from the spans `[B|1, K|1, blocks of keys, 4]`."""
     i = jnp.arange(-(-problem.query_length // config.block_q))
-    adds = ((spans[:, :, :1] <= i) & (i < spans[:, :, 3:])).astype(jnp.int32)
-    return lax.cumsum(adds, axis=1, reverse=latest_first(problem)) - adds
+    adds = ((spans[..., :1] <= i) & (i < spans[..., 3:])).astype(jnp.int32)
+    return lax.cumsum(adds, axis=2, reverse=latest_first(problem)) - adds
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,7 +47,7 @@ def first_stores(problem: Attention, config: AnyBackwardConfig) -> bool:
 
     D = 128, S = 2048, bf16: zeros take 40 us, 3 % of all, H200.
     """
-    if not problem.deterministic or problem.key_lengths or problem.query_lengths or problem.segments:
+    if not problem.deterministic or problem.key_lengths or problem.query_lengths or problem.hidden_by_data:
         return False
     left, right = schedule.bounds(problem)
     block_q, block_kv = config.block_q, config.block_kv

@@ -28,14 +28,20 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
-def load_extras(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """What a tile's logits need beyond the products, by name."""
-    found = {}
-    for name in ("bias", "mask"):
-        if hasattr(block.refs, name):
-            corner = block.batch, step.head, *_corner(block, step, warpgroup)
-            found[name] = gather.load_tile(getattr(block.refs, name), corner, block.config.block_q)
-    return found
+def load_mask(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """The mask's bits of a tile, if there is one: two registers, so that they are asked for before the products."""
+    if not block.problem.mask:
+        return {}
+    corner = block.batch, step.head, *_corner(block, step, warpgroup)
+    return {"held": gather.load_bits(block.refs.mask, 2, corner, block.config.block_q)}
+
+
+def load_bias(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """The bias of a tile, if there is one."""
+    if not block.problem.bias:
+        return {}
+    corner = block.batch, step.head, *_corner(block, step, warpgroup)
+    return {"bias": gather.load_tile(block.refs.bias, corner, block.config.block_q)}
 
 
 def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -50,18 +56,16 @@ def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]
 def probabilities(
     block: Block, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
 ) -> jax.Array:
-    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices and ids."""
+    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
     problem, refs = block.problem, block.refs
     key, row = _corner(block, step, warpgroup)
+    corner = block.batch, step.head, key, row
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
-    if problem.segments:
-        corner = block.batch, step.head, key, row
-        x = lax.cond(compare, lambda x: _of_segment(block, _in_bounds(block, x, key, row), corner), lambda x: x, x)
+    if problem.hidden_by_data:
+        x = lax.cond(compare, lambda x: _compared(block, _in_bounds(block, x, key, row), corner, extras), lambda x: x, x)
     elif compare:
         x = _in_bounds(block, x, key, row)
-    if problem.mask:
-        x = jnp.where(extras["mask"].astype(jnp.int32) != 0, x, -jnp.inf)
     lse = by_column(refs.lse_smem.at[lax.rem(step.n, block.config.stages)], x.shape)
     return elementary.weight_in_sum(x, lse)
 
@@ -71,9 +75,13 @@ def _corner(block: Block, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Ar
     return block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
 
 
-def _of_segment(block: Block, x: jax.Array, corner: gather.Corner) -> jax.Array:
-    """`x` with -inf where query and key are of different segments."""
-    return gather.keep_equal(x, block.refs.key_segments, block.refs.query_segments, corner)
+def _compared(block: Block, x: jax.Array, corner: gather.Corner, extras: dict[str, jax.Array]) -> jax.Array:
+    """`x` with -inf where the mask does not hold, or query and key are of different segments."""
+    if block.problem.mask:
+        x = gather.keep_held(x, extras["held"])
+    if block.problem.segments:
+        x = gather.keep_equal(x, block.refs.key_segments, block.refs.query_segments, corner)
+    return x
 
 
 def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:

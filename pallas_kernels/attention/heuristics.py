@@ -14,7 +14,7 @@ MIB = 2**20
 def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay."""
     config = _widest(problem)
-    if problem.segments:
+    if problem.hidden_by_data:
         # How many tiles of keys are skipped is known on the device alone. Dealt by their causal lengths, 8 documents of
         # 2048 tokens would take 1.2 to 1.7 times what tiles taken by whoever is free do (simulated, not measured).
         config = dataclasses.replace(config, persistent=False)
@@ -22,7 +22,7 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
 
 
 def _widest(problem: Attention) -> ForwardConfig:
-    if problem.bias is not None or sum((problem.mask is not None, problem.segments)) > 1:
+    if problem.bias is not None:
         # A float32 bias takes as many registers as the scores: with tiles of 128 keys, heads of 128 spill 24 bytes.
         return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
     # bf16, 16384 keys, H200. Slack 8 against 0: heads of 64, 532 and 514 TFLOP/s; of 128, 689 and 693; of 256 (causal),
@@ -54,7 +54,7 @@ def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradient
 
 def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, device: Device, config: Config) -> Config:
     """`config` with the order of the tiles, by what makes them wait."""
-    uneven = problem.key_lengths or problem.query_lengths or problem.segments
+    uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
     if schedule.bounds(problem) != (None, None) or uneven:
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
         # 532 TFLOP/s, and 512 head by head, H200.

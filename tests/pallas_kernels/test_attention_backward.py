@@ -76,9 +76,9 @@ def compiled(p: Attention) -> Any:
     return jax.jit(decided(p).run)
 
 
-def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), ids: str = "few") -> list[Any]:
-    """Checks the gradients of `kernel`, a function of operands."""
-    arrays, rng = operands_of(p, ids), np.random.default_rng(1)
+def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), **patterns: str) -> list[Any]:
+    """Checks the gradients of `kernel`, a function of operands, on operands of these patterns."""
+    arrays, rng = operands_of(p, **patterns), np.random.default_rng(1)
     rules = rules_of(p, arrays)
     qkvb = [arrays[name] for name in QKV] + [arrays.get("bias")]
     truth = attention_oracle.forward(*qkvb, **rules)
@@ -203,7 +203,7 @@ SKIPPING = {
 def test_segments_that_skip_in_the_interpreter(interpreted, name):
     lengths, dims, facts = SKIPPING[name]
     p = problem_of("segments", lengths, dims, "bfloat16", heads=(2, 1), **facts)
-    check(p, decided(p).run, interpreted, name.split("-")[0])
+    check(p, decided(p).run, interpreted, ids=name.split("-")[0])
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
