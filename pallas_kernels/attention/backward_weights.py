@@ -1,5 +1,6 @@
 """From a tile's products K Q^T, transposed, to the probabilities that the forward had: its logits against their sum."""
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
+from pallas_kernels.emit import Index
 
 WGMMA = plgpu.Layout.WGMMA
 COLUMN = WGMMA.reduce(0)
@@ -58,14 +60,14 @@ def probabilities(
 ) -> jax.Array:
     """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
     problem, refs = block.problem, block.refs
-    key, row = _corner(block, step, warpgroup)
-    corner = block.batch, step.head, key, row
+    corner = block.batch, step.head, *_corner(block, step, warpgroup)
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
+    compared = functools.partial(_compared, block, extras, corner)
     if problem.hidden_by_data:
-        x = lax.cond(compare, lambda x: _compared(block, _in_bounds(block, x, key, row), corner, extras), lambda x: x, x)
+        x = lax.cond(compare, compared, lambda x: x, x)
     elif compare:
-        x = _in_bounds(block, x, key, row)
+        x = compared(x)
     lse = by_column(refs.lse_smem.at[lax.rem(step.n, block.config.stages)], x.shape)
     return elementary.weight_in_sum(x, lse)
 
@@ -75,8 +77,9 @@ def _corner(block: Block, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Ar
     return block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
 
 
-def _compared(block: Block, x: jax.Array, corner: gather.Corner, extras: dict[str, jax.Array]) -> jax.Array:
-    """`x` with -inf where the mask does not hold, or query and key are of different segments."""
+def _compared(block: Block, extras: dict[str, jax.Array], corner: gather.Corner, x: jax.Array) -> jax.Array:
+    """`x` with -inf where indices, mask or segments forbid it."""
+    x = _in_bounds(block, x, *corner[2:])
     if block.problem.mask:
         x = gather.keep_held(x, extras["held"])
     if block.problem.segments:
@@ -84,7 +87,7 @@ def _compared(block: Block, x: jax.Array, corner: gather.Corner, extras: dict[st
     return x
 
 
-def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:
+def _in_bounds(block: Block, x: jax.Array, key: Index, row: Index) -> jax.Array:
     """`x` with -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
     left, right = schedule.bounds(block.problem)
     shape, ragged = x.shape, block.ragged

@@ -38,7 +38,9 @@ def spans(pairs: Pairs, columns: int) -> jax.Array:
     """
     meet, alike = (jnp.broadcast_to(x, (*x.shape[:3], columns)) for x in pairs)
     column = jnp.arange(columns)
-    first, inner_first = (jnp.argmax(x, axis=3) for x in (meet, alike))
+    # Minima and maxima, which XLA finds in one pass, and not `argmax`.
+    first, inner_first = (jnp.where(x, column, columns).min(3) for x in (meet, alike))
+    first, inner_first = (jnp.where(x == columns, 0, x) for x in (first, inner_first))
     end = jnp.where(meet, column + 1, 0).max(3)
     inner_end = jnp.where((column >= inner_first[..., None]) & ~alike, column, columns).min(3)
     return jnp.stack([first, inner_first, inner_end, end], axis=3).astype(jnp.int32)

@@ -66,9 +66,7 @@ def logits(
     return compared(x) if edge is True else lax.cond(edge, compared, lambda x: x, x)
 
 
-def _compared(
-    problem: Attention, refs: Any, place: Place, extras: Extras, key: jax.Array, x: jax.Array
-) -> jax.Array:
+def _compared(problem: Attention, refs: Any, place: Place, extras: Extras, key: jax.Array, x: jax.Array) -> jax.Array:
     """`x`, and -inf where indices, segments or mask forbid it; `key` is the tile's first."""
     if extras.held is not None:
         x = gather.keep_held(x, extras.held)

@@ -32,11 +32,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "mask": {"mask": "B1TS"},
     "mask-of-keys": {"mask": "B11S", "causal_offset": 0},
     "mask-of-rows": {"mask": "11T1"},
-    "mask-of-heads": {"mask": "BNTS"},
     "everything": {
         "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
         "soft_cap": 5.0, "sinks": True, "mask": "B11S",
     },
+    "mask-of-heads": {"mask": "BNTS"},
 }  # fmt: skip
 
 

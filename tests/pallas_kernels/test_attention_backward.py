@@ -208,7 +208,7 @@ def test_segments_that_skip_in_the_interpreter(interpreted, name):
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["full", "causal", "segments", "segments-causal", "capped-bias"])
+@pytest.mark.parametrize("kind", ["full", "causal", "segments", "segments-causal", "mask", "capped-bias"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_compiles_without_spills(kind, dims, deterministic):
     p = problem_of(kind, (1024, 1024), dims, "bfloat16", deterministic=deterministic)

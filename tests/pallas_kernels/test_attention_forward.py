@@ -45,9 +45,7 @@ def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forw
     return float(np.abs(rounded.astype(np.float64) - truth.out).max(initial=0.0))
 
 
-def check(
-    p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands), **patterns: str
-) -> None:
+def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands), **patterns: str) -> None:
     """Checks the kernel on operands of these patterns."""
     arrays = operands_of(p, **patterns)
     qkv = (arrays[name] for name in QKV)
@@ -178,7 +176,7 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted):
 
 
 # Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
-_MAY_SPILL = 36  # a mask, D = 192/128
+_MAY_SPILL = 20  # segments, causal, D = 256
 
 
 def compiled_cases() -> list[Attention]:

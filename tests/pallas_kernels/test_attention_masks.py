@@ -32,7 +32,9 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 # The rules take turns.
-VISITED = [(*x, rules) for x, rules in zip(itertools.product(BROADCASTS, mask_patterns.PATTERNS), itertools.cycle(RULES))]
+VISITED = [
+    (*x, rules) for x, rules in zip(itertools.product(BROADCASTS, mask_patterns.PATTERNS), itertools.cycle(RULES))
+]
 
 
 @pytest.mark.parametrize("axis", [2, 3])
@@ -133,7 +135,9 @@ def test_later_queries_start_first():
     order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
     assert not config.persistent
-    np.testing.assert_array_equal(order[: 2 * per_head] % per_head, np.repeat(np.arange(per_head)[::-1], 8)[: 2 * per_head])
+    np.testing.assert_array_equal(
+        order[: 2 * per_head] % per_head, np.repeat(np.arange(per_head)[::-1], 8)[: 2 * per_head]
+    )
 
 
 FORWARD = {

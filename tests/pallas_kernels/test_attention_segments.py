@@ -11,8 +11,8 @@ import test_attention_forward
 from documents import PATTERNS
 
 from pallas_kernels.attention import backward_blocks, backward_operands, backward_turns, schedule, segments
-from pallas_kernels.attention.pairs import Pairs, spans
 from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.pairs import Pairs, spans
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (700, 700), (513, 1030), (1030, 513))
