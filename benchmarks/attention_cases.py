@@ -17,7 +17,7 @@ import numpy as np
 
 TAGS = ("core", "grid", "rest", "standard")
 PASSES = ("fwd", "bwd", "value_and_vjp")
-KINDS = ("full", "causal", "window", "documents", "mask", "bias")
+KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
 LENGTHS, DIMS = (512, 2048, 4096, 16384), (64, 128, 256)
 
@@ -27,8 +27,8 @@ class Shape:
     """An attention call: what is computed, apart from the pass.
 
     `kind` says which keys a query sees: "full"; "causal"; "window", causal, `span` keys in all; "documents", causal
-    within packed documents of about `span` tokens; "mask", a random bool tensor [B, 1, T, S]; "bias", all, with a
-    tensor [1, N, T, S].
+    within packed documents of about `span` tokens; "mask", a random bool tensor [B, 1, T, S]; "causal_mask",
+    causal, as such a tensor; "bias", all, with a tensor [1, N, T, S].
     """
 
     batch: int
@@ -58,7 +58,7 @@ class Shape:
             return sum(min(i + 1, self.span) for i in range(s))
         if self.kind == "documents":
             return float((self.documents() ** 2).sum() / 2)
-        return s * s / 2 if self.kind == "causal" else s * s
+        return s * s / 2 if self.kind in ("causal", "causal_mask") else s * s
 
     def flops(self, pass_: str) -> float:
         """4·B·H·S²·D forward, 10·B·H·S²·D backward, for equal head dimensions."""
@@ -100,6 +100,8 @@ class Shape:
         if self.kind == "mask":  # every query sees itself, for peers differ on queries that see nothing
             random = jax.random.bernoulli(next(keys), 0.8, (b, 1, s, s))
             made["mask"] = random | jnp.eye(s, dtype=bool)
+        if self.kind == "causal_mask":
+            made["mask"] = jnp.tile(jnp.tri(s, dtype=bool), (b, 1, 1, 1))
         if self.kind == "bias":
             made["bias"] = jax.random.normal(next(keys), (1, heads, s, s), jnp.bfloat16)
         if self.kind == "documents":
@@ -165,6 +167,7 @@ def _shapes() -> Iterator[Shape]:
     yield square(16384, 128, "window", 1024)
     yield square(16384, 128, "documents", 1024)
     yield square(2048, 128, "mask")
+    yield square(2048, 128, "causal_mask")
     yield square(2048, 128, "bias")
 
 

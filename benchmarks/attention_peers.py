@@ -100,7 +100,7 @@ class NotAsked(Exception):
 
 def _fa4(torch: Any, case: Mapping[str, Any]) -> tuple[Attend, str]:
     """The call, and the package's version; documents are sequences of their own lengths."""
-    if case["kind"] in ("mask", "bias"):
+    if case["kind"] in ("mask", "causal_mask", "bias"):
         raise NotAsked("flash-attn-4 takes such tensors only by a function compiled into its kernel")
     module = importlib.import_module("flash_attn.cute.interface")
     version = importlib.metadata.version("flash-attn-4")

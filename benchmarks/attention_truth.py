@@ -70,7 +70,8 @@ def _computed(shape: Shape, operands: Mapping[str, jax.Array], d_out: jax.Array,
 def _seen(shape: Shape, operands: Mapping[str, jax.Array]) -> jax.Array:
     """Which keys each query sees, `[length, length]`, written independently of what is measured."""
     query, key = jnp.arange(shape.length)[:, None], jnp.arange(shape.length)[None, :]
-    seen = key <= query if shape.is_causal else jnp.ones((shape.length, shape.length), bool)
+    is_causal = shape.is_causal or shape.kind == "causal_mask"
+    seen = key <= query if is_causal else jnp.ones((shape.length, shape.length), bool)
     if shape.kind == "window":
         seen &= query - key < shape.span
     if shape.kind == "documents":

@@ -198,6 +198,8 @@ def _notes(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> tuple[str
     padded = [name for name in ("query", "key", "value") if shapes[name][-1] % _GRANULE]
     if padded:
         notes.append(f"the heads of {', '.join(padded)} are padded to a multiple of {_GRANULE}")
+    if "mask" in shapes:
+        notes.append("the mask is packed in bits first, and the kernel skips tiles outside of those that it leaves")
     if "query_segments" in shapes:
         notes.append("which tiles have segments in common is found first, and the kernel skips the others")
     return tuple(notes)

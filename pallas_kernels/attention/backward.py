@@ -21,7 +21,7 @@ from pallas_kernels import scopes
 from pallas_kernels.attention import backward_dq, backward_launch, backward_turns, gather, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
-from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_bias, load_mask, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.memory import ACC, tiled
 from pallas_kernels.attention.problem import Attention
@@ -145,8 +145,9 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
             plgpu.wgmma(logits, refs.key_smem.at[warpgroup, c], query_smem.at[:, pl.ds(c * CHUNK, CHUNK)].T)
         plgpu.barrier_wait(refs.d_out_full.at[slot])
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
+        extras = load_mask(block, step, warpgroup)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
-        extras = load_extras(block, step, warpgroup)
+        extras |= load_bias(block, step, warpgroup)
         x, slope = bent(problem, x)
         if capped:
             refs.slope_smem[warpgroup] = slope
@@ -159,7 +160,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
                 backward_dq.fetch(tile.piece, early)
             ended = backward_turns.ended(block, step, warpgroup)
             # What comes from memory is asked for early; what is computed, and would take registers, later.
-            before = backward_turns.before(block, step.i) if problem.segments else None
+            before = backward_turns.before(block, step.i) if problem.hidden_by_data else None
         if slope is not None and not capped:
             p = p * slope
         d_scores = p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)

@@ -10,7 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import schedule, segments
+from pallas_kernels.attention import gather, pairs, schedule
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.emit import Index
@@ -19,7 +19,7 @@ from pallas_kernels.emit import Index
 class Span(NamedTuple):
     """Blocks of queries `first <= i < end`; of them `inner_first <= i < inner_end` need no comparison.
 
-    Of indices, that is, and of segment ids.
+    Of indices, that is, of segment ids and with the mask.
     """
 
     first: Any
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 Visit = Callable[["Block", jax.Array], None]
-Compare = bool | jax.Array  # whether indices and segment ids need comparing
+Compare = bool | jax.Array  # whether indices, segment ids and mask matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,9 @@ class Block:
         if latest_first(problem, config):
             index = (per_head - 1) - index
         keys, queries = _counts(problem, config, refs, batch)
-        if problem.segments:
-            span = Span(*(refs.segment_spans[batch, index, i] for i in range(4)))
+        if problem.hidden_by_data:
+            at = gather.broadcast_index((batch, key_head, index), refs.spans.shape)
+            span = Span(*(refs.spans[*at, i] for i in range(4)))
         else:
             span = _span(problem, config, index * config.block_kv, keys, queries)
         return cls(problem, config, refs, batch, key_head, index, keys, span, steps_before)
@@ -122,8 +123,8 @@ class Block:
     def each_step(self, visit: Callable[[Step, Compare], None]) -> None:
         """`visit(step, compare)` for each head of the group and block of queries that sees the keys.
 
-        Where there are segments, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills 60 bytes
-        instead of 12.
+        Where there are segments or a mask, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills
+        60 bytes instead of 12 (segments).
         """
         first, inner_first, inner_end, end = self.span
         left, right = schedule.bounds(self.problem)
@@ -132,7 +133,7 @@ class Block:
             def piece(start: Any, stop: Any, compare: bool) -> None:
                 pl.loop(start, stop)(lambda i: visit(self.step(h, i), compare))
 
-            if self.problem.segments:
+            if self.problem.hidden_by_data:
                 pl.loop(first, end)(lambda i: visit(self.step(h, i), (i < inner_first) | (i >= inner_end)))
                 return
             if right is not None or self.ragged:
@@ -161,12 +162,14 @@ def each_block(
     return each
 
 
-def segment_spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> jax.Array:
-    """The spans of all blocks of keys, `[B, blocks, 4]`."""
-    met = segments.spans(segments.pairs(ops.key_segments, ops.query_segments, config.block_kv, config.block_q))
-    keys, queries = _counts(problem, config, ops, (slice(None), None))
-    span = _span(problem, config, jnp.arange(met.shape[1]) * config.block_kv, keys, queries)
-    return jnp.stack(span.narrowed(Span(*(met[:, :, i] for i in range(4)))), axis=2)
+def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: pairs.Pairs) -> jax.Array:
+    """The spans of all blocks of keys, `[B|1, K|1, blocks, 4]`, of pairs of blocks of keys and of queries."""
+    found = pairs.of_group(found, problem.query_heads // problem.key_heads)
+    met = pairs.spans(found, -(-problem.query_length // config.block_q))
+    keys, queries = _counts(problem, config, ops, (slice(None), None, None))
+    first_keys = jnp.arange(0, problem.key_length, config.block_kv)
+    span = _span(problem, config, first_keys, keys, queries)
+    return jnp.stack(span.narrowed(Span(*(met[..., i] for i in range(4)))), axis=3)
 
 
 def _counts(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> tuple[Any, Any]:

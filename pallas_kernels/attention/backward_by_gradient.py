@@ -22,7 +22,7 @@ from pallas_kernels import scopes
 from pallas_kernels.attention import backward_launch, backward_turns, gather, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
-from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_extras, probabilities
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_bias, load_mask, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
 from pallas_kernels.attention.memory import ACC, tiled
 from pallas_kernels.attention.problem import Attention
@@ -116,12 +116,14 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     def products(logits: Accumulator) -> None:
         plgpu.barrier_wait(refs.query_full.at[slot])
         plgpu.wgmma(logits, refs.key_smem.at[here], refs.query_smem.at[slot].T)
+        extras = load_mask(block, step, here)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=0)
         x, slope = bent(problem, x)
         if capped_bias(problem):
             _await_read(block, step)
             refs.slope_smem[here], slope = slope, None
-        p = probabilities(block, step, 0, x, load_extras(block, step, here), compare)
+        extras |= load_bias(block, step, here)
+        p = probabilities(block, step, 0, x, extras, compare)
         if not capped_bias(problem):
             _await_read(block, step)
         refs.p_smem[here] = p if slope is None else p * slope

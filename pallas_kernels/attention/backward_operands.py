@@ -1,5 +1,6 @@
 """What the backward kernels read and write, and what XLA does before them and after them."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_blocks, backward_turns, schedule
+from pallas_kernels.attention import backward_blocks, backward_turns, bits, pairs, schedule, segments
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
@@ -78,16 +79,27 @@ def inputs(
         lse=_pad(jnp.where(nothing, jnp.inf, ops.lse * LOG2E), (b, n, rows), jnp.inf),
         delta=_pad(delta, (b, n, rows)),
     )
-    for name in ("bias", "mask"):
-        if hasattr(ops, name):
-            found[name] = jnp.swapaxes(getattr(ops, name), 2, 3)
+    if problem.bias:
+        found["bias"] = jnp.swapaxes(ops.bias, 2, 3)
     for name in ("query_lengths", "key_lengths"):
         if hasattr(ops, name):
             found[name] = getattr(ops, name)
+    return found | hidden_by_data(problem, config, ops)
+
+
+def hidden_by_data(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
+    """The mask's words, segment ids, and which blocks of queries come past which of keys, in which turns, by name."""
+    found: dict[str, Any] = {}
+    blocks, seen = (config.block_kv, config.block_q), []
+    if problem.mask:
+        found["mask"] = bits.pack(ops.mask, 2)
+        seen.append(bits.pairs(found["mask"], 2, problem.mask[2], *blocks))
     if problem.segments:
         found["query_segments"] = ops.query_segments[:, None, None, :]
         found["key_segments"] = ops.key_segments[:, None, :, None]
-        found["segment_spans"] = spans = backward_blocks.segment_spans(problem, config, ops)
+        seen.append(segments.pairs(ops.key_segments, ops.query_segments, *blocks))
+    if seen:
+        found["spans"] = spans = backward_blocks.spans(problem, config, ops, functools.reduce(pairs.both, seen))
         if config.turns:
             found["turns_before"] = backward_turns.of_spans(problem, config, spans)
     return found

@@ -15,7 +15,7 @@ from jax import lax
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import emit
-from pallas_kernels.attention import schedule
+from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.backward_blocks import Block, Step, div, latest_first
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
@@ -24,8 +24,9 @@ from pallas_kernels.emit import Index
 
 def before(block: Block, i: jax.Array) -> Any:
     """How many blocks of keys add to block `i` of queries before this one."""
-    if block.problem.segments:
-        return block.refs.turns_before[block.batch, block.index, i]
+    if block.problem.hidden_by_data:
+        turns = block.refs.turns_before
+        return turns[*gather.broadcast_index((block.batch, block.key_head, block.index, i), turns.shape)]
     first, last = _adders(block, i)
     return block.index - first if schedule.bounds(block.problem)[1] is None else last - block.index
 
@@ -37,7 +38,7 @@ def is_last(block: Block, i: jax.Array) -> Any:
 
 
 def _adders(block: Block, i: jax.Array) -> tuple[Any, Any]:
-    """The first and the last block of keys that add to block `i` of queries, where there are no segments."""
+    """The first and the last block of keys that add to block `i` of queries, where shapes tell."""
     left, right = schedule.bounds(block.problem)
     block_q, block_kv = block.config.block_q, block.config.block_kv
     first, last = 0 if left is None else div(i * block_q + left, block_kv), div(block.keys - 1, block_kv)
@@ -47,16 +48,16 @@ def _adders(block: Block, i: jax.Array) -> tuple[Any, Any]:
 
 
 def of_spans(problem: Attention, config: AnyBackwardConfig, spans: jax.Array) -> jax.Array:
-    """`before` of each block of keys and each of queries, from the spans `[B, blocks of keys, 4]` of the former."""
+    """`before` of each block of keys and each of queries, from the spans `[B|1, K|1, blocks of keys, 4]`."""
     i = jnp.arange(-(-problem.query_length // config.block_q))
-    adds = ((spans[:, :, :1] <= i) & (i < spans[:, :, 3:])).astype(jnp.int32)
-    return lax.cumsum(adds, axis=1, reverse=latest_first(problem, config)) - adds
+    adds = ((spans[..., :1] <= i) & (i < spans[..., 3:])).astype(jnp.int32)
+    return lax.cumsum(adds, axis=2, reverse=latest_first(problem, config)) - adds
 
 
 @functools.lru_cache(maxsize=64)
 def counts(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int] | None:
     """How many blocks of keys, at least and at most, add to a block of queries; None: only the device knows."""
-    if problem.key_lengths or problem.query_lengths or problem.segments:
+    if problem.key_lengths or problem.query_lengths or problem.hidden_by_data:
         return None
     left, right = schedule.bounds(problem)
     block_q, block_kv = config.block_q, config.block_kv

@@ -1,5 +1,6 @@
 """From a tile's products K Q^T, transposed, to the probabilities that the forward had: its logits against their sum."""
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
+from pallas_kernels.emit import Index
 
 WGMMA = plgpu.Layout.WGMMA
 COLUMN = WGMMA.reduce(0)
@@ -28,14 +30,20 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
-def load_extras(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """What a tile's logits need beyond the products, by name."""
-    found = {}
-    for name in ("bias", "mask"):
-        if hasattr(block.refs, name):
-            corner = block.batch, step.head, *_corner(block, step, warpgroup)
-            found[name] = gather.load_tile(getattr(block.refs, name), corner, block.config.block_q)
-    return found
+def load_mask(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """The mask's bits of a tile, if there is one: two registers, so that they are asked for before the products."""
+    if not block.problem.mask:
+        return {}
+    corner = block.batch, step.head, *_corner(block, step, warpgroup)
+    return {"held": gather.load_bits(block.refs.mask, 2, corner, block.config.block_q)}
+
+
+def load_bias(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """The bias of a tile, if there is one."""
+    if not block.problem.bias:
+        return {}
+    corner = block.batch, step.head, *_corner(block, step, warpgroup)
+    return {"bias": gather.load_tile(block.refs.bias, corner, block.config.block_q)}
 
 
 def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -50,18 +58,16 @@ def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]
 def probabilities(
     block: Block, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
 ) -> jax.Array:
-    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices and ids."""
+    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
     problem, refs = block.problem, block.refs
-    key, row = _corner(block, step, warpgroup)
+    corner = block.batch, step.head, *_corner(block, step, warpgroup)
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
-    if problem.segments:
-        corner = block.batch, step.head, key, row
-        x = lax.cond(compare, lambda x: _of_segment(block, _in_bounds(block, x, key, row), corner), lambda x: x, x)
+    compared = functools.partial(_compared, block, extras, corner)
+    if problem.hidden_by_data:
+        x = lax.cond(compare, compared, lambda x: x, x)
     elif compare:
-        x = _in_bounds(block, x, key, row)
-    if problem.mask:
-        x = jnp.where(extras["mask"].astype(jnp.int32) != 0, x, -jnp.inf)
+        x = compared(x)
     lse = by_column(refs.lse_smem.at[lax.rem(step.n, block.config.stages)], x.shape)
     return elementary.weight_in_sum(x, lse)
 
@@ -71,12 +77,17 @@ def _corner(block: Block, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Ar
     return block.first_key + warpgroup * WARPGROUP_ROWS, step.i * block.config.block_q
 
 
-def _of_segment(block: Block, x: jax.Array, corner: gather.Corner) -> jax.Array:
-    """`x` with -inf where query and key are of different segments."""
-    return gather.keep_equal(x, block.refs.key_segments, block.refs.query_segments, corner)
+def _compared(block: Block, extras: dict[str, jax.Array], corner: gather.Corner, x: jax.Array) -> jax.Array:
+    """`x` with -inf where indices, mask or segments forbid it."""
+    x = _in_bounds(block, x, *corner[2:])
+    if block.problem.mask:
+        x = gather.keep_held(x, extras["held"])
+    if block.problem.segments:
+        x = gather.keep_equal(x, block.refs.key_segments, block.refs.query_segments, corner)
+    return x
 
 
-def _in_bounds(block: Block, x: jax.Array, key: jax.Array, row: jax.Array) -> jax.Array:
+def _in_bounds(block: Block, x: jax.Array, key: Index, row: Index) -> jax.Array:
     """`x` with -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
     left, right = schedule.bounds(block.problem)
     shape, ragged = x.shape, block.ragged

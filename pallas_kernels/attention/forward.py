@@ -54,9 +54,9 @@ def _each_tile(block: Block, visit: Callable[[jax.Array, Place, Span, jax.Array]
             keys = jnp.clip(gather.uniform(block.key_lengths[batch]), 0, keys)
         place = Place(batch, lax.rem(head, jnp.int32(problem.query_heads)), row, queries, keys)
         span = schedule.span(problem, config.block_kv, row, config.block_q, queries, keys)
-        if problem.segments:
-            at = batch, lax.rem(tile, jnp.int32(per_head))
-            span = schedule.narrowed(span, Span(*(gather.uniform(block.segment_spans[*at, i]) for i in range(4))))
+        if problem.hidden_by_data:
+            at = gather.broadcast_index((batch, place.head, lax.rem(tile, jnp.int32(per_head))), block.spans.shape)
+            span = schedule.narrowed(span, Span(*(gather.uniform(block.spans[*at, i]) for i in range(4))))
         visit(lax.rem(i, jnp.int32(config.query_slots)), place, span, steps)
         return steps + (span.end - span.first)
 
@@ -132,7 +132,7 @@ def _compute(block: Block) -> None:
         mine = slot * block.config.warpgroups + warpgroup
         place = place._replace(row=place.row + warpgroup * WARPGROUP_ROWS)
         own = schedule.span(block.problem, block.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
-        own = schedule.narrowed(span, own) if block.problem.segments else schedule.within(span, own)
+        own = schedule.narrowed(span, own) if block.problem.hidden_by_data else schedule.within(span, own)
         plgpu.barrier_wait(block.query_full.at[mine])
         begin, stop = steps + (span.end - own.end), steps + (span.end - own.first)
         _pass_over(block, steps, begin)

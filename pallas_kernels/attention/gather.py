@@ -16,6 +16,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.attention import bits
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.emit import (
     INTEGER,
@@ -87,6 +88,66 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), dtype, layout=layout)
     operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
     return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
+
+
+def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Array:
+    """`[64, 8]`: of a tile of 64 or 128 columns from `corner` on, each thread's words of `bits.pack`, each twice.
+
+    Of 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `bits.pack`.
+    """
+    shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(5)]
+    row_axis, place_axis = bits.AXES[axis]
+    rows, layout = shape[row_axis], plgpu.Layout.WGMMA
+
+    def load_words(ctx, ref, batch, head, row, column):
+        thread = thread_in_warpgroup()
+        warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
+        row = arith.addi(scalar(row), arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
+        block = arith.divui(scalar(column), c32(bits.COLUMNS))
+        index = arith.muli(arith.remui(lane, c32(4)), c32(strides[place_axis]))
+        for i, at in {0: scalar(batch), 1: scalar(head), 2: block, row_axis: row}.items():
+            if shape[i] > 1:
+                index = arith.addi(index, arith.muli(at, c32(strides[i])))
+        base = global_address(ref)
+        address = arith.addi(base, arith.muli(arith.extui(base.type, index), c64(4)))
+        lower_bits = arith.divui(arith.remui(scalar(column), c32(bits.COLUMNS)), c32(4))
+        pairs = []
+        for r in range(2 if rows > 1 else 1):
+            inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(max(rows - 8 * r, 0))) if rows > 1 else None
+            word = _load(arith.addi(address, c64(4 * 8 * r * strides[row_axis])), inside, 4)
+            pairs.append(vector.broadcast(ir.VectorType.get((2,), word.type), arith.shrui(word, lower_bits)))
+        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
+        registers.flat[:] = pairs * (2 // len(pairs))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
+
+    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, 8), jnp.dtype(jnp.uint32), layout=layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
+    return operation(load_words)(ref, *(jnp.int32(x) for x in corner))
+
+
+def keep_held(x: jax.Array, words: jax.Array) -> jax.Array:
+    """`x [64, n]` where its bit of `load_bits` is 1, and -inf elsewhere."""
+
+    def keep_bits(ctx, x, words):
+        of_row = _numbers(words)[::2]
+        registers = np.empty_like(x.registers)
+        outside = utils.c(-math.inf, ir.F32Type.get())
+        for i, pair in enumerate(x.registers.flat):
+            kept = []
+            for e, value in enumerate(elements(pair)):
+                bit = arith.andi(of_row[i % 2], c32(np.uint32(1 << 2 * (i // 2) + e).view(np.int32).item()))
+                kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, bit, c32(0)), value, outside))
+            registers.flat[i] = vector.from_elements(pair.type, kept)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    wgmma = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
+    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(keep_bits)(x, words)
+
+
+def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Index, ...]:
+    """`at`, with 0 along axes of `shape` whose one element stands for all."""
+    return tuple(i if extent > 1 else 0 for i, extent in zip(at, shape, strict=False))
 
 
 def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ MOST_TURNS = 16  # blocks of keys that take turns unasked
 def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay."""
     config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
-    if problem.segments:
+    if problem.hidden_by_data:
         # How many tiles of keys are skipped is known on the device alone. Dealt by their causal lengths, 8 documents of
         # 2048 tokens would take 1.2 to 1.7 times what tiles taken by whoever is free do (simulated, not measured).
         config = dataclasses.replace(config, persistent=False, query_slots=1)
@@ -39,9 +39,6 @@ def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
 
 
 def _widest(problem: Attention) -> ForwardConfig:
-    if problem.mask is not None and problem.segments:
-        # For want of registers.
-        return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
     # bf16, 16384 keys, H200. Slack 8 against 0: heads of 64, 532 and 514 TFLOP/s; of 128, 689 and 693; of 256 (causal),
     # 763 and 723.
     if max(problem.head_dim, problem.value_dim) <= 64:
@@ -86,7 +83,7 @@ def _can_write_last(problem: Attention) -> bool:
     """
     if problem.soft_cap is not None or schedule.bounds(problem)[0] is not None:
         return False
-    return max(problem.head_dim, problem.value_dim) > 64 or (problem.bias is None and problem.mask is None)
+    return max(problem.head_dim, problem.value_dim) > 64 or problem.bias is None
 
 
 def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradientConfig, ...]:
@@ -101,7 +98,7 @@ def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradient
 
 def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, device: Device, config: Config) -> Config:
     """`config` with the order of the tiles, by what makes them wait."""
-    uneven = problem.key_lengths or problem.query_lengths or problem.segments
+    uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
     rows = problem.query_length * problem.query_heads // problem.key_heads
     head_bytes = rows * ((problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4)
     cached = min(max(32 * MIB // max(head_bytes, 1), 1), 128 if config.last_writes else 16)

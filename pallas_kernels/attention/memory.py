@@ -1,5 +1,6 @@
 """Shared memory as the tensor cores read it; the forward kernel's, and what its copies ask of the operands' sizes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import segments
+from pallas_kernels.attention import bits, pairs, segments
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 
@@ -84,7 +85,7 @@ def names(problem: Attention) -> tuple[str, ...]:
 
 
 def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands as the kernel reads them, and what keys their segments let each block of queries see.
+    """The operands as the kernel reads them, and what keys segments and mask let each block of queries see.
 
     Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
     """
@@ -93,9 +94,16 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
         missing = [(0, -arrays[name].shape[axis] % multiple) for axis, multiple in enumerate((1, 8, 1, 16))]
         if any(after for _, after in missing):
             arrays[name] = jnp.pad(arrays[name], missing)
+    found, keys = [], arrays["key"].shape[1]
+    if "mask" in arrays:
+        columns = arrays["mask"].shape[3]
+        arrays["mask"] = bits.pack(arrays["mask"], 3)
+        found.append(bits.pairs(arrays["mask"], 3, columns, config.block_q, config.block_kv))
     if "query_segments" in arrays:
         ids = arrays["query_segments"], arrays["key_segments"]
-        arrays["segment_spans"] = segments.spans(segments.pairs(*ids, config.block_q, config.block_kv))
+        found.append(segments.pairs(*ids, config.block_q, config.block_kv))
         arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
         arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
+    if found:
+        arrays["spans"] = pairs.spans(functools.reduce(pairs.both, found), -(-keys // config.block_kv))
     return arrays

@@ -62,3 +62,8 @@ class Attention:
     segments: bool = False
     sinks: bool = False
     deterministic: bool = False  # whether the gradients come out the same, bit by bit, every time
+
+    @property
+    def hidden_by_data(self) -> bool:
+        """Whether which tiles are passed over is known on the device alone."""
+        return self.segments or self.mask is not None

@@ -37,7 +37,7 @@ def may_see_nothing(problem: Attention) -> bool:
 class Span(NamedTuple):
     """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison.
 
-    Of indices, that is, and of segment ids.
+    Of indices, that is, of segment ids and with the mask.
     """
 
     first: Any
@@ -77,8 +77,8 @@ def narrowed(span: Span, by: Span) -> Span:
 def at_edge(problem: Attention, span: Span, tile: jax.Array) -> jax.Array | None:
     """Whether some of the span's queries do not see all keys of the tile; None: that cannot be."""
     left, right = bounds(problem)
-    after = None if right is None and not problem.segments else tile >= span.inner_end
-    before = None if left is None and not problem.segments else tile < span.inner_first
+    after = None if right is None and not problem.hidden_by_data else tile >= span.inner_end
+    before = None if left is None and not problem.hidden_by_data else tile < span.inner_first
     return before if after is None else after if before is None else before | after
 
 
@@ -111,7 +111,9 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
         span(problem, config.block_kv, row, config.block_q, problem.query_length, problem.key_length) for row in rows
     ]
     length = np.array([s.end - s.first for s in spans])
-    longest_first = np.argsort(-length, kind="stable")
+    # Of equal ones the last first where there is a mask: most leave more keys to later queries.
+    backwards = slice(None, None, -1 if problem.mask else 1)
+    longest_first = np.arange(per_head)[backwards][np.argsort(-length[backwards], kind="stable")]
     in_turn = np.arange(heads)
     if problem.bias is not None and problem.bias[0] == 1:
         # Sequence after sequence of a head, whose bias they share in the cache.

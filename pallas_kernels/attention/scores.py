@@ -31,15 +31,14 @@ class Extras(NamedTuple):
     """What a tile's logits need beyond the products; loaded while the products are computed."""
 
     bias: jax.Array | None
-    mask: jax.Array | None
+    held: jax.Array | None  # the mask's bits
 
 
 def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int, *, copied: bool) -> Extras:
     """The tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
     corner = place.batch, place.head, place.row, key
     bias = gather.load_tile(refs.bias, corner, keys) if problem.bias and not copied else None
-    mask = gather.load_tile(refs.mask, corner, keys) if problem.mask else None
-    return Extras(bias, mask)
+    return Extras(bias, gather.load_bits(refs.mask, 3, corner, keys) if problem.mask else None)
 
 
 def folds_scale(problem: Attention) -> bool:
@@ -52,7 +51,7 @@ def logits(
 ) -> jax.Array:
     """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
 
-    `edge`: whether indices and segment ids need comparing; None: never.
+    `edge`: whether indices, segment ids and mask matter; None: never.
     """
     if not folds_scale(problem):
         x = x * problem.scale
@@ -61,16 +60,16 @@ def logits(
         x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + elementary.exp_16bit(x * (2 / problem.soft_cap)))
     if extras.bias is not None:
         x = x + extras.bias.astype(jnp.float32)
-    if extras.mask is not None:
-        x = jnp.where(extras.mask.astype(jnp.int32) != 0, x, -jnp.inf)
     if edge is None:
         return x
-    compared = functools.partial(_compared, problem, refs, place, key)
+    compared = functools.partial(_compared, problem, refs, place, extras, key)
     return compared(x) if edge is True else lax.cond(edge, compared, lambda x: x, x)
 
 
-def _compared(problem: Attention, refs: Any, place: Place, key: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, and -inf where the indices or the segments of query and key forbid it; `key` is the tile's first."""
+def _compared(problem: Attention, refs: Any, place: Place, extras: Extras, key: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, and -inf where indices, segments or mask forbid it; `key` is the tile's first."""
+    if extras.held is not None:
+        x = gather.keep_held(x, extras.held)
     if problem.segments:
         # Not loaded while the products are computed, as most tiles are of one segment, and for want of registers.
         corner = place.batch, 0, place.row, key

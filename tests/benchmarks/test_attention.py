@@ -34,7 +34,7 @@ def _case(shape, pass_="fwd"):
 
 def test_every_case_has_a_name_of_its_own():
     names = [case.name for case in attention_cases.all_cases()]
-    assert len(set(names)) == len(names) == 3 * (4 * 3 * 2 + 7)
+    assert len(set(names)) == len(names) == 3 * (4 * 3 * 2 + 8)
     assert len(attention_cases.select(tags=["core"])) == 20
     assert all("core" in case.tags for case in attention_cases.all_cases()[:20])
 

@@ -37,7 +37,7 @@ do_part() {
   case $1 in
   softmax) share "$1" $here/test_conformance.py::test_on_gpu ;;
   cross-entropy) share "$1" $here/test_conformance.py::test_losses_on_gpu ;;
-  attention) share "$1" $here/test_attention_forward.py $here/test_attention_backward.py ;;
+  attention) share "$1" $here/test_attention_forward.py $here/test_attention_backward.py $here/test_attention_masks.py ;;
   library) share "$1" tests/jaxsoftmax/test_*gpu.py $here/test_gpu_harness.py ;;
   benchmark)
     rows standard --tag=standard --impl=ours,xla --rounds=3 &&

@@ -166,6 +166,7 @@ def test_copies_are_said() -> None:
             "value, of shape (1, 2, 16, 2, 60), is copied to (6, 16, 2, 60)",
             "mask, of shape (1, 2, 1, 16, 16), is copied to (6, 1, 16, 16)",
             "the heads of value are padded to a multiple of 8",
+            "the mask is packed in bits first, and the kernel skips tiles outside of those that it leaves",
             "which tiles have segments in common is found first, and the kernel skips the others",
         )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import documents
 import jax.numpy as jnp
+import mask_patterns
 import numpy as np
 
 from pallas_kernels.attention import schedule
@@ -35,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "causal_offset": 100, "window": (300, None), "key_lengths": True, "query_lengths": True, "segments": True,
         "soft_cap": 5.0, "sinks": True, "mask": "B11S",
     },
+    "mask-of-heads": {"mask": "BNTS"},
 }  # fmt: skip
 
 
@@ -55,8 +57,11 @@ def name_of(p: Attention) -> str:
     return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
 
 
-def operands_of(p: Attention, ids: str = "few") -> dict[str, Any]:
-    """Random operands; what lies past the keys' lengths is NaN. `ids`: of the segments, one of `documents.PATTERNS`."""
+def operands_of(p: Attention, ids: str = "few", mask: str = "scattered") -> dict[str, Any]:
+    """Random operands; what lies past the keys' lengths is NaN.
+
+    `ids` of the segments is one of `documents.PATTERNS`, `mask` one of `mask_patterns.PATTERNS`.
+    """
     rng = np.random.default_rng(0)
     b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
     shapes = (b, t, n, p.head_dim), (b, s, p.key_heads, p.head_dim), (b, s, p.key_heads, p.value_dim)
@@ -66,7 +71,7 @@ def operands_of(p: Attention, ids: str = "few") -> dict[str, Any]:
     if p.bias:
         arrays["bias"] = rng.standard_normal(p.bias).astype(p.bias_dtype)
     if p.mask:
-        arrays["mask"] = (rng.random(p.mask) < 0.8).astype(np.int8)
+        arrays["mask"] = mask_patterns.PATTERNS[mask](rng, p.mask).astype(np.int8)
     if p.query_lengths:
         arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
     if p.key_lengths:

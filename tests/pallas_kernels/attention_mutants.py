@@ -27,7 +27,8 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `slack` is the forward config's, `deterministic` and `dims`, of heads, the backward problem's.
+    `slack` is the forward config's, `deterministic` and `dims`, of heads, the backward problem's, `mask` the pattern
+    of the problem's mask.
     """
 
     op: Op
@@ -41,11 +42,12 @@ class Mutant:
     slack: int = 0
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
+    mask: str = "scattered"
 
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        return self.op, self.kind, self.heads, self.slack, self.deterministic, self.dims
+        return self.op, self.kind, self.heads, self.slack, self.deterministic, self.dims, self.mask
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -174,7 +176,59 @@ MUTANTS = (
         "lax.rem(place.head, jnp.int32(problem.key_heads))",
         heads=(4, 2),
     ),
-    _forward("mask_ignored", "the mask has no effect", "if extras.mask is not None:", "if False:", "mask"),
+    _forward("mask_ignored", "the mask has no effect", "if extras.held is not None:", "if False:", "mask"),
+    _forward(
+        "mask_bits_swapped",
+        "the bits of even and of odd columns are apart",
+        "of_four(j, e) << (2 * j + e)",
+        "of_four(j, e) << (j + 4 * e)",
+        "mask",
+    ),
+    _forward(
+        "mask_octets_backwards",
+        "the bits of the last columns of a word are its lowest",
+        ".astype(jnp.uint32) << 8 * j for",
+        ".astype(jnp.uint32) << 24 - 8 * j for",
+        "mask",
+    ),
+    _forward(
+        "mask_of_first_head",
+        "all heads have the first one's mask",
+        "place.batch, place.head, place.row, key",
+        "place.batch, jnp.int32(0), place.row, key",
+        "mask-of-heads",
+    ),
+    _forward(
+        "mask_spans_of_first_head",
+        "all heads have the first one's spans",
+        "(batch, place.head, lax.rem(",
+        "(batch, jnp.int32(0), lax.rem(",
+        "mask-of-heads",
+        mask="causal",
+    ),
+    _forward(
+        "mask_some_for_all",
+        "a tile that holds something is taken for one that holds everything",
+        "every == full",
+        "some != 0",
+        "mask",
+    ),
+    _forward(
+        "mask_of_lower_half",
+        "what a tile of 64 keys holds decides for the next one too",
+        "x >> shift & full",
+        "x & full",
+        "mask",
+        mask="causal",
+    ),
+    _forward(
+        "mask_last_skipped",
+        "the last tile of keys that a mask leaves is skipped",
+        "meet, column + 1, 0",
+        "meet, column, 0",
+        "mask",
+        mask="causal",
+    ),
     _forward(
         "bias_scaled",
         "the bias is scaled",
@@ -216,8 +270,8 @@ MUTANTS = (
     _forward(
         "segments_last_skipped",
         "the last tile of keys that a segment is in is skipped",
-        "pairs.meet, column + 1, 0",
-        "pairs.meet, column, 0",
+        "meet, column + 1, 0",
+        "meet, column, 0",
         "segments",
     ),
     _forward(
@@ -237,14 +291,14 @@ MUTANTS = (
     _forward(
         "segments_not_compared",
         "tiles of two segments are taken for tiles of one",
-        " & ~pairs.alike, column",
+        " & ~alike, column",
         " & False, column",
         "segments",
     ),
     _forward(
         "segments_of_one_role",
         "computing warpgroups walk over tiles that the copying one skips",
-        "schedule.narrowed(span, own) if block.problem.segments else ",
+        "schedule.narrowed(span, own) if block.problem.hidden_by_data else ",
         "",
         "segments",
         rejected_by=DEADLOCK,
@@ -343,7 +397,48 @@ MUTANTS = (
     _backward("dq_unscaled", "dQ lacks the scale", "(dq_sum * problem.scale)", "dq_sum", "lengths"),
     _backward("written_dq_unscaled", "the last writes dQ without the scale", "total * block.problem.scale", "total"),
     _backward("dk_unscaled", "dK lacks the scale", "dk * block.problem.scale", "dk"),
-    _backward("mask_ignored", "the mask has no effect", "if problem.mask:", "if False:", "mask"),
+    _backward("mask_ignored", "the mask has no effect", 'gather.keep_held(x, extras["held"])', "x", "mask"),
+    _backward(
+        "mask_of_first_head",
+        "what the first head of a group may pass over, all do",
+        "meet.any(2)",
+        "meet[:, :, 0]",
+        "mask-of-heads",
+        mask="causal",
+    ),
+    _wide_backward(
+        "wide_mask_taken_for_whole",
+        "a block that one head of a group sees whole is not compared for any",
+        "alike.all(2)",
+        "alike.any(2)",
+        "mask-of-heads",
+        heads=(3, 1),
+        mask="causal",
+    ),
+    _wide_backward(
+        "wide_mask_of_other_group",
+        "what one group of heads sees decides for another",
+        "(x.shape[0], -1, group, *x.shape[2:])",
+        "(x.shape[0], -1, group, *x.shape[2:])[:, ::-1]",
+        "mask-of-heads",
+        heads=(4, 2),
+        mask="causal",
+    ),
+    _backward(
+        "mask_last_skipped",
+        "the last block of queries that a mask leaves is skipped",
+        "meet, column + 1, 0",
+        "meet, column, 0",
+        "mask",
+        mask="causal",
+    ),
+    _wide_backward(
+        "wide_mask_bits_swapped",
+        "the bits of even and of odd columns are apart",
+        "of_four(j, e) << (2 * j + e)",
+        "of_four(j, e) << (j + 4 * e)",
+        "mask",
+    ),
     _backward(
         "segments_ignored",
         "segment ids have no effect",
@@ -361,14 +456,14 @@ MUTANTS = (
     _backward(
         "segments_last_skipped",
         "the last block of queries that a segment is in is skipped",
-        "pairs.meet, column + 1, 0",
-        "pairs.meet, column, 0",
+        "meet, column + 1, 0",
+        "meet, column, 0",
         "segments",
     ),
     _backward(
         "segments_not_compared",
         "blocks of two segments are taken for blocks of one",
-        " & ~pairs.alike, column",
+        " & ~alike, column",
         " & False, column",
         "segments",
     ),
@@ -541,7 +636,7 @@ MUTANTS = (
         "the soft cap's slope is taken where the bias has been added",
         "refs.slope_smem[here], slope = slope, None",
         "refs.slope_smem[here], slope = 1 - "
-        '((x / 1.442695 + load_extras(block, step, here)["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2, None',
+        '((x / 1.442695 + load_bias(block, step, here)["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2, None',
     ),
     _wide_capped_backward(
         "slope_overwritten",

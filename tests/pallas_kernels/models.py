@@ -230,6 +230,20 @@ def _load_broadcast(machine: Any, static: Any, ref: Any, *corner: Any) -> list[A
     return [machine.gather(ref, index, inside & (rows >= 0) & (columns >= 0), 0)]
 
 
+def _load_words(machine: Any, static: Any, ref: Any, batch: Any, head: Any, row: Any, column: Any) -> list[Any]:
+    rows, places = np.arange(64)[:, None] + row, np.arange(8)[None, :] // 2
+    at = (batch, head, column // 128, *((rows, places) if static.row_axis == 3 else (places, rows)))
+    index = tuple(i * (extent > 1) for extent, i in zip(static.shape, at, strict=True))
+    words = machine.gather(ref, index, (rows < static.rows) | (static.rows == 1), 0)
+    return [words >> (column % 128 // 4).astype(np.uint32)]
+
+
+def _keep_bits(machine: Any, static: Any, x: Any, words: Any) -> list[Any]:
+    column = np.arange(x.shape[1])
+    held = words[:, column % 8] >> (column // 8 * 2 + column % 2).astype(np.uint32) & 1
+    return [jnp.where(held == 1, x, -jnp.inf)]
+
+
 def _keep_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> list[Any]:
     column = np.arange(x.shape[1])
     seen = column <= high[:, None]

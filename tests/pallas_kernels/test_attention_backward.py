@@ -76,9 +76,9 @@ def compiled(p: Attention) -> Any:
     return jax.jit(decided(p).run)
 
 
-def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), ids: str = "few") -> list[Any]:
-    """Checks the gradients of `kernel`, a function of operands."""
-    arrays, rng = operands_of(p, ids), np.random.default_rng(1)
+def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), **patterns: str) -> list[Any]:
+    """Checks the gradients of `kernel`, a function of operands, on operands of these patterns."""
+    arrays, rng = operands_of(p, **patterns), np.random.default_rng(1)
     rules = rules_of(p, arrays)
     qkvb = [arrays[name] for name in QKV] + [arrays.get("bias")]
     truth = attention_oracle.forward(*qkvb, **rules)
@@ -245,12 +245,12 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
 def test_segments_that_skip_in_the_interpreter(interpreted, name):
     lengths, dims, facts = SKIPPING[name]
     p = problem_of("segments", lengths, dims, "bfloat16", heads=(2, 1), **facts)
-    check(p, decided(p).run, interpreted, name.split("-")[0])
+    check(p, decided(p).run, interpreted, ids=name.split("-")[0])
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["full", "causal", "segments", "segments-causal", "capped-bias"])
+@pytest.mark.parametrize("kind", ["full", "causal", "segments", "segments-causal", "mask", "capped-bias"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_compiles_without_spills(kind, dims, deterministic):
     p = problem_of(kind, (1024, 1024), dims, "bfloat16", deterministic=deterministic)

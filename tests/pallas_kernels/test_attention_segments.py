@@ -10,8 +10,9 @@ import test_attention_backward
 import test_attention_forward
 from documents import PATTERNS
 
-from pallas_kernels.attention import backward_blocks, backward_turns, schedule, segments
+from pallas_kernels.attention import backward_blocks, backward_operands, backward_turns, schedule, segments
 from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.pairs import Pairs, spans
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (700, 700), (513, 1030), (1030, 513))
@@ -43,11 +44,11 @@ def spread(spans: np.ndarray, count: int, start: int = 0, stop: int = 3) -> np.n
 def test_blocks_that_do_not_meet_have_no_id_in_common(pattern, lengths, blocks):
     queries, keys = ids_of(pattern, lengths)
     equal = queries[:, :, None] == keys[:, None, :]
-    pairs = segments.pairs(jnp.asarray(queries), jnp.asarray(keys), *blocks)
-    assert not (in_blocks(equal, *blocks) & ~np.asarray(pairs.meet)).any()
-    np.testing.assert_array_equal(pairs.alike, in_blocks(equal, *blocks, whole=True))
+    meet, alike = (np.asarray(x)[:, 0] for x in segments.pairs(jnp.asarray(queries), jnp.asarray(keys), *blocks))
+    assert not (in_blocks(equal, *blocks) & ~meet).any()
+    np.testing.assert_array_equal(alike, in_blocks(equal, *blocks, whole=True))
     if pattern in ("packed", "many", "one"):  # in order, or up to 32 of them: nothing is visited in vain
-        np.testing.assert_array_equal(pairs.meet, in_blocks(equal, *blocks))
+        np.testing.assert_array_equal(meet, in_blocks(equal, *blocks))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -55,10 +56,10 @@ def test_spans_reach_from_the_first_that_meets_to_the_last(seed):
     rng = np.random.default_rng(seed)
     meet = rng.random((2, 5, 9)) < (0.2, 0.7)[seed % 2]
     alike = meet & (rng.random(meet.shape) < 0.6)
-    spans = np.asarray(segments.spans(segments.Pairs(jnp.asarray(meet), jnp.asarray(alike))))
-    visited, inner = spread(spans, 9), spread(spans, 9, 1, 2)
+    found = np.asarray(spans(Pairs(jnp.asarray(meet)[:, None], jnp.asarray(alike)[:, None]), 9))[:, 0]
+    visited, inner = spread(found, 9), spread(found, 9, 1, 2)
     assert not (meet & ~visited).any()
-    for span, row, same in zip(spans.reshape(-1, 4), meet.reshape(-1, 9), alike.reshape(-1, 9), strict=True):
+    for span, row, same in zip(found.reshape(-1, 4), meet.reshape(-1, 9), alike.reshape(-1, 9), strict=True):
         if not row.any():
             np.testing.assert_array_equal(span, 0)
             continue
@@ -98,8 +99,8 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
     p = dataclasses.replace(p, **RULES[rules])
     arrays, (rows, columns) = test_attention_forward.operands_of(p, pattern), BLOCKS[0]
     ids = (jnp.asarray(arrays[name]) for name in ("query_segments", "key_segments"))
-    table = np.asarray(segments.spans(segments.pairs(*ids, rows, columns)))
     seen, tiles = seen_of(p, arrays), -(-p.key_length // columns)
+    table = np.asarray(spans(segments.pairs(*ids, rows, columns), tiles))[:, 0]
     for b in range(p.batch):
         counts = lengths
         if p.key_lengths:
@@ -127,8 +128,8 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
     p = test_attention_backward.problem_of("segments", lengths, (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, pattern)
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    spans = backward_blocks.segment_spans(p, config, ops)
-    blocks, table = -(-p.query_length // config.block_q), np.asarray(spans)
+    found = backward_operands.hidden_by_data(p, config, ops)
+    blocks, table = -(-p.query_length // config.block_q), np.asarray(found["spans"])[:, 0]
     seen, visited = seen_of(p, arrays).swapaxes(1, 2), spread(table, blocks)
     assert not (in_blocks(seen, config.block_kv, config.block_q) & ~visited).any()
     whole, inner = in_blocks(seen, config.block_kv, config.block_q, whole=True), spread(table, blocks, 1, 2)
@@ -136,7 +137,7 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
         assert not (inner & ~whole).any()
     order = slice(None, None, -1 if backward_blocks.latest_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
-    np.testing.assert_array_equal(backward_turns.of_spans(p, config, spans), before)
+    np.testing.assert_array_equal(found["turns_before"][:, 0], before)
     assert visited.any(1).all() or not backward_turns.first_stores(p, config)
 
 
@@ -147,13 +148,13 @@ def test_turns_of_one_segment_are_those_without_segments(rules):
     p = test_attention_backward.problem_of("segments", (513, 700), (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, "one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    spans = backward_blocks.segment_spans(p, config, ops)
-    turns = np.asarray(backward_turns.of_spans(p, config, spans))
+    found = backward_operands.hidden_by_data(p, config, ops)
+    table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
     plain = dataclasses.replace(p, segments=False)
-    for b, j in np.ndindex(spans.shape[:2]):
+    for b, j in np.ndindex(table.shape[:2]):
         keys = min(arrays["key_lengths"][b], p.key_length) if p.key_lengths else p.key_length
         block = SimpleNamespace(problem=plain, config=config, index=j, keys=jnp.int32(keys))
-        for i in range(int(spans[b, j, 0]), int(spans[b, j, 3])):
+        for i in range(table[b, j, 0], table[b, j, 3]):
             assert turns[b, j, i] == backward_turns.before(block, jnp.int32(i))
 
 
@@ -165,7 +166,8 @@ def test_work_falls_with_what_documents_hide(causal, padding):
     ids[:, length - padding :] = 0
     p = Attention(Op.FORWARD, 1, 1, 1, length, length, 64, 64, jnp.dtype("bfloat16"), segments=True)
     p = dataclasses.replace(p, causal_offset=0 if causal else None)
-    table = np.asarray(segments.spans(segments.pairs(jnp.asarray(ids), jnp.asarray(ids), rows, columns)))[0]
+    pairs = segments.pairs(jnp.asarray(ids), jnp.asarray(ids), rows, columns)
+    table = np.asarray(spans(pairs, length // columns))[0, 0]
     full = [schedule.span(p, columns, i * rows, rows, length, length) for i in range(len(table))]
     steps = [schedule.narrowed(span, schedule.Span(*row)) for span, row in zip(full, table, strict=True)]
     of_document = length // documents // columns
