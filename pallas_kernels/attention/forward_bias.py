@@ -18,10 +18,10 @@ from pallas_kernels.attention.scores import WGMMA, Place
 
 
 def can_be_copied(problem: Attention) -> bool:
-    """Whether all elements of a tile differ, and its pieces of 128 bytes a row are whole."""
-    if problem.bias is None or problem.bias_dtype is None or 1 in problem.bias[2:]:
+    """Whether the bias consists of whole pieces of 8 rows and 128 bytes, none of them repeated."""
+    if problem.bias is None or problem.bias_dtype is None:
         return False
-    return problem.bias[3] * problem.bias_dtype.itemsize % 128 == 0
+    return problem.bias[2] % 8 == 0 and problem.bias[3] * problem.bias_dtype.itemsize % 128 == 0
 
 
 def copy(block: Any, place: Place, key: jax.Array, step: jax.Array) -> None:

@@ -9,7 +9,7 @@ from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
 MIB = 2**20
-MOST_TURNS = 16  # blocks of keys that take turns unasked
+MOST_TURNS = 8  # blocks of keys that take turns unasked
 
 
 def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
@@ -18,7 +18,10 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     if problem.hidden_by_data:
         # How many tiles of keys are skipped is known on the device alone. Dealt by their causal lengths, 8 documents of
         # 2048 tokens would take 1.2 to 1.7 times what tiles taken by whoever is free do (simulated, not measured).
-        config = dataclasses.replace(config, persistent=False, query_slots=1)
+        # Masks, 2048 tokens, bf16, H200, us, heads of 64: random 671, causal 393, blocks that do not stay 726 and 428.
+        # Heads of 128: 478 and 324, and 518 and 307.
+        stays = not problem.segments and problem.bias is None and max(problem.head_dim, problem.value_dim) <= 64
+        config = dataclasses.replace(config, persistent=stays, query_slots=1 + stays)
     return (config,)
 
 
@@ -64,8 +67,8 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
 def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     """`config` with turns where they are asked for, or cost less than the passes over dQ before and after the kernel.
 
-    Those passes take 88 us for 67 MB of dQ (bf16, H200), of 490 in all at S = 512, D = 128, and of 1470 at 2048; turns
-    cost 7 % of the kernel at 2048.
+    Those passes take 88 us for 67 MB of dQ (bf16, H200). In all, us, any order and turns, S = 512: D = 64, 567 and 522,
+    D = 128, 477 and 422; S = 2048: 1576 and 1575, 1326 and 1346.
     """
     counts = backward_turns.counts(problem, config)
     alone = counts == (1, 1)
@@ -99,13 +102,12 @@ def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradient
 def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, device: Device, config: Config) -> Config:
     """`config` with the order of the tiles, by what makes them wait."""
     uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
-    rows = problem.query_length * problem.query_heads // problem.key_heads
-    head_bytes = rows * ((problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4)
-    cached = min(max(32 * MIB // max(head_bytes, 1), 1), 128 if config.last_writes else 16)
     if schedule.bounds(problem) != (None, None) or uneven:
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
         # 532 TFLOP/s, and 512 head by head, H200.
-        return dataclasses.replace(config, together=cached)
+        rows = problem.query_length * problem.query_heads // problem.key_heads
+        head_bytes = rows * ((problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4)
+        return dataclasses.replace(config, together=min(max(32 * MIB // max(head_bytes, 1), 1), 16))
     if not config.turns:
         # Tiles that take equally long: D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a block to each, H200.
         return dataclasses.replace(config, persistent=True)
@@ -113,6 +115,4 @@ def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, de
     # whole device to themselves, lest a tile wait for one whose block cannot start, and are slower: D = 128, S = 2048,
     # bf16, 558 TFLOP/s with a block to each, 542 persistent, H200.
     steps = -(-problem.query_length // config.block_q)
-    together = -(-5 * device.sm_count // (4 * steps))
-    # Further apart they wait less: S = 512, 2 to 4 % of the kernel (simulated, not measured).
-    return dataclasses.replace(config, together=max(together, cached) if config.last_writes else together)
+    return dataclasses.replace(config, together=-(-5 * device.sm_count // (4 * steps)))
