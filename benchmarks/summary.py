@@ -55,7 +55,7 @@ def table(results: Results) -> str:
         f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case) on one {header['device'].get('name')}, JAX "
         f"{header['versions'].get('jax')}, {header['timestamp'][:10]}. The floor is the time of a copy of the same "
         "bytes, for attention that of as large a product of square matrices. Others: torch, torch.compile, Liger and "
-        "quack; of attention cuDNN, JAX's `attention_mgpu` and tokamax, where they take the call."
+        "quack; of attention cuDNN, JAX's `attention_mgpu`, tokamax and flash-attn-4, where they take the call."
     )
 
 
