@@ -28,13 +28,17 @@ def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Arr
     return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
 
 
+@jax.custom_jvp
 def below(z: jax.Array, maximum: jax.Array) -> jax.Array:
     """`z`, which is nowhere above its row's `maximum`: it only says so, to a compiler.
 
     One that contracts a product in `z` with the subtraction of the maximum rounds the maximum alone. Of logits beyond
-    1e9 the difference, no more 0, overflows.
+    1e9 the difference, no more 0, overflows. The derivative is that of `z`, for the largest logit too.
     """
     return jnp.where(z > maximum, maximum, z)
+
+
+below.defjvp(lambda primals, tangents: (below(*primals), tangents[0]))
 
 
 def _held(z: jax.Array, where: jax.Array | None) -> jax.Array:
