@@ -130,7 +130,7 @@ def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
 
 
 def test_later_queries_start_first():
-    p = problem_of(Op.FORWARD, "B1TS", "full", (512, 512))
+    p = dataclasses.replace(problem_of(Op.FORWARD, "B1TS", "full", (512, 512)), head_dim=128, value_dim=128)
     (config,) = heuristics.forward(p, hardware.H200)
     order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
