@@ -79,6 +79,7 @@ def seen_of(p: Attention, arrays: dict[str, Any]) -> np.ndarray:
     return attention_oracle.visible((p.batch, p.query_heads, p.query_length, p.key_length), **others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
 def test_forward_visits_what_is_seen(mask, rules, pattern):
     p, config = problem_of(Op.FORWARD, mask, rules, (513, 700)), ForwardConfig(128, warpgroups=2, stages=2)
@@ -101,6 +102,7 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
             assert (first, end) == (tiles[0], tiles[-1] + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
 def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
     config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)

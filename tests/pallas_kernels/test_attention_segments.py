@@ -91,6 +91,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
@@ -119,6 +120,7 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
                 assert mine[:, max(first, inner_first) * columns : min(end - 1, inner_end) * columns].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
