@@ -216,14 +216,15 @@ def test_biases_in_the_interpreter(shape, dtype, bias_slots, interpreted):
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_biases_compile_without_spills(dims, dtype):
+def test_compiles_biases_without_spills(dims, dtype):
     kind = {"bias": "1NTS", "bias_dtype": jnp.dtype(dtype)}
     p = attention_cases.problem_of(Op.FORWARD, kind, (2048, 2048), dims, "bfloat16", (4, 2))
     (config,) = heuristics.forward(p, hardware.H200)
     assert config.bias_slots or (dims, dtype) == ((256, 256), "float32")
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
     (report,) = aot.compile_for_h200(lambda *a: forward.run(p, config, *a), *operands)
-    assert report.spill_bytes <= (12 if dims == (64, 64) else 0), report.ptxas_log
+    most = {((64, 64), "bfloat16"): 4, ((256, 256), "float32"): 12}.get((dims, dtype), 0)
+    assert report.spill_bytes <= most, report.ptxas_log
     assert report.smem <= hardware.H200.smem_per_cta
 
 
