@@ -84,10 +84,10 @@ def inputs(
     for name in ("query_lengths", "key_lengths"):
         if hasattr(ops, name):
             found[name] = getattr(ops, name)
-    return found | hidden_by_data(problem, config, ops)
+    return found | what_is_seen(problem, config, ops)
 
 
-def hidden_by_data(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
+def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
     """The mask's words, segment ids, and which blocks of queries come past which of keys, in which turns, by name."""
     found: dict[str, Any] = {}
     blocks, seen = (config.block_kv, config.block_q), []

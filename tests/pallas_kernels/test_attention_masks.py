@@ -108,7 +108,7 @@ def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
     config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
     p = problem_of(Op.BACKWARD, mask, rules, (513, 700), deterministic=True)
     arrays = operands_of(p, mask=pattern)
-    found = backward_operands.hidden_by_data(
+    found = backward_operands.what_is_seen(
         p, config, SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
     )
     blocks, (keys, queries) = -(-p.query_length // config.block_q), (config.block_kv, config.block_q)

@@ -130,7 +130,7 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
     p = test_attention_backward.problem_of("segments", lengths, (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, pattern)
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    found = backward_operands.hidden_by_data(p, config, ops)
+    found = backward_operands.what_is_seen(p, config, ops)
     blocks, table = -(-p.query_length // config.block_q), np.asarray(found["spans"])[:, 0]
     seen, visited = seen_of(p, arrays).swapaxes(1, 2), spread(table, blocks)
     assert not (in_blocks(seen, config.block_kv, config.block_q) & ~visited).any()
@@ -150,7 +150,7 @@ def test_turns_of_one_segment_are_those_without_segments(rules):
     p = test_attention_backward.problem_of("segments", (513, 700), (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, "one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    found = backward_operands.hidden_by_data(p, config, ops)
+    found = backward_operands.what_is_seen(p, config, ops)
     table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):
