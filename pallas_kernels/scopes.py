@@ -232,13 +232,25 @@ def sync_block(warpgroups: int) -> None:
     plgpu.inline_mgpu()(block_sync)()
 
 
-def cluster_sync() -> None:
-    """Waits for all threads of the cluster's blocks."""
+def arrive_in_cluster() -> None:
+    """Tells the cluster's other blocks that this one's barriers are made, and nothing more; does not wait.
 
-    def sync_cluster(ctx):
-        ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
+    An arrival that releases what else was written costs 1124 us instead of 1063: f32, 2048 x 262144, H200.
+    """
 
-    plgpu.inline_mgpu()(sync_cluster)()
+    def arrive_cluster(ctx):
+        ptx("barrier.cluster.arrive.relaxed.aligned;", "~{memory}", [])
+
+    plgpu.inline_mgpu()(arrive_cluster)()
+
+
+def await_cluster() -> None:
+    """Waits until all threads of the cluster's blocks have arrived."""
+
+    def await_arrivals(ctx):
+        ptx("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
+
+    plgpu.inline_mgpu()(await_arrivals)()
 
 
 def _lane_and_slot(index) -> tuple[ir.Value, ir.Value]:

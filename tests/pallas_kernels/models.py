@@ -184,8 +184,12 @@ def _block_sync(machine: Any, static: Any) -> None:
     machine.block_sync(15, static.warpgroups)
 
 
-def _sync_cluster(machine: Any, static: Any) -> None:
-    machine.cluster_sync()
+def _arrive_cluster(machine: Any, static: Any) -> None:
+    machine.cluster_arrive()
+
+
+def _await_arrivals(machine: Any, static: Any) -> None:
+    machine.cluster_wait()
 
 
 def _copy_scalar(machine: Any, static: Any, x: Any) -> list[Any]:

@@ -219,7 +219,7 @@ KERNEL_MUTANTS = (
     KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
     KernelMutant("no_block_barrier", "the block's threads do not meet", scopes.sync_block, _left_out, rungs=_MERGING),
     KernelMutant(
-        "no_cluster_barrier", "a cluster's blocks do not meet", scopes.cluster_sync, _left_out, rungs=_CLUSTER
+        "no_cluster_barrier", "a cluster's blocks do not meet", scopes.await_cluster, _left_out, rungs=_CLUSTER
     ),
     KernelMutant("wrong_stride", "quantities take each other's slots", scopes.Exchange.read, _swapped, rungs=_MERGING),
     KernelMutant(

@@ -167,7 +167,7 @@ class Machine:
         )
 
     def cluster_arrive(self) -> None:
-        """`barrier.cluster.arrive.release`."""
+        """`barrier.cluster.arrive`."""
         self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=False))
 
     def cluster_wait(self) -> None:
