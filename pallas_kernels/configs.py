@@ -27,6 +27,8 @@ class SharedConfig:
     warpgroups: int
     registers: int
 
+    in_registers = 0
+
     @property
     def granule(self) -> int:
         """Vectors that a row's threads in a block handle at a time."""
@@ -36,13 +38,21 @@ class SharedConfig:
         """Granules in a block's share of a row of that many vectors."""
         return -(-vectors // (self.blocks * self.granule))
 
+    def staged(self, vectors: int) -> int:
+        """Those of them that stand in shared memory."""
+        return self.steps(vectors) - self.in_registers
+
 
 @dataclasses.dataclass(frozen=True)
 class StagedConfig(SharedConfig):
-    """Blocks that take `rows` rows, one after another, and have `slots` of them in shared memory at once."""
+    """Blocks that take `rows` rows, one after another, and have `slots` of them in shared memory at once.
+
+    `in_registers`: of the granules of a share, the last ones that stand in registers instead.
+    """
 
     slots: int
     rows: int
+    in_registers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import functools
 
 from pallas_kernels.configs import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import Op, Problem
 
 KIB, MIB = 1024, 1024**2
 
@@ -15,16 +15,18 @@ def order(problem: Problem, device: Device) -> tuple[str, ...]:
     if _row_bytes(problem) > 256 * MIB and problem.rows < device.sm_count:
         # Online, a row to a block would leave multiprocessors idle (not measured).
         return ("grid",)
-    # Two blocks on a multiprocessor still beat a cluster: bf16, N = 50257, 3.99 against 3.51 TB/s, H200.
-    if _row_bytes(problem) <= 108 * KIB:
+    # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a block; 32000, 4.16 and 4.11; 32768, both 4.15.
+    two = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none" and problem.rows >= 8 * device.sm_count
+    if _row_bytes(problem) <= (60 if two else 108) * KIB:
         return ("warp", "block", "cluster", "grid", "online", "naive")
     # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.
     if not problem.op.gives_rows and problem.rows >= 4 * device.sm_count:
         return ("online", "warp", "cluster", "grid", "block", "naive")
-    # H200: f32, N = 262144 (1 MiB), 3.81 TB/s in a cluster and 3.72 over the grid; its gradient (2 MiB), 3.19 and 3.59.
-    # 64 rows of f32, N = 131072, 28 us in clusters and 23 over the grid; 16 rows, 7.9 us in clusters.
+    # H200, rows of 2 MiB: f16, N = 1048576, 1024 rows 1087 us in clusters and 1180 over the grid, 64 rows 83.5 and 81;
+    # the gradient of f32, N = 262144, 752 and 925. 64 rows of f32, N = 131072, 23.5 and 22.9; 16 rows, 7.6 in clusters.
     few = problem.rows > 16 and _fits_cache(problem)
-    if _row_bytes(problem) > MIB or (few and _row_bytes(problem) >= MIB // 2):
+    waves = problem.rows * _row_bytes(problem) > 256 * MIB
+    if _row_bytes(problem) > (2 * MIB if waves else MIB) or (few and _row_bytes(problem) >= MIB // 2):
         return ("grid", "warp", "cluster", "online", "block", "naive")
     return ("warp", "cluster", "grid", "online", "block", "naive")
 
@@ -52,8 +54,7 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         # H200, bf16, 4.17 TB/s at N = 6144 where a row to a block takes 3.68, 3.51 (2.37) at 5001, 4.00 (2.80) at 8191.
         pair = [dataclasses.replace(config, slots=2, rows=2) for config in (staged(warpgroups=1, registers=2), two)]
         pair.insert(1, dataclasses.replace(pair[0], registers=3))
-        whole = problem.cols * problem.dtype.itemsize % 16 == 0
-        return (min(pair[::-1] if whole else pair, key=lambda config: _padded(problem, config)),)
+        return (min(pair[::-1] if _whole_vectors(problem) else pair, key=lambda config: _padded(problem, config)),)
     if kib <= 28 and many:
         # H200: f32, N = 5120, 4.21 TB/s with 1 warpgroup and 3.69 with 2; bf16, 12001, 4.07 and 3.91.
         return (staged(warpgroups=1, registers=2),)
@@ -67,21 +68,21 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
 
 
 def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """The fewest blocks that keep enough of the rows on a multiprocessor, several blocks to each."""
+    """What keeps most of the rows on a multiprocessor, several blocks to each; if that is equal, the most blocks."""
     if problem.rows <= 16:
-        # So few rows leave multiprocessors idle. f32, N = 131072, H200: 1 row takes 5.1 us over 16 blocks, 5.7 over 8;
-        # 4.9 us with 2 warpgroups, 5.4 with 4; 8 rows 7.2 and 8.4.
+        # So few rows leave multiprocessors idle. f32, N = 131072, H200: 1 row takes 4.4 us over 16 blocks, 5.3 over 8;
+        # 8 rows 7.2 us with 2 warpgroups, 8.4 with 4.
         return (StagedConfig(blocks=16, warpgroups=2, registers=2, slots=1, rows=1),)
-    # Fitted to 300 times of 58 shapes on an H200: 0.6 % slower than the best of them on average, 6 % at worst. bf16,
-    # N = 151936, 3.79 TB/s over 6 blocks and 3.61 over 3; 200064, 3.77 over 4 and 3.56 over 7.
-    configs = [StagedConfig(n, 2, registers, slots=1, rows=1) for n in (2, 4, 6, 8, 16) for registers in (2, 1)]
-    best = max(configs, key=lambda config: min(_held(problem, config, device), 175 * KIB))
-    wide = dataclasses.replace(best, registers=4)
-    # H200: f16, N = 131072, 4.05 TB/s with 4 vectors at a time, 4.00 with 2; but bf16, N = 128256, 3.62 and 4.03.
-    # And the cross entropy's gradient, bf16, N = 262144, 1270 us with 4 and 1150 with 2.
-    plain = problem.operands == 1 and not problem.op.has_labels
-    suits = problem.dtype.itemsize == 2 and plain and _fills(problem, wide)
-    return (wide, best) if suits else (best,)
+    # Fitted to 559 times of 50 shapes on an H200: at worst 1.7 % slower than the best that was measured.
+    configs = [
+        StagedConfig(n, 2, registers, slots=1, rows=1, in_registers=kept)
+        for n in (16, 8, 6, 4, 2)
+        for kept in range(_most_in_registers(problem, n), -1, -1)
+        # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1.
+        for registers in ((2, 1) if problem.op.has_labels else (1,))
+    ]
+    configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
+    return (max(configs, key=lambda config: min(_present(problem, config, device), 197 * KIB)),)
 
 
 def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
@@ -103,8 +104,12 @@ def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
 def _fills(problem: Problem, config: StagedConfig) -> bool:
     """Whether rows are a whole number of steps, so that no step needs checks."""
     share = config.steps(problem.max_vectors) * config.granule
-    whole = problem.cols * problem.dtype.itemsize % 16 == 0
-    return whole and problem.max_vectors == config.blocks * share
+    return _whole_vectors(problem) and problem.max_vectors == config.blocks * share
+
+
+def _whole_vectors(problem: Problem) -> bool:
+    """Whether rows begin and end with a vector."""
+    return problem.cols * problem.dtype.itemsize % 16 == 0
 
 
 def _fits_cache(problem: Problem) -> bool:
@@ -117,11 +122,24 @@ def _padded(problem: Problem, config: StagedConfig) -> int:
     return config.steps(problem.max_vectors) * config.granule
 
 
-def _held(problem: Problem, config: StagedConfig, device: Device) -> float:
-    """Bytes of rows on a multiprocessor, of up to four blocks; a block alone has nobody to work while it waits."""
-    share = problem.operands * _padded(problem, config) * 16
-    resident = min(device.smem_per_cta // (share + 4 * KIB), 4)
-    return (resident if resident > 1 else 0.5 * resident) * _row_bytes(problem) / config.blocks
+def _most_in_registers(problem: Problem, blocks: int) -> int:
+    """Granules of a share in registers that leave room for two blocks on a multiprocessor, as compiled."""
+    # H200: f16, N = 1048576, 3.95 TB/s with 7, where two blocks fit with 5, 3.80 TB/s; f32, N = 151936, 4.15 with 3 and
+    # 3.93 with 1.
+    if problem.where != "none" or problem.op.has_labels or not _whole_vectors(problem):
+        return 0
+    if problem.op.is_linear:
+        return 4
+    return 7 if problem.dtype.itemsize == 2 and problem.op is Op.SOFTMAX and blocks == 16 else 6
+
+
+def _present(problem: Problem, config: StagedConfig, device: Device) -> float:
+    """Bytes of rows on a multiprocessor, of up to five blocks; of one or two, few work while the others wait."""
+    # Compiled, softmax takes 28, 32, 47, 64, 83, 98, 124, 128 registers with 0 to 7 granules in them; f16 67 with 3.
+    by_registers = (5, 4, 4, 4 if problem.dtype.itemsize == 4 else 3, 2, 2, 2, 2)[config.in_registers]
+    share = problem.operands * config.staged(problem.max_vectors) * config.granule * 16
+    resident = min((device.smem_per_cta + KIB) // (share + 4 * KIB), by_registers)
+    return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.blocks
 
 
 def _row_bytes(problem: Problem) -> int:

@@ -17,8 +17,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import scopes
-from pallas_kernels.attention import backward_dq, backward_launch, backward_turns, gather, limits
+from pallas_kernels import loops, scopes
+from pallas_kernels.attention import backward_dq, backward_launch, backward_turns, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_bias, load_mask, probabilities
@@ -130,7 +130,7 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
     """One tile: adds to dK and dV in registers and to dQ in device memory."""
     problem, config, refs = block.problem, block.config, block.refs
     dk_sum, dv_sum = sums
-    warpgroup = gather.recomputed(lax.axis_index("warpgroup"))
+    warpgroup = loops.recomputed(lax.axis_index("warpgroup"))
     slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
     query_smem, d_out_smem, ds_smem = refs.query_smem.at[slot], refs.d_out_smem.at[slot], refs.ds_smem.at[turn]
     tile = _Tile(block, step, warpgroup, slot, ds_smem)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import scopes
-from pallas_kernels.attention import backward_launch, backward_turns, gather, limits
+from pallas_kernels import loops, scopes
+from pallas_kernels.attention import backward_launch, backward_turns, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_bias, load_mask, probabilities
@@ -110,7 +110,7 @@ def _values(block: Block) -> None:
 
 def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     problem, config, refs = block.problem, block.config, block.refs
-    here = gather.recomputed(jnp.int32(0))
+    here = loops.recomputed(jnp.int32(0))
     slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
 
     def products(logits: Accumulator) -> None:
@@ -157,7 +157,7 @@ def _keys(block: Block) -> None:
 
 def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     problem, config, refs = block.problem, block.config, block.refs
-    here = gather.recomputed(jnp.int32(0))
+    here = loops.recomputed(jnp.int32(0))
     slot, d_out_slot, turn = (lax.rem(step.n, n) for n in (config.stages, config.d_out_stages, 2))
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
@@ -210,7 +210,7 @@ def _queries(block: Block) -> None:
 
 def _add_to_dq(block: Block, step: Step) -> None:
     config, refs = block.config, block.refs
-    here = gather.recomputed(jnp.int32(0))
+    here = loops.recomputed(jnp.int32(0))
     turn, columns = lax.rem(step.n, 2), refs.key_smem.shape[2]
     before, ended = None, None
     if block.config.turns:

@@ -228,19 +228,6 @@ def uniform(x: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(first_lane)(x)
 
 
-def recomputed(x: jax.Array) -> jax.Array:
-    """`x`, whose history the compiler does not see: what is derived from it inside a loop stays inside.
-
-    Otherwise 24 matrix descriptors are kept in registers all along the loop, which spills: D = 128, S = 2048, bf16,
-    449 TFLOP/s, and 598 like this, H200.
-    """
-
-    def copy_scalar(ctx, x):
-        return integer(llvm.inline_asm(i32(), [scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
-
-    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(copy_scalar)(x)
-
-
 def any_row(x: jax.Array) -> jax.Array:
     """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
 

@@ -23,7 +23,8 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.staged import Share, allocated, share_bytes
+from pallas_kernels.softmax.share import Share
+from pallas_kernels.softmax.staged import allocated, share_bytes
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:

@@ -129,12 +129,15 @@ class Operands:
                 first_operand = masks.select(self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf)
         return (first_operand, *others)
 
-    def load(self, row: Index, first: Index, tile: mosaic.Tile, labelled: Labelled | None) -> Tiles:
-        """The operands' tiles from device memory."""
+    def load_raw(self, row: Index, first: Index, tile: mosaic.Tile, labelled: Labelled | None) -> Tiles:
+        """The operands' tiles from device memory, as they are."""
         fills, labels = row_ops.fills(self.problem), labelled and labelled.labels
         pairs = zip(self.inputs, fills, strict=True)
-        raw = [mosaic.load(ref, row, first, tile, fill=fill, labels=labels) for ref, fill in pairs]
-        return self.in_float32(tuple(raw), row, first, tile)
+        return tuple(mosaic.load(ref, row, first, tile, fill=fill, labels=labels) for ref, fill in pairs)
+
+    def load(self, row: Index, first: Index, tile: mosaic.Tile, labelled: Labelled | None) -> Tiles:
+        """The operands' tiles from device memory, as `in_float32` has them."""
+        return self.in_float32(self.load_raw(row, first, tile, labelled), row, first, tile)
 
     def store(
         self,

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import asynchronous, elementary, masks, monoid, mosaic, numbers, scopes
-from pallas_kernels.configs import GridConfig
+from pallas_kernels.configs import GridConfig, StagedConfig
 from pallas_kernels.problem import Op
-from pallas_kernels.softmax import row_ops, staged
+from pallas_kernels.softmax import row_ops, share
 from tests import top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -129,6 +129,10 @@ def _next_row_copied(copy_row, ref, row, *arguments):
     return copy_row(ref, row + 1, *arguments)
 
 
+def _nothing_kept(load, share, row, labelled):
+    return ()
+
+
 def _own_numbers_only(across, exchange, values, *arguments):
     across(exchange, values, *arguments)
     return list(values)
@@ -216,6 +220,14 @@ KERNEL_MUTANTS = (
     KernelMutant(
         "nothing_filled", "a copy's ends are left as they are", asynchronous.fill_outside, _left_out, rungs=_STAGED
     ),
+    KernelMutant(
+        "nothing_kept",
+        "of a share, what does not stand in shared memory is left out",
+        share.Share.load,
+        _nothing_kept,
+        rungs=_CLUSTER,
+        config=StagedConfig(2, 2, 1, 1, 1, in_registers=1),
+    ),
     KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
     KernelMutant("no_block_barrier", "the block's threads do not meet", scopes.sync_block, _left_out, rungs=_MERGING),
     KernelMutant(
@@ -254,9 +266,7 @@ KERNEL_MUTANTS = (
     _gradient("cap_not_derived", "the gradient goes past the soft cap", row_ops._bent, _unbent, _SOME, soft_cap=5.0),
     _gradient("ignored_counted", "ignored rows give their own numbers", row_ops.numbers, _none_ignored, _SOME),
     _gradient("ignored_read", "ignored rows are read", mosaic.load, _all_read, ("warp", "online")),
-    _gradient(
-        "ignored_unwritten", "ignored rows get no zeros", staged.Share._write_zeros, _left_out, ("block", "grid")
-    ),
+    _gradient("ignored_unwritten", "ignored rows get no zeros", share.Share._write_zeros, _left_out, ("block", "grid")),
     _gradient(
         "outside_capped", "columns past the end count as the soft cap", masks.inside, _all_inside, _SOME, soft_cap=5.0
     ),

@@ -31,7 +31,11 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
-    "cluster": ((StagedConfig(3, 2, 1, 1, 1), (2501,)), (StagedConfig(2, 1, 1, 2, 3), (1001, 1024))),
+    "cluster": (
+        (StagedConfig(3, 2, 1, 1, 1), (2501,)),
+        (StagedConfig(2, 1, 1, 1, 2, in_registers=1), (2501, 2560)),
+        (StagedConfig(2, 1, 1, 2, 3), (1001, 1024)),
+    ),
 }
 
 
