@@ -159,14 +159,20 @@ def grid_words(rows: int, exchange: Exchange) -> jax.Ref:
     return jax.new_ref(jnp.full(1 + rows * exchange.quantities * exchange.members, -1, jnp.int32))
 
 
-def take_ticket(words: jax.Ref, to: jax.Ref) -> None:
-    """Counts the blocks of the grid in the order in which they start: this one's number, in `to` after a `sync`.
+def tickets(first: int) -> jax.Ref:
+    """Device memory that has nothing but a counter of tickets, from `first` on."""
+    return jax.new_ref(jnp.full(1, first - 1, jnp.int32))
 
-    A block may wait for what blocks with smaller tickets do without waiting: those run, or have run.
+
+def take_ticket(words: jax.Ref, to: jax.Ref, warpgroup: int = 0) -> None:
+    """Takes the next number of the grid's counter, in `to` after a `sync`; by the first thread of one warpgroup.
+
+    Where each block takes one as it starts, it may wait for what blocks with smaller tickets do without waiting: those
+    run, or have run.
     """
 
     def draw_ticket(ctx, words, to):
-        first = equals(utils.thread_idx(), 0)
+        first = equals(utils.thread_idx(), WARPGROUP * warpgroup)
         text = (
             "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
             "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"

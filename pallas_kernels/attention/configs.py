@@ -1,6 +1,7 @@
 """The knobs of the kernels: frozen facts that `heuristics` chooses. They know no kernel."""
 
 import dataclasses
+from typing import Literal
 
 WARPGROUP_ROWS = 64  # rows of a WGMMA
 
@@ -10,7 +11,8 @@ class ForwardConfig:
     """A block: `warpgroups` warpgroups of 64 query rows each that share `stages` tiles of `block_kv` keys and values.
 
     `slack`: powers of two by which a row's maximum may grow before what was summed against the old one is rescaled.
-    `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile.
+    `tiles`: of queries; each block has its `own`, or one block to a multiprocessor takes those that were `dealt` to it,
+    or `drawn` one after another, as it becomes free.
     `query_slots`: tiles of queries in shared memory; with 2 the next one arrives while this one is worked on.
     `bias_slots`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
     `section_mib`: keys and values that the blocks at work at one time share, in the cache.
@@ -20,7 +22,7 @@ class ForwardConfig:
     warpgroups: int
     stages: int
     slack: int = 0
-    persistent: bool = True
+    tiles: Literal["own", "dealt", "drawn"] = "dealt"
     query_slots: int = 1
     bias_slots: int = 0
     section_mib: int = 16

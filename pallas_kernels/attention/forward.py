@@ -18,8 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import hardware
-from pallas_kernels.attention import forward_bias, gather, limits, memory, schedule, scores
+from pallas_kernels.attention import forward_bias, forward_tiles, gather, limits, memory, schedule, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.memory import ACC
 from pallas_kernels.attention.problem import Attention
@@ -34,36 +33,6 @@ Block = SimpleNamespace  # `problem`, `config`, and the references of operands a
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Only what no kernel takes."""
     return limits.declines_any(problem, widest=256)
-
-
-def _each_tile(block: Block, visit: Callable[[jax.Array, Place, Span, jax.Array], None]) -> None:
-    """`visit(slot, place, span, steps)` for each tile of queries of this block, after `steps` tiles of keys."""
-    problem, config = block.problem, block.config
-    per_head = -(-problem.query_length // config.block_q)
-    me = lax.axis_index("block")
-
-    def take(i: jax.Array, steps: jax.Array) -> jax.Array:
-        tile = gather.uniform(block.deal[me, i + 1] if config.persistent else block.deal[me])
-        head = lax.div(tile, jnp.int32(per_head))
-        row = lax.rem(tile, jnp.int32(per_head)) * config.block_q
-        batch = lax.div(head, jnp.int32(problem.query_heads))
-        queries, keys = problem.query_length, problem.key_length
-        if problem.query_lengths:
-            queries = jnp.clip(gather.uniform(block.query_lengths[batch]), 0, queries)
-        if problem.key_lengths:
-            keys = jnp.clip(gather.uniform(block.key_lengths[batch]), 0, keys)
-        place = Place(batch, lax.rem(head, jnp.int32(problem.query_heads)), row, queries, keys)
-        span = schedule.span(problem, config.block_kv, row, config.block_q, queries, keys)
-        if problem.hidden_by_data:
-            at = gather.broadcast_index((batch, place.head, lax.rem(tile, jnp.int32(per_head))), block.spans.shape)
-            span = schedule.narrowed(span, Span(*(gather.uniform(block.spans[*at, i]) for i in range(4))))
-        visit(lax.rem(i, jnp.int32(config.query_slots)), place, span, steps)
-        return steps + (span.end - span.first)
-
-    if config.persistent:
-        lax.fori_loop(0, block.deal[me, 0], take, jnp.int32(0))
-    else:
-        take(jnp.int32(0), jnp.int32(0))
 
 
 def _copy(block: Block) -> None:
@@ -91,7 +60,7 @@ def _copy(block: Block) -> None:
 
         lax.fori_loop(0, span.end - span.first, copy, None)
 
-    _each_tile(block, visit)
+    forward_tiles.each(block, visit, draws=True)
 
 
 def _copy_values(block: Block, at: Any, slot: jax.Array, length: jax.Array) -> None:
@@ -140,7 +109,7 @@ def _compute(block: Block) -> None:
         _pass_over(block, stop, steps + (span.end - span.first))
         _write(block, place, state)
 
-    _each_tile(block, visit)
+    forward_tiles.each(block, visit, draws=False)
 
 
 def _pass_over(block: Block, start: jax.Array, stop: jax.Array) -> None:
@@ -272,16 +241,13 @@ def _body(
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
     arrays = memory.addressable(config, dict(zip(memory.names(problem), operands, strict=True)))
-    if config.persistent:
-        blocks = hardware.current().sm_count
-        deal = schedule.deal(problem, config, blocks)
-    else:
-        deal, _ = schedule.order(problem, config)
-        blocks = len(deal)
+    blocks, deal = forward_tiles.launched(problem, config)
     query_length, head_dim, value_dim = arrays["query"].shape[1], arrays["query"].shape[3], arrays["value"].shape[3]
     batch, heads, rows = problem.batch, problem.query_heads, -(-problem.query_length // config.block_q) * config.block_q
-    out, lse = plgpu.kernel(
-        functools.partial(_body, problem=problem, config=config, names=(*arrays, "deal", "out", "lse")),
+    kernel = plgpu.kernel(
+        functools.partial(
+            _body, problem=problem, config=config, names=(*arrays, *forward_tiles.names(config), "out", "lse")
+        ),
         out_type=(
             jax.ShapeDtypeStruct((batch, query_length, heads, value_dim), problem.dtype),
             jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
@@ -290,8 +256,9 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=memory.scratch(problem, config, head_dim, value_dim),
+        scratch_types=memory.scratch(problem, config, head_dim, value_dim) | forward_tiles.scratch(config),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention",
-    )(*arrays.values(), deal)
+    )
+    out, lse = forward_tiles.call(kernel, config, blocks, *arrays.values(), deal)
     return out[:, : problem.query_length, :, : problem.value_dim], lse[:, :, : problem.query_length]

@@ -16,12 +16,11 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay."""
     config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
     if problem.hidden_by_data:
-        # How many tiles of keys are skipped is known on the device alone. Dealt by their causal lengths, 8 documents of
-        # 2048 tokens would take 1.2 to 1.7 times what tiles taken by whoever is free do (simulated, not measured).
-        # Masks, 2048 tokens, bf16, H200, us, heads of 64: random 671, causal 393, blocks that do not stay 726 and 428.
-        # Heads of 128: 478 and 324, and 518 and 307.
-        stays = not problem.segments and problem.bias is None and max(problem.head_dim, problem.value_dim) <= 64
-        config = dataclasses.replace(config, persistent=stays, query_slots=1 + stays)
+        # How many tiles of keys are skipped is known on the device alone: who is free draws the next tile. Masks, 2048
+        # tokens, bf16, H200, us, tiles dealt by their causal lengths, and a block to each: heads of 64, random 671 and
+        # 726, causal 393 and 428; of 128, 478 and 518, 324 and 307. Wider heads have no room for two slots of queries.
+        draws = problem.bias is None and max(problem.head_dim, problem.value_dim) <= 128
+        config = dataclasses.replace(config, tiles="drawn" if draws else "own", query_slots=1 + draws)
     return (config,)
 
 

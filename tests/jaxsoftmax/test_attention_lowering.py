@@ -219,6 +219,20 @@ def test_the_plain_custom_vjp_gives_the_same_gradients(request: pytest.FixtureRe
         jax.jvp(plain, operands, operands)
 
 
+def test_the_plain_custom_vjp_of_a_mask_in_a_loop() -> None:
+    query, key, value = HALF
+    mask = jnp.tri(1024, dtype=bool)[None, None]
+
+    def thrice(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def once(q: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return vjp.attention(Operands(q, k, v, mask=mask), Rules())[0], None
+
+        return jax.lax.scan(jax.checkpoint(once), q, length=3)[0].astype(jnp.float32).sum()
+
+    text = lower(jax.grad(thrice, (0, 1, 2)), query, key, value, platforms=("cuda",))
+    assert "mosaic_gpu" in text
+
+
 @pytest.mark.parametrize("function", [call, gradient])
 def test_export(function: Any) -> None:
     exported = export.export(jax.jit(function), platforms=["cpu", "cuda"])(Q, K, V)

@@ -27,8 +27,8 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `slack` is the forward config's, `deterministic` and `dims`, of heads, the backward problem's, `mask` the pattern
-    of the problem's mask.
+    `slack` and `tiles` are the forward config's, `deterministic` and `dims`, of heads, the backward problem's, `mask`
+    the pattern of the problem's mask.
     """
 
     op: Op
@@ -40,6 +40,7 @@ class Mutant:
     rejected_by: str = NUMBERS
     heads: tuple[int, int] = (2, 1)
     slack: int = 0
+    tiles: str = "own"
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
     mask: str = "scattered"
@@ -47,7 +48,7 @@ class Mutant:
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        return self.op, self.kind, self.heads, self.slack, self.deterministic, self.dims, self.mask
+        return self.op, self.kind, self.heads, self.slack, self.tiles, self.deterministic, self.dims, self.mask
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -88,6 +89,7 @@ def _has_source(function: types.FunctionType) -> bool:
 
 
 _forward = functools.partial(Mutant, Op.FORWARD)
+_drawn = functools.partial(Mutant, Op.FORWARD, tiles="drawn")
 _backward = functools.partial(Mutant, Op.BACKWARD)
 _wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
 _capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
@@ -201,8 +203,8 @@ MUTANTS = (
     _forward(
         "mask_spans_of_first_head",
         "all heads have the first one's spans",
-        "(batch, place.head, lax.rem(",
-        "(batch, jnp.int32(0), lax.rem(",
+        "(place.batch, place.head, index)",
+        "(place.batch, jnp.int32(0), index)",
         "mask-of-heads",
         mask="causal",
     ),
@@ -309,6 +311,49 @@ MUTANTS = (
         "if not block.problem.key_lengths:",
         "if True:",
         "key-lengths",
+    ),
+    _drawn("ticket_skipped", "nobody draws the first ticket", "scopes.tickets(blocks)", "scopes.tickets(blocks + 1)"),
+    _drawn(
+        "last_ticket_dropped",
+        "the last ticket names no tile",
+        "np.pad(order, (0, blocks)",
+        "np.pad(order[:-1], (0, blocks + 1)",
+    ),
+    _drawn(
+        "ticket_not_awaited",
+        "a ticket is read before it has come",
+        "plgpu.barrier_wait(block.ticket_full)",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _drawn(
+        "tile_not_awaited",
+        "a tile is read before it is told",
+        "plgpu.barrier_wait(block.tile_full.at[_slot(i)])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _drawn(
+        "told_too_early",
+        "a tile is told before the one in its place has been heard",
+        "plgpu.barrier_wait(block.tile_empty.at[_slot(i)])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _drawn(
+        "end_not_told",
+        "nobody is told that there are no more tiles",
+        "_tell(block, i, none, _NO_SPAN)",
+        "pass",
+        rejected_by=DEADLOCK,
+    ),
+    _drawn(
+        "left_by_data_not_told",
+        "what data leave a tile is not told",
+        "_tell(block, i, tile, left)",
+        "_tell(block, i, tile, _NO_SPAN)",
+        "segments",
+        rejected_by=DEADLOCK,
     ),
     _forward(
         "keys_not_awaited",

@@ -143,9 +143,13 @@ def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) ->
 
 
 def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
-    first = machine.warpgroup == 0
+    first = machine.warpgroup == static.warpgroup
     ticket = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
+
+
+def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
+    machine.scatter(words, (np.array(static.places),), True, jnp.stack(numbers))
 
 
 def _publish_words(machine: Any, static: Any, words: Any, row: Any, member: Any, *values: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from attention_cases import QKV, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, heuristics, schedule
+from pallas_kernels.attention import forward, forward_tiles, heuristics, schedule
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
@@ -162,7 +162,8 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
     [
         ForwardConfig(block_kv=128, warpgroups=3, stages=2),
         ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, persistent=False),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="own"),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="drawn"),
     ],
     ids=str,
 )
@@ -180,6 +181,41 @@ def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted, monk
     config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots)
     assert schedule.deal(p, config, few.sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_slots", [1, 2])
+@pytest.mark.parametrize("kind, keys", [("full", 50), ("lengths", 200), ("segments-causal", 270), ("mask", 200)])
+def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, query_slots, interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
+    p = problem_of(kind, (270, keys), (32, 16), "float16", heads=(2, 1))
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots, tiles="drawn")
+    check(p, config, interpreted)
+
+
+@pytest.mark.slow
+def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
+    p = dataclasses.replace(problem_of("mask-of-rows", (270, 60), (32, 16), "bfloat16", heads=(1, 1)), batch=1)
+    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, tiles="drawn")
+    arrays = operands_of(dataclasses.replace(p, batch=2))
+    both = [jnp.asarray(x if name == "mask" else x[:, None]) for name, x in arrays.items()]
+    axes = [None if name == "mask" else 0 for name in arrays]
+    out, _ = interpreted(jax.vmap(lambda *a: forward.run(p, config, *a), in_axes=axes), *both)
+    truth = attention_oracle.forward(*(arrays[name] for name in QKV), **rules_of(p, arrays))
+    np.testing.assert_allclose(np.asarray(out, np.float64)[:, 0], truth.out, atol=0.02)
+
+
+@pytest.mark.parametrize("sm_count", [1, 7, 96, 132])
+def test_every_tile_is_drawn_once(sm_count, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
+    p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
+    blocks, table = forward_tiles.launched(p, ForwardConfig(block_kv=128, warpgroups=2, stages=2, tiles="drawn"))
+    tiles = 2 * 6 * 8
+    assert blocks == min(sm_count, tiles)
+    np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
+    # Each block's last ticket names no tile.
+    np.testing.assert_array_equal(table[tiles:], np.full(blocks, -1))
 
 
 def copied_biases() -> list[Attention]:
@@ -236,13 +272,17 @@ SKIPPING = {
 }
 
 
+SKIPPING_TILES = dict(zip(SKIPPING, ("drawn", "own", "drawn", "dealt"), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SKIPPING)
-def test_segments_that_skip_in_the_interpreter(name, interpreted):
+def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=4))
     facts, lengths = SKIPPING[name]
     p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, persistent=name == "few")
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, tiles=SKIPPING_TILES[name])
     check(p, config, interpreted, ids=name.split("-")[0])
 
 

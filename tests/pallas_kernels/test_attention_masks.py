@@ -136,7 +136,7 @@ def test_later_queries_start_first():
     (config,) = heuristics.forward(p, hardware.H200)
     order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
-    assert not config.persistent
+    assert config.tiles == "drawn"
     np.testing.assert_array_equal(
         order[: 2 * per_head] % per_head, np.repeat(np.arange(per_head)[::-1], 8)[: 2 * per_head]
     )
@@ -157,10 +157,12 @@ FORWARD = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FORWARD)
-def test_forward_in_the_interpreter(name, interpreted):
+def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     mask, pattern, facts, block_kv = FORWARD[name]
     p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
-    config = ForwardConfig(block_kv, warpgroups=2, stages=2, slack=8, persistent=name == "padding")
+    tiles = "dealt" if name == "padding" else "own" if "bias" in facts else "drawn"
+    config = ForwardConfig(block_kv, warpgroups=2, stages=2, slack=8, tiles=tiles)
     test_attention_forward.check(p, config, interpreted, mask=pattern)
 
 

@@ -1,5 +1,6 @@
 """The attention kernels' own checks, in the interpreter, pass their kernels and reject every planted fault."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from attention_mutants import DEADLOCK, MUTANTS, NOT_FINITE, NOT_WAITED_FOR, NUM
 from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
+from pallas_kernels import hardware
 from pallas_kernels.attention import schedule
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Op
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 # A deadlocked simulation notices it after this long, or in the model of what it waits for.
 DEADLOCK_S = 10.0
+FEW = dataclasses.replace(hardware.H200, sm_count=2)
 REJECTIONS = {
     NUMBERS: (AssertionError,),
     RACE: (RaceDetected,),
@@ -28,13 +31,15 @@ REJECTIONS = {
 }
 
 
-def check(op, kind, heads, slack, deterministic, dims, mask, *, limit_s=100.0):
+def check(op, kind, heads, slack, tiles, deterministic, dims, mask, *, limit_s=100.0):
     """The check of the kernel's tests, of a problem with more than one of whatever there can be more than one of."""
     run = functools.partial(interpret, limit_s=limit_s)
     if op is Op.FORWARD:
         problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads)
-        config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, persistent=False)
-        test_attention_forward.check(problem, config, run, mask=mask)
+        config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, tiles=tiles)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardware, "current", lambda: FEW)
+            test_attention_forward.check(problem, config, run, mask=mask)
     else:
         facts = {"heads": heads, "deterministic": deterministic}
         problem = test_attention_backward.problem_of(kind, (200, 150), dims, "bfloat16", **facts)
