@@ -31,7 +31,7 @@ from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
-from pallas_kernels.attention.memory import ACC
+from pallas_kernels.attention.memory import ACC, store
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
@@ -198,7 +198,7 @@ def _write_logits(tile: _Tile, gradient: jax.Array) -> None:
     """Writes the gradient of the tile's logits, which is the bias' before its reduction."""
     block, step, block_q = tile.block, tile.step, tile.block.config.block_q
     keys, rows = pl.ds(block.first_key + tile.warpgroup * CHUNK, CHUNK), pl.ds(step.i * block_q, block_q)
-    block.refs.d_logits[block.batch, step.head, keys, rows] = gradient.astype(block.problem.dtype)
+    store(block.refs.d_logits.at[block.batch, step.head, keys, rows], gradient.astype(block.problem.dtype))
 
 
 def _write_scores(tile: _Tile) -> None:

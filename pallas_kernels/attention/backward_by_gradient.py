@@ -24,7 +24,7 @@ from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
-from pallas_kernels.attention.memory import ACC
+from pallas_kernels.attention.memory import ACC, store
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
@@ -143,7 +143,7 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
         d_scores = plgpu.load(refs.p_smem.at[here], layout=WGMMA) * pull
         if capped_bias(problem):
             if problem.bias_gradient:
-                _d_logits(block, step)[...] = d_scores.astype(problem.dtype)
+                store(_d_logits(block, step), d_scores.astype(problem.dtype))
             d_scores = d_scores * plgpu.load(refs.slope_smem.at[here], layout=WGMMA)
         ds = d_scores.astype(problem.dtype)
         plgpu.barrier_arrive(refs.p_empty)

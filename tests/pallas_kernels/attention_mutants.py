@@ -630,8 +630,8 @@ MUTANTS = (
     _wide_capped_backward(
         "wide_d_bias_bent",
         "the bias' gradient has the soft cap's slope",
-        "_d_logits(block, step)[...] = d_scores.astype(problem.dtype)",
-        "_d_logits(block, step)[...] = (d_scores * plgpu.load(refs.slope_smem.at[here])).astype(problem.dtype)",
+        "store(_d_logits(block, step), d_scores.astype(problem.dtype))",
+        "store(_d_logits(block, step), (d_scores * plgpu.load(refs.slope_smem.at[here])).astype(problem.dtype))",
     ),
     _wide_capped_backward(
         "wide_slope_of_biased_logit",
