@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.attention import backward_bias, backward_dq
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
@@ -25,7 +26,7 @@ def scratch(problem: Attention, config: AnyBackwardConfig) -> dict[str, Any]:
 def shared_bytes(problem: Attention, config: AnyBackwardConfig) -> int:
     """What the scratch takes."""
     found = scratch(problem, config).values()
-    barriers = sum(math.prod(x.num_barriers) for x in found if isinstance(x, plgpu.Barrier))
+    barriers = sum(int(np.prod(x.num_barriers)) for x in found if isinstance(x, plgpu.Barrier))
     arrays = [math.prod(x.shape) * x.dtype.itemsize for x in found if not isinstance(x, plgpu.Barrier)]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in arrays) + barriers * WORD
 
