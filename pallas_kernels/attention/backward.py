@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import loops, scopes
-from pallas_kernels.attention import backward_dq, backward_launch, backward_turns, limits
+from pallas_kernels.attention import backward_bias, backward_dq, backward_launch, backward_memory, backward_turns, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
-from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
-from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_bias, load_mask, probabilities
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
-from pallas_kernels.attention.memory import ACC, tiled
+from pallas_kernels.attention.memory import ACC, store
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
@@ -36,29 +36,6 @@ def unsupported(problem: Attention, device: Device) -> str | None:
         # 624 bytes a thread would spill, and the slope does not fit in shared memory.
         return "the kernel has no room for a bias beside a soft cap with heads up to 64"
     return limits.declines_any(problem, widest=128)
-
-
-def _scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
-    """What a block has in shared memory, by name."""
-    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
-    w, block_q, stages = config.warpgroups, config.block_q, config.stages
-    slope = dict(slope_smem=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
-    return slope | dict(
-        key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
-        value_smem=tiled((w, CHUNK, value_dim), dtype),
-        query_smem=tiled((stages, block_q, head_dim), dtype),
-        d_out_smem=tiled((stages, block_q, value_dim), dtype),
-        lse_smem=plgpu.SMEM((stages, block_q), jnp.float32),
-        delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
-        ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
-        **backward_dq.scratch(problem, config),
-        kv_empty=plgpu.Barrier(num_arrivals=w),
-        kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
-        query_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        d_out_full=plgpu.Barrier(num_barriers=stages),
-        query_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-        d_out_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-    )
 
 
 def _copy(block: Block, first_tile: jax.Array) -> None:
@@ -87,6 +64,7 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
         await_empty(refs.d_out_empty)
         full = refs.d_out_full.at[slot]
         plgpu.copy_gmem_to_smem(refs.d_out.at[batch, rows, step.head], refs.d_out_smem.at[slot], full)
+        backward_bias.copy(block, step)
 
     block.each_step_alike(copy)
 
@@ -145,9 +123,9 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
             plgpu.wgmma(logits, refs.key_smem.at[warpgroup, c], query_smem.at[:, pl.ds(c * CHUNK, CHUNK)].T)
         plgpu.barrier_wait(refs.d_out_full.at[slot])
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
-        extras = load_mask(block, step, warpgroup)
+        extras = load_early(block, step, warpgroup)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
-        extras |= load_bias(block, step, warpgroup)
+        extras |= load_late(block, step, warpgroup)
         x, slope = bent(problem, x)
         if capped:
             refs.slope_smem[warpgroup] = slope
@@ -212,7 +190,7 @@ def _write_logits(tile: _Tile, gradient: jax.Array) -> None:
     """Writes the gradient of the tile's logits, which is the bias' before its reduction."""
     block, step, block_q = tile.block, tile.step, tile.block.config.block_q
     keys, rows = pl.ds(block.first_key + tile.warpgroup * CHUNK, CHUNK), pl.ds(step.i * block_q, block_q)
-    block.refs.d_logits[block.batch, step.head, keys, rows] = gradient.astype(block.problem.dtype)
+    store(block.refs.d_logits.at[block.batch, step.head, keys, rows], gradient.astype(block.problem.dtype))
 
 
 def _write_scores(tile: _Tile) -> None:
@@ -261,5 +239,5 @@ def _body(problem: Attention, config: BackwardConfig, each_block: Callable[[Visi
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    scratch = _scratch(problem, config)
+    scratch = backward_memory.scratch(problem, config)
     return backward_launch.launch("attention_backward", problem, config, scratch, _body, operands)

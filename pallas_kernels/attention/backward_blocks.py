@@ -75,7 +75,7 @@ class Block:
         per_head, together = -(-problem.key_length // config.block_kv), _together(problem, config)
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
-        batch, key_head = lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
+        batch, key_head = _place(problem, head)
         if latest_first(problem, config):
             index = (per_head - 1) - index
         keys, queries = _counts(problem, config, refs, batch)
@@ -217,6 +217,14 @@ def _together(problem: Attention, config: AnyBackwardConfig) -> int:
     """Of how many heads the blocks of keys are started in turn."""
     heads = problem.batch * problem.key_heads
     return max(g for g in range(1, config.together + 1) if heads % g == 0)
+
+
+def _place(problem: Attention, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The batch element and the key head that is the `head`th in order."""
+    if problem.bias is not None and problem.bias[0] == 1 and 1 not in problem.bias[1:]:
+        # Sequence after sequence of a head, whose bias they share in the cache.
+        return lax.rem(head, problem.batch), lax.div(head, problem.batch)
+    return lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
 
 
 def div(x: Index, y: int) -> Any:

@@ -19,19 +19,18 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import loops, scopes
-from pallas_kernels.attention import backward_launch, backward_turns, limits
+from pallas_kernels.attention import backward_bias, backward_launch, backward_memory, backward_turns, limits
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
-from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
-from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_bias, load_mask, probabilities
+from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
-from pallas_kernels.attention.memory import ACC, tiled
+from pallas_kernels.attention.memory import ACC, store
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
 Accumulator = Any  # a reference to one in registers
 Sums = tuple[Accumulator, ...]  # the pieces of a gradient
 
-TILE = (CHUNK, CHUNK)  # keys and queries of a step
 PIECE = 2 * CHUNK  # columns of a gradient at a time: with more, ptxas wants more registers than a thread has at first
 DQ_PIECE = CHUNK  # columns of dQ: with more, registers spill
 ADDER: Any = np.int32(0)  # of those who add to a tile of dQ: the only one
@@ -41,35 +40,6 @@ LAUNCHED = 128  # registers of a thread at first, 65536 among four warpgroups
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Only what no kernel takes."""
     return limits.declines_any(problem, widest=256)
-
-
-def _scratch(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
-    """What a block has in shared memory, by name."""
-    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
-    stages, d_out_stages = config.stages, config.d_out_stages
-    slope = dict(slope_smem=tiled((1, *TILE), jnp.float32)) if capped_bias(problem) else {}
-    return slope | dict(
-        key_smem=tiled((1, CHUNK, head_dim), dtype),
-        value_smem=tiled((1, CHUNK, value_dim), dtype),
-        query_smem=tiled((stages, CHUNK, head_dim), dtype),
-        d_out_smem=tiled((d_out_stages, CHUNK, value_dim), dtype),
-        p_smem=tiled((1, *TILE), jnp.float32),
-        ds_smem=tiled((2, *TILE), dtype),
-        dq_smem=tiled((config.dq_slots, *TILE), jnp.float32),
-        lse_smem=plgpu.SMEM((stages, CHUNK), jnp.float32),
-        delta_smem=plgpu.SMEM((d_out_stages, CHUNK), jnp.float32),
-        key_full=plgpu.Barrier(),
-        value_full=plgpu.Barrier(),
-        kv_empty=plgpu.Barrier(num_arrivals=2),
-        query_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        query_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        d_out_full=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        d_out_empty=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        p_full=plgpu.Barrier(),
-        p_empty=plgpu.Barrier(),
-        ds_full=plgpu.Barrier(num_barriers=2),
-        ds_empty=plgpu.Barrier(num_barriers=2),
-    )
 
 
 def _copy(block: Block, first_tile: jax.Array) -> None:
@@ -92,6 +62,7 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
 
         into_slot(config.stages, "query", "lse")
         into_slot(config.d_out_stages, "d_out", "delta")
+        backward_bias.copy(block, step)
 
     block.each_step_alike(copy)
 
@@ -116,13 +87,13 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     def products(logits: Accumulator) -> None:
         plgpu.barrier_wait(refs.query_full.at[slot])
         plgpu.wgmma(logits, refs.key_smem.at[here], refs.query_smem.at[slot].T)
-        extras = load_mask(block, step, here)
+        extras = load_early(block, step, here)
         x = plgpu.wgmma_accumulator_load(logits, wait_n=0)
         x, slope = bent(problem, x)
         if capped_bias(problem):
             _await_read(block, step)
             refs.slope_smem[here], slope = slope, None
-        extras |= load_bias(block, step, here)
+        extras |= load_late(block, step, here)
         p = probabilities(block, step, 0, x, extras, compare)
         if not capped_bias(problem):
             _await_read(block, step)
@@ -172,7 +143,7 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
         d_scores = plgpu.load(refs.p_smem.at[here], layout=WGMMA) * pull
         if capped_bias(problem):
             if problem.bias_gradient:
-                _d_logits(block, step)[...] = d_scores.astype(problem.dtype)
+                store(_d_logits(block, step), d_scores.astype(problem.dtype))
             d_scores = d_scores * plgpu.load(refs.slope_smem.at[here], layout=WGMMA)
         ds = d_scores.astype(problem.dtype)
         plgpu.barrier_arrive(refs.p_empty)
@@ -284,5 +255,5 @@ def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Vi
 
 def run(problem: Attention, config: ByGradientConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    scratch = _scratch(problem, config)
+    scratch = backward_memory.scratch(problem, config)
     return backward_launch.launch("attention_backward", problem, config, scratch, _body, operands)

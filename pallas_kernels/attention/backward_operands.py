@@ -14,6 +14,7 @@ from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
 
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
+TILE = (CHUNK, CHUNK)  # keys and queries of a step, where a warpgroup has all keys
 
 
 def _up(x: int, multiple: int) -> int:
@@ -62,7 +63,7 @@ def logit_shift(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
 def inputs(
     problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
-    """What the kernel reads, by name; queries come last, as a tile's columns."""
+    """What the kernel reads, by name; queries come last, as a tile's columns, but for a bias that the engine copies."""
     b, n, k = problem.batch, problem.query_heads, problem.key_heads
     t, s, rows = _up(problem.query_length, 8), _up(problem.key_length, 8), _up(problem.query_length, config.block_q)
     head_dim, value_dim = padded_dims(problem)
@@ -80,7 +81,7 @@ def inputs(
         delta=_pad(delta, (b, n, rows)),
     )
     if problem.bias:
-        found["bias"] = jnp.swapaxes(ops.bias, 2, 3)
+        found["bias"] = ops.bias if config.bias_slots else jnp.swapaxes(ops.bias, 2, 3)
     for name in ("query_lengths", "key_lengths"):
         if hasattr(ops, name):
             found[name] = getattr(ops, name)

@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import elementary, emit
-from pallas_kernels.attention import gather, schedule
+from pallas_kernels.attention import backward_bias, gather, schedule
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
@@ -30,17 +30,23 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
-def load_mask(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """The mask's bits of a tile, if there is one: two registers, so that they are asked for before the products."""
-    if not block.problem.mask:
-        return {}
-    corner = block.batch, step.head, *_corner(block, step, warpgroup)
-    return {"held": gather.load_bits(block.refs.mask, 2, corner, block.config.block_q)}
+def load_early(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """What a tile needs of mask and bias that is asked for before the products are there.
+
+    The mask's bits are two registers; of a bias in shared memory nobody waits for the loads afterwards.
+    """
+    found = {}
+    if block.problem.mask:
+        corner = block.batch, step.head, *_corner(block, step, warpgroup)
+        found["held"] = gather.load_bits(block.refs.mask, 2, corner, block.config.block_q)
+    if block.config.bias_slots:
+        found["bias"] = backward_bias.read(block, step, warpgroup)
+    return found
 
 
-def load_bias(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """The bias of a tile, if there is one."""
-    if not block.problem.bias:
+def load_late(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+    """The bias that each thread loads for itself: there are no registers for it before."""
+    if not block.problem.bias or block.config.bias_slots:
         return {}
     corner = block.batch, step.head, *_corner(block, step, warpgroup)
     return {"bias": gather.load_tile(block.refs.bias, corner, block.config.block_q)}

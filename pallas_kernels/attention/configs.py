@@ -44,7 +44,7 @@ class BackwardConfig:
 
     `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile. `together`: of how
     many heads, at most, the tiles are started in turns. `turns`: blocks of keys add to a tile of dQ in
-    their order. `last_writes`: the last one writes it, in 16 bits.
+    their order. `last_writes`: the last one writes it, in 16 bits. `bias_slots` is as in `ForwardConfig`.
     """
 
     block_q: int
@@ -54,6 +54,7 @@ class BackwardConfig:
     together: int = 1
     turns: bool = False
     last_writes: bool = False
+    bias_slots: int = 0
 
     @property
     def block_kv(self) -> int:
@@ -76,7 +77,7 @@ class ByGradientConfig:
     """A block: 64 keys, for three warpgroups, one for each of dV, dK and dQ; 64 queries at a time.
 
     There are `stages` slots for queries, `d_out_stages` for their cotangents and `dq_slots` for pieces of dQ on their
-    way out. `persistent`, `together` and `turns` are as in `BackwardConfig`.
+    way out. `persistent`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
     """
 
     stages: int = 2
@@ -85,6 +86,7 @@ class ByGradientConfig:
     persistent: bool = False
     together: int = 1
     turns: bool = False
+    bias_slots: int = 0
 
     last_writes = False
     block_q = WARPGROUP_ROWS

@@ -1,8 +1,9 @@
 """Which config suits a problem, from its sizes alone; each threshold with the measurement behind it."""
 
 import dataclasses
+import itertools
 
-from pallas_kernels.attention import backward_turns, forward_bias, memory, schedule
+from pallas_kernels.attention import backward_memory, backward_turns, forward_bias, memory, schedule
 from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
@@ -60,7 +61,8 @@ def _widest(problem: Attention) -> ForwardConfig:
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     """As many queries at a time as the registers hold."""
     block_q = 128 if max(problem.head_dim, problem.value_dim) <= 64 else 64
-    return (_in_order(problem, device, _in_turns(problem, BackwardConfig(block_q, warpgroups=2, stages=2))),)
+    config = _in_order(problem, device, _in_turns(problem, BackwardConfig(block_q, warpgroups=2, stages=2)))
+    return (_with_slots(problem, device, [config]),)
 
 
 def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
@@ -95,7 +97,20 @@ def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradient
         config = dataclasses.replace(config, d_out_stages=2, dq_slots=3)
     if capped_bias(problem):
         config = dataclasses.replace(config, dq_slots=config.dq_slots - 1)
-    return (_in_order(problem, device, config),)
+    config = _in_order(problem, device, config)
+    return (_with_slots(problem, device, [config, dataclasses.replace(config, dq_slots=1)]),)
+
+
+def _with_slots[Config: (BackwardConfig, ByGradientConfig)](
+    problem: Attention, device: Device, configs: list[Config]
+) -> Config:
+    """The first config with as many slots for the bias, if that can be copied, as fit in shared memory beside it."""
+    if forward_bias.can_be_copied(problem):
+        for config, slots in itertools.product(configs, (2, 1)):
+            copied = dataclasses.replace(config, bias_slots=slots)
+            if backward_memory.shared_bytes(problem, copied) <= device.smem_per_cta:
+                return copied
+    return configs[0]
 
 
 def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, device: Device, config: Config) -> Config:

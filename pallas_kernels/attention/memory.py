@@ -29,6 +29,14 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))  # pyright: ignore[reportAbstractUsage]
 
 
+def store(target: Any, value: jax.Array) -> None:
+    """Writes to global memory as the registers are, where JAX 0.12 would insist on whole sectors."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
+
+
 def _operand_bytes(problem: Attention, config: ForwardConfig, head_dim: int, value_dim: int) -> int:
     """Of queries, keys, values and the bias."""
     numbers = config.query_slots * config.block_q * head_dim + config.stages * config.block_kv * (head_dim + value_dim)

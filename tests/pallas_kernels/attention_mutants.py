@@ -27,8 +27,8 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `slack` and `tiles` are the forward config's, `deterministic` and `dims`, of heads, the backward problem's, `mask`
-    the pattern of the problem's mask.
+    `slack` and `tiles` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's,
+    `mask` the pattern of the problem's mask.
     """
 
     op: Op
@@ -44,11 +44,12 @@ class Mutant:
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
     mask: str = "scattered"
+    keys: int = 150
 
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        return self.op, self.kind, self.heads, self.slack, self.tiles, self.deterministic, self.dims, self.mask
+        return self.op, self.kind, self.heads, self.slack, self.tiles, self.deterministic, self.dims, self.mask, self.keys
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -94,6 +95,7 @@ _backward = functools.partial(Mutant, Op.BACKWARD)
 _wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
 _capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
 _wide_capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(136, 64))
+_copied_bias = functools.partial(Mutant, Op.BACKWARD, kind="shared-bias", keys=192)
 
 MUTANTS = (
     _forward(
@@ -673,15 +675,15 @@ MUTANTS = (
     _wide_capped_backward(
         "wide_d_bias_bent",
         "the bias' gradient has the soft cap's slope",
-        "_d_logits(block, step)[...] = d_scores.astype(problem.dtype)",
-        "_d_logits(block, step)[...] = (d_scores * plgpu.load(refs.slope_smem.at[here])).astype(problem.dtype)",
+        "store(_d_logits(block, step), d_scores.astype(problem.dtype))",
+        "store(_d_logits(block, step), (d_scores * plgpu.load(refs.slope_smem.at[here])).astype(problem.dtype))",
     ),
     _wide_capped_backward(
         "wide_slope_of_biased_logit",
         "the soft cap's slope is taken where the bias has been added",
         "refs.slope_smem[here], slope = slope, None",
         "refs.slope_smem[here], slope = 1 - "
-        '((x / 1.442695 + load_bias(block, step, here)["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2, None',
+        '((x / 1.442695 + load_late(block, step, here)["bias"].astype(jnp.float32)) / problem.soft_cap) ** 2, None',
     ),
     _wide_capped_backward(
         "slope_overwritten",
@@ -691,4 +693,66 @@ MUTANTS = (
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward("wide_dk_unscaled", "dK lacks the scale", "[x * block.problem.scale for x in sums]", "sums"),
+    _copied_bias(
+        "copied_bias_untransposed",
+        "a copied bias is read queries by keys",
+        "plgpu.load(refs.bias_smem.at[slot, :, keys].T",
+        "plgpu.load(refs.bias_smem.at[slot, :, keys]",
+        dims=(128, 64),
+    ),
+    _copied_bias(
+        "copied_bias_of_first_keys",
+        "all warpgroups have the first one's copied bias",
+        "pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)\n    plgpu.barrier_wait(refs.bias_full",
+        "pl.ds(0, WARPGROUP_ROWS)\n    plgpu.barrier_wait(refs.bias_full",
+    ),
+    _copied_bias(
+        "copied_bias_of_a_group",
+        "all heads of a group have the first one's copied bias",
+        "(block.batch, step.head), refs.bias.shape",
+        "(block.batch, block.key_head), refs.bias.shape",
+    ),
+    _copied_bias(
+        "shared_bias_of_one_sequence",
+        "where they share a bias, sequences are counted as heads",
+        "return lax.rem(head, problem.batch), lax.div",
+        "return lax.rem(head, problem.key_heads), lax.div",
+        rejected_by=UNORDERED,
+    ),
+    _copied_bias(
+        "copied_bias_early",
+        "a copied bias is read before it is there",
+        "plgpu.barrier_wait(refs.bias_full.at[slot])",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _copied_bias(
+        "copied_bias_overwritten",
+        "a copied bias is overwritten before it is read",
+        "pl.when(step.n >= config.bias_slots)(lambda: plgpu.barrier_wait(refs.bias_empty.at[slot]))",
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _copied_bias(
+        "copied_bias_unfenced",
+        "nothing orders the reads of a copied bias before the engine's next write",
+        "plgpu.commit_smem()  # the copy engine writes where threads have read",
+        "pass",
+        rejected_by=RACE,
+    ),
+    _copied_bias(
+        "copied_bias_in_one_slot",
+        "every tile of a copied bias takes the first slot, and the barriers say that it has two",
+        "lax.rem(step.n, jnp.int32(slots)) if slots > 1 else 0",
+        "0",
+        rejected_by=NOT_WAITED_FOR,
+        dims=(136, 64),
+    ),
+    _copied_bias(
+        "copied_bias_not_freed",
+        "a copied bias' slot is never free again",
+        "plgpu.barrier_arrive(refs.bias_empty.at[slot])",
+        "pass",
+        rejected_by=DEADLOCK,
+    ),
 )

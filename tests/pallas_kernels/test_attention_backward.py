@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 from typing import Any
 
 import aot
@@ -16,13 +17,15 @@ import pytest
 from attention_cases import QKV, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import backward_memory, dispatch, heuristics
+from pallas_kernels.attention.backward_blocks import Block
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
 DIMS = ((64, 64), (128, 128), (72, 40), (8, 8), (32, 128), (96, 96))
 WIDE = ((256, 256), (192, 128), (160, 256), (256, 64), (136, 8))
 KINDS: dict[str, dict[str, Any]] = attention_cases.KINDS | {
+    "shared-bias": {"bias": "1NTS"},
     "capped-bias": {"bias": "BNTS", "soft_cap": 2.0},
     "capped-bias-of-heads": {"bias": "1N11", "soft_cap": 2.0, "causal_offset": 0},
     "capped-bias-without-gradient": {"bias": "11TS", "soft_cap": 2.0, "bias_gradient": False},
@@ -43,6 +46,11 @@ def all_operands_of(p: Attention) -> list[Any]:
     out, d_out = (rng.standard_normal(shape).astype(p.dtype) for _ in range(2))
     lse = np.full((p.batch, p.query_heads, p.query_length), 8.0, np.float32)
     return [*arrays.values(), out, lse, d_out, 0 * lse]
+
+
+def abstract(p: Attention) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of all operands."""
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
 
 
 def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
@@ -239,6 +247,132 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
         jax.tree.map(np.testing.assert_array_equal, found[-1], found[0])
 
 
+def with_bias(
+    shape: str, dtype: str, lengths: tuple[int, int], dims: tuple[int, int], heads: tuple[int, int], **facts: Any
+) -> Attention:
+    kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "bias_gradient": True} | facts
+    return attention_cases.problem_of(Op.BACKWARD, kind, lengths, dims, "bfloat16", heads)
+
+
+def copied_biases() -> list[Attention]:
+    """Biases in tiles that the copy engine takes, and beside them some that it does not."""
+    shapes, found = itertools.cycle(("1NTS", "B1TS", "BNTS", "11TS")), []
+    for lengths in ((200, 320), (1000, 512), (69, 320), (72, 1003), (8, 64)):
+        for dims, dtype in itertools.product((*DIMS[:3], *WIDE[:2]), ("float32", "bfloat16", "float16")):
+            facts = {"causal_offset": 3, "sinks": True} if len(found) % 3 == 0 else {}
+            facts |= {"deterministic": len(found) % 2 == 0, "bias_gradient": len(found) % 5 > 0}
+            found.append(with_bias(next(shapes), dtype, lengths, dims, (4, 2), **facts))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", copied_biases(), ids=lambda p: f"{name_of(p)}-{p.bias_dtype}-{p.bias}")
+def test_biases(p):
+    check(p, compiled(p))
+
+
+# How many slots there is room for, and a problem that has more than one of whatever there can be more than one of.
+COPIED: dict[str, tuple[int, Attention]] = {
+    "two-slots": (2, with_bias("1NTS", "bfloat16", (264, 192), (128, 128), (2, 1))),
+    "one-slot": (1, with_bias("BNTS", "float16", (264, 192), (64, 64), (2, 2))),
+    "float32": (1, with_bias("1NTS", "float32", (136, 160), (128, 128), (2, 2), causal_offset=20)),
+    "in-turns": (1, with_bias("B1TS", "bfloat16", (136, 192), (128, 128), (2, 1), deterministic=True)),
+    "lengths": (1, with_bias("BNTS", "bfloat16", (136, 192), (64, 64), (2, 1), key_lengths=True, query_lengths=True)),
+    "segments": (2, with_bias("11TS", "bfloat16", (136, 192), (96, 128), (2, 1), segments=True)),
+    "few-queries": (2, with_bias("1NTS", "bfloat16", (8, 64), (128, 128), (2, 1))),
+    "wide": (2, with_bias("1NTS", "bfloat16", (136, 128), (256, 256), (2, 1))),
+    "wide-float32": (1, with_bias("BNTS", "float32", (136, 96), (256, 256), (2, 1), deterministic=True)),
+    "wide-capped": (2, with_bias("B1TS", "bfloat16", (136, 128), (136, 64), (2, 2), soft_cap=2.0)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", COPIED)
+def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
+    slots, p = COPIED[name]
+    monkeypatch.setattr(heuristics, "MOST_TURNS", 0)  # as of more keys
+    assert decided(p).config.bias_slots == slots
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
+    check(p, decided(p).run, interpreted)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, lengths, dims, facts, slots",
+    [
+        ("1NTS", "bfloat16", (2048, 2048), (64, 64), {}, 1),
+        ("1NTS", "float32", (2048, 2048), (64, 64), {}, 0),  # no room
+        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {}, 2),
+        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"deterministic": True}, 1),
+        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"soft_cap": 2.0}, 0),
+        ("1NTS", "float32", (2048, 2048), (128, 128), {}, 1),
+        ("1NTS", "bfloat16", (2048, 2048), (256, 256), {}, 2),
+        ("1NTS", "bfloat16", (2048, 2048), (256, 256), {"soft_cap": 2.0}, 0),
+        ("BN1S", "bfloat16", (2048, 2048), (128, 128), {}, 0),
+        ("1NT1", "bfloat16", (2048, 2048), (128, 128), {}, 0),
+        ("1NTS", "bfloat16", (2044, 2048), (128, 128), {}, 0),
+        ("1NTS", "bfloat16", (2048, 2080), (128, 128), {}, 0),
+        ("1NTS", "float32", (2048, 2080), (128, 128), {}, 1),
+    ],
+)
+def test_which_biases_are_copied(shape, dtype, lengths, dims, facts, slots):
+    p = with_bias(shape, dtype, lengths, dims, (4, 2), bias_gradient=False, **facts)
+    assert decided(p).config.bias_slots == slots
+
+
+@pytest.mark.parametrize("keys", [192, 200])
+def test_only_what_the_engine_does_not_copy_is_transposed(keys):
+    p = with_bias("1NTS", "bfloat16", (136, keys), (128, 128), (4, 2), bias_gradient=False)
+    lowered = jax.jit(decided(p).run).trace(*abstract(p)).lower(lowering_platforms=("cuda",)).as_text()
+    assert (f"tensor<1x4x{keys}x136xbf16>" in lowered) == (decided(p).config.bias_slots == 0) == (keys == 200)
+
+
+@pytest.mark.parametrize("keys", [128, 200])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_a_bias_beside_a_soft_cap_lowers(dims, keys):
+    """Its gradient leaves from registers, in pieces of 16 bytes."""
+    p = with_bias("BNTS", "bfloat16", (136, keys), dims, (2, 2), soft_cap=2.0)
+    assert jax.jit(decided(p).run).trace(*abstract(p)).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("facts", [{}, {"causal_offset": 0}, {"deterministic": True}])
+@pytest.mark.parametrize("shape", ["1NTS", "BNTS", "1N11"])
+def test_sequences_that_share_a_bias_come_one_after_the_other(shape, facts):
+    p = with_bias(shape, "bfloat16", (256, 512), (128, 128), (6, 3), **facts)
+    config, blocks = decided(p).config, 4
+
+    def place(tile: jax.Array) -> tuple[jax.Array, ...]:
+        block = Block.of(p, config, types.SimpleNamespace(), tile, jnp.int32(0))
+        return block.key_head, block.batch, block.index
+
+    found = np.stack(jax.vmap(place)(jnp.arange(p.batch * p.key_heads * blocks, dtype=jnp.int32)), axis=1)
+    np.testing.assert_array_equal(np.unique(found, axis=0), list(np.ndindex(p.key_heads, p.batch, blocks)))
+    order = found[np.sort(np.unique(found[:, :2], axis=0, return_index=True)[1]), :2]
+    by_head = sorted(map(tuple, order))
+    assert (list(map(tuple, order)) == by_head) == (shape == "1NTS")
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize(
+    "facts", [{}, {"causal_offset": 0}, {"deterministic": True}, {"bias_gradient": False}], ids=str
+)
+@pytest.mark.parametrize(
+    "dims, dtype",
+    [
+        *itertools.product(((128, 128), (256, 256)), ("bfloat16", "float32")),
+        ((64, 64), "bfloat16"),
+        ((192, 128), "float16"),
+    ],
+)
+def test_compiles_copied_biases_without_spills(dims, dtype, facts):
+    p = with_bias("1NTS", dtype, (2048, 2048), dims, (4, 2), **facts)
+    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
+    most = {(64, "bfloat16"): 120, (256, "bfloat16"): 16, (128, "float32"): 32, (256, "float32"): 84}
+    assert report.spill_bytes <= most.get((max(dims), dtype), 0)
+    assert not [line for line in report.complaints if "C7519" not in line]
+    assert report.smem == backward_memory.shared_bytes(p, decided(p).config)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SKIPPING)
@@ -254,8 +388,7 @@ def test_segments_that_skip_in_the_interpreter(interpreted, name):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_compiles_without_spills(kind, dims, deterministic):
     p = problem_of(kind, (1024, 1024), dims, "bfloat16", deterministic=deterministic)
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
-    (report,) = aot.compile_for_h200(decided(p).run, *operands)
+    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
     # In the tiles that compare indices, D = 64 and 256.
     most = 88 if (kind, max(dims)) == ("capped-bias", 256) else 72 if max(dims) <= 128 else 16
     assert report.spill_bytes <= most
@@ -268,8 +401,7 @@ def test_compiles_without_spills(kind, dims, deterministic):
 def test_compiles_without_spills_in_any_order(kind, head_dim, most):
     p = problem_of(kind, (4096, 4096), (head_dim, head_dim), "bfloat16")
     assert not decided(p).config.turns
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
-    (report,) = aot.compile_for_h200(decided(p).run, *operands)
+    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
     assert report.spill_bytes <= most
 
 

@@ -31,7 +31,7 @@ REJECTIONS = {
 }
 
 
-def check(op, kind, heads, slack, tiles, deterministic, dims, mask, *, limit_s=100.0):
+def check(op, kind, heads, slack, tiles, deterministic, dims, mask, keys, *, limit_s=100.0):
     """The check of the kernel's tests, of a problem with more than one of whatever there can be more than one of."""
     run = functools.partial(interpret, limit_s=limit_s)
     if op is Op.FORWARD:
@@ -42,7 +42,7 @@ def check(op, kind, heads, slack, tiles, deterministic, dims, mask, *, limit_s=1
             test_attention_forward.check(problem, config, run, mask=mask)
     else:
         facts = {"heads": heads, "deterministic": deterministic}
-        problem = test_attention_backward.problem_of(kind, (200, 150), dims, "bfloat16", **facts)
+        problem = test_attention_backward.problem_of(kind, (200, keys), dims, "bfloat16", **facts)
         test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run, mask=mask)
 
 
