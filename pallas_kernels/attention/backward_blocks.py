@@ -174,12 +174,12 @@ def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, f
 
 def _counts(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> tuple[Any, Any]:
     """How many keys there are in all, and how many blocks of queries; `batch`: where in the lengths."""
-    keys, queries = problem.key_length, -(-problem.query_length // config.block_q)
+    keys, queries = problem.key_length, problem.query_length
     if problem.key_lengths:
         keys = jnp.minimum(operands.key_lengths[batch], keys)
     if problem.query_lengths:
-        queries = jnp.minimum(div(operands.query_lengths[batch] + (config.block_q - 1), config.block_q), queries)
-    return keys, queries
+        queries = jnp.minimum(operands.query_lengths[batch], queries)
+    return keys, div(queries + (config.block_q - 1), config.block_q)
 
 
 def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:

@@ -1,6 +1,7 @@
 """Problems for the attention kernels, forward and backward: kinds of them, their operands, and the oracle's rules."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import documents
@@ -11,6 +12,7 @@ import numpy as np
 from pallas_kernels.attention import schedule
 from pallas_kernels.attention.problem import Attention, Op
 
+Pairs = list[tuple[int, int]]
 QKV = ("query", "key", "value")
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -38,6 +40,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "mask-of-heads": {"mask": "BNTS"},
 }  # fmt: skip
+SEQUENCES: dict[str, Callable[[int, int], Pairs]] = {
+    "some": lambda t, s: [(t, s * 3 // 4), (t * 2 // 3, 0 if t == 113 else s // 2)],
+    "extreme": lambda t, s: [(2**31 - 1, s), (t, 2**31 - 1), (0, s), (t, 0), (t, 1), (1, s), (t, s // 3), (t // 3, s)],
+}
 
 
 def problem_of(
@@ -57,10 +63,11 @@ def name_of(p: Attention) -> str:
     return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
 
 
-def operands_of(p: Attention, ids: str = "few", mask: str = "scattered") -> dict[str, Any]:
+def operands_of(p: Attention, ids: str = "few", mask: str = "scattered", sequences: str = "some") -> dict[str, Any]:
     """Random operands; what lies past the keys' lengths is NaN.
 
-    `ids` of the segments is one of `documents.PATTERNS`, `mask` one of `mask_patterns.PATTERNS`.
+    `ids` of the segments is one of `documents.PATTERNS`, `mask` one of `mask_patterns.PATTERNS`, `sequences` one of
+    `SEQUENCES`.
     """
     rng = np.random.default_rng(0)
     b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
@@ -72,10 +79,11 @@ def operands_of(p: Attention, ids: str = "few", mask: str = "scattered") -> dict
         arrays["bias"] = rng.standard_normal(p.bias).astype(p.bias_dtype)
     if p.mask:
         arrays["mask"] = mask_patterns.PATTERNS[mask](rng, p.mask).astype(np.int8)
+    queries, keys = np.array(SEQUENCES[sequences](t, s)[:b], np.int32).T
     if p.query_lengths:
-        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
+        arrays["query_lengths"] = queries
     if p.key_lengths:
-        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
+        arrays["key_lengths"] = keys
         past = np.arange(s) >= arrays["key_lengths"][:, None]
         arrays["key"][past], arrays["value"][past] = np.nan, np.nan
     if p.segments:

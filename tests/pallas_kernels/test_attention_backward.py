@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import QKV, name_of, operands_of, rules_of
+from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import dispatch
@@ -205,6 +205,18 @@ def test_interpreted_without_a_race(interpreted, name):
     kind, lengths, dims, facts = INTERPRETED[name]
     p = problem_of(kind, lengths, dims, "bfloat16", **facts)
     check(p, decided(p).run, interpreted)
+
+
+EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind, dims, deterministic", [("lengths", (64, 64), False)])
+def test_extreme_lengths_in_the_interpreter(kind, dims, deterministic, interpreted):
+    p = problem_of(kind, (140, 200), dims, "bfloat16", heads=(1, 1), deterministic=deterministic)
+    p = dataclasses.replace(p, **EVERY_LENGTH)
+    check(p, decided(p).run, interpreted, sequences="extreme")
 
 
 SKIPPING = {
