@@ -52,14 +52,20 @@ SEQUENCES: dict[str, Callable[[int, int], Pairs]] = {
 
 
 def problem_of(
-    op: Op, kind: dict[str, Any], lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads: tuple[int, int]
+    op: Op,
+    kind: dict[str, Any],
+    lengths: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: str,
+    heads: tuple[int, int],
+    batch: int = 2,
 ) -> Attention:
-    sizes = {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
+    sizes = {"B": batch, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
     shapes = {name: tuple(sizes[letter] for letter in kind[name]) for name in ("bias", "mask") if name in kind}
     given: dict[str, Any] = {"scale": dims[0] ** -0.5} | kind | shapes
     if "bias" in kind:
         given.setdefault("bias_dtype", jnp.dtype("float32" if op is Op.FORWARD else dtype))
-    return Attention(op, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
+    return Attention(op, batch, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
 
 
 def name_of(p: Attention) -> str:

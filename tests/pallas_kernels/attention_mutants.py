@@ -27,8 +27,8 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `slack` is the forward config's, `deterministic` and `dims`, of heads, the backward problem's, `mask` the pattern
-    of the problem's mask.
+    `batch` and `heads` are None where one shows it, or two, if threads have to meet for that. `slack` is the forward
+    config's, `deterministic` and `dims`, of heads, the backward problem's, `mask` the pattern of the problem's mask.
     """
 
     op: Op
@@ -38,7 +38,8 @@ class Mutant:
     becomes: str
     kind: str = "full"
     rejected_by: str = NUMBERS
-    heads: tuple[int, int] = (2, 1)
+    batch: int | None = None
+    heads: tuple[int, int] | None = None
     slack: int = 0
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
@@ -47,7 +48,9 @@ class Mutant:
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        return self.op, self.kind, self.heads, self.slack, self.deterministic, self.dims, self.mask
+        by_chance = self.rejected_by != NUMBERS
+        batch, heads = self.batch or 1 + by_chance, self.heads or (1 + by_chance, 1)
+        return self.op, self.kind, batch, heads, self.slack, self.deterministic, self.dims, self.mask
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -197,6 +200,7 @@ MUTANTS = (
         "place.batch, place.head, place.row, key",
         "place.batch, jnp.int32(0), place.row, key",
         "mask-of-heads",
+        heads=(2, 1),
     ),
     _forward(
         "mask_spans_of_first_head",
@@ -205,6 +209,7 @@ MUTANTS = (
         "(batch, jnp.int32(0), lax.rem(",
         "mask-of-heads",
         mask="causal",
+        heads=(2, 1),
     ),
     _forward(
         "mask_some_for_all",
@@ -220,6 +225,7 @@ MUTANTS = (
         "x & full",
         "mask",
         mask="causal",
+        batch=2,
     ),
     _forward(
         "mask_last_skipped",
@@ -242,6 +248,7 @@ MUTANTS = (
         "place.batch, place.head, place.row, key",
         "place.batch, jnp.int32(0), place.row, key",
         "bias-of-heads",
+        heads=(2, 1),
     ),
     _forward(
         "sink_in_numerator",
@@ -287,7 +294,14 @@ MUTANTS = (
         "= bounds(problem)",
         "ends",
     ),
-    _forward("queries_unlimited", "queries past their length see keys", "unseen |= hidden", "pass", "lengths"),
+    _forward(
+        "queries_unlimited",
+        "queries past their length see keys",
+        "unseen |= hidden",
+        "pass",
+        "lengths",
+        batch=2,
+    ),
     _forward(
         "segments_ignored",
         "segment ids have no effect",
@@ -450,6 +464,7 @@ MUTANTS = (
         "dK is of the group's first head",
         "plgpu.wgmma(dk_sum, ds, ",
         "plgpu.wgmma(dk_sum, jnp.where(tile.step.head == block.key_head * block.group, ds, jnp.zeros_like(ds)), ",
+        heads=(2, 1),
     ),
     _backward(
         "heads_mixed",
@@ -470,6 +485,7 @@ MUTANTS = (
         "meet[:, :, 0]",
         "mask-of-heads",
         mask="causal",
+        heads=(2, 1),
     ),
     _wide_backward(
         "wide_mask_taken_for_whole",
@@ -586,6 +602,7 @@ MUTANTS = (
         "plgpu.barrier_wait(refs.d_out_full.at[slot])",
         "pass",
         rejected_by=NOT_WAITED_FOR,
+        heads=(2, 1),
     ),
     _backward(
         "slot_not_awaited",
@@ -593,6 +610,7 @@ MUTANTS = (
         "await_empty(refs.query_empty)",
         "pass",
         rejected_by=NOT_WAITED_FOR,
+        heads=(2, 1),
     ),
     _backward(
         "turn_ended_early",

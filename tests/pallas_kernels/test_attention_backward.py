@@ -30,10 +30,16 @@ KINDS: dict[str, dict[str, Any]] = attention_cases.KINDS | {
 
 
 def problem_of(
-    kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads: tuple[int, int] = (4, 2), **more: Any
+    kind: str,
+    lengths: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: str,
+    heads: tuple[int, int] = (4, 2),
+    batch: int = 2,
+    **more: Any,
 ) -> Attention:
     facts = {"bias_gradient": "bias" in KINDS[kind]} | KINDS[kind] | more
-    return attention_cases.problem_of(Op.BACKWARD, facts, lengths, dims, dtype, heads)
+    return attention_cases.problem_of(Op.BACKWARD, facts, lengths, dims, dtype, heads, batch)
 
 
 def all_operands_of(p: Attention) -> list[Any]:

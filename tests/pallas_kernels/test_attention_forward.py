@@ -31,8 +31,10 @@ KINDS: dict[str, dict[str, Any]] = (
 )
 
 
-def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads=(4, 2)) -> Attention:
-    return attention_cases.problem_of(Op.FORWARD, KINDS[kind], lengths, dims, dtype, heads)
+def problem_of(
+    kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads=(4, 2), batch=2
+) -> Attention:
+    return attention_cases.problem_of(Op.FORWARD, KINDS[kind], lengths, dims, dtype, heads, batch)
 
 
 def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forward) -> float:
