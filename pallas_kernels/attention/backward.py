@@ -18,7 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import loops, scopes
-from pallas_kernels.attention import backward_bias, backward_dq, backward_launch, backward_memory, backward_turns, limits
+from pallas_kernels.attention import (
+    backward_bias,
+    backward_dq,
+    backward_launch,
+    backward_memory,
+    backward_turns,
+    limits,
+)
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities

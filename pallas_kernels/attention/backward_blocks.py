@@ -36,6 +36,15 @@ class Span(NamedTuple):
         return Span(first, inner_first, inner_end, end)
 
 
+class Sequence(NamedTuple):
+    """What there is of an element of the batch, and its `schedule.bounds`."""
+
+    keys: Any
+    queries: Any  # blocks of them
+    left: Any
+    right: Any
+
+
 class Step(NamedTuple):
     """One block of queries against the block of keys; `n` counts the steps of all blocks of keys before, too."""
 
@@ -59,7 +68,7 @@ class Block:
     batch: jax.Array
     key_head: jax.Array
     index: jax.Array
-    keys: Any  # how many there are in all
+    sequence: Sequence
     span: Span
     steps_before: jax.Array
 
@@ -78,13 +87,13 @@ class Block:
         batch, key_head = _place(problem, head)
         if latest_first(problem, config):
             index = (per_head - 1) - index
-        keys, queries = _counts(problem, config, refs, batch)
+        sequence = sequence_at(problem, config, refs, batch)
         if problem.hidden_by_data:
             at = gather.broadcast_index((batch, key_head, index), refs.spans.shape)
             span = Span(*(refs.spans[*at, i] for i in range(4)))
         else:
-            span = _span(problem, config, index * config.block_kv, keys, queries)
-        return cls(problem, config, refs, batch, key_head, index, keys, span, steps_before)
+            span = _span(problem, config, index * config.block_kv, sequence)
+        return cls(problem, config, refs, batch, key_head, index, sequence, span, steps_before)
 
     @property
     def first_key(self) -> jax.Array:
@@ -127,7 +136,7 @@ class Block:
         60 bytes instead of 12 (segments).
         """
         first, inner_first, inner_end, end = self.span
-        left, right = schedule.bounds(self.problem)
+        _, _, left, right = self.sequence
 
         def of_head(h: Any) -> None:
             def piece(start: Any, stop: Any, compare: bool) -> None:
@@ -166,29 +175,29 @@ def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, f
     """The spans of all blocks of keys, `[B|1, K|1, blocks, 4]`, of pairs of blocks of keys and of queries."""
     found = pairs.of_group(found, problem.query_heads // problem.key_heads)
     met = pairs.spans(found, -(-problem.query_length // config.block_q))
-    keys, queries = _counts(problem, config, ops, (slice(None), None, None))
     first_keys = jnp.arange(0, problem.key_length, config.block_kv)
-    span = _span(problem, config, first_keys, keys, queries)
+    span = _span(problem, config, first_keys, sequence_at(problem, config, ops, (slice(None), None, None)))
     return jnp.stack(span.narrowed(Span(*(met[..., i] for i in range(4)))), axis=3)
 
 
-def _counts(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> tuple[Any, Any]:
-    """How many keys there are in all, and how many blocks of queries; `batch`: where in the lengths."""
-    keys, queries = problem.key_length, -(-problem.query_length // config.block_q)
+def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> Sequence:
+    """The sequence at `batch`, or the sequences."""
+    keys, queries = problem.key_length, problem.query_length
     if problem.key_lengths:
         keys = jnp.minimum(operands.key_lengths[batch], keys)
     if problem.query_lengths:
-        queries = jnp.minimum(div(operands.query_lengths[batch] + (config.block_q - 1), config.block_q), queries)
-    return keys, queries
+        queries = jnp.minimum(operands.query_lengths[batch], queries)
+    blocks = div(queries + (config.block_q - 1), config.block_q)
+    return Sequence(keys, blocks, *schedule.bounds(problem, queries, keys))
 
 
 def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:
     return problem.key_lengths or problem.key_length % config.block_kv != 0
 
 
-def _span(problem: Attention, config: AnyBackwardConfig, key: Index, keys: Index, queries: Index) -> Span:
-    """The blocks of queries that see some of the keys from `key` on; all there are: `keys`, and `queries` blocks."""
-    left, right = schedule.bounds(problem)
+def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: Sequence) -> Span:
+    """The blocks of queries that see some of the block of keys from `key` on."""
+    keys, queries, left, right = sequence
     block_q, last = config.block_q, key + (config.block_kv - 1)
     first, inner_first, inner_end, end = 0, 0, queries, queries
     if right is not None:

@@ -39,9 +39,9 @@ def is_last(block: Block, i: jax.Array) -> Any:
 
 def _adders(block: Block, i: jax.Array) -> tuple[Any, Any]:
     """The first and the last block of keys that add to block `i` of queries, where shapes tell."""
-    left, right = schedule.bounds(block.problem)
+    keys, _, left, right = block.sequence
     block_q, block_kv = block.config.block_q, block.config.block_kv
-    first, last = 0 if left is None else div(i * block_q + left, block_kv), div(block.keys - 1, block_kv)
+    first, last = 0 if left is None else div(i * block_q + left, block_kv), div(keys - 1, block_kv)
     if right is None:
         return first, last
     return first, jnp.minimum(div(i * block_q + (block_q - 1 + right), block_kv), last)

@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import elementary, emit
-from pallas_kernels.attention import backward_bias, gather, schedule
+from pallas_kernels.attention import backward_bias, gather
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
@@ -95,9 +95,9 @@ def _compared(block: Block, extras: dict[str, jax.Array], corner: gather.Corner,
 
 def _in_bounds(block: Block, x: jax.Array, key: Index, row: Index) -> jax.Array:
     """`x` with -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
-    left, right = schedule.bounds(block.problem)
+    keys, _, left, right = block.sequence
     shape, ragged = x.shape, block.ragged
-    limits = [block.keys - key if ragged else WARPGROUP_ROWS]
+    limits = [keys - key if ragged else WARPGROUP_ROWS]
     limits += [row - key + right if right is not None else 0, row - key + left if left is not None else 0]
 
     def mask_tile(ctx, x, keys, most, least):

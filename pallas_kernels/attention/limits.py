@@ -9,8 +9,6 @@ def declines_any(problem: Attention, *, widest: int) -> str | None:
     """Why a kernel for heads up to `widest` does not take the problem, whichever it is."""
     if problem.dtype.name not in DTYPES:
         return f"kernels take {' and '.join(DTYPES)}; the operands are {problem.dtype.name}"
-    if problem.align_ends:
-        return "kernels align the ends of arrays, not those of sequences within them"
     for name in ("head_dim", "value_dim"):
         size = getattr(problem, name)
         if not 0 < size <= widest or size % 8:

@@ -15,13 +15,20 @@ from pallas_kernels.attention.problem import Attention
 Int = jax.Array | int
 
 
-def bounds(problem: Attention) -> tuple[int | None, int | None]:
-    """`(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound."""
+def bounds(problem: Attention, queries: Int | None = None, keys: Int | None = None) -> tuple[Any, Any]:
+    """`(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound.
+
+    They are those of a sequence of `queries` and `keys`, by default as many as the arrays hold, which matters only if
+    sequences are aligned at their ends. Which of the two bounds there are is the same for all sequences.
+    """
+    apart: Int = 0
+    if problem.align_ends:
+        apart = (problem.key_length if keys is None else keys) - (problem.query_length if queries is None else queries)
     before, after = problem.window
-    left = None if before is None else problem.window_offset - before
     rights = [] if after is None else [problem.window_offset + after]
     rights += [] if problem.causal_offset is None else [problem.causal_offset]
-    return left, min(rights, default=None)
+    left = None if before is None else problem.window_offset - before + apart
+    return left, min(rights) + apart if rights else None
 
 
 def may_see_nothing(problem: Attention) -> bool:
@@ -48,7 +55,7 @@ class Span(NamedTuple):
 
 def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> Span:
     """What queries `row ... row + rows` of `queries` see of `keys` keys: one tile at least, past the last query one."""
-    left, right = bounds(problem)
+    left, right = bounds(problem, queries, keys)
     first, inner_first = 0, 0
     inner_end, end = _div(keys, block_kv), _div(keys + block_kv - 1, block_kv)
     if right is not None:

@@ -79,7 +79,7 @@ def _compared(problem: Attention, refs: Any, place: Place, extras: Extras, key: 
 
 def _in_bounds(problem: Attention, place: Place, x: jax.Array, key: jax.Array) -> jax.Array:
     """`x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
-    left, right = schedule.bounds(problem)
+    left, right = schedule.bounds(problem, place.queries, place.keys)
     if left is None and right is None and not problem.key_lengths and problem.key_length % x.shape[1] == 0:
         return x
     row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)

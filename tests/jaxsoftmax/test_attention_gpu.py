@@ -19,6 +19,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "bottom right window": {"is_causal": True, "local_window_size": (50, 0), "causal_alignment": "bottom_right"},
     "lengths": LENGTHS,
+    "bottom right lengths": LENGTHS | {"is_causal": True, "causal_alignment": "bottom_right"},
     "segments": {"is_causal": True, "query_segment_ids": IDS, "key_value_segment_ids": IDS},
     "mask": {"mask": np.random.default_rng(8).random((2, 1, 239, 239)) < 0.5},
     "bias": {"bias": np.random.default_rng(7).normal(size=(1, 8, 239, 239)).astype(np.float32)},

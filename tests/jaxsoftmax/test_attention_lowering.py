@@ -90,16 +90,12 @@ def test_alignment_by_lengths_is_said_where_it_counts(attention_stand_ins: Any) 
         assert (problem.causal_offset, problem.window_offset, problem.align_ends) == offsets
 
 
-def test_why_no_kernel_aligns_by_lengths() -> None:
-    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    for op in ("forward", "vjp"):
-        explain = functools.partial(
-            jaxsoftmax.explain_attention, *HALF, op=op, causal_alignment="bottom_right", key_value_seq_lengths=lengths
-        )
-        assert explain().kernel is not None
-        found = explain(is_causal=True)
-        assert found.kernel is None
-        assert all("ends of arrays, not those of sequences" in why for _, why in found.declined)
+@pytest.mark.parametrize("op, kernel", [("forward", "attention"), ("vjp", "attention_gradients")])
+def test_kernels_align_by_lengths(op: str, kernel: str) -> None:
+    lengths = {f"{name}_seq_lengths": jax.ShapeDtypeStruct((2,), jnp.int32) for name in ("query", "key_value")}
+    for rules in ({"is_causal": True}, {"local_window_size": (3, 0)}):
+        found = jaxsoftmax.explain_attention(*HALF, op=op, causal_alignment="bottom_right", **lengths, **rules)
+        assert (found.kernel, found.implementation, found.declined) == (kernel, "mosaic_gpu", ())
 
 
 def test_only_the_gradients_asked_for(attention_stand_ins: Any) -> None:

@@ -1,14 +1,15 @@
 """Problems for the attention kernels, forward and backward: kinds of them, their operands, and the oracle's rules."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import attention_oracle
 import documents
 import jax.numpy as jnp
 import mask_patterns
 import numpy as np
 
-from pallas_kernels.attention import schedule
 from pallas_kernels.attention.problem import Attention, Op
 
 QKV = ("query", "key", "value")
@@ -37,18 +38,34 @@ KINDS: dict[str, dict[str, Any]] = {
         "soft_cap": 5.0, "sinks": True, "mask": "B11S",
     },
     "mask-of-heads": {"mask": "BNTS"},
+    "ends-segments": {"query_lengths": True, "causal_offset": 60, "align_ends": True, "segments": True, "mask": "111S"},
+    "ends": {"key_lengths": True, "query_lengths": True, "causal_offset": 0, "align_ends": True},
+    "ends-window": {"key_lengths": True, "window": (100, 37), "align_ends": True, "sinks": True},
 }  # fmt: skip
+
+Pairs = list[tuple[int, int]]
+SEQUENCES: dict[str, Callable[[int, int], Pairs]] = {
+    "some": lambda t, s: [(t, s * 3 // 4), (t * 2 // 3, 0 if t == 113 else s // 2)],
+    "apart": lambda t, s: [(t, s * 3 // 4), (t // 3, s // 2)],
+    "extreme": lambda t, s: [(2**31 - 1, s), (t, 2**31 - 1), (0, s), (t, 0), (t, 1), (1, s), (t, s // 3), (t // 3, s)],
+}
 
 
 def problem_of(
-    op: Op, kind: dict[str, Any], lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads: tuple[int, int]
+    op: Op,
+    kind: dict[str, Any],
+    lengths: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: str,
+    heads: tuple[int, int],
+    batch: int = 2,
 ) -> Attention:
-    sizes = {"B": 2, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
+    sizes = {"B": batch, "N": heads[0], "T": lengths[0], "S": lengths[1], "1": 1}
     shapes = {name: tuple(sizes[letter] for letter in kind[name]) for name in ("bias", "mask") if name in kind}
     given: dict[str, Any] = {"scale": dims[0] ** -0.5} | kind | shapes
     if "bias" in kind:
         given.setdefault("bias_dtype", jnp.dtype("float32" if op is Op.FORWARD else dtype))
-    return Attention(op, 2, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
+    return Attention(op, batch, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
 
 
 def name_of(p: Attention) -> str:
@@ -57,10 +74,13 @@ def name_of(p: Attention) -> str:
     return f"{p.query_length}-{p.key_length}-{p.head_dim}-{p.value_dim}-{p.dtype.name}-" + "-".join(rest)
 
 
-def operands_of(p: Attention, ids: str = "few", mask: str = "scattered") -> dict[str, Any]:
+def operands_of(
+    p: Attention, ids: str = "few", mask: str = "scattered", sequences: str | None = None
+) -> dict[str, Any]:
     """Random operands; what lies past the keys' lengths is NaN.
 
-    `ids` of the segments is one of `documents.PATTERNS`, `mask` one of `mask_patterns.PATTERNS`.
+    `ids` of the segments is one of `documents.PATTERNS`, `mask` one of `mask_patterns.PATTERNS`, `sequences` one of
+    `SEQUENCES`.
     """
     rng = np.random.default_rng(0)
     b, t, s, n = p.batch, p.query_length, p.key_length, p.query_heads
@@ -72,10 +92,12 @@ def operands_of(p: Attention, ids: str = "few", mask: str = "scattered") -> dict
         arrays["bias"] = rng.standard_normal(p.bias).astype(p.bias_dtype)
     if p.mask:
         arrays["mask"] = mask_patterns.PATTERNS[mask](rng, p.mask).astype(np.int8)
+    pairs = SEQUENCES[sequences or ("apart" if p.align_ends else "some")](t, s)[:b]
+    queries, keys = np.array(pairs, np.int32).T
     if p.query_lengths:
-        arrays["query_lengths"] = np.array([t, t * 2 // 3], np.int32)
+        arrays["query_lengths"] = queries
     if p.key_lengths:
-        arrays["key_lengths"] = np.array([s * 3 // 4, 0 if t == 113 else s // 2], np.int32)
+        arrays["key_lengths"] = keys
         past = np.arange(s) >= arrays["key_lengths"][:, None]
         arrays["key"][past], arrays["value"][past] = np.nan, np.nan
     if p.segments:
@@ -85,13 +107,26 @@ def operands_of(p: Attention, ids: str = "few", mask: str = "scattered") -> dict
     return arrays
 
 
+def counts_of(p: Attention, arrays: dict[str, Any]) -> np.ndarray:
+    """How many queries and keys there are, `[B, 2]`."""
+    sizes = {"query_lengths": p.query_length, "key_lengths": p.key_length}
+    return np.stack([np.broadcast_to(np.minimum(arrays.get(x, n), n), p.batch) for x, n in sizes.items()], 1)
+
+
 def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
     """What the oracle is told."""
     i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
-    left, right = schedule.bounds(p)
-    mask = (j >= (i + left if left is not None else 0)) & (j <= (i + right if right is not None else p.key_length))
+    if p.align_ends:
+        i = i + np.diff(counts_of(p, arrays))[..., None, None]
+    mask = arrays["mask"] != 0 if p.mask else np.ones((p.query_length, p.key_length), bool)
+    before, after = p.window
+    for offset, side in ((p.causal_offset, 0), (p.window_offset, after)):
+        if offset is not None and side is not None:
+            mask = mask & (j <= i + offset + side)
+    if before is not None:
+        mask = mask & (j >= i + p.window_offset - before)
     return {
-        "mask": mask & (arrays["mask"] != 0) if p.mask else mask,
+        "mask": mask,
         "query_seq_lengths": arrays.get("query_lengths"),
         "key_value_seq_lengths": arrays.get("key_lengths"),
         "query_segment_ids": arrays.get("query_segments"),
@@ -100,3 +135,10 @@ def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
         "logits_soft_cap": p.soft_cap,
         "sinks": arrays.get("sinks"),
     }
+
+
+def seen_of(p: Attention, arrays: dict[str, Any]) -> np.ndarray:
+    """Which queries see which keys, `[B, N, T, S]`."""
+    rules = rules_of(p, arrays)
+    others = {name: x for name, x in rules.items() if name not in ("scale", "logits_soft_cap", "sinks")}
+    return attention_oracle.visible((p.batch, p.query_heads, p.query_length, p.key_length), **others)

@@ -27,8 +27,9 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `slack` and `tiles` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's,
-    `mask` the pattern of the problem's mask.
+    `batch` and `heads` are None where one shows it, or two, if blocks or threads have to meet for that. `slack` and
+    `tiles` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's, `mask` the
+    pattern of the problem's mask.
     """
 
     op: Op
@@ -38,7 +39,8 @@ class Mutant:
     becomes: str
     kind: str = "full"
     rejected_by: str = NUMBERS
-    heads: tuple[int, int] = (2, 1)
+    batch: int | None = None
+    heads: tuple[int, int] | None = None
     slack: int = 0
     tiles: str = "own"
     deterministic: bool = False
@@ -49,7 +51,10 @@ class Mutant:
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        return self.op, self.kind, self.heads, self.slack, self.tiles, self.deterministic, self.dims, self.mask, self.keys
+        meet = self.rejected_by != NUMBERS or self.tiles != "own"
+        batch, heads = self.batch or 1 + meet, self.heads or (1 + meet, 1)
+        facts = self.slack, self.tiles, self.deterministic, self.dims, self.mask, self.keys
+        return self.op, self.kind, batch, heads, *facts
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -201,6 +206,7 @@ MUTANTS = (
         "place.batch, place.head, place.row, key",
         "place.batch, jnp.int32(0), place.row, key",
         "mask-of-heads",
+        heads=(2, 1),
     ),
     _forward(
         "mask_spans_of_first_head",
@@ -209,6 +215,7 @@ MUTANTS = (
         "(place.batch, jnp.int32(0), index)",
         "mask-of-heads",
         mask="causal",
+        heads=(2, 1),
     ),
     _forward(
         "mask_some_for_all",
@@ -224,6 +231,7 @@ MUTANTS = (
         "x & full",
         "mask",
         mask="causal",
+        batch=2,
     ),
     _forward(
         "mask_last_skipped",
@@ -246,6 +254,7 @@ MUTANTS = (
         "place.batch, place.head, place.row, key",
         "place.batch, jnp.int32(0), place.row, key",
         "bias-of-heads",
+        heads=(2, 1),
     ),
     _forward(
         "sink_in_numerator",
@@ -256,7 +265,49 @@ MUTANTS = (
     ),
     _forward("cap_ignored", "the soft cap has no effect", "if problem.soft_cap is not None:", "if False:", "soft-cap"),
     _forward("keys_by_one", "one key too many is there", "place.keys - 1 - key", "place.keys - key", "key-lengths"),
-    _forward("queries_unlimited", "queries past their length see keys", "unseen |= hidden", "pass", "lengths"),
+    _forward(
+        "ends_swapped",
+        "the diagonal is moved the other way",
+        "min(rights) + apart",
+        "min(rights) - apart",
+        "ends",
+    ),
+    _forward(
+        "ends_by_one",
+        "the diagonal is moved one key too far",
+        "min(rights) + apart",
+        "min(rights) + apart + 1",
+        "ends",
+    ),
+    _forward(
+        "window_not_moved",
+        "the window's left end stays where the diagonal is moved",
+        "problem.window_offset - before + apart",
+        "problem.window_offset - before",
+        "ends-window",
+    ),
+    _forward(
+        "ends_of_arrays",
+        "scores are compared as if the arrays' ends were the sequences'",
+        "schedule.bounds(problem, place.queries, place.keys)",
+        "schedule.bounds(problem)",
+        "ends",
+    ),
+    _forward(
+        "ends_of_arrays_in_spans",
+        "tiles are passed over as if the arrays' ends were the sequences'",
+        "= bounds(problem, queries, keys)",
+        "= bounds(problem)",
+        "ends",
+    ),
+    _forward(
+        "queries_unlimited",
+        "queries past their length see keys",
+        "unseen |= hidden",
+        "pass",
+        "lengths",
+        batch=2,
+    ),
     _forward(
         "segments_ignored",
         "segment ids have no effect",
@@ -396,6 +447,36 @@ MUTANTS = (
         "window",
     ),
     _backward(
+        "ends_swapped",
+        "the diagonal is moved the other way",
+        "min(rights) + apart",
+        "min(rights) - apart",
+        "ends",
+    ),
+    _backward(
+        "ends_of_arrays",
+        "the arrays' ends are taken for the sequences'",
+        "schedule.bounds(problem, queries, keys)",
+        "schedule.bounds(problem)",
+        "ends",
+    ),
+    _backward(
+        "window_not_moved",
+        "the window's left end stays where the diagonal is moved",
+        "problem.window_offset - before + apart",
+        "problem.window_offset - before",
+        "ends-window",
+    ),
+    _wide_backward(
+        "wide_turns_of_arrays",
+        "turns are counted as if the arrays' ends were the sequences'",
+        "    keys, _, left, right = block.sequence\n    block_q, block_kv",
+        "    keys, _, left, right = block.sequence[:2] + schedule.bounds(block.problem)\n    block_q, block_kv",
+        "ends",
+        rejected_by=DEADLOCK,
+        deterministic=True,
+    ),
+    _backward(
         "d_lse_ignored",
         "the logsumexp's cotangent has no effect",
         "ops.d_lse - jnp",
@@ -432,6 +513,7 @@ MUTANTS = (
         "dK is of the group's first head",
         "plgpu.wgmma(dk_sum, ds, ",
         "plgpu.wgmma(dk_sum, jnp.where(tile.step.head == block.key_head * block.group, ds, jnp.zeros_like(ds)), ",
+        heads=(2, 1),
     ),
     _backward(
         "heads_mixed",
@@ -452,6 +534,7 @@ MUTANTS = (
         "meet[:, :, 0]",
         "mask-of-heads",
         mask="causal",
+        heads=(2, 1),
     ),
     _wide_backward(
         "wide_mask_taken_for_whole",
@@ -568,6 +651,7 @@ MUTANTS = (
         "plgpu.barrier_wait(refs.d_out_full.at[slot])",
         "pass",
         rejected_by=NOT_WAITED_FOR,
+        heads=(2, 1),
     ),
     _backward(
         "slot_not_awaited",
@@ -575,6 +659,7 @@ MUTANTS = (
         "await_empty(refs.query_empty)",
         "pass",
         rejected_by=NOT_WAITED_FOR,
+        heads=(2, 1),
     ),
     _backward(
         "turn_ended_early",

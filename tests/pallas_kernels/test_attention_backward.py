@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import QKV, name_of, operands_of, rules_of
+from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import backward_memory, dispatch, heuristics
@@ -33,10 +33,16 @@ KINDS: dict[str, dict[str, Any]] = attention_cases.KINDS | {
 
 
 def problem_of(
-    kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads: tuple[int, int] = (4, 2), **more: Any
+    kind: str,
+    lengths: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: str,
+    heads: tuple[int, int] = (4, 2),
+    batch: int = 2,
+    **more: Any,
 ) -> Attention:
     facts = {"bias_gradient": "bias" in KINDS[kind]} | KINDS[kind] | more
-    return attention_cases.problem_of(Op.BACKWARD, facts, lengths, dims, dtype, heads)
+    return attention_cases.problem_of(Op.BACKWARD, facts, lengths, dims, dtype, heads, batch)
 
 
 def all_operands_of(p: Attention) -> list[Any]:
@@ -213,6 +219,32 @@ def test_interpreted_without_a_race(interpreted, name):
     kind, lengths, dims, facts = INTERPRETED[name]
     p = problem_of(kind, lengths, dims, "bfloat16", **facts)
     check(p, decided(p).run, interpreted)
+
+
+ENDS = [
+    ("lengths", (64, 64), False),
+    ("ends", (64, 64), False), ("ends", (128, 64), True), ("ends-window", (64, 64), True),
+    ("ends-segments", (64, 64), True), ("ends-window", (136, 64), False),
+]  # fmt: skip
+EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ends", "ends-window", "ends-segments"])
+@pytest.mark.parametrize("deterministic, head_dim", [(True, 64), (False, 128), (True, 128), (True, 256)])
+def test_extreme_lengths(kind, deterministic, head_dim):
+    p = problem_of(kind, (400, 501), (head_dim, head_dim), "bfloat16", heads=(2, 1), deterministic=deterministic)
+    p = dataclasses.replace(p, **EVERY_LENGTH)
+    check(p, compiled(p), sequences="extreme")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind, dims, deterministic", ENDS)
+def test_extreme_lengths_in_the_interpreter(kind, dims, deterministic, interpreted):
+    p = problem_of(kind, (140, 200), dims, "bfloat16", heads=(1, 1), deterministic=deterministic)
+    p = dataclasses.replace(p, **EVERY_LENGTH)
+    check(p, decided(p).run, interpreted, sequences="extreme")
 
 
 SKIPPING = {
@@ -397,7 +429,13 @@ def test_compiles_without_spills(kind, dims, deterministic):
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
-@pytest.mark.parametrize("kind, head_dim, most", [("full", 64, 0), ("causal", 64, 20), ("causal", 128, 0)])
+@pytest.mark.parametrize(
+    "kind, head_dim, most",
+    [
+        ("full", 64, 0), ("causal", 64, 20), ("causal", 128, 0),
+        ("ends", 64, 56), ("ends-window", 128, 0), ("ends-window", 256, 8),
+    ],
+)  # fmt: skip
 def test_compiles_without_spills_in_any_order(kind, head_dim, most):
     p = problem_of(kind, (4096, 4096), (head_dim, head_dim), "bfloat16")
     assert not decided(p).config.turns
@@ -463,7 +501,6 @@ def test_declines_in_words():
     for facts, word in (
         ({"dtype": jnp.dtype("float32")}, "float32"),
         ({"value_dim": 264}, "264"),
-        ({"key_lengths": True, "causal_offset": 0, "align_ends": True}, "ends of arrays"),
     ):
         none = at(**facts)
         assert none.kernel is None

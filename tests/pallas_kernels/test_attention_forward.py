@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import QKV, name_of, operands_of, rules_of
+from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import forward, forward_tiles, heuristics, schedule
@@ -31,8 +31,10 @@ KINDS: dict[str, dict[str, Any]] = (
 )
 
 
-def problem_of(kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads=(4, 2)) -> Attention:
-    return attention_cases.problem_of(Op.FORWARD, KINDS[kind], lengths, dims, dtype, heads)
+def problem_of(
+    kind: str, lengths: tuple[int, int], dims: tuple[int, int], dtype: str, heads=(4, 2), batch=2
+) -> Attention:
+    return attention_cases.problem_of(Op.FORWARD, KINDS[kind], lengths, dims, dtype, heads, batch)
 
 
 def xla_error(p: Attention, arrays: dict[str, Any], truth: attention_oracle.Forward) -> float:
@@ -218,6 +220,27 @@ def test_every_tile_is_drawn_once(sm_count, monkeypatch):
     np.testing.assert_array_equal(table[tiles:], np.full(blocks, -1))
 
 
+ENDS = [kind for kind in KINDS if kind.startswith("ends")]
+EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_extreme_lengths(kind, head_dim):
+    p = problem_of(kind, (600, 701), (head_dim, head_dim), "bfloat16", heads=(2, 1))
+    p = dataclasses.replace(p, **EVERY_LENGTH)
+    check(p, heuristics.forward(p, hardware.H200)[0], sequences="extreme")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENDS)
+def test_extreme_lengths_in_the_interpreter(kind, interpreted):
+    p = dataclasses.replace(problem_of(kind, (140, 200), (32, 16), "bfloat16", heads=(1, 1)), **EVERY_LENGTH)
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, tiles="dealt" if kind == "ends" else "own")
+    check(p, config, interpreted, sequences="extreme")
+
+
 def copied_biases() -> list[Attention]:
     """Biases in tiles that the copy engine takes, and beside them some that it does not."""
     shapes, dims = (
@@ -315,9 +338,7 @@ def test_compiles_without_spills(p):
 @pytest.mark.parametrize("rows, block_kv", [(64, 64), (192, 128)])
 def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
-    left, right = schedule.bounds(p)
-    i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
-    seen = (j >= i + (-np.inf if left is None else left)) & (j <= i + (np.inf if right is None else right))
+    seen = rules_of(p, {})["mask"]
     for row in range(0, p.query_length, rows):
         span = schedule.span(p, block_kv, row, rows, p.query_length, p.key_length)
         mine = seen[row : row + rows]

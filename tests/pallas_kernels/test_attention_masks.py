@@ -6,14 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import attention_cases
-import attention_oracle
 import jax.numpy as jnp
 import mask_patterns
 import numpy as np
 import pytest
 import test_attention_backward
 import test_attention_forward
-from attention_cases import operands_of, rules_of
+from attention_cases import counts_of, operands_of, seen_of
 from test_attention_segments import in_blocks, spread
 
 from pallas_kernels import hardware
@@ -28,6 +27,7 @@ RULES: dict[str, dict[str, Any]] = {
     "window": {"window": (100, 37), "window_offset": 20},
     "segments-causal": {"segments": True, "causal_offset": 0},
     "lengths": {"key_lengths": True, "query_lengths": True, "segments": True},
+    "ends": {"key_lengths": True, "query_lengths": True, "causal_offset": 0, "align_ends": True},
 }
 
 
@@ -72,13 +72,6 @@ def problem_of(op: Op, mask: str, rules: str, lengths: tuple[int, int], **more: 
     return attention_cases.problem_of(op, {"mask": mask, **RULES[rules], **more}, lengths, (8, 8), "bfloat16", (4, 2))
 
 
-def seen_of(p: Attention, arrays: dict[str, Any]) -> np.ndarray:
-    """Which queries see which keys, `[B, N, T, S]`."""
-    rules = rules_of(p, arrays)
-    others = {name: x for name, x in rules.items() if name not in ("scale", "logits_soft_cap", "sinks")}
-    return attention_oracle.visible((p.batch, p.query_heads, p.query_length, p.key_length), **others)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
 def test_forward_visits_what_is_seen(mask, rules, pattern):
@@ -88,7 +81,7 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
     table = np.asarray(memory.addressable(config, {name: jnp.asarray(x) for name, x in arrays.items()})["spans"])
     table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
     for b, n, i in np.ndindex(table.shape[:3]):
-        counts = (arrays["query_lengths"][b], arrays["key_lengths"][b]) if p.key_lengths else (513, 700)
+        counts = counts_of(p, arrays)[b].tolist()
         span = schedule.span(p, columns, i * rows, rows, *counts)
         first, inner_first, inner_end, end = map(int, schedule.narrowed(span, schedule.Span(*table[b, n, i])))
         mine = seen[b, n, i * rows : min((i + 1) * rows, counts[0])]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import test_attention_backward
 import test_attention_forward
+from attention_cases import counts_of, seen_of
 from documents import PATTERNS
 
 from pallas_kernels.attention import backward_blocks, backward_operands, backward_turns, schedule, segments
@@ -70,17 +71,6 @@ def test_spans_reach_from_the_first_that_meets_to_the_last(seed):
     assert not (inner & ~alike).any()
 
 
-def seen_of(p: Attention, arrays: dict) -> np.ndarray:
-    """Which queries see which keys, `[B, T, S]`."""
-    rules = test_attention_backward.rules_of(p, arrays)
-    seen = rules["mask"] & (rules["query_segment_ids"][:, :, None] == rules["key_value_segment_ids"][:, None, :])
-    for name, axis in (("query_lengths", 1), ("key_lengths", 2)):
-        if name in arrays:
-            inside = np.arange(seen.shape[axis]) < arrays[name][:, None]
-            seen = seen & np.expand_dims(inside, 3 - axis)
-    return seen
-
-
 RULES = {
     "full": {},
     "causal": {"causal_offset": 0},
@@ -88,6 +78,7 @@ RULES = {
     "window-left": {"window": (31, None), "causal_offset": 5},
     "window-nothing": {"window": (2, 2), "window_offset": -5000},
     "lengths": {"key_lengths": True, "query_lengths": True, "causal_offset": 0},
+    "ends": {"key_lengths": True, "window": (100, 37), "align_ends": True},
 }
 
 
@@ -100,12 +91,10 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
     p = dataclasses.replace(p, **RULES[rules])
     arrays, (rows, columns) = test_attention_forward.operands_of(p, pattern), BLOCKS[0]
     ids = (jnp.asarray(arrays[name]) for name in ("query_segments", "key_segments"))
-    seen, tiles = seen_of(p, arrays), -(-p.key_length // columns)
+    seen, tiles = seen_of(p, arrays)[:, 0], -(-p.key_length // columns)
     table = np.asarray(spans(segments.pairs(*ids, rows, columns), tiles))[:, 0]
     for b in range(p.batch):
-        counts = lengths
-        if p.key_lengths:
-            counts = arrays["query_lengths"][b], arrays["key_lengths"][b]
+        counts = counts_of(p, arrays)[b].tolist()
         for i in range(table.shape[1]):
             of_block = schedule.span(p, columns, i * rows, rows, *counts)
             of_block = schedule.narrowed(of_block, schedule.Span(*table[b, i]))
@@ -132,7 +121,7 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
     found = backward_operands.what_is_seen(p, config, ops)
     blocks, table = -(-p.query_length // config.block_q), np.asarray(found["spans"])[:, 0]
-    seen, visited = seen_of(p, arrays).swapaxes(1, 2), spread(table, blocks)
+    seen, visited = seen_of(p, arrays)[:, 0].swapaxes(1, 2), spread(table, blocks)
     assert not (in_blocks(seen, config.block_kv, config.block_q) & ~visited).any()
     whole, inner = in_blocks(seen, config.block_kv, config.block_q, whole=True), spread(table, blocks, 1, 2)
     if not p.query_lengths:  # of queries past their length the weights are 0
@@ -154,8 +143,8 @@ def test_turns_of_one_segment_are_those_without_segments(rules):
     table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):
-        keys = min(arrays["key_lengths"][b], p.key_length) if p.key_lengths else p.key_length
-        block = SimpleNamespace(problem=plain, config=config, index=j, keys=jnp.int32(keys))
+        sequence = backward_blocks.sequence_at(p, config, ops, b)
+        block = SimpleNamespace(problem=plain, config=config, index=j, sequence=sequence)
         for i in range(table[b, j, 0], table[b, j, 3]):
             assert turns[b, j, i] == backward_turns.before(block, jnp.int32(i))
 
