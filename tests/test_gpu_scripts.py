@@ -18,7 +18,7 @@ STEPS = "echo steps 3; echo '1/3 case'; echo done; echo '2/3 case'; echo done; e
 
 @pytest.mark.parametrize("n", [1, 4, 7])
 def test_parts_are_all_of_the_steps_and_none_twice(n):
-    part_of = runpy.run_path(str(ROOT / "tests" / "gpu" / "every_rung.py"))["part_of"]
+    part_of = runpy.run_path(str(ROOT / "tests" / "gpu" / "steps.py"))["part_of"]
     parts = [part_of(list(range(30)), f"{i}/{n}") for i in range(1, n + 1)]
     assert sorted(itertools.chain(*parts)) == list(range(30))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -17,12 +17,21 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay."""
     config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
     if problem.hidden_by_data:
-        # How many tiles of keys are skipped is known on the device alone: who is free draws the next tile. Masks, 2048
-        # tokens, bf16, H200, us, tiles dealt by their causal lengths, and a block to each: heads of 64, random 671 and
-        # 726, causal 393 and 428; of 128, 478 and 518, 324 and 307. Wider heads have no room for two slots of queries.
-        draws = problem.bias is None and max(problem.head_dim, problem.value_dim) <= 128
-        config = dataclasses.replace(config, tiles="drawn" if draws else "own", query_slots=1 + draws)
+        # How many tiles of keys are skipped is known on the device alone: who is free draws the next tile. bf16, H200,
+        # us, drawn, and a block to each: masks, 2048 tokens, heads of 64, random 669 and 677, causal 368 and 398; of
+        # 128, 487 and 513, 273 and 306; of 256, causal 253 and 270. Documents, 16384 tokens: 359 and 462, 236 and 283;
+        # of 192 and 128, 268 and 308; of 256, 235 and 212.
+        wide = max(problem.head_dim, problem.value_dim) > 128
+        draws = problem.bias is None and not (wide and _spills_when_drawn(problem))
+        slots = 2 if draws and not wide else 1
+        config = dataclasses.replace(config, tiles="drawn" if draws else "own", query_slots=slots)
     return (config,)
+
+
+def _spills_when_drawn(problem: Attention) -> bool:
+    """Whether, of wide heads, drawn tiles cost too many registers, or gain nothing."""
+    lengths = problem.query_lengths or problem.key_lengths
+    return lengths or (problem.segments and (problem.mask is not None or problem.head_dim + problem.value_dim > 320))
 
 
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:

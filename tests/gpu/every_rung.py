@@ -1,26 +1,28 @@
-"""Runs every rung and config once, at sizes that a sanitizer gets through, and checks the numbers.
+"""Runs every rung and config of softmax once, at sizes that a sanitizer gets through, and checks the numbers."""
 
-`--part=I/N` is every N-th step from the I-th on, I from 1, for N processes beside each other.
-"""
-
-import argparse
+import functools
 import pathlib
 import sys
+from collections.abc import Callable
 
-TESTS = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(p) for p in (TESTS.parent, TESTS, TESTS / "pallas_kernels")]
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(p) for p in (HERE.parents[1], HERE.parent, HERE.parent / "pallas_kernels", HERE)]
 
 import cases  # noqa: E402
 import conformance  # noqa: E402
+import steps  # noqa: E402
 from cases import DTYPES, Op, Problem  # noqa: E402
 
+from pallas_kernels.configs import StagedConfig  # noqa: E402
 from pallas_kernels.softmax import LADDER  # noqa: E402
 
 ROWS = len(cases.ROW_KINDS) + 1
 COLS = (125, 1000, 1001, 5000, 20001, 70001, 140000)
+# Shares that stand in registers in part.
+KEPT = StagedConfig(blocks=2, warpgroups=2, registers=1, slots=1, rows=1, in_registers=2)
 
 
-def selected() -> list[cases.Case]:
+def selected() -> list[tuple[str, Callable[[], object]]]:
     """Each rung at the two smallest sizes it takes, with every config, and the variations of the smallest."""
     chosen = []
     for rung in LADDER.values():
@@ -29,27 +31,10 @@ def selected() -> list[cases.Case]:
             cols = cases.supported_cols(rung, op, dtype, ROWS, COLS)[:2]
             chosen += [case for n in cols for case in cases.every_config(rung, Problem(op, ROWS, n, dtype))]
             chosen += [cases.default(rung, p) for n in cols[:1] for p in cases.variations(rung, op, dtype, ROWS, n)]
-    return chosen
-
-
-def part_of(chosen: list, part: str) -> list:
-    """Every N-th case, dealt out so that the parts take about as long."""
-    i, n = map(int, part.split("/"))
-    if not 1 <= i <= n:
-        raise ValueError(f"no part {part}")
-    return chosen[i - 1 :: n]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="1/1")
-    chosen = part_of(selected(), parser.parse_args().part)
-    print(f"steps {len(chosen)}", flush=True)
-    for i, case in enumerate(chosen):
-        print(f"{i + 1}/{len(chosen)} {case}", flush=True)
-        conformance.check(case.run, case.problem)
-        print("done", flush=True)
+            if rung.name == "cluster" and op.gives_rows and not op.has_labels:
+                chosen.append(cases.Case(rung, Problem(op, ROWS, 20001, dtype), KEPT))
+    return [(str(case), functools.partial(conformance.check, case.run, case.problem)) for case in chosen]
 
 
 if __name__ == "__main__":
-    main()
+    steps.main(selected(), __doc__)

@@ -1,9 +1,10 @@
 #!/bin/sh
-# compute-sanitizer over every rung: out-of-bounds and misaligned accesses, and races in shared memory, each tool in
-# several processes beside the other. Says how many steps were done and what was found; fails if either is not as it
-# should be. With OUT, each tool's words are in $OUT/TOOL.txt.
+# compute-sanitizer over every rung, or every kind of attention: out-of-bounds and misaligned accesses, and races in
+# shared memory, each tool in several processes beside the other. Says how many steps were done and what was found;
+# fails if either is not as it should be. With OUT, each tool's words are in $OUT/TOOL.txt.
 # Four parts a tool at once, beside other tests, crashed compute-sanitizer (7 of 8 processes, H200): hence one.
-# Usage: [OUT=DIR] [PARTS=1] [SECONDS_EACH=240] tests/gpu/sanitize.sh [python]
+# Usage: [OUT=DIR] [PARTS=1] [SECONDS_EACH=240] [STEPS=every_rung|every_attention] [ONLY=NAME] tests/gpu/sanitize.sh \
+#   [python]
 set -u
 cd "$(dirname "$0")/../.."
 python=${1:-python3}
@@ -16,7 +17,8 @@ export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false
 
 sanitize() { # TOOL I: one part by one tool; its exit status stands beside its words
   timeout -k 5 "${SECONDS_EACH:-240}" compute-sanitizer --tool "$1" --kernel-regex kernel_substring=mosaic_gpu \
-    --error-exitcode 9 --print-limit 5 "$python" tests/gpu/every_rung.py --part="$2/$parts" \
+    --error-exitcode 9 --print-limit 5 \
+    "$python" "tests/gpu/${STEPS:-every_rung}.py" --only="${ONLY:-}" --part="$2/$parts" \
     >"$logs/$1-$2.txt" 2>&1
   echo $? >"$logs/$1-$2.status"
 }
