@@ -124,7 +124,8 @@ def outputs(
     if config.turns:
         places["turns"] = jax.new_ref(jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32))
     if problem.bias_gradient:
-        logits = s, _up(inputs["query"].shape[1], CHUNK)
+        # At least a block's queries: Mosaic takes a tile's place for 0 where the array has one such tile.
+        logits = s, max(_up(inputs["query"].shape[1], CHUNK), config.block_q)
         if capped_bias(problem):
             # Written from registers, by whole tiles.
             logits = _up(problem.key_length, config.block_kv), rows
