@@ -94,3 +94,20 @@ def test_transformations() -> None:
     for got, want in zip((gradient, product), jax.jit(lambda q: jax.jvp(jax.grad(xla), (q,), (q,)))(q), strict=True):
         got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
         np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("spec", [("d",), (None, None, "d")], ids=str)
+def test_two_gpus(spec: tuple[str | None, ...]) -> None:
+    if len(jax.devices("cuda")) < 2:
+        pytest.skip("needs two GPUs")
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    arrays = operands(128, 128, jnp.bfloat16)
+    mask = jnp.asarray(CALLS["mask"]["mask"])
+    run = jax.jit(
+        lambda q, k, v, g: jax.vjp(lambda *x: jaxsoftmax.flash_attention(*x, mask=mask, is_causal=True), q, k, v)[1](g)
+    )
+    cut = jax.device_put(arrays, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    for found, alone in zip(run(*cut), run(*arrays), strict=True):
+        np.testing.assert_allclose(np.float32(found), np.float32(alone), rtol=2**-7, atol=2**-7)
+    hlo = run.lower(*cut).compile().as_text()
+    assert not any(word in hlo for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))

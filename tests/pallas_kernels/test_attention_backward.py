@@ -289,7 +289,7 @@ def with_bias(
 def copied_biases() -> list[Attention]:
     """Biases in tiles that the copy engine takes, and beside them some that it does not."""
     shapes, found = itertools.cycle(("1NTS", "B1TS", "BNTS", "11TS")), []
-    for lengths in ((200, 320), (1000, 512), (69, 320), (72, 1003), (8, 64)):
+    for lengths in ((200, 320), (1000, 512), (69, 320), (72, 1003), (8, 64), (7, 60)):
         for dims, dtype in itertools.product((*DIMS[:3], *WIDE[:2]), ("float32", "bfloat16", "float16")):
             facts = {"causal_offset": 3, "sinks": True} if len(found) % 3 == 0 else {}
             facts |= {"deterministic": len(found) % 2 == 0, "bias_gradient": len(found) % 5 > 0}
