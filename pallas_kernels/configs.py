@@ -10,14 +10,10 @@ class NaiveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarpConfig:
-    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each.
-
-    A block has `warpgroups` warpgroups, each with rows of its own.
-    """
+    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each."""
 
     lanes: int
     registers: int
-    warpgroups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,17 +151,17 @@ def across_cluster(
     return exchange.read(slots)
 
 
-def grid_words(rows: int, exchange: Exchange) -> jax.Ref:
+def grid_words(rows: int, exchange: Exchange) -> jax.Array:
     """Device memory in which blocks of a grid meet: a counter of tickets, then for each row a word for each number.
 
     All are -1, which is no number's word: arithmetic makes only one NaN, and that is 0x7fffffff.
     """
-    return jax.new_ref(jnp.full(1 + rows * exchange.quantities * exchange.members, -1, jnp.int32))
+    return jnp.full(1 + rows * exchange.quantities * exchange.members, -1, jnp.int32)
 
 
-def tickets(first: int) -> jax.Ref:
+def tickets(first: int) -> jax.Array:
     """Device memory that has nothing but a counter of tickets, from `first` on."""
-    return jax.new_ref(jnp.full(1, first - 1, jnp.int32))
+    return jnp.full(1, first - 1, jnp.int32)
 
 
 def take_ticket(words: jax.Ref, to: jax.Ref, warpgroup: int = 0) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, places
 from pallas_kernels.attention import backward_operands
 from pallas_kernels.attention.backward_blocks import Visit, each_block
 from pallas_kernels.attention.configs import AnyBackwardConfig
@@ -29,16 +29,16 @@ def launch(
     nothing = backward_operands.without_keys(problem, ops)
     delta = backward_operands.logit_shift(ops, nothing)
     inputs = backward_operands.inputs(problem, config, ops, nothing, delta)
-    outputs, places = backward_operands.outputs(problem, config, inputs)
+    outputs, begun = backward_operands.outputs(problem, config, inputs)
     tiles = problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
     grid = min(tiles, hardware.current().sm_count) if config.persistent else tiles
-    names = [*inputs, *places, *outputs, *scratch]
+    names = [*inputs, *begun, *outputs, *scratch]
 
     def kernel(*refs: jax.Ref) -> None:
         by_name = SimpleNamespace(**dict(zip(names, refs, strict=True)))
         body(problem, config, each_block(problem, config, by_name, tiles, grid))
 
-    results = plgpu.kernel(
+    call = plgpu.kernel(
         kernel,
         out_type=list(outputs.values()),
         grid=(grid,),
@@ -48,8 +48,9 @@ def launch(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-    )(*inputs.values(), *places.values())
-    written = dict(zip(outputs, results, strict=True)) | {name: ref[...] for name, ref in places.items()}
+    )
+    results, left = places.call(call, list(inputs.values()), list(begun.values()), list(outputs.values()))
+    written = dict(zip(outputs, results, strict=True)) | dict(zip(begun, left, strict=True))
     gradients = backward_operands.gradients(problem, written)
     if problem.bias_gradient:
         gradients.append(backward_operands.bias_gradient(problem, ops, written["d_logits"]))

@@ -120,16 +120,16 @@ def outputs(
     if backward_turns.first_stores(problem, config):
         whole["dq_sum"] = dq_sum
     elif not config.last_writes:
-        places["dq_sum"] = jax.new_ref(jnp.zeros(dq_sum.shape, dq_sum.dtype))
+        places["dq_sum"] = jnp.zeros(dq_sum.shape, dq_sum.dtype)
     if config.turns:
-        places["turns"] = jax.new_ref(jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32))
+        places["turns"] = jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32)
     if problem.bias_gradient:
         # At least a block's queries: Mosaic takes a tile's place for 0 where the array has one such tile.
         logits = s, max(_up(inputs["query"].shape[1], CHUNK), config.block_q)
         if capped_bias(problem):
             # Written from registers, by whole tiles.
             logits = _up(problem.key_length, config.block_kv), rows
-        places["d_logits"] = jax.new_ref(jnp.zeros((b, n, *logits), problem.dtype))
+        places["d_logits"] = jnp.zeros((b, n, *logits), problem.dtype)
     return whole, places
 
 

@@ -244,14 +244,15 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     blocks, deal = forward_tiles.launched(problem, config)
     query_length, head_dim, value_dim = arrays["query"].shape[1], arrays["query"].shape[3], arrays["value"].shape[3]
     batch, heads, rows = problem.batch, problem.query_heads, -(-problem.query_length // config.block_q) * config.block_q
+    out_type = (
+        jax.ShapeDtypeStruct((batch, query_length, heads, value_dim), problem.dtype),
+        jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
+    )
     kernel = plgpu.kernel(
         functools.partial(
             _body, problem=problem, config=config, names=(*arrays, *forward_tiles.names(config), "out", "lse")
         ),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, query_length, heads, value_dim), problem.dtype),
-            jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
-        ),
+        out_type=out_type,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
@@ -260,5 +261,5 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention",
     )
-    out, lse = forward_tiles.call(kernel, config, blocks, *arrays.values(), deal)
+    out, lse = forward_tiles.call(kernel, config, blocks, out_type, *arrays.values(), deal)
     return out[:, : problem.query_length, :, : problem.value_dim], lse[:, :, : problem.query_length]

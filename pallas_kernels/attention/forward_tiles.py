@@ -16,7 +16,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels import emit, hardware, scopes
+from pallas_kernels import emit, hardware, places, scopes
 from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention
@@ -50,11 +50,12 @@ def names(config: ForwardConfig) -> tuple[str, ...]:
     return ("deal", "tickets") if config.tiles == "drawn" else ("deal",)
 
 
-def call(kernel: Callable[..., Any], config: ForwardConfig, blocks: int, *operands: Any) -> Any:
-    """Calls the kernel; each call has tickets of its own, which `vmap` would share and `scan` take for known before."""
+def call(kernel: Callable[..., Any], config: ForwardConfig, blocks: int, out_type: Any, *operands: Any) -> Any:
+    """Calls the kernel; each call has tickets of its own, which `vmap` would share."""
     if config.tiles != "drawn":
         return kernel(*operands)
-    return sequential_vmap(lambda *arrays: kernel(*arrays, scopes.tickets(blocks)))(*operands)
+    draw = lambda *arrays: places.call(kernel, arrays, [scopes.tickets(blocks)], out_type)[0]
+    return sequential_vmap(draw)(*operands)
 
 
 def scratch(config: ForwardConfig) -> dict[str, Any]:

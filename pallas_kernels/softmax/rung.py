@@ -10,7 +10,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import elementary, masks, mosaic, numbers
+from pallas_kernels import elementary, masks, mosaic, numbers, places
 from pallas_kernels.emit import Index
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
@@ -184,7 +184,7 @@ def launch(
     blocks: int = 1,
     warpgroups: int = 1,
     scratch: Sequence[Any] = (),
-    shared: Sequence[jax.Ref] = (),
+    shared: Sequence[jax.Array] = (),
 ) -> Results:
     """Runs `body(operands, *shared, *scratch)` over a grid of blocks, or of clusters of `blocks` blocks.
 
@@ -219,7 +219,7 @@ def launch(
         ),
         **axes,
     )
-    out = kernel(*operands, *shared)
+    out, _ = places.call(kernel, operands, shared, out_type) if shared else (kernel(*operands), None)
     if problem.op.gives_rows:
         return tuple(out) if problem.op.gives_stats else out[0]
     return Stats(*out) if len(out) == 2 else tuple(out)

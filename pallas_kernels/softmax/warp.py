@@ -33,9 +33,7 @@ def _body(operands: Operands, *, config: WarpConfig) -> None:
     problem = operands.problem
     op, exp = problem.op, row_ops.exp_for(problem)
     tile = mosaic.Tile(problem.dtype, config.registers, config.lanes)
-    block = lax.axis_index("rows")
-    of_warpgroup = block if config.warpgroups == 1 else block * config.warpgroups + lax.axis_index("warpgroup")
-    row = of_warpgroup * tile.rows
+    row = lax.axis_index("rows") * tile.rows
     labelled = operands.labelled(row, tile)
     tiles = operands.load(row, 0, tile, labelled)
     maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
@@ -51,14 +49,9 @@ def _body(operands: Operands, *, config: WarpConfig) -> None:
 
 def run(problem: Problem, config: WarpConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    rows = mosaic.Tile(problem.dtype, config.registers, config.lanes).rows * config.warpgroups
+    rows = mosaic.Tile(problem.dtype, config.registers, config.lanes).rows
     return launch(
-        problem,
-        lambda refs: _body(refs, config=config),
-        operands,
-        name="warp",
-        grid=-(-problem.rows // rows),
-        warpgroups=config.warpgroups,
+        problem, lambda refs: _body(refs, config=config), operands, name="warp", grid=-(-problem.rows // rows)
     )
 
 

@@ -83,6 +83,14 @@ def _h200() -> NamedSharding:
     return NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
 
 
+@functools.cache
+def two_gpus() -> Mesh:
+    """Two H200, along the axis `d`."""
+    _h200()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=_TARGET.read_text(), topology="1x2x1")
+    return Mesh(np.array(topology.devices), ("d",))
+
+
 def _report(log_file: pathlib.Path) -> Report:
     log, ptx = log_file.read_text(), log_file.with_suffix(".ptx").read_text()
     module = log_file.with_suffix(".after_layout_inference.txt").read_text()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import toy
 from cases import DTYPES, Op, Problem
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from pallas_kernels import dispatch, heuristics
@@ -26,6 +27,8 @@ SHAPES = (
     (4096, 50257), (1024, 65536), (512, 131072), (1024, 151936), (256, 262144), (64, 1048576), (1, 131072),
 )  # fmt: skip
 
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 # Bytes a thread, which stay in L1: the warp's longest float32 row, which runs at 0.99 of a copy all the same.
 _MAY_SPILL = {("warp", "none"): 8}
@@ -138,3 +141,28 @@ def test_the_gradient_for_any_cotangent_reads_twice_and_writes_once(cotangent, d
 def test_spills_are_seen():
     (report,) = aot.compile_for_h200(toy.softmax, jax.ShapeDtypeStruct((64, 12288), jnp.bfloat16))
     assert report.spill_bytes > 0
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("d"), PartitionSpec(None, None, "d")], ids=["batch", "heads"])
+def test_attention_over_two_gpus_needs_no_collective(spec):
+    """The partitioner lowers what a device does anew, and takes no kernel that has an effect."""
+    mesh = aot.two_gpus()
+    x = jax.ShapeDtypeStruct((4, 256, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    by_batch = PartitionSpec(*spec[:1])
+    mask = jax.ShapeDtypeStruct((4, 1, 256, 256), jnp.bool_, sharding=NamedSharding(mesh, by_batch))
+
+    def gradients(q, k, v, g, mask):
+        return jax.vjp(lambda *x: jaxsoftmax.flash_attention(*x, mask=mask, is_causal=True), q, k, v)[1](g)
+
+    hlo = jax.jit(gradients).lower(x, x, x, x, mask).compile().as_text()
+    assert "mosaic_gpu" in hlo
+    assert not [word for word in COLLECTIVES if word in hlo]
+
+
+def test_rows_over_two_gpus_need_no_collective():
+    """Of a kernel whose blocks meet in device memory."""
+    mesh = aot.two_gpus()
+    x = jax.ShapeDtypeStruct((64, 2**20), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
+    hlo = jax.jit(jaxsoftmax.softmax).lower(x).compile().as_text()
+    assert "softmax_grid" in hlo
+    assert not [word for word in COLLECTIVES if word in hlo]

@@ -22,3 +22,9 @@ def _cases():
 def test_lowers_for_cuda(case):
     traced = jax.jit(case.run).trace(*cases.shapes(case.problem))
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
+def test_a_kernel_is_a_function_without_effects(rung):
+    problem = Problem(Op.SOFTMAX, 64, 1001, DTYPES[2])
+    assert not jax.make_jaxpr(cases.default(rung, problem).run)(*cases.shapes(problem)).effects

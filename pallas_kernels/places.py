@@ -1,0 +1,30 @@
+"""Device memory in which the blocks of a kernel meet: it comes with numbers in it, and is written by many."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+
+def call(
+    kernel: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    places: Sequence[jax.Array],
+    out_type: Sequence[jax.ShapeDtypeStruct],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What `kernel(*operands, *places)` returns, and what is in the places then; `places` are given as references.
+
+    They are references here only: with `jax.new_ref` the caller would have an effect, and XLA's partitioner lowers
+    nothing that has one.
+    """
+
+    def run(state: tuple[list[jax.Ref], list[jax.Ref]]) -> None:
+        refs, outs = state
+        for out, value in zip(outs, kernel(*operands, *refs), strict=True):
+            out[...] = value
+
+    empty = [jnp.zeros(x.shape, x.dtype) for x in out_type]  # overwritten as a whole, hence never made
+    written, results = pl.run_state(run)((list(places), empty))
+    return results, written
