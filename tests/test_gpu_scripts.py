@@ -186,8 +186,6 @@ BENCHMARKS = {
     "loss-benchmark": ["cross_entropy", "top_k"],
     "loss-peers": ["loss_peers"],
     "attention-benchmark": ["attention"],
-    "attention-rest": ["attention_rest_fwd", "attention_rest_bwd"],
-    "attention-backward": ["attention_backward_4096"],
     "attention-peers": ["attention_fa4"],
 }
 

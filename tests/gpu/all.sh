@@ -2,8 +2,8 @@
 # Everything that needs a GPU, in parts; results go to $OUT, one file a part. CONTRIBUTING.md has the order and the times.
 # Usage: OUT=DIR [COMMIT=SHA] [PROCESSES=16] [TESTS_SECONDS=500] tests/gpu/all.sh PART...
 #   tests, of which those that are named share their processes: softmax, cross-entropy, attention, library
-#   others, one after the other: benchmark, loss-benchmark, loss-peers, attention-benchmark, attention-rest,
-#   attention-backward, attention-peers, models, sanitize
+#   others, one after the other: benchmark, loss-benchmark, loss-peers, attention-benchmark, attention-peers, models,
+#   sanitize, sanitize-attention
 # Benchmarks need COMMIT, and the peers PEERS, a folder where they and the CuTe DSL are installed.
 set -u
 cd "$(dirname "$0")/../.."
@@ -54,14 +54,6 @@ do_part() {
   attention-benchmark)
     attention attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 --budget_s=420
     ;;
-  attention-rest) # what the grid has beside the core: 12 forward cases, then 12 backward
-    attention attention_rest_fwd --tag=rest --pass=fwd --impl=ours,cudnn,mgpu,tokamax --rounds=2 --budget_s=130 &&
-      attention attention_rest_bwd --tag=rest --pass=bwd --impl=ours,cudnn,mgpu,tokamax --rounds=2 --budget_s=130
-    ;;
-  attention-backward) # of S = 4096, where attention-rest ran out of time
-    attention attention_backward_4096 --tag=rest --pass=bwd --case=s4096 --impl=ours,cudnn,mgpu,tokamax --rounds=2 \
-      --budget_s=240
-    ;;
   attention-peers)
     : "${PEERS:?}"
     attention attention_fa4 --tag=standard --pass=fwd,bwd --impl=fa4 --rounds=2 --budget_s=200 \
@@ -69,6 +61,9 @@ do_part() {
     ;;
   models) python3 -m benchmarks.training --json="$out/models.json" --commit="${COMMIT:?}" ;;
   sanitize) tests/gpu/sanitize.sh ;; # two tools beside each other
+  sanitize-attention)
+    mkdir -p "$out/attention" && OUT=$out/attention STEPS=every_attention tests/gpu/sanitize.sh
+    ;;
   *)
     echo "no part $1" >&2
     exit 2
