@@ -796,6 +796,7 @@ MUTANTS = (
         "all heads of a group have the first one's copied bias",
         "(block.batch, step.head), refs.bias.shape",
         "(block.batch, block.key_head), refs.bias.shape",
+        heads=(2, 1),
     ),
     _copied_bias(
         "shared_bias_of_one_sequence",
