@@ -72,6 +72,20 @@ def test_compiles_within_the_registers(case):
         assert report.smem < H200.smem_per_cta
 
 
+@pytest.mark.parametrize(
+    "op, dtype, cols",
+    [("softmax", 0, 2**20), ("softmax", 1, 900000), ("log_softmax", 2, 2**19), ("softmax_tangent", 2, 2**18)],
+)
+def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
+    problem = Problem(Op(op), 1024, cols, DTYPES[dtype])
+    (config,) = heuristics.cluster(problem, H200)
+    assert config.in_registers
+    case = cases.Case(LADDER["cluster"], problem, config)
+    (report,) = aot.compile_for_h200(case.run, *cases.shapes(problem))
+    assert 2 * report.registers * report.threads <= 65536
+    assert 2 * (report.smem + 1024) <= H200.smem_per_cta + 1024
+
+
 @pytest.mark.parametrize("op", [Op.SOFTMAX_TANGENT, Op.CROSS_ENTROPY_GRADIENT])
 @pytest.mark.parametrize(
     "config", [StagedConfig(1, 2, 2, 1, 1), StagedConfig(1, 4, 2, 1, 1), StagedConfig(3, 1, 3, 2, 4)], ids=str
