@@ -28,6 +28,7 @@ from pallas_kernels.emit import (
 from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile
 
 Cache = Literal["evict_last", "evict_first"] | None
+WARPS = 4  # of a warpgroup
 
 
 def barriers(count: int) -> Any:
@@ -59,6 +60,17 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
         ptx(text, "r,b", [shared_address(ref), _leader()])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(announce)(ref)
+
+
+def arrive(ref: jax.Ref) -> None:
+    """Arrives, once for each warp of the calling warpgroup."""
+
+    def arrive_warps(ctx, ref):
+        first = equals(arith.remui(utils.thread_idx(), c32(32)), 0)
+        text = "bar.warp.sync 0xffffffff; @$1 mbarrier.arrive.shared.b64 _, [$0];"
+        ptx(text, "r,b,~{memory}", [shared_address(ref), first])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_warps)(ref)
 
 
 def wait(ref: jax.Ref, parity: jax.Array) -> None:

@@ -62,6 +62,11 @@ def number(x: mgpu.FragmentedArray) -> ir.Value:
     return elements(value)[0] if isinstance(value.type, ir.VectorType) else value
 
 
+def word(x: mgpu.FragmentedArray) -> ir.Value:
+    """The same as a word."""
+    return arith.bitcast(i32(), number(x))
+
+
 def elements(v: ir.Value) -> list[ir.Value]:
     """The elements of an MLIR vector."""
     n = ir.VectorType(v.type).shape[0]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from pallas_kernels.configs import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, WarpConfig
+from pallas_kernels.configs import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Op, Problem
 
@@ -18,17 +18,18 @@ def order(problem: Problem, device: Device) -> tuple[str, ...]:
     # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a block; 32000, 4.16 and 4.11; 32768, both 4.15.
     two = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none" and problem.rows >= 8 * device.sm_count
     if _row_bytes(problem) <= (60 if two else 108) * KIB:
-        return ("warp", "block", "cluster", "grid", "online", "naive")
+        return ("warp", "block", "cluster", "team", "grid", "online", "naive")
     # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.
     if not problem.op.gives_rows and problem.rows >= 4 * device.sm_count:
-        return ("online", "warp", "cluster", "grid", "block", "naive")
-    # H200, rows of 2 MiB: f16, N = 1048576, 1024 rows 1087 us in clusters and 1180 over the grid, 64 rows 83.5 and 81;
-    # the gradient of f32, N = 262144, 752 and 925. 64 rows of f32, N = 131072, 23.5 and 22.9; 16 rows, 7.6 in clusters.
-    few = problem.rows > 16 and _fits_cache(problem)
+        return ("online", "warp", "cluster", "team", "grid", "block", "naive")
+    # H200, in clusters, by teams, over the grid: f16, N = 1048576, 512 rows 556, 553 and 593 us, 64 rows 84, 74 and 80;
+    # f32, 64 rows by teams 146, over the grid 162; N = 131072, 64 rows 21.8, 22.0 and 22.5. Teams whose rows are not
+    # whole vectors: f16, N = 1000003, 99, over the grid 92.
     waves = problem.rows * _row_bytes(problem) > 256 * MIB
-    if _row_bytes(problem) > (2 * MIB if waves else MIB) or (few and _row_bytes(problem) >= MIB // 2):
-        return ("grid", "warp", "cluster", "online", "block", "naive")
-    return ("warp", "cluster", "grid", "online", "block", "naive")
+    if _row_bytes(problem) > (2 * MIB if waves else MIB):
+        first = ("team", "grid") if _whole_vectors(problem) else ("grid", "team")
+        return (*first, "warp", "cluster", "online", "block", "naive")
+    return ("warp", "cluster", "team", "grid", "online", "block", "naive")
 
 
 def naive(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:
@@ -93,6 +94,18 @@ def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
     # Each block reads what all have found: of 2048 that takes 64 registers a quantity, of 8192 registers spill.
     blocks = min(max(-(-_row_bytes(problem) // (32 * KIB)), 2), 2048)
     return (GridConfig(blocks=blocks, warpgroups=2, registers=2, lag=-(-lag // _row_bytes(problem))),)
+
+
+def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
+    """As many teams as there is room for with 32 KiB of operands to a block, and as many rows at once as it holds."""
+    # H200: f16, 64 x 1048576, 73 us, two teams; one of 128 blocks 74. f32, 512 x 262144, 280; of 64 blocks 287.
+    wanted = -(-_row_bytes(problem) // (32 * KIB))
+    teams = min(max(device.sm_count // wanted, 1), max(problem.rows, 1))
+    config = TeamConfig(blocks=device.sm_count // teams, warpgroups=2, registers=2, slots=0, teams=teams)
+    of_share = config.steps(problem.max_vectors) * config.granule
+    blocks = max(-(-problem.max_vectors // of_share), 1)
+    slots = (device.smem_per_cta - 8 * KIB) // (problem.operands * of_share * 16)
+    return (dataclasses.replace(config, blocks=blocks, slots=slots),)
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:

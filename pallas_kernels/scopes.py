@@ -25,14 +25,15 @@ from pallas_kernels.emit import (
     c64,
     equals,
     global_address,
-    i32,
     i64,
-    number,
     ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
+    word,
 )
+
+BLOCK = 15  # the hardware's barrier of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Exchange:
     @property
     def slots(self) -> int:
         """Slots of each quantity: what a warp's lanes hold evenly. Those without a member hold the merge's identity."""
-        return 1 << (self.members - 1).bit_length()
+        return max(1 << (self.members - 1).bit_length(), 2)
 
     @property
     def spare(self) -> int:
@@ -100,20 +101,26 @@ class Exchange:
 
 
 def across_block(
-    exchange: Exchange, values: Sequence[jax.Array], layout: Any, warpgroup: Index, slots: jax.Ref, warpgroups: int
+    exchange: Exchange,
+    values: Sequence[jax.Array],
+    layout: Any,
+    warpgroup: Index,
+    slots: jax.Ref,
+    warpgroups: int,
+    barrier: int = BLOCK,
 ) -> list[jax.Array]:
-    """`values`, one number of each warp (`[4]` in `layout`), from all warps of the block."""
+    """`values`, one number of each warp (`[4]` in `layout`), from all warps of those who meet at the barrier."""
 
     def publish(ctx, slots, index, *values):
         lane, slot = _lane_and_slot(index)
         first_lane = equals(lane, 0)
         for q, value in enumerate(values):
             at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.slots)))
-            ptx("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, _bits(value), first_lane])
+            ptx("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, word(value), first_lane])
 
     arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(publish)(slots, jnp.int32(warpgroup), *values)
-    sync_block(warpgroups)
+    sync_block(warpgroups, barrier)
     return exchange.read(slots)
 
 
@@ -143,7 +150,7 @@ def across_cluster(
                 "@$4 mapa.shared::cluster.u32 slot, $0, $2; @$4 mapa.shared::cluster.u32 barrier, $1, $2; "
                 "@$4 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [slot], $3, [barrier]; }"
             )
-            ptx(text, "r,r,r,r,b", [at, shared_address(barrier), lane, _bits(value), to_peer])
+            ptx(text, "r,r,r,r,b", [at, shared_address(barrier), lane, word(value), to_peer])
 
     arguments = (plgpu.RefType(), plgpu.RefType(), SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(send)(slots, barrier, jnp.int32(warpgroup), *values)
@@ -194,7 +201,7 @@ def to_grid(
         first = equals(utils.thread_idx(), 0)
         for q, value in enumerate(values):
             at = _word(exchange, words, scalar(row), q, scalar(member))
-            ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, _bits(value), first])
+            ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
 
     arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(publish_words)(words, jnp.int32(row), jnp.int32(member), *values)
@@ -229,11 +236,11 @@ def _word(exchange: Exchange, words: ir.Value, row: ir.Value, quantity: int, mem
     return arith.addi(global_address(words), arith.muli(wide, c64(4)))
 
 
-def sync_block(warpgroups: int) -> None:
-    """Waits for all threads of the block."""
+def sync_block(warpgroups: int, barrier: int = BLOCK) -> None:
+    """Waits for all threads of the block, or of so many warpgroups that have a barrier of their own."""
 
     def block_sync(ctx):
-        ptx(f"barrier.sync.aligned 15, {WARPGROUP * warpgroups};", "~{memory}", [])
+        ptx(f"barrier.sync.aligned {barrier}, {WARPGROUP * warpgroups};", "~{memory}", [])
 
     plgpu.inline_mgpu()(block_sync)()
 
@@ -264,8 +271,3 @@ def _lane_and_slot(index) -> tuple[ir.Value, ir.Value]:
     thread = thread_in_warpgroup()
     warp = arith.addi(arith.muli(scalar(index), c32(4)), arith.divui(thread, c32(32)))
     return arith.remui(thread, c32(32)), arith.muli(warp, c32(4))
-
-
-def _bits(value) -> ir.Value:
-    """The thread's one number of an array, as a word."""
-    return arith.bitcast(i32(), number(value))

@@ -1,5 +1,5 @@
 """The softmax ladder: one file per algorithm, in the order in which each improves on the one before."""
 
-from pallas_kernels.softmax import block, cluster, grid, naive, online, warp
+from pallas_kernels.softmax import block, cluster, grid, naive, online, team, warp
 
-LADDER = {module.RUNG.name: module.RUNG for module in (naive, warp, block, online, cluster, grid)}
+LADDER = {module.RUNG.name: module.RUNG for module in (naive, warp, block, online, cluster, grid, team)}

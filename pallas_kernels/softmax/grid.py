@@ -99,8 +99,7 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
         begin("evict_last")
         arrive()
         stats = share.in_block(near, share.partial_stats(slot, row), near_slots.at[0])
-        numbers = [number for number in (stats.max, *stats.sums) if number is not None]
-        scopes.to_grid(far, numbers, share.layout, words, row, member)
+        scopes.to_grid(far, row_ops.as_numbers(stats), share.layout, words, row, member)
 
     def write() -> None:
         labelled = operands.labelled(row, share.tile)

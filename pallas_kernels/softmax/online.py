@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels import heuristics, monoid, mosaic, scopes
 from pallas_kernels.configs import OnlineConfig
-from pallas_kernels.emit import WARPGROUP
+from pallas_kernels.emit import WARPGROUP, Index
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
@@ -37,6 +37,31 @@ def _fold(problem: Problem, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, 
     return row_ops.combine(problem, stats, [*maximum, *sums], exp)
 
 
+def partial_stats(
+    operands: Operands,
+    row: jax.Array,
+    labelled: row_ops.Labelled | None,
+    tile: mosaic.Tile,
+    warpgroups: int = 1,
+    warpgroup: Index = 0,
+) -> tuple[jax.Array, ...]:
+    """Each warp's statistics of what it walks of the row, one `[4]` array per quantity."""
+    problem, share = operands.problem, WARPGROUP * tile.registers
+    exp, steps = row_ops.exp_for(problem), _steps(problem, tile, warpgroups)
+    empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(problem.op)
+    nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(problem)))
+
+    def add(i: jax.Array, stats: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tiles = operands.load(row, i * (warpgroups * share) + warpgroup * share, tile, labelled)
+        return _fold(problem, stats, tiles, tile, exp)
+
+    return lax.fori_loop(0, steps, add, nothing)
+
+
+def _steps(problem: Problem, tile: mosaic.Tile, warpgroups: int) -> int:
+    return -(-problem.max_vectors // (WARPGROUP * tile.registers * warpgroups))
+
+
 def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange: Exchange) -> None:
     problem = operands.problem
     op, exp = problem.op, row_ops.exp_for(problem)
@@ -44,18 +69,9 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     warpgroup = lax.axis_index("warpgroup")
     tile = mosaic.Tile(problem.dtype, config.registers)
     share = WARPGROUP * config.registers
-    stride = config.warpgroups * share
-    steps = -(-problem.max_vectors // stride)
-
+    steps = _steps(problem, tile, config.warpgroups)
     labelled = operands.labelled(row, tile)
-
-    def at(step: jax.Array) -> jax.Array:
-        return step * stride + warpgroup * share
-
-    empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(op)
-    nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(problem)))
-    load = lambda first: operands.load(row, first, tile, labelled)
-    partial = lax.fori_loop(0, steps, lambda i, stats: _fold(problem, stats, load(at(i)), tile, exp), nothing)
+    partial = partial_stats(operands, row, labelled, tile, config.warpgroups, warpgroup)
     everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
     stats = row_ops.with_factors(problem, row_ops.merge(problem, everybody, exchange.layout, exp, tile), labelled)
     if op.gives_stats:
@@ -64,8 +80,8 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
         return
 
     def write(i: jax.Array, _: None) -> None:
-        first = at(steps - 1 - i)
-        operands.store(load(first), stats, row, first, tile)
+        first = (steps - 1 - i) * (config.warpgroups * share) + warpgroup * share
+        operands.store(operands.load(row, first, tile, labelled), stats, row, first, tile)
 
     lax.fori_loop(0, steps, write, None)
     operands.store_at_labels(labelled, stats, row, tile, warpgroups=config.warpgroups)

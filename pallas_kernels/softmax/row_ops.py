@@ -121,6 +121,16 @@ def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
     return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
 
 
+def as_numbers(stats: RowStats) -> list[jax.Array]:
+    """The maximum, if there is one, and the sums."""
+    return [number for number in (stats.max, *stats.sums) if number is not None]
+
+
+def from_numbers(problem: Problem, numbers: Sequence[jax.Array]) -> RowStats:
+    """The inverse of `as_numbers`."""
+    return RowStats(numbers[0], tuple(numbers[1:])) if has_max(problem.op) else RowStats(None, tuple(numbers))
+
+
 def in_one(problem: Problem, numbers: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """A row's numbers as results, which are not counted in the problem's unit."""
     state = monoid.scaled(monoid.Stats(*numbers[:2]), problem.unit, exp=elementary.exp_32bit)

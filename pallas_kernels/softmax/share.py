@@ -30,7 +30,9 @@ class Share:
     operands: Operands
     config: SharedConfig
     block: Index  # of those that share a row
-    warpgroup: Index  # of the block
+    warpgroup: Index  # of those that walk it
+    barrier: int = scopes.BLOCK  # at which those meet
+    inside: bool = False  # known to hang over no end of a row
 
     @property
     def problem(self) -> Problem:
@@ -86,7 +88,7 @@ class Share:
     @property
     def always_full(self) -> bool:
         """Whether no block's vectors hang over an end of a row."""
-        return self.surely_inside == self.vectors and self.problem.cols % self.tile.vector == 0
+        return self.inside or (self.surely_inside == self.vectors and self.problem.cols % self.tile.vector == 0)
 
     def fill_outside(self, row: jax.Array, slot: list[jax.Ref]) -> None:
         """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
@@ -100,8 +102,8 @@ class Share:
         self.sync()
 
     def sync(self) -> None:
-        """Waits for all threads of the block."""
-        scopes.sync_block(self.config.warpgroups)
+        """Waits for all threads that walk the share."""
+        scopes.sync_block(self.config.warpgroups, self.barrier)
 
     def read(
         self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool = False, capped: bool = True
@@ -115,7 +117,7 @@ class Share:
         return self.operands.in_float32(raw, row, self.at(step), self.tile, interior=interior, capped=capped)
 
     def _loop(self, start: int, stop: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
-        return (loops.rolled if self.config.in_registers else lax.fori_loop)(start, stop, body, init)
+        return (loops.rolled if self.config.rolled else lax.fori_loop)(start, stop, body, init)
 
     def _over_steps(
         self, slot: list[jax.Ref], row: jax.Array, kept: Kept, add: Callable[[Any, Tiles], Any], init: Any, capped: bool
@@ -157,7 +159,7 @@ class Share:
     def in_block(self, exchange: Exchange, partial: Partial, slots: jax.Ref) -> RowStats:
         """The block's statistics, from those of its warps."""
         warpgroups = self.config.warpgroups
-        everybody = scopes.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups)
+        everybody = scopes.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups, self.barrier)
         return self.merged(exchange, everybody)
 
     def in_cluster(
@@ -214,8 +216,8 @@ class Share:
                 self._loop(start, stop, step, None)
 
         # Vectors that may hang over an end of the row cost five instructions an element: they have loops of their own.
-        begin = 0 if self.problem.cols % self.tile.vector == 0 else 1
-        end = min(max(self.surely_inside // self.config.granule, begin), self.staged)
+        begin = 0 if self.inside or self.problem.cols % self.tile.vector == 0 else 1
+        end = self.staged if self.inside else min(max(self.surely_inside // self.config.granule, begin), self.staged)
         write(0, begin, interior=False)
         write(begin, end, interior=True)
         write(end, self.staged, interior=False)

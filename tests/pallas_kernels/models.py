@@ -105,6 +105,10 @@ def _announce(machine: Any, static: Any, ref: Any) -> None:
     machine.expect_bytes(ref, static.count)
 
 
+def _arrive_warps(machine: Any, static: Any, ref: Any) -> None:
+    machine.arrive_warps(ref)
+
+
 def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:
     machine.wait_parity(ref, parity)
 
@@ -166,6 +170,37 @@ def _await_words(machine: Any, static: Any, words: Any, slots: Any, row: Any) ->
         machine.scatter(slots, (q + 0 * of, of), mine, lax.bitcast_convert_type(numbers, np.float32))
 
 
+def _post_numbers(machine: Any, static: Any, words: Any, row: Any, member: Any, *values: Any) -> None:
+    board = static.self
+    for q, value in enumerate(values):
+        bits = lax.bitcast_convert_type(value[:1], np.int32)
+        machine.set_words(words, row * board.words_of_row + q * board.members + member, bits)
+
+
+def _post_copies(machine: Any, static: Any, words: Any, row: Any, *values: Any) -> None:
+    board = static.self
+    copies = jnp.stack([jnp.broadcast_to(value[:1], 4) for value in values])
+    bits = lax.bitcast_convert_type(copies, np.int32).reshape(-1)
+    machine.set_words(words, _copy(board, row, 0), jnp.tile(bits, board.copies))
+
+
+def _copy(board: Any, row: Any, copy: Any) -> Any:
+    return row * board.words_of_row + board.quantities * (board.members + 4 * copy)
+
+
+def _await_numbers(machine: Any, static: Any, words: Any, slots: Any, row: Any, *member: Any) -> list[Any]:
+    """Blocks run one after another here, unless they are a cluster: who has patience never loses it."""
+    exchange, board = static.exchange, static.self
+    first = _copy(board, row, member[0] % board.copies) if member else row * board.words_of_row
+    found = True
+    for q in range(exchange.quantities):
+        numbers = machine.await_words(words, first + q * exchange.members, exchange.members, -1, static.patience > 0)
+        found &= (numbers != -1).all()
+        at = np.unravel_index(q * slots.shape[1] + np.arange(exchange.members), slots.shape)
+        machine.scatter(slots, at, True, lax.bitcast_convert_type(numbers, np.float32))
+    return [found.astype(np.int32)]
+
+
 def _word(exchange: Any, row: Any, quantity: int) -> Any:
     return 1 + (row * exchange.quantities + quantity) * exchange.members
 
@@ -185,7 +220,7 @@ def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
 
 
 def _block_sync(machine: Any, static: Any) -> None:
-    machine.block_sync(15, static.warpgroups)
+    machine.block_sync(static.barrier, static.warpgroups)
 
 
 def _arrive_cluster(machine: Any, static: Any) -> None:

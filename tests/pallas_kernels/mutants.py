@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import wrong
 
-from pallas_kernels import asynchronous, elementary, masks, monoid, mosaic, numbers, scopes
-from pallas_kernels.configs import GridConfig, StagedConfig
+from pallas_kernels import asynchronous, board, elementary, masks, monoid, mosaic, numbers, scopes
+from pallas_kernels.configs import GridConfig, StagedConfig, TeamConfig
 from pallas_kernels.problem import Op
-from pallas_kernels.softmax import row_ops, share
+from pallas_kernels.softmax import online, row_ops, share, team
 from tests import top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -82,8 +82,9 @@ FUNCTION_MUTANTS = (
 
 
 _ALL, _STREAMING = ("naive", "warp", "block", "online", "cluster", "grid"), ("naive", "warp", "online")
-_STAGED, _MERGING, _CLUSTER = ("block", "cluster", "grid"), ("block", "online", "cluster", "grid"), ("cluster",)
-_GRID = ("grid",)
+_STAGED, _CLUSTER = ("block", "cluster", "grid", "team"), ("cluster",)
+_MERGING = ("block", "online", "cluster", "grid", "team")
+_GRID, _TEAM = ("grid",), ("team",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,18 @@ def _own_numbers_only(across, exchange, values, *arguments):
 def _first_member(from_grid, exchange, words, row, slots, warpgroups):
     everybody = from_grid(exchange, words, row, slots, warpgroups)
     return [jnp.where(jnp.arange(exchange.slots) == 0, x, x * 0) for x in everybody]
+
+
+def _of_first_row(gather, board, words, row, *arguments):
+    return gather(board, words, row * 0, *arguments)
+
+
+def _of_next_row(partial_stats, operands, row, *arguments):
+    return partial_stats(operands, jnp.minimum(row + 1, operands.problem.rows - 1), *arguments)
+
+
+def _where_copied(walked, block, i):
+    return block.full(i)
 
 
 def _in_one_turn(clear, exchange, slots, warpgroups):
@@ -252,6 +265,17 @@ KERNEL_MUTANTS = (
         scopes.across_block,
         _own_numbers_only,
         rungs=("block", "online"),
+    ),
+    KernelMutant("found_of_first_row", "a team's row is its first", board.Board.gather, _of_first_row, rungs=_TEAM),
+    KernelMutant("told_of_first_row", "a team is told of its first row", board.Board.hear, _of_first_row, rungs=_TEAM),
+    KernelMutant("wrong_barrier", "who has read says so elsewhere", team._Block.walked, _where_copied, rungs=_TEAM),
+    KernelMutant(
+        "next_row_alone",
+        "who is not told walks the next row",
+        online.partial_stats,
+        _of_next_row,
+        rungs=_TEAM,
+        config=TeamConfig(3, 1, 1, 3, 2, patience=0),
     ),
     KernelMutant("first_of_grid", "a row is its first block's", scopes.from_grid, _first_member, rungs=_GRID),
     KernelMutant(

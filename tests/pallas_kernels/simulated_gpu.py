@@ -140,6 +140,10 @@ class Machine:
         """`mbarrier.arrive.expect_tx`."""
         self._on_barriers(ref, "expect", count)
 
+    def arrive_warps(self, ref: Ref) -> None:
+        """`mbarrier.arrive` by one thread of each of the warpgroup's warps."""
+        self._on_barriers(ref, "arrive", 4)
+
     def complete_bytes(self, ref: Ref, count: Any) -> None:
         """What an asynchronous copy does to its barrier when its bytes have come."""
         self._on_barriers(ref, "complete", count)
@@ -152,9 +156,9 @@ class Machine:
         """`st.relaxed.gpu` of words of `ref`, from `at` on."""
         self._on_words(ref, "set", at, value, active)
 
-    def await_words(self, ref: Ref, at: Any, count: int, missing: int) -> jax.Array:
-        """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`; the words."""
-        return self._on_words(ref, "await", at, jnp.full(count, missing), True)
+    def await_words(self, ref: Ref, at: Any, count: int, missing: int, patient: bool = True) -> jax.Array:
+        """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`, or looks once; the words."""
+        return self._on_words(ref, "await" if patient else "look", at, jnp.full(count, missing), True)
 
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
@@ -253,7 +257,7 @@ def _words(
         time.sleep(_POLL_S / 5)
     with shared.lock:
         old, clocks = content.copy(), shared.__dict__.setdefault("word_clocks", {})
-        if action == "await" or not active:
+        if action != "set" or not active:
             for i in range(operand.size):
                 if (key, at + i) in clocks:
                     shared.clocks[thread].update(clocks[key, at + i])
@@ -462,7 +466,8 @@ def _mbarrier(
             shared.clocks[thread].update(barrier.clock)
         else:
             barrier.clock.update(clock)
-            barrier.add(action == "expect", operand if action == "expect" else -operand)
+            arrivals = {"expect": 1, "arrive": operand}.get(action, 0)
+            barrier.add(arrivals, {"expect": operand, "complete": -operand}.get(action, 0))
     return token
 
 

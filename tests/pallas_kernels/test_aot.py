@@ -18,7 +18,7 @@ import jaxsoftmax
 from pallas_kernels import dispatch, heuristics
 from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER, grid, staged
+from pallas_kernels.softmax import LADDER, grid, staged, team
 
 pytestmark = pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 
@@ -103,6 +103,14 @@ def test_shared_memory_of_a_grid_is_what_mosaic_allocates():
     assert report.smem == grid.shared_bytes(problem, config)
 
 
+@pytest.mark.parametrize("op, cols", [(Op.SOFTMAX, 2**20), (Op.LOG_SOFTMAX_TANGENT, 1000003)])
+def test_shared_memory_of_a_team_is_what_mosaic_allocates(op, cols):
+    problem = Problem(op, 64, cols, DTYPES[2])
+    (config,) = heuristics.team(problem, H200)
+    (report,) = aot.compile_for_h200(cases.Case(LADDER["team"], problem, config).run, *cases.shapes(problem))
+    assert report.smem == team.shared_bytes(problem, config)
+
+
 def test_configs_that_do_not_fit_are_not_offered():
     problem = Problem(Op.SOFTMAX_TANGENT, 21, 50257, DTYPES[1])
     two, four = heuristics.block(problem, H200)
@@ -178,5 +186,5 @@ def test_rows_over_two_gpus_need_no_collective():
     mesh = aot.two_gpus()
     x = jax.ShapeDtypeStruct((64, 2**20), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
     hlo = jax.jit(jaxsoftmax.softmax).lower(x).compile().as_text()
-    assert "softmax_grid" in hlo
+    assert "softmax_team" in hlo
     assert not [word for word in COLLECTIVES if word in hlo]

@@ -10,9 +10,9 @@ import jax
 import poisoned
 import pytest
 from cases import DTYPES, Op, Problem
-from interpreter import interpret
+from interpreter import at_once, interpret
 
-from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig
+from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
@@ -31,6 +31,7 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
+    "team": ((TeamConfig(3, 1, 1, 3, 2), (2501,)), (TeamConfig(2, 2, 1, 4, 1, patience=0), (1001, 1024))),
     "cluster": (
         (StagedConfig(3, 2, 1, 1, 1), (2501,)),
         (StagedConfig(2, 1, 1, 1, 2, in_registers=1), (2501, 2560)),
@@ -47,6 +48,8 @@ def _interpreted():
     for r, rung in enumerate(LADDER.values()):
         for i, op in enumerate(op for op in Op if not op.has_labels):
             dtype = DTYPES[(i + r) % 3]
+            if not cases.takes(rung, Problem(op, ROWS, 1001, dtype)):
+                continue
             for config, lengths in INTERPRETED[rung.name]:
                 for cols in lengths:
                     case = _case(rung, Problem(op, ROWS, cols, dtype), config)
@@ -58,7 +61,8 @@ def _interpreted():
                     _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
             forms = cases.variations(rung, op, dtype, ROWS, min(lengths[-1], 1001))
-            for form in forms[i % 2 :: 2] if rung.name in ("cluster", "grid") else forms:
+            some = {"cluster": 2, "grid": 2, "team": 4}.get(rung.name, 1)
+            for form in forms[i % some :: some]:
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
 
@@ -68,6 +72,8 @@ def _interpreted_losses():
     for r, rung in enumerate(LADDER.values()):
         config, lengths = INTERPRETED[rung.name][-1]
         cols = min(lengths[-1], 1001)
+        if not cases.takes(rung, Problem(gradient, ROWS, cols, DTYPES[r % 3])):
+            continue
         case = _case(rung, Problem(gradient, ROWS, cols, DTYPES[r % 3]), config)
         yield case if rung.name in ("warp", "block") else pytest.param(case, marks=pytest.mark.slow)
         for i in range(3):
@@ -99,6 +105,10 @@ def _on_gpu():
                 supported = [n for n in REAL if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
                 for cols in supported:
                     yield from cases.every_config(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
+                    if rung.name == "team" and cols in (1001, 262144):
+                        # Nobody waits for anybody.
+                        case = cases.default(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
+                        yield dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
                 if rung.name == "block":
                     # So many rows that blocks take two.
                     yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
@@ -113,6 +123,8 @@ def _losses_on_gpu():
     for rung in LADDER.values():
         for dtype in DTYPES:
             supported = [n for n in REAL if cases.takes(rung, Problem(gradient, _rows_on_gpu(n), n, dtype))]
+            if not supported:
+                continue
             middle = supported[len(supported) // 2]
             for cols in (supported[0], middle, supported[-1]):
                 problem = Problem(gradient, _rows_on_gpu(cols), cols, dtype)
@@ -145,7 +157,9 @@ def _interpreted_slack(case: cases.Case) -> float:
 
 @pytest.mark.parametrize("case", [*_interpreted(), *_interpreted_losses()], ids=str)
 def test_interpreted(case):
-    execute = lambda run: functools.partial(interpret, run)
+    # Blocks that wait for each other have to run at the same time.
+    together = at_once if getattr(case.config, "patience", 0) else lambda run: run
+    execute = lambda run: functools.partial(interpret, together(run))
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
 
 

@@ -9,9 +9,9 @@ import jax
 import mutants
 import pytest
 from cases import DTYPES, Problem
-from interpreter import interpret
+from interpreter import at_once, interpret
 
-from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig
+from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import LADDER
 
@@ -26,6 +26,7 @@ AT_WORK = {
     "online": (OnlineConfig(2, 1), 1001),
     "cluster": (StagedConfig(3, 2, 1, 1, 1), 2501),
     "grid": (GridConfig(3, 2, 1, 2), 2501),
+    "team": (TeamConfig(3, 1, 1, 3, 1), 2501),
 }
 
 
@@ -59,6 +60,7 @@ def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
     problem = Problem(mutant.op, cols=cols, dtype=DTYPES[2], **{"rows": ROWS, **dict(mutant.form)})
     config = mutant.config or config or rung.configs(problem, H200)[0]
     run = lambda *operands: rung.run(problem, config, *operands)
+    run = at_once(run) if getattr(config, "patience", 0) else run
     jax.clear_caches()
     try:
         conformance.check(run, problem, execute=lambda run: functools.partial(interpret, run, limit_s=20.0))

@@ -1,0 +1,277 @@
+"""Rung 6, a row over a team of blocks that stay: one read and one write for rows of megabytes.
+
+Previous rung: grid.py (a block reads a share of a row or writes one, so that shares are read twice). Changes: as many
+blocks as the device runs at once take row after row, each the same share of every row of its team, which stays in
+shared memory from its copy to its result. Reading, writing, and finding a row's statistics are the work of different
+warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all. Whoever
+is not told in time, as blocks may not run at once after all, walks the row alone.
+Traffic: 1 read, 1 write.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import asynchronous, heuristics, mosaic, scopes
+from pallas_kernels.board import Board
+from pallas_kernels.configs import TeamConfig
+from pallas_kernels.hardware import Device
+from pallas_kernels.problem import Problem
+from pallas_kernels.scopes import Exchange
+from pallas_kernels.softmax import online, row_ops
+from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
+from pallas_kernels.softmax.share import Share
+from pallas_kernels.softmax.staged import allocated, share_bytes
+
+_TURNS = 2  # rows of which a block has been told and that it has not begun to write
+_READING, _WRITING, _GATHERING, _HEARING = 14, 13, 12, 11  # the hardware's barriers of those who do it
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """What no kernel takes, rows that are not written, and what is too much for shared memory or the words."""
+    if reason := declines_any(problem):
+        return reason
+    if not problem.op.gives_rows:
+        return "nothing is written, so that nothing has to stay"
+    if problem.op.has_labels:
+        return "the elements at the labels are written by a block's first warpgroups, which read here"
+    config = heuristics.team(problem, device)[0]
+    if problem.rows * _board(problem, config).words_of_row >= 2**31:
+        return f"{problem.rows} rows over {config.blocks} blocks each need more than 2^31 words"
+    if config.slots < 3:
+        needed = 3 * problem.operands * share_bytes(problem, config)
+        return f"three shares of a row over {config.blocks} blocks need {needed} bytes of shared memory in each"
+    return None
+
+
+def shared_bytes(problem: Problem, config: TeamConfig) -> int:
+    """What Mosaic allocates for a block: operands, slots of the exchanges, barriers, its own scratch."""
+    share = share_bytes(problem, config) * config.slots
+    slots = [exchange.bytes_in_shared for exchange in _exchanges(problem, config)]
+    return allocated(*[share] * problem.operands, *slots, 16 * (config.slots + _TURNS), REDUCTION_SCRATCH)
+
+
+def _board(problem: Problem, config: TeamConfig) -> Board:
+    return Board(config.blocks, row_ops.quantities(problem))
+
+
+def _exchanges(problem: Problem, config: TeamConfig) -> tuple[Exchange, ...]:
+    """Among the warps of a block, among the members of a team, what is told of them, and what one finds alone."""
+    board = _board(problem, config)
+    return Exchange(4 * config.warpgroups, board.quantities), board.found, board.told, board.told
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A member of a team, and what its warpgroups share."""
+
+    operands: Operands
+    config: TeamConfig
+    words: jax.Ref
+    slots: tuple[jax.Ref, ...]  # of each operand
+    near: jax.Ref
+    found: jax.Ref
+    told: jax.Ref
+    alone: jax.Ref
+    barriers: jax.Ref
+
+    @property
+    def problem(self) -> Problem:
+        return self.operands.problem
+
+    @property
+    def board(self) -> Board:
+        return _board(self.problem, self.config)
+
+    @property
+    def member(self) -> jax.Array:
+        return lax.rem(lax.axis_index("rows"), jnp.int32(self.config.blocks))
+
+    @property
+    def team(self) -> jax.Array:
+        return lax.div(lax.axis_index("rows"), jnp.int32(self.config.blocks))
+
+    @property
+    def rows(self) -> jax.Array:
+        """How many the team has."""
+        return lax.div(self.problem.rows - self.team + (self.config.teams - 1), jnp.int32(self.config.teams))
+
+    def row(self, i: jax.Array) -> jax.Array:
+        """The team's row `i`."""
+        return self.team + i * self.config.teams
+
+    def slot(self, i: jax.Array) -> list[jax.Ref]:
+        """Where the team's row `i` stands."""
+        return [of_operand.at[lax.rem(i, jnp.int32(self.config.slots))] for of_operand in self.slots]
+
+    def full(self, i: jax.Array) -> jax.Ref:
+        """The barrier of the row's copy."""
+        return self.barriers.at[lax.rem(i, jnp.int32(self.config.slots))]
+
+    def walked(self, i: jax.Array) -> jax.Ref:
+        """The barrier of those who have read it."""
+        return self.barriers.at[self.config.slots + lax.rem(i, jnp.int32(self.config.slots))]
+
+    def heard(self, i: jax.Array) -> jax.Ref:
+        """The barrier of its statistics."""
+        return self.barriers.at[2 * self.config.slots + _turn(i)]
+
+    def taken(self, i: jax.Array) -> jax.Ref:
+        """The barrier of those who have taken its statistics."""
+        return self.barriers.at[2 * self.config.slots + _TURNS + _turn(i)]
+
+    def share(self, first_warpgroup: int, barrier: int) -> Share:
+        """The block's share, for the warpgroups from that one on, who meet at a barrier."""
+        warpgroup = lax.axis_index("warpgroup") - first_warpgroup
+        return Share(self.operands, self.config, self.member, warpgroup, barrier)
+
+
+def _turn(i: jax.Array) -> jax.Array:
+    return lax.rem(i, jnp.int32(_TURNS))
+
+
+def _phase(i: jax.Array, places: int) -> jax.Array:
+    """The parity of row `i`'s phase of a barrier, of which there are so many for rows in turn."""
+    return lax.rem(lax.div(i, jnp.int32(places)), jnp.int32(2))
+
+
+def _read(block: _Block, share: Share) -> None:
+    """Publishes the statistics of the block's share of each row."""
+    config, near = block.config, _exchanges(block.problem, block.config)[0]
+
+    @pl.when(share.warpgroup == 0)
+    def _():
+        for i in map(jnp.int32, range(config.slots)):
+            pl.when(i < block.rows)(lambda i=i: share.copy(block.row(i), block.slot(i), block.full(i)))
+
+    def read(i: jax.Array, _: None) -> None:
+        row, slot = block.row(i), block.slot(i)
+        asynchronous.wait(block.full(i), _phase(i, config.slots))
+        share.fill_outside(row, slot)
+        stats = share.in_block(near, share.partial_stats(slot, row), block.near.at[lax.rem(i, jnp.int32(2))])
+        numbers = row_ops.as_numbers(stats)
+        publish = lambda: block.board.publish(numbers, share.layout, block.words, row, block.member)
+        pl.when(share.warpgroup == 0)(publish)
+        asynchronous.arrive(block.walked(i))
+
+    lax.fori_loop(0, block.rows, read, None)
+
+
+def _write(block: _Block, share: Share) -> None:
+    """Writes the block's share of each row, and copies a later row's into its place."""
+    config, problem = block.config, block.problem
+
+    def write(i: jax.Array, _: None) -> None:
+        row, slot = block.row(i), block.slot(i)
+        asynchronous.wait(block.heard(i), _phase(i, _TURNS))
+        told = block.told.at[_turn(i)]
+        numbers = [plgpu.load(told.at[q], layout=share.layout, optimized=False) for q in range(told.shape[0])]
+        asynchronous.arrive(block.taken(i))
+        asynchronous.wait(block.walked(i), _phase(i, config.slots))
+        share.write(slot, row, row_ops.from_numbers(problem, numbers), None, streams=True)
+        plgpu.commit_smem()
+        share.sync()
+        later = i + config.slots
+        refill = jnp.logical_and(share.warpgroup == 0, later < block.rows)
+        pl.when(refill)(lambda: share.copy(block.row(later), slot, block.full(i)))
+
+    lax.fori_loop(0, block.rows, write, None)
+
+
+def _gather(block: _Block) -> None:
+    """Tells the statistics of the rows that are this member's to gather, as the members take turns."""
+    members, config = jnp.int32(block.config.blocks), block.config
+    share, board = block.share(2 * config.warpgroups, _GATHERING), block.board
+
+    def gather(k: jax.Array, _: None) -> None:
+        row, slots = block.row(block.member + k * members), block.found.at[lax.rem(k, jnp.int32(2))]
+
+        @pl.when(board.gather(block.words, row, slots, config.patience, _GATHERING))
+        def _():
+            numbers = row_ops.as_numbers(share.merged(board.found, board.found.read(slots)))
+            board.tell(numbers, share.layout, block.words, row)
+
+    lax.fori_loop(0, lax.div(block.rows - block.member + members - 1, members), gather, None)
+
+
+def _hear(block: _Block) -> None:
+    """Brings each row's statistics into shared memory."""
+    config, board = block.config, block.board
+    one = dataclasses.replace(config, warpgroups=1)
+    share = dataclasses.replace(block.share(2 * config.warpgroups + 1, _HEARING), config=one)
+
+    def find_alone(i: jax.Array) -> None:
+        row = block.row(i)
+        partial = online.partial_stats(block.operands, row, None, share.tile)
+        stats = share.in_block(board.told, partial, block.alone.at[_turn(i)])
+        scopes.across_block(
+            board.told, row_ops.as_numbers(stats), share.layout, 0, block.told.at[_turn(i)], 1, share.barrier
+        )
+
+    def hear(i: jax.Array, _: None) -> None:
+        pl.when(i >= _TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - _phase(i, _TURNS)))
+        told = block.told.at[_turn(i)]
+        heard = board.hear(block.words, block.row(i), block.member, told, config.patience, _HEARING)
+        pl.when(jnp.logical_not(heard))(lambda: find_alone(i))
+        asynchronous.arrive(block.heard(i))
+
+    lax.fori_loop(0, block.rows, hear, None)
+
+
+def _on_share(block: _Block, work: Callable[[_Block, Share], None], share: Share) -> None:
+    """`work(block, share)`, without checks in the members whose shares end before a row does."""
+    if share.always_full:
+        work(block, share)
+        return
+    # A row's last vector, which may hang over its end, is the last member's, or of some rows the last but one's.
+    inside = jnp.logical_and(block.member > 0, block.member < block.config.blocks - 2)
+    pl.when(inside)(lambda: work(block, dataclasses.replace(share, inside=True)))
+    pl.when(jnp.logical_not(inside))(lambda: work(block, share))
+
+
+def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamConfig) -> None:
+    problem, computing = operands.problem, config.warpgroups
+    *slots, near, found, told, alone, barriers = scratch
+    block = _Block(operands, config, words, tuple(slots), near, found, told, alone, barriers)
+    warps = asynchronous.WARPS * computing
+    arrivals = [problem.operands] * config.slots + [warps] * config.slots
+    arrivals += [asynchronous.WARPS] * _TURNS + [warps] * _TURNS
+    asynchronous.start_barriers(barriers, tuple(arrivals))
+    for exchange, ref in zip(_exchanges(problem, config), (near, found), strict=False):
+        exchange.clear(ref, config.threads)
+    scopes.sync_block(config.threads)
+    warpgroup = lax.axis_index("warpgroup")
+    pl.when(warpgroup < computing)(lambda: _on_share(block, _read, block.share(0, _READING)))
+    writes = jnp.logical_and(warpgroup >= computing, warpgroup < 2 * computing)
+    pl.when(writes)(lambda: _on_share(block, _write, block.share(computing, _WRITING)))
+    pl.when(warpgroup == 2 * computing)(lambda: _gather(block))
+    pl.when(warpgroup == 2 * computing + 1)(lambda: _hear(block))
+
+
+def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
+    """Runs the kernel on `[rows, cols]` operands."""
+    tile = mosaic.Tile(problem.dtype, config.registers)
+    share = (config.slots, config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
+    return launch(
+        problem,
+        functools.partial(_body, config=config),
+        operands,
+        name="team",
+        grid=config.blocks * config.teams,
+        warpgroups=config.threads,
+        shared=[_board(problem, config).words(problem.rows)],
+        scratch=[
+            *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
+            *(exchange.scratch for exchange in _exchanges(problem, config)),
+            asynchronous.barriers(2 * (config.slots + _TURNS)),
+        ],
+    )
+
+
+RUNG = Rung("team", unsupported, heuristics.team, run, reads=1)
