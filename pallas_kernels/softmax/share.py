@@ -59,19 +59,36 @@ class Share:
     def first(self) -> Index:
         return self.block * self.vectors
 
+    def granule(self, step: Index) -> Index:
+        """The row's vector with which the block's granule of a step begins."""
+        size, blocks = self.config.granule, self.config.blocks
+        return (step * blocks + self.block) * size if self.config.spread else self.first + step * size
+
+    @property
+    def copies(self) -> int:
+        """How many copies bring a row's operands."""
+        return self.problem.operands * (self.staged if self.config.spread else 1)
+
     @property
     def tile(self) -> mosaic.Tile:
         return mosaic.Tile(self.problem.dtype, self.config.registers)
 
-    def at(self, step: jax.Array) -> jax.Array:
+    def at(self, step: jax.Array) -> Index:
         """The row's vector with which this warpgroup's tile of a step begins."""
+        if self.config.spread:
+            return self.granule(step) + self.warpgroup * (WARPGROUP * self.config.registers)
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
 
     def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
         label = self.operands.label(row)
         for ref, to in zip(self.operands.inputs, slot, strict=True):
-            asynchronous.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
+            if not self.config.spread:
+                asynchronous.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
+                continue
+            for step in range(self.staged):
+                piece = self.granule(step), self.config.granule, to.at[step]
+                asynchronous.copy_row(ref, row, *piece, barrier, cache, label)
 
     def load(self, row: jax.Array, labelled: Labelled | None) -> Kept:
         """Starts loading what is not staged, as it is."""
@@ -79,11 +96,25 @@ class Share:
         return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, labelled) for step in steps]
 
     @property
+    def whole(self) -> int:
+        """How many of a row's vectors lie in it, whatever its alignment; less the first."""
+        v = self.tile.vector
+        return (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
+
+    @property
     def surely_inside(self) -> int:
         """How many of a block's vectors lie in the row, whichever block and whatever alignment; less the first."""
-        v = self.tile.vector
-        whole = (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
-        return max(whole - (self.config.blocks - 1) * self.vectors, 0)
+        size, blocks = self.config.granule, self.config.blocks
+        if not self.config.spread:
+            return max(self.whole - (blocks - 1) * self.vectors, 0)
+        steps = self.whole // (blocks * size)
+        return steps * size + max(self.whole - (steps * blocks + blocks - 1) * size, 0)
+
+    @property
+    def is_inside(self) -> jax.Array:
+        """Whether all of this block's vectors do."""
+        ends = self.granule(jnp.int32(self.steps - 1)) + self.config.granule
+        return jnp.logical_and(self.block > 0, ends <= self.whole)
 
     @property
     def always_full(self) -> bool:
@@ -94,11 +125,16 @@ class Share:
         """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
         if self.always_full:
             return
-        stop = self.staged_vectors
+        stop, size = self.staged_vectors, self.config.granule
         start = min(self.surely_inside, stop)
         threads = WARPGROUP * self.config.warpgroups
         for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
-            asynchronous.fill_outside(ref, row, self.first, start, stop, to, fill, threads)
+            if not self.config.spread:
+                asynchronous.fill_outside(ref, row, self.first, start, stop, to, fill, threads)
+                continue
+            for step in sorted({0, *range(start // size, self.staged)}):
+                begin = min(max(start - step * size, 0), size)
+                asynchronous.fill_outside(ref, row, self.granule(step), begin, size, to.at[step], fill, threads)
         self.sync()
 
     def sync(self) -> None:

@@ -148,7 +148,7 @@ def _read(block: _Block, share: Share) -> None:
     @pl.when(share.warpgroup == 0)
     def _():
         for i in map(jnp.int32, range(config.slots)):
-            pl.when(i < block.rows)(lambda i=i: share.copy(block.row(i), block.slot(i), block.full(i)))
+            pl.when(i < block.rows)(lambda i=i: share.copy(block.row(i), block.slot(i), block.full(i), "evict_first"))
 
     def read(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
@@ -179,7 +179,7 @@ def _write(block: _Block, share: Share) -> None:
         share.sync()
         later = i + config.slots
         refill = jnp.logical_and(share.warpgroup == 0, later < block.rows)
-        pl.when(refill)(lambda: share.copy(block.row(later), slot, block.full(i)))
+        pl.when(refill)(lambda: share.copy(block.row(later), slot, block.full(i), "evict_first"))
 
     lax.fori_loop(0, block.rows, write, None)
 
@@ -229,8 +229,7 @@ def _on_share(block: _Block, work: Callable[[_Block, Share], None], share: Share
     if share.always_full:
         work(block, share)
         return
-    # A row's last vector, which may hang over its end, is the last member's, or of some rows the last but one's.
-    inside = jnp.logical_and(block.member > 0, block.member < block.config.blocks - 2)
+    inside = share.is_inside
     pl.when(inside)(lambda: work(block, dataclasses.replace(share, inside=True)))
     pl.when(jnp.logical_not(inside))(lambda: work(block, share))
 
@@ -240,7 +239,7 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamCon
     *slots, near, found, told, alone, barriers = scratch
     block = _Block(operands, config, words, tuple(slots), near, found, told, alone, barriers)
     warps = asynchronous.WARPS * computing
-    arrivals = [problem.operands] * config.slots + [warps] * config.slots
+    arrivals = [block.share(0, _READING).copies] * config.slots + [warps] * config.slots
     arrivals += [asynchronous.WARPS] * _TURNS + [warps] * _TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
     for exchange, ref in zip(_exchanges(problem, config), (near, found), strict=False):
