@@ -74,12 +74,13 @@ class TeamConfig(SharedConfig):
     """`teams` teams of `blocks` blocks, in each of them `warpgroups` that read and as many that write.
 
     `slots`: rows of which a block has its share at once. `patience`: how often it looks for a number before it goes on
-    without, about a microsecond each.
+    without, about a microsecond each. `once`: the second-level cache is told that what is read is read once.
     """
 
     slots: int
     teams: int
     patience: int = 2**14
+    once: bool = False
 
     # H200, 256 x 1048576 float32: 568 us, and 572 with a block's granules side by side.
     spread = True

@@ -23,6 +23,11 @@ Partial = tuple[jax.Array, ...]
 Kept = Sequence[Tiles]  # of each step that stands in registers, the operands' tiles as they were loaded
 
 
+def copies(problem: Problem, config: SharedConfig) -> int:
+    """How many copies bring a block's share of a row."""
+    return problem.operands * (config.staged(problem.max_vectors) if config.spread else 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Share:
     """A block's part of its rows."""
@@ -63,11 +68,6 @@ class Share:
         """The row's vector with which the block's granule of a step begins."""
         size, blocks = self.config.granule, self.config.blocks
         return (step * blocks + self.block) * size if self.config.spread else self.first + step * size
-
-    @property
-    def copies(self) -> int:
-        """How many copies bring a row's operands."""
-        return self.problem.operands * (self.staged if self.config.spread else 1)
 
     @property
     def tile(self) -> mosaic.Tile:

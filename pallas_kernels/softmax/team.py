@@ -26,7 +26,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import online, row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.share import Share
+from pallas_kernels.softmax.share import Share, copies
 from pallas_kernels.softmax.staged import allocated, share_bytes
 
 _TURNS = 2  # rows of which a block has been told and that it has not begun to write
@@ -110,6 +110,10 @@ class _Block:
         """Where the team's row `i` stands."""
         return [of_operand.at[lax.rem(i, jnp.int32(self.config.slots))] for of_operand in self.slots]
 
+    def copy(self, share: Share, i: jax.Array, place: jax.Array) -> None:
+        """Starts copying the team's row `i` to where row `place` stands."""
+        share.copy(self.row(i), self.slot(place), self.full(place), "evict_first" if self.config.once else None)
+
     def full(self, i: jax.Array) -> jax.Ref:
         """The barrier of the row's copy."""
         return self.barriers.at[lax.rem(i, jnp.int32(self.config.slots))]
@@ -148,7 +152,7 @@ def _read(block: _Block, share: Share) -> None:
     @pl.when(share.warpgroup == 0)
     def _():
         for i in map(jnp.int32, range(config.slots)):
-            pl.when(i < block.rows)(lambda i=i: share.copy(block.row(i), block.slot(i), block.full(i), "evict_first"))
+            pl.when(i < block.rows)(lambda i=i: block.copy(share, i, i))
 
     def read(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
@@ -179,7 +183,7 @@ def _write(block: _Block, share: Share) -> None:
         share.sync()
         later = i + config.slots
         refill = jnp.logical_and(share.warpgroup == 0, later < block.rows)
-        pl.when(refill)(lambda: share.copy(block.row(later), slot, block.full(i), "evict_first"))
+        pl.when(refill)(lambda: block.copy(share, later, i))
 
     lax.fori_loop(0, block.rows, write, None)
 
@@ -239,7 +243,7 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamCon
     *slots, near, found, told, alone, barriers = scratch
     block = _Block(operands, config, words, tuple(slots), near, found, told, alone, barriers)
     warps = asynchronous.WARPS * computing
-    arrivals = [block.share(0, _READING).copies] * config.slots + [warps] * config.slots
+    arrivals = [copies(problem, config)] * config.slots + [warps] * config.slots
     arrivals += [asynchronous.WARPS] * _TURNS + [warps] * _TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
     for exchange, ref in zip(_exchanges(problem, config), (near, found), strict=False):
