@@ -20,6 +20,7 @@ from jax import lax
 from pallas_kernels import loops, scopes
 from pallas_kernels.attention import (
     backward_bias,
+    backward_d_out,
     backward_dq,
     backward_launch,
     backward_memory,
@@ -59,6 +60,7 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
 
     def copy(step: Step) -> None:
         slot, rows = lax.rem(step.n, stages), pl.ds(step.i * block_q, block_q)
+        nothing = backward_d_out.has_nothing(block, step)
 
         def await_empty(barrier: jax.Ref) -> None:
             pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
@@ -69,8 +71,7 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[slot], full)
         plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
         await_empty(refs.d_out_empty)
-        full = refs.d_out_full.at[slot]
-        plgpu.copy_gmem_to_smem(refs.d_out.at[batch, rows, step.head], refs.d_out_smem.at[slot], full)
+        backward_d_out.copy(block, step, slot, nothing)
         backward_bias.copy(block, step)
 
     block.each_step_alike(copy)

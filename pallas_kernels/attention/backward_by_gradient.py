@@ -19,7 +19,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import loops, scopes
-from pallas_kernels.attention import backward_bias, backward_launch, backward_memory, backward_turns, limits
+from pallas_kernels.attention import (
+    backward_bias,
+    backward_d_out,
+    backward_launch,
+    backward_memory,
+    backward_turns,
+    limits,
+)
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
@@ -51,17 +58,16 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
     plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.value_smem.at[0], refs.value_full)
 
     def copy(step: Step) -> None:
-        rows = pl.ds(step.i * CHUNK, CHUNK)
-
-        def into_slot(stages: int, wide: str, narrow: str) -> None:
-            slot = lax.rem(step.n, stages)
-            empty, full = (getattr(refs, f"{wide}_{state}").at[slot] for state in ("empty", "full"))
-            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(empty))
-            for name, at in ((wide, (batch, rows, step.head)), (narrow, (batch, step.head, rows))):
-                plgpu.copy_gmem_to_smem(getattr(refs, name).at[at], getattr(refs, f"{name}_smem").at[slot], full)
-
-        into_slot(config.stages, "query", "lse")
-        into_slot(config.d_out_stages, "d_out", "delta")
+        rows, nothing = pl.ds(step.i * CHUNK, CHUNK), backward_d_out.has_nothing(block, step)
+        slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+        pl.when(step.n >= config.stages)(lambda: plgpu.barrier_wait(refs.query_empty.at[slot]))
+        full = refs.query_full.at[slot]
+        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.query_smem.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
+        pl.when(step.n >= config.d_out_stages)(lambda: plgpu.barrier_wait(refs.d_out_empty.at[d_out_slot]))
+        backward_d_out.copy(block, step, d_out_slot, nothing)
+        full = refs.d_out_full.at[d_out_slot]
+        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[d_out_slot], full)
         backward_bias.copy(block, step)
 
     block.each_step_alike(copy)
