@@ -8,7 +8,7 @@ Traffic: as `backward`, with blocks of 64 keys: Q and dO are read and dQ is adde
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the roles of warpgroups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,9 @@ from pallas_kernels.attention import (
     backward_turns,
     limits,
 )
-from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias
+from pallas_kernels.attention.backward_tiles import EachBlock
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
 from pallas_kernels.attention.memory import ACC, store
@@ -243,7 +244,7 @@ def _write(block: Block, gradient: Sequence[jax.Array], place: Any, target: jax.
     plgpu.barrier_arrive(block.refs.kv_empty)
 
 
-def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Visit], None]) -> None:
+def _body(problem: Attention, config: ByGradientConfig, each_block: EachBlock) -> None:
     warpgroup = lax.axis_index("warpgroup")
     *computing, copying = config.registers
     for i, (role, registers) in enumerate(zip((_values, _keys, _queries), computing, strict=True)):
@@ -256,7 +257,7 @@ def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Vi
     @pl.when(warpgroup == config.warpgroups)
     def _():
         plgpu.set_max_registers(copying, action="decrease")
-        each_block(_copy)
+        each_block(_copy, draws=True)
 
 
 def run(problem: Attention, config: ByGradientConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:

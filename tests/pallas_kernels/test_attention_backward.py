@@ -415,6 +415,62 @@ def test_segments_that_skip_in_the_interpreter(interpreted, name):
     check(p, decided(p).run, interpreted, ids=name.split("-")[0])
 
 
+DRAWN = {
+    "mask": ("mask", (64, 64), {}, {"mask": "documents"}),
+    "mask-of-heads": ("mask-of-heads", (128, 64), {"heads": (4, 2)}, {"mask": "documents"}),
+    "keys-without-queries": ("mask", (64, 128), {"heads": (1, 1), "causal_offset": 30}, {"mask": "causal"}),
+    "segments": ("segments", (64, 64), {"causal_offset": 0}, {"ids": "packed"}),
+    "lengths": ("segments", (128, 128), {"key_lengths": True, "query_lengths": True}, {"ids": "unsorted"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", DRAWN)
+def test_tiles_that_are_drawn_in_the_interpreter(name, interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
+    kind, dims, facts, patterns = DRAWN[name]
+    p = problem_of(kind, (150, 390), dims, "bfloat16", **{"heads": (2, 1), **facts})
+    assert decided(p).config.tiles == "drawn"
+    check(p, decided(p).run, interpreted, **patterns)
+
+
+@pytest.mark.slow
+def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
+    p = problem_of("mask-of-rows", (70, 390), (64, 64), "bfloat16", heads=(1, 1), batch=1)
+    names = list(operands_of(p))
+    both = [jnp.stack([jnp.asarray(x), 2 * jnp.asarray(x)]) for x in all_operands_of(p)]
+    axes = [None if i == names.index("mask") else 0 for i in range(len(both))]
+    operands = [x[0] if axis is None else x for x, axis in zip(both, axes, strict=True)]
+    got = interpreted(jax.vmap(decided(p).run, in_axes=axes), *operands)
+    for i in range(2):
+        alone = interpreted(
+            decided(p).run, *(x if axis is None else x[i] for x, axis in zip(operands, axes, strict=True))
+        )
+        for a, b in zip(got, alone, strict=True):
+            np.testing.assert_array_equal(np.asarray(a[i], np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize(
+    "kind, head_dim, facts, tiles, queries_first",
+    [
+        ("mask", 64, {}, "drawn", True),
+        ("mask", 128, {"segments": True}, "drawn", True),
+        ("segments-causal", 128, {}, "drawn", False),
+        ("mask", 128, {"deterministic": True}, "own", False),
+        ("mask", 64, {"bias": (1, 1, 1, 4096), "bias_dtype": jnp.dtype("bfloat16")}, "own", False),
+        ("mask", 256, {}, "own", False),
+        ("causal", 128, {}, "own", False),
+        ("full", 128, {}, "dealt", False),
+    ],
+)
+def test_who_draws(kind, head_dim, facts, tiles, queries_first):
+    p = dataclasses.replace(problem_of(kind, (4096, 4096), (head_dim,) * 2, "bfloat16"), **facts)
+    config = decided(p).config
+    assert (config.tiles, getattr(config, "queries_first", False)) == (tiles, queries_first)
+
+
 @pytest.mark.parametrize("kind", ["mask", "segments", "bias", "lengths"])
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256)])
 def test_xla_makes_no_copy_of_the_cotangents(kind, dims):
