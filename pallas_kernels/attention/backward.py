@@ -8,7 +8,6 @@ Traffic: K, V, dK, dV once; for each block of keys Q and dO are read and dQ is a
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +19,16 @@ from jax import lax
 from pallas_kernels import loops, scopes
 from pallas_kernels.attention import (
     backward_bias,
+    backward_d_out,
     backward_dq,
     backward_launch,
     backward_memory,
     backward_turns,
     limits,
 )
-from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
+from pallas_kernels.attention.backward_tiles import EachBlock
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.memory import ACC, store
@@ -46,19 +47,15 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 
 def _copy(block: Block, first_tile: jax.Array) -> None:
-    """The copying warpgroup: keys and values once, then the queries' side, slot after slot."""
+    """The copying warpgroup: keys and values once, and the queries' side, slot after slot."""
     config, refs, batch = block.config, block.refs, block.batch
     stages, block_q = config.stages, config.block_q
-    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_empty))
-    for i in range(config.warpgroups):
-        rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
-        for c in range(refs.key_smem.shape[1]):
-            at = batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)
-            plgpu.copy_gmem_to_smem(refs.key.at[at], refs.key_smem.at[i, c], refs.kv_full)
-        plgpu.copy_gmem_to_smem(refs.value.at[batch, rows, block.key_head], refs.value_smem.at[i], refs.kv_full)
+    if not config.queries_first:
+        _copy_keys(block, first_tile)
 
     def copy(step: Step) -> None:
         slot, rows = lax.rem(step.n, stages), pl.ds(step.i * block_q, block_q)
+        nothing = backward_d_out.has_nothing(block, step)
 
         def await_empty(barrier: jax.Ref) -> None:
             pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
@@ -69,11 +66,26 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[slot], full)
         plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
         await_empty(refs.d_out_empty)
-        full = refs.d_out_full.at[slot]
-        plgpu.copy_gmem_to_smem(refs.d_out.at[batch, rows, step.head], refs.d_out_smem.at[slot], full)
+        backward_d_out.copy(block, step, slot, nothing)
         backward_bias.copy(block, step)
+        if config.queries_first:
+            pl.when(step.starts)(lambda: _copy_keys(block, first_tile))
 
     block.each_step_alike(copy)
+    if config.queries_first:
+        pl.when(block.steps == 0)(lambda: _copy_keys(block, first_tile))
+
+
+def _copy_keys(block: Block, first_tile: jax.Array) -> None:
+    """Keys and values, as soon as nobody reads those of the tile before."""
+    config, refs = block.config, block.refs
+    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_empty))
+    for i in range(config.warpgroups):
+        rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
+        for c in range(refs.key_smem.shape[1]):
+            at = block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(refs.key.at[at], refs.key_smem.at[i, c], refs.kv_full)
+        plgpu.copy_gmem_to_smem(refs.value.at[block.batch, rows, block.key_head], refs.value_smem.at[i], refs.kv_full)
 
 
 def _compute(block: Block) -> None:
@@ -229,14 +241,14 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _body(problem: Attention, config: BackwardConfig, each_block: Callable[[Visit], None]) -> None:
+def _body(problem: Attention, config: BackwardConfig, each_block: EachBlock) -> None:
     warpgroup = lax.axis_index("warpgroup")
     computing, copying = config.registers
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
         plgpu.set_max_registers(copying, action="decrease")
-        each_block(_copy)
+        each_block(_copy, draws=True)
 
     @pl.when(warpgroup < config.warpgroups)
     def _():

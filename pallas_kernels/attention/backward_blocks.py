@@ -54,7 +54,6 @@ class Step(NamedTuple):
     starts: Any  # whether it is the first one for these keys
 
 
-Visit = Callable[["Block", jax.Array], None]
 Compare = bool | jax.Array  # whether indices, segment ids and mask matter
 
 
@@ -80,7 +79,9 @@ class Block:
         refs: SimpleNamespace,
         tile: jax.Array,
         steps_before: jax.Array,
+        span: Span | None = None,
     ) -> "Block":
+        """The `tile`th of all blocks of keys; its `span` may be known."""
         per_head, together = -(-problem.key_length // config.block_kv), _together(problem, config)
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
@@ -88,10 +89,10 @@ class Block:
         if latest_first(problem, config):
             index = (per_head - 1) - index
         sequence = sequence_at(problem, config, refs, batch)
-        if problem.hidden_by_data:
+        if span is None and problem.hidden_by_data:
             at = gather.broadcast_index((batch, key_head, index), refs.spans.shape)
             span = Span(*(refs.spans[*at, i] for i in range(4)))
-        else:
+        elif span is None:
             span = _span(problem, config, index * config.block_kv, sequence)
         return cls(problem, config, refs, batch, key_head, index, sequence, span, steps_before)
 
@@ -152,23 +153,6 @@ class Block:
                 piece(inner_end, end, True)
 
         self.each_head(of_head)
-
-
-def each_block(
-    problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, tiles: int, grid: int
-) -> Callable[[Visit], None]:
-    """`f(visit)` calls `visit(block, whether it is the first)` for the blocks of keys that a block of threads takes."""
-    me = lax.axis_index("block")
-
-    def each(visit: Visit) -> None:
-        def one(turn: jax.Array, steps_before: jax.Array) -> jax.Array:
-            block = Block.of(problem, config, refs, me + turn * grid, steps_before)
-            visit(block, turn == 0)
-            return steps_before + block.steps
-
-        lax.fori_loop(0, lax.div(tiles - 1 - me, grid) + 1, one, jnp.int32(0))
-
-    return each
 
 
 def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: pairs.Pairs) -> jax.Array:

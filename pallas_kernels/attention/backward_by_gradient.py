@@ -8,7 +8,7 @@ Traffic: as `backward`, with blocks of 64 keys: Q and dO are read and dQ is adde
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the roles of warpgroups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,17 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import loops, scopes
-from pallas_kernels.attention import backward_bias, backward_launch, backward_memory, backward_turns, limits
-from pallas_kernels.attention.backward_blocks import Block, Compare, Step, Visit
+from pallas_kernels.attention import (
+    backward_bias,
+    backward_d_out,
+    backward_launch,
+    backward_memory,
+    backward_turns,
+    limits,
+)
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias
+from pallas_kernels.attention.backward_tiles import EachBlock
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import ByGradientConfig
 from pallas_kernels.attention.memory import ACC, store
@@ -51,17 +59,16 @@ def _copy(block: Block, first_tile: jax.Array) -> None:
     plgpu.copy_gmem_to_smem(refs.value.at[keys], refs.value_smem.at[0], refs.value_full)
 
     def copy(step: Step) -> None:
-        rows = pl.ds(step.i * CHUNK, CHUNK)
-
-        def into_slot(stages: int, wide: str, narrow: str) -> None:
-            slot = lax.rem(step.n, stages)
-            empty, full = (getattr(refs, f"{wide}_{state}").at[slot] for state in ("empty", "full"))
-            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(empty))
-            for name, at in ((wide, (batch, rows, step.head)), (narrow, (batch, step.head, rows))):
-                plgpu.copy_gmem_to_smem(getattr(refs, name).at[at], getattr(refs, f"{name}_smem").at[slot], full)
-
-        into_slot(config.stages, "query", "lse")
-        into_slot(config.d_out_stages, "d_out", "delta")
+        rows, nothing = pl.ds(step.i * CHUNK, CHUNK), backward_d_out.has_nothing(block, step)
+        slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+        pl.when(step.n >= config.stages)(lambda: plgpu.barrier_wait(refs.query_empty.at[slot]))
+        full = refs.query_full.at[slot]
+        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.query_smem.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
+        pl.when(step.n >= config.d_out_stages)(lambda: plgpu.barrier_wait(refs.d_out_empty.at[d_out_slot]))
+        backward_d_out.copy(block, step, d_out_slot, nothing)
+        full = refs.d_out_full.at[d_out_slot]
+        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[d_out_slot], full)
         backward_bias.copy(block, step)
 
     block.each_step_alike(copy)
@@ -237,7 +244,7 @@ def _write(block: Block, gradient: Sequence[jax.Array], place: Any, target: jax.
     plgpu.barrier_arrive(block.refs.kv_empty)
 
 
-def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Visit], None]) -> None:
+def _body(problem: Attention, config: ByGradientConfig, each_block: EachBlock) -> None:
     warpgroup = lax.axis_index("warpgroup")
     *computing, copying = config.registers
     for i, (role, registers) in enumerate(zip((_values, _keys, _queries), computing, strict=True)):
@@ -250,7 +257,7 @@ def _body(problem: Attention, config: ByGradientConfig, each_block: Callable[[Vi
     @pl.when(warpgroup == config.warpgroups)
     def _():
         plgpu.set_max_registers(copying, action="decrease")
-        each_block(_copy)
+        each_block(_copy, draws=True)
 
 
 def run(problem: Attention, config: ByGradientConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels import hardware, places
-from pallas_kernels.attention import backward_operands
-from pallas_kernels.attention.backward_blocks import Visit, each_block
+from pallas_kernels import places
+from pallas_kernels.attention import backward_operands, backward_tiles, drawn
+from pallas_kernels.attention.backward_tiles import EachBlock
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 
-Body = Callable[[Attention, Any, Callable[[Visit], None]], None]
+Body = Callable[[Attention, Any, EachBlock], None]
 
 
 def launch(
@@ -30,18 +30,18 @@ def launch(
     delta = backward_operands.logit_shift(ops, nothing)
     inputs = backward_operands.inputs(problem, config, ops, nothing, delta)
     outputs, begun = backward_operands.outputs(problem, config, inputs)
-    tiles = problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
-    grid = min(tiles, hardware.current().sm_count) if config.persistent else tiles
+    tiles, blocks = backward_tiles.launched(problem, config)
+    begun |= backward_tiles.begun(config, blocks)
     names = [*inputs, *begun, *outputs, *scratch]
 
     def kernel(*refs: jax.Ref) -> None:
         by_name = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-        body(problem, config, each_block(problem, config, by_name, tiles, grid))
+        body(problem, config, backward_tiles.each_block(problem, config, by_name, tiles, blocks))
 
     call = plgpu.kernel(
         kernel,
         out_type=list(outputs.values()),
-        grid=(grid,),
+        grid=(blocks,),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
         num_threads=config.warpgroups + 1,
@@ -49,7 +49,12 @@ def launch(
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )
-    results, left = places.call(call, list(inputs.values()), list(begun.values()), list(outputs.values()))
+
+    def run(begun: list[jax.Array], *inputs: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        return places.call(call, inputs, begun, list(outputs.values()))
+
+    arrays = list(begun.values()), *inputs.values()
+    results, left = drawn.call(run, *arrays) if config.tiles == "drawn" else run(*arrays)
     written = dict(zip(outputs, results, strict=True)) | dict(zip(begun, left, strict=True))
     gradients = backward_operands.gradients(problem, written)
     if problem.bias_gradient:

@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import backward_bias, backward_dq
+from pallas_kernels.attention import backward_bias, backward_d_out, backward_dq, backward_tiles
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
 from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig, ByGradientConfig
 from pallas_kernels.attention.memory import tiled
@@ -20,7 +20,12 @@ WORD = 8  # bytes of a barrier
 def scratch(problem: Attention, config: AnyBackwardConfig) -> dict[str, Any]:
     """Arrays and barriers, by name."""
     found = _by_gradient(problem, config) if isinstance(config, ByGradientConfig) else _by_keys(problem, config)
-    return found | backward_bias.scratch(problem, config)
+    return (
+        found
+        | backward_bias.scratch(problem, config)
+        | backward_d_out.scratch(problem)
+        | backward_tiles.scratch(config)
+    )
 
 
 def shared_bytes(problem: Attention, config: AnyBackwardConfig) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_blocks, backward_turns, bits, pairs, schedule, segments
+from pallas_kernels.attention import backward_blocks, backward_d_out, backward_turns, bits, pairs, schedule, segments
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
@@ -67,19 +67,18 @@ def inputs(
     b, n, k = problem.batch, problem.query_heads, problem.key_heads
     t, s, rows = _up(problem.query_length, 8), _up(problem.key_length, 8), _up(problem.query_length, config.block_q)
     head_dim, value_dim = padded_dims(problem)
-    query, d_out = _without_padding(ops.query, getattr(ops, "query_lengths", None)), ops.d_out
-    if schedule.may_see_nothing(problem):
-        # Times probabilities of 0, NaN is NaN.
-        d_out = jnp.where(jnp.swapaxes(nothing, 1, 2)[..., None], jnp.zeros((), d_out.dtype), d_out)
+    query = _without_padding(ops.query, getattr(ops, "query_lengths", None))
     key, value = (_without_padding(x, getattr(ops, "key_lengths", None)) for x in (ops.key, ops.value))
     found = dict(
         query=_pad(query, (b, t, n, head_dim)),
         key=_pad(key, (b, s, k, head_dim)),
         value=_pad(value, (b, s, k, value_dim)),
-        d_out=_pad(d_out, (b, t, n, value_dim)),
+        d_out=_pad(ops.d_out, (b, t, n, value_dim)),
         lse=_pad(jnp.where(nothing, jnp.inf, ops.lse * LOG2E), (b, n, rows), jnp.inf),
         delta=_pad(delta, (b, n, rows)),
     )
+    if schedule.may_see_nothing(problem):
+        found["without_keys"] = backward_d_out.blocks_with(nothing, config)
     if problem.bias:
         found["bias"] = ops.bias if config.bias_slots else jnp.swapaxes(ops.bias, 2, 3)
     for name in ("query_lengths", "key_lengths"):

@@ -42,19 +42,21 @@ class ForwardConfig:
 class BackwardConfig:
     """A block: 64 keys to each of `warpgroups` warpgroups, and `stages` slots for `block_q` queries each.
 
-    `persistent`: one block to a multiprocessor takes tile after tile, else one block to a tile. `together`: of how
-    many heads, at most, the tiles are started in turns. `turns`: blocks of keys add to a tile of dQ in
-    their order. `last_writes`: the last one writes it, in 16 bits. `bias_slots` is as in `ForwardConfig`.
+    `tiles`: of keys; each block has its `own`, or one block to a multiprocessor takes those `dealt` to it, or `drawn`
+    one after another, as it becomes free. `together`: of how many heads, at most, the tiles are started in turns.
+    `turns`: blocks of keys add to a tile of dQ in their order. `last_writes`: the last one writes it, in 16 bits.
+    `bias_slots` is as in `ForwardConfig`. `queries_first`: a tile's first queries are asked for before its keys.
     """
 
     block_q: int
     warpgroups: int
     stages: int
-    persistent: bool = False
+    tiles: Literal["own", "dealt", "drawn"] = "own"
     together: int = 1
     turns: bool = False
     last_writes: bool = False
     bias_slots: int = 0
+    queries_first: bool = False
 
     @property
     def block_kv(self) -> int:
@@ -77,13 +79,13 @@ class ByGradientConfig:
     """A block: 64 keys, for three warpgroups, one for each of dV, dK and dQ; 64 queries at a time.
 
     There are `stages` slots for queries, `d_out_stages` for their cotangents and `dq_slots` for pieces of dQ on their
-    way out. `persistent`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
+    way out. `tiles`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
     """
 
     stages: int = 2
     d_out_stages: int = 1
     dq_slots: int = 2
-    persistent: bool = False
+    tiles: Literal["own", "dealt", "drawn"] = "own"
     together: int = 1
     turns: bool = False
     bias_slots: int = 0

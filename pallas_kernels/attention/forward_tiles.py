@@ -1,23 +1,18 @@
 """Which tiles of queries a block works on: one of its own, those dealt to it, or those it draws whenever it is free.
 
-Where data decide how long a tile takes, nobody can deal them. They are drawn: the copying warpgroup, which is ahead of
-the others, takes the next number of a counter in device memory, looks up its tile and the keys that data leave it, and
-tells the others, so that nothing of this is waited for.
+Where data decide how long a tile takes, nobody can deal them. They are drawn, by the copying warpgroup.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import sequential_vmap
-from jaxlib.mlir.dialects import arith
 
-from pallas_kernels import emit, hardware, places, scopes
-from pallas_kernels.attention import gather, schedule
+from pallas_kernels import hardware, places, scopes
+from pallas_kernels.attention import drawn, gather, schedule
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
@@ -25,8 +20,7 @@ from pallas_kernels.attention.scores import Place
 
 Visit = Callable[[jax.Array, Place, Span, jax.Array], None]
 
-_SLOTS = 2  # a tile is told while the one before it is worked on
-_TOLD = range(1, 6)  # behind the ticket: the tile, and the four numbers of what data leave it
+_TOLD = 5  # the tile, and the four numbers of what data leave it
 _NO_TILE, _NO_SPAN = -1, Span(0, 0, 0, 0)
 
 
@@ -51,23 +45,16 @@ def names(config: ForwardConfig) -> tuple[str, ...]:
 
 
 def call(kernel: Callable[..., Any], config: ForwardConfig, blocks: int, out_type: Any, *operands: Any) -> Any:
-    """Calls the kernel; each call has tickets of its own, which `vmap` would share."""
+    """Calls the kernel."""
     if config.tiles != "drawn":
         return kernel(*operands)
     draw = lambda *arrays: places.call(kernel, arrays, [scopes.tickets(blocks)], out_type)[0]
-    return sequential_vmap(draw)(*operands)
+    return drawn.call(draw, *operands)
 
 
 def scratch(config: ForwardConfig) -> dict[str, Any]:
-    """Shared memory in which a block's warpgroups meet, and their barriers."""
-    if config.tiles != "drawn":
-        return {}
-    return {
-        "tile_smem": plgpu.SMEM((_SLOTS, _TOLD.stop), jnp.int32),
-        "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
-        "tile_empty": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=_SLOTS),
-        "ticket_full": plgpu.Barrier(),
-    }
+    """What drawing takes of shared memory."""
+    return drawn.scratch(_TOLD, config.warpgroups) if config.tiles == "drawn" else {}
 
 
 def each(block: Any, visit: Visit, *, draws: bool) -> None:
@@ -128,14 +115,15 @@ def _each_drawn(block: Any, visit: Visit) -> None:
         i, steps, tile = state
         place = _place(block, tile)
         left = _left_by_data(block, tile, place) if block.problem.hidden_by_data else _NO_SPAN
-        _tell(block, i, tile, left)
+        drawn.tell(block, i, (tile, *left))
         span = _span(block, place, lambda: left)
         visit(lax.rem(i, jnp.int32(block.config.query_slots)), place, span, steps)
-        return i + 1, steps + (span.end - span.first), _draw(block, i + 1)
+        draw = lambda: drawn.draw(block, i + 1, block.config.warpgroups)
+        return i + 1, steps + (span.end - span.first), gather.uniform(block.deal[draw()])
 
     own = gather.uniform(block.deal[lax.axis_index("block")])
     i, _, none = lax.while_loop(_is_tile, take, (jnp.int32(0), jnp.int32(0), own))
-    _tell(block, i, none, _NO_SPAN)
+    drawn.tell(block, i, (none, *_NO_SPAN))
 
 
 def _each_told(block: Any, visit: Visit) -> None:
@@ -143,56 +131,17 @@ def _each_told(block: Any, visit: Visit) -> None:
 
     Told spans, D = 64, documents: 132 bytes a thread would spill.
     """
-    for slot in range(1, _SLOTS):  # the first is taken unasked
-        plgpu.barrier_arrive(block.tile_empty.at[slot])
+    drawn.begin(block)
 
     def take(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         i, steps, tile, *left = state
         place = _place(block, tile)
         span = _span(block, place, lambda: Span(*left))
         visit(lax.rem(i, jnp.int32(block.config.query_slots)), place, span, steps)
-        return i + 1, steps + (span.end - span.first), *_told(block, i + 1)
+        return i + 1, steps + (span.end - span.first), *drawn.told(block, i + 1)
 
-    lax.while_loop(_is_tile, take, (jnp.int32(0), jnp.int32(0), *_told(block, jnp.int32(0))))
+    lax.while_loop(_is_tile, take, (jnp.int32(0), jnp.int32(0), *drawn.told(block, jnp.int32(0))))
 
 
 def _is_tile(state: tuple[jax.Array, ...]) -> jax.Array:
     return state[2] != _NO_TILE
-
-
-def _slot(i: jax.Array) -> jax.Array:
-    return lax.rem(i, jnp.int32(_SLOTS))
-
-
-def _draw(block: Any, i: jax.Array) -> jax.Array:
-    """The block's tile `i`."""
-    words = block.tile_smem.at[_slot(i)]
-    plgpu.barrier_wait(block.tile_empty.at[_slot(i)])
-    scopes.take_ticket(block.tickets, words, block.config.warpgroups)
-    plgpu.barrier_arrive(block.ticket_full)
-    plgpu.barrier_wait(block.ticket_full)
-    return gather.uniform(block.deal[gather.uniform(words[0])])
-
-
-def _tell(block: Any, i: jax.Array, tile: jax.Array, left: Span) -> None:
-    """Hands the block's tile `i`, and what data leave it, to the other warpgroups."""
-    places = _TOLD
-
-    def store_told(ctx, words, *numbers):
-        first = emit.equals(emit.thread_in_warpgroup(), 0)
-        for at, number in zip(places, numbers, strict=True):
-            address = arith.addi(emit.shared_address(words), emit.c32(4 * at))
-            emit.ptx("@$2 st.shared.s32 [$0], $1;", "r,r,b", [address, emit.scalar(number), first])
-
-    numbers = [jnp.int32(x) for x in (tile, *left)]
-    arguments = (plgpu.RefType(), *[emit.SPLAT] * len(numbers))
-    plgpu.inline_mgpu(arg_types=arguments)(store_told)(block.tile_smem.at[_slot(i)], *numbers)
-    plgpu.barrier_arrive(block.tile_full.at[_slot(i)])
-
-
-def _told(block: Any, i: jax.Array) -> tuple[jax.Array, ...]:
-    """What `_tell` has handed over."""
-    plgpu.barrier_wait(block.tile_full.at[_slot(i)])
-    told = tuple(gather.uniform(block.tile_smem[_slot(i), at]) for at in _TOLD)
-    plgpu.barrier_arrive(block.tile_empty.at[_slot(i)])
-    return told

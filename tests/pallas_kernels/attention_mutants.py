@@ -97,6 +97,7 @@ def _has_source(function: types.FunctionType) -> bool:
 _forward = functools.partial(Mutant, Op.FORWARD)
 _drawn = functools.partial(Mutant, Op.FORWARD, tiles="drawn")
 _backward = functools.partial(Mutant, Op.BACKWARD)
+_drawn_backward = functools.partial(Mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
 _wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
 _capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
 _wide_capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(136, 64))
@@ -396,15 +397,15 @@ MUTANTS = (
     _drawn(
         "end_not_told",
         "nobody is told that there are no more tiles",
-        "_tell(block, i, none, _NO_SPAN)",
+        "drawn.tell(block, i, (none, *_NO_SPAN))",
         "pass",
         rejected_by=DEADLOCK,
     ),
     _drawn(
         "left_by_data_not_told",
         "what data leave a tile is not told",
-        "_tell(block, i, tile, left)",
-        "_tell(block, i, tile, _NO_SPAN)",
+        "drawn.tell(block, i, (tile, *left))",
+        "drawn.tell(block, i, (tile, *_NO_SPAN))",
         "segments",
         rejected_by=DEADLOCK,
     ),
@@ -631,6 +632,72 @@ MUTANTS = (
         "jnp.arange(x.shape[1])[None, :] < lengths",
         "jnp.arange(x.shape[1])[None, :] <= lengths",
         "lengths",
+    ),
+    _backward(
+        "rows_without_keys_kept",
+        "cotangents of rows without a key, NaN, are multiplied by 0",
+        "_zero_rows(target, refs.lse.at[loops.recomputed(block.batch), step.head, rows])",
+        "pass",
+        "mask",
+        mask="documents",
+    ),
+    _backward(
+        "few_rows_without_keys",
+        "of a block of queries, the first tells whether some have no key",
+        "config.block_q).any(3)",
+        "config.block_q)[..., 0]",
+        "mask",
+        mask="documents",
+    ),
+    _backward(
+        "cotangents_zeroed_early",
+        "cotangents are zeroed before they have come",
+        "plgpu.barrier_wait(refs.d_out_landed)",
+        "pass",
+        "mask",
+        mask="documents",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _wide_backward(
+        "wide_rows_without_keys_kept",
+        "cotangents of rows without a key, NaN, are multiplied by 0",
+        "backward_d_out.copy(block, step, d_out_slot, nothing)",
+        "backward_d_out.copy(block, step, d_out_slot, False)",
+        "mask",
+        mask="documents",
+    ),
+    _drawn_backward(
+        "block_of_keys_skipped", "nobody draws the first ticket", "scopes.tickets(blocks)", "scopes.tickets(blocks + 1)"
+    ),
+    _drawn_backward(
+        "end_of_keys_not_told",
+        "nobody is told that there are no more blocks of keys",
+        "drawn.tell(refs, turn, (none, *Span(0, 0, 0, 0)))",
+        "pass",
+        rejected_by=DEADLOCK,
+    ),
+    _drawn_backward(
+        "span_not_told",
+        "which queries come past a block of keys is not told",
+        "(tile, *block.span)",
+        "(tile, *Span(0, 0, 0, 0))",
+        rejected_by=DEADLOCK,
+    ),
+    _drawn_backward(
+        "keys_too_early",
+        "keys are overwritten while those of the block before are read",
+        "plgpu.barrier_wait(refs.kv_empty))\n    for i",
+        "None)\n    for i",
+        rejected_by=NOT_WAITED_FOR,
+    ),
+    _drawn_backward(
+        "keys_without_queries_awaited",
+        "keys that no queries come past are waited for and never copied",
+        "pl.when(block.steps == 0)(lambda: _copy_keys(block, first_tile))",
+        "pass",
+        mask="causal",
+        keys=400,
+        rejected_by=DEADLOCK,
     ),
     _backward(
         "tail_dropped",

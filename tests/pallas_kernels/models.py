@@ -252,6 +252,11 @@ def _fence_copies(machine: Any, static: Any) -> None:
     """Copies are done at once here, in the program's order."""
 
 
+def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
+    row, column = np.indices(target.shape)
+    machine.scatter(target, (row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
+
+
 def _mask_tile(machine: Any, static: Any, x: Any, keys: Any, most: Any, least: Any) -> list[Any]:
     at, column = np.indices(static.shape)
     seen = at < keys if static.ragged else at >= 0

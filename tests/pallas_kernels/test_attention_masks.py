@@ -167,7 +167,9 @@ BACKWARD = {
     "rows": ("1NT1", "scattered", (64, 64), {"soft_cap": 3.0}),
     "everything-wide": ("11TS", "everything", (136, 64), {"causal_offset": 0}),
     "documents-wide": ("BNTS", "documents", (136, 64), {"deterministic": True}),
+    "documents": ("B1TS", "documents", (128, 64), {}),
     "nothing": ("B111", "nothing", (64, 64), {"deterministic": True}),
+    "nothing-drawn": ("B111", "nothing", (64, 64), {}),
     "documents-with-all": (
         "BNTS", "documents", (64, 64), {**RULES["lengths"], "causal_offset": 100, "bias": "1NTS", "deterministic": True}
     ),
@@ -177,7 +179,8 @@ BACKWARD = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BACKWARD)
-def test_backward_in_the_interpreter(name, interpreted):
+def test_backward_in_the_interpreter(name, interpreted, monkeypatch):
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     mask, pattern, dims, facts = BACKWARD[name]
     facts = {"mask": mask, "bias_gradient": "bias" in facts, **facts}
     p = attention_cases.problem_of(Op.BACKWARD, facts, (200, 150), dims, "bfloat16", (2, 1))

@@ -34,16 +34,16 @@ REJECTIONS = {
 def check(op, kind, batch, heads, slack, tiles, deterministic, dims, mask, keys, *, limit_s=100.0):
     """The check of the kernel's tests, of a problem that is as small as the fault allows."""
     run = functools.partial(interpret, limit_s=limit_s)
-    if op is Op.FORWARD:
-        problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-        config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, tiles=tiles)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hardware, "current", lambda: FEW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "current", lambda: FEW)
+        if op is Op.FORWARD:
+            problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
+            config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, tiles=tiles)
             test_attention_forward.check(problem, config, run, mask=mask)
-    else:
-        facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
-        problem = test_attention_backward.problem_of(kind, (200, keys), dims, "bfloat16", **facts)
-        test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run, mask=mask)
+        else:
+            facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
+            problem = test_attention_backward.problem_of(kind, (200, keys), dims, "bfloat16", **facts)
+            test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run, mask=mask)
 
 
 @pytest.fixture(autouse=True)
