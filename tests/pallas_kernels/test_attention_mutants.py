@@ -36,7 +36,9 @@ def check(op, kind, batch, heads, slack, tiles, deterministic, dims, mask, keys,
     run = functools.partial(interpret, limit_s=limit_s)
     if op is Op.FORWARD:
         problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-        config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, tiles=tiles)
+        config = ForwardConfig(
+            block_kv=64, warpgroups=2, stages=2, slack=slack, tiles=tiles, overwrites=True, overlaps=True
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hardware, "current", lambda: FEW)
             test_attention_forward.check(problem, config, run, mask=mask)
