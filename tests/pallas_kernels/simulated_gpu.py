@@ -313,10 +313,18 @@ def _load_as_product(
     del mesh_location
     shared, key, view = _resolve(key, transforms)
     if shared.detect_races:
-        clock, access = shared.incr_clock(thread).async_smem_clock.copy(), interpret_utils.Access(view)
+        clock, access = _async_clock(shared, thread), interpret_utils.Access(view)
         gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
     with shared.lock:
         return token, np.array(shared.mem[key].content[view])
+
+
+def _async_clock(shared: Any, thread: Any) -> Any:
+    """Of an access to shared memory by the tensor cores or the copy engine; later than what the thread waited for."""
+    with shared.lock:
+        clock = shared.clocks[thread]
+        clock.inc(shared.thread_to_vc_position(thread))
+        return clock.async_smem_clock.copy()
 
 
 class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
