@@ -16,6 +16,9 @@ class ForwardConfig:
     `query_slots`: tiles of queries in shared memory; with 2 the next one arrives while this one is worked on.
     `bias_slots`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
     `section_mib`: keys and values that the blocks at work at one time share, in the cache.
+    `overwrites`: scores are written over what their registers hold, which else are cleared before each tile.
+    `overlaps`: weights are computed beside the product of those before with their values, which ptxas else waits for
+    first.
     """
 
     block_kv: int
@@ -26,6 +29,8 @@ class ForwardConfig:
     query_slots: int = 1
     bias_slots: int = 0
     section_mib: int = 16
+    overwrites: bool = False
+    overlaps: bool = False
 
     @property
     def block_q(self) -> int:

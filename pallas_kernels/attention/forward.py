@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import forward_bias, forward_tiles, gather, limits, memory, schedule, scores
+from pallas_kernels.attention import forward_bias, forward_tiles, gather, limits, memory, products, schedule, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.memory import ACC
 from pallas_kernels.attention.problem import Attention
@@ -129,7 +129,8 @@ def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: j
     """All tiles of keys that the queries in slot `mine` see folded into their state."""
     config, problem, value_dim = block.config, block.problem, block.value_smem.shape[-1]
     query = block.query_smem.at[mine]
-    products_type = ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32)
+    # Of the products; none where they need not be cleared.
+    cleared_type = () if config.overwrites else (ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32),)
     out_type = ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
     count = span.end - span.first
 
@@ -139,41 +140,41 @@ def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: j
     def key(i: jax.Array) -> jax.Array:
         return (span.end - 1 - i) * config.block_kv
 
-    def logits(i: jax.Array, edge: Any, products: Callable[[], jax.Array]) -> jax.Array:
+    def logits(i: jax.Array, edge: Any, finished: Callable[[], jax.Array]) -> jax.Array:
         extras = scores.load_extras(problem, block, place, key(i), config.block_kv, copied=config.bias_slots > 0)
-        x = products()
+        x = finished()
         plgpu.barrier_arrive(block.key_empty.at[slot(i)])
         if config.bias_slots:
             extras = extras._replace(bias=forward_bias.read(block, steps + i))
         return scores.logits(problem, block, place, extras, x, key(i), edge)
 
-    def first(products: Any) -> jax.Array:
+    def first(*cleared: Any) -> jax.Array:
         i = jnp.int32(0)
         plgpu.barrier_wait(block.key_full.at[slot(i)])
-        plgpu.wgmma(products, query, block.key_smem.at[slot(i)].T)
-        return logits(i, True, lambda: products[...])
+        begun = products.begin(query, block.key_smem.at[slot(i)], *cleared)
+        return logits(i, True, lambda: products.finish(begun, later=0))
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, before = carry[0], slot(i - 1)
 
-        def multiply(products: Any, out: Any) -> tuple[State, jax.Array]:
+        def multiply(*accumulators: Any) -> tuple[State, jax.Array]:
+            *cleared, out = accumulators
             # The left operand must not change registers once products are under way: ptxas would serialise them all.
             out[...], weights = lax.optimization_barrier((state.out, carry[1]))
             plgpu.barrier_wait(block.key_full.at[slot(i)])
             plgpu.barrier_wait(block.value_full.at[before])
-            plgpu.wgmma(products, query, block.key_smem.at[slot(i)].T)
+            begun = products.begin(query, block.key_smem.at[slot(i)], *cleared)
             plgpu.wgmma(out, weights, block.value_smem.at[before])
-            x = logits(
-                i,
-                schedule.at_edge(problem, span, span.end - 1 - i),
-                lambda: plgpu.wgmma_accumulator_load(products, wait_n=1),
-            )
+            edge = schedule.at_edge(problem, span, span.end - 1 - i)
+            x = logits(i, edge, lambda: products.finish(begun, later=1))
             new, new_weights, decay = fold(problem, config.slack, state, x)
+            if config.overlaps:
+                products.wait_behind(new.sum)
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
             plgpu.barrier_arrive(block.value_empty.at[before])
             return new._replace(out=_decayed(config, summed, decay)), new_weights
 
-        return pl.run_scoped(multiply, products_type, out_type)
+        return pl.run_scoped(multiply, *cleared_type, out_type)
 
     def last(out: Any) -> jax.Array:
         out[...] = state.out
@@ -181,7 +182,8 @@ def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: j
         plgpu.wgmma(out, weights, block.value_smem.at[slot(count - 1)])
         return out[...]
 
-    state, weights, _ = fold(problem, config.slack, empty(value_dim), pl.run_scoped(first, products_type))
+    x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
+    state, weights, _ = fold(problem, config.slack, empty(value_dim), x)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
     plgpu.barrier_arrive(block.query_empty.at[mine])

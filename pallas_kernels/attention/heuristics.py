@@ -51,20 +51,26 @@ def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
 
 
 def _widest(problem: Attention) -> ForwardConfig:
-    # bf16, 16384 keys, H200. Slack 8 against 0: heads of 64, 532 and 514 TFLOP/s; of 128, 689 and 693; of 256 (causal),
-    # 763 and 723.
+    # bf16, 16384 keys, H200, us, full and causal. Scores over cleared registers, and over what those hold: heads of 64,
+    # 4202 and 3943, 2441 and 2302; of 256, full, 2946 and 3176. Weights behind the product before, and beside it: where
+    # tiles are compared at an edge, of 64, 2302 and 2290, of 256, 1668 and 1469; full, of 256, 2947 and 3022. Neither
+    # and no slack, both and slack 8: of 128, 3638 and 3525, 1924 and 1754; of 192 and 128, 4096 keys, 1116 and 1105,
+    # 626 and 588. Slack 8 against 0 without them: of 64, 532 and 514 TFLOP/s; of 256, causal, 763 and 723.
+    edge = schedule.bounds(problem) != (None, None) or problem.hidden_by_data
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
         # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
         slots = 2 if schedule.bounds(problem) != (None, None) or problem.key_length <= 1024 else 1
-        return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, query_slots=slots)
+        config = ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, query_slots=slots)
+        return dataclasses.replace(config, overwrites=True, overlaps=edge)
     if max(problem.head_dim, problem.value_dim) <= 128:
         # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
-        return ForwardConfig(block_kv=128, warpgroups=2, stages=2, query_slots=2)
+        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, query_slots=2)
+        return dataclasses.replace(config, overwrites=True, overlaps=True)
     if problem.head_dim + problem.value_dim <= 320:
         # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
-        return ForwardConfig(block_kv=128, warpgroups=2, stages=2)
-    return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
+        return ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, overwrites=True, overlaps=True)
+    return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=edge and not problem.hidden_by_data)
 
 
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:

@@ -21,12 +21,16 @@ def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
     return next(c for c in (n // dtype.itemsize for n in (128, 64, 32)) if size % c == 0)
 
 
+def transforms(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Of shared memory in swizzled tiles of eight rows and `columns` columns."""
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+
+
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as the tensor cores read it."""
     dtype = jnp.dtype(dtype)
-    columns = columns_of_tile(shape[-1], dtype)
-    swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=transforms(columns_of_tile(shape[-1], dtype), dtype))
 
 
 def store(target: Any, value: jax.Array) -> None:

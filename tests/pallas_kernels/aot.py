@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_cuda13_plugin") is None else None
+DISASSEMBLES = all(shutil.which(tool) for tool in ("ptxas", "nvdisasm"))
 
 _TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 _dump = pathlib.Path(tempfile.mkdtemp(prefix="mosaic-"))
@@ -67,6 +69,15 @@ def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> 
         old.unlink()
     jax.jit(lambda *args: f(*args)).lower(*on_h200(operands)).compile()
     return tuple(_report(log) for log in sorted(_dump.glob("*.ptxas")))
+
+
+def machine_code(report: Report) -> str:
+    """What ptxas makes of a kernel; its own instructions' order is not that of PTX."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.cubin")
+        ptx.write_text(report.ptx)
+        subprocess.run(["ptxas", "-arch=sm_90a", ptx, "-o", cubin], check=True)
+        return subprocess.run(["nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
 
 
 def on_h200(operands: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:

@@ -316,3 +316,12 @@ def _vote_any(machine: Any, static: Any, x: Any) -> list[Any]:
 
 def _keep_rolled(machine: Any, static: Any) -> None:
     """Only the compilers hear it."""
+
+
+def _begin_product(machine: Any, static: Any, query: Any, key: Any) -> list[Any]:
+    query, key = (machine.load_as_product(ref).astype(jnp.float32) for ref in (query, key))
+    return [query @ key.T]
+
+
+def _wait_for_numbers(machine: Any, static: Any, x: Any) -> None:
+    """Only the compilers hear it."""

@@ -58,6 +58,14 @@ class Machine:
         )
         return value
 
+    def load_as_product(self, ref: Ref) -> jax.Array:
+        """Reads all of `ref` as WGMMA does: in order with copies, without a fence."""
+        result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(ref.shape, ref.dtype)
+        step = functools.partial(_load_as_product, source_info=self._source_info)
+        places = dict(key=ref.key, transforms=ref.transforms)
+        self.token, value = callback.io_callback(step, result, token=self.token, **places, **self._where)
+        return value
+
     def store(self, ref: Ref, value: jax.Array) -> None:
         """Overwrites all of `ref`."""
         self.token, _ = gpu_callbacks.call_swap(
@@ -300,6 +308,27 @@ def _atomic_add(*, token: Any, mesh_location: Any, thread: Any, key: Any, transf
         before = np.array(shared.mem[key].content[view])
         shared.mem[key].content[view] = before + np.asarray(value)
     return token, before
+
+
+@gpu_callbacks.fail_on_exception
+def _load_as_product(
+    *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, source_info: Any
+) -> Any:
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
+    if shared.detect_races:
+        clock, access = _async_clock(shared, thread), interpret_utils.Access(view)
+        gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
+    with shared.lock:
+        return token, np.array(shared.mem[key].content[view])
+
+
+def _async_clock(shared: Any, thread: Any) -> Any:
+    """Of an access to shared memory by the tensor cores or the copy engine; later than what the thread waited for."""
+    with shared.lock:
+        clock = shared.clocks[thread]
+        clock.inc(shared.thread_to_vc_position(thread))
+        return clock.async_smem_clock.copy()
 
 
 class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import aot
@@ -111,7 +112,8 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
-    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8), interpreted)
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overwrites=True, overlaps=True)
+    check(p, config, interpreted)
 
 
 @pytest.mark.slow
@@ -165,6 +167,8 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
         ForwardConfig(block_kv=128, warpgroups=3, stages=2),
         ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
         ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="own"),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=True),
+        ForwardConfig(block_kv=128, warpgroups=1, stages=2, overwrites=True),
         ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="drawn"),
     ],
     ids=str,
@@ -280,8 +284,7 @@ def test_compiles_biases_without_spills(dims, dtype):
     p = attention_cases.problem_of(Op.FORWARD, kind, (2048, 2048), dims, "bfloat16", (4, 2))
     (config,) = heuristics.forward(p, hardware.H200)
     assert config.bias_slots or (dims, dtype) == ((256, 256), "float32")
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
-    (report,) = aot.compile_for_h200(lambda *a: forward.run(p, config, *a), *operands)
+    report = compiled(p, config)
     most = {((64, 64), "bfloat16"): 4, ((256, 256), "float32"): 12}.get((dims, dtype), 0)
     assert report.spill_bytes <= most, report.ptxas_log
     assert report.smem <= hardware.H200.smem_per_cta
@@ -309,6 +312,37 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
     check(p, config, interpreted, ids=name.split("-")[0])
 
 
+def compiled(p: Attention, config: ForwardConfig) -> aot.Report:
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
+    (report,) = aot.compile_for_h200(lambda *a: forward.run(p, config, *a), *operands)
+    return report
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (80, 80), (192, 128)])
+def test_products_that_overwrite_read_what_mosaics_read(dims):
+    """The descriptors of the same tiles, in swizzles of 128, 64 and 32 bytes."""
+    p = problem_of("full", (512, 512), dims, "float16")
+    config = ForwardConfig(block_kv=128, warpgroups=2, stages=2)
+    mosaics, ours = (compiled(p, dataclasses.replace(config, overwrites=x)).ptx for x in (False, True))
+    descriptors = r"(?:or|add)[.][bs]64 .*, (-?\d{15,});"
+    assert set(re.findall(descriptors, ours)) == set(re.findall(descriptors, mosaics)) != set()
+    assert "setp.ne.b32 p, 0, 0" in ours
+    assert "setp.ne.b32 p, 0, 0" not in mosaics
+
+
+@pytest.mark.skipif(aot.MISSING is not None or not aot.DISASSEMBLES, reason="no plugin, ptxas or nvdisasm")
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_exponentials_overlap_products(dims, overlaps):
+    p = problem_of("causal", (2048, 2048), dims, "bfloat16")
+    config = dataclasses.replace(heuristics.forward(p, hardware.H200)[0], overlaps=overlaps)
+    code = aot.machine_code(compiled(p, config))
+    begun = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    beside = code[begun : code.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begun)].count("MUFU.EX2")
+    assert beside > 3 / 4 * config.block_kv / 2 if overlaps else beside < config.block_kv / 4
+
+
 # Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
 _MAY_SPILL = 20  # segments, causal, D = 256
 _WIDE_MAY_SPILL = 8  # lengths that are no multiples, D = 256: outside of the loop
@@ -323,10 +357,9 @@ def compiled_cases() -> list[Attention]:
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 @pytest.mark.parametrize("p", compiled_cases(), ids=name_of)
 def test_compiles_without_spills(p):
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
     plain = name_of(p).split("-scale-")[-1] in ("", "causal_offset") or name_of(p).endswith("-scale")
     for config in heuristics.forward(p, hardware.H200):
-        (report,) = aot.compile_for_h200(lambda *a, config=config: forward.run(p, config, *a), *operands)
+        report = compiled(p, config)
         most = _MAY_SPILL if not plain else _WIDE_MAY_SPILL if p.head_dim == 256 and p.key_length % 64 else 0
         assert report.spill_bytes <= most, report.ptxas_log
         assert not [line for line in report.complaints if "C7519" not in line], report.complaints

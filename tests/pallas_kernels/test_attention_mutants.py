@@ -38,7 +38,8 @@ def check(op, kind, batch, heads, slack, tiles, deterministic, dims, mask, keys,
         patch.setattr(hardware, "current", lambda: FEW)
         if op is Op.FORWARD:
             problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-            config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, tiles=tiles)
+            options = {"slack": slack, "tiles": tiles, "overwrites": True, "overlaps": True}
+            config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, **options)
             test_attention_forward.check(problem, config, run, mask=mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
