@@ -97,11 +97,13 @@ class Board:
         arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
         plgpu.inline_mgpu(arg_types=arguments)(post_copies)(words, jnp.int32(row), *values)
 
-    def gather(self, words: jax.Ref, row: Index, slots: jax.Ref, patience: int, barrier: int) -> jax.Array:
+    def gather(self, words: jax.Ref, row: Index, slots: jax.Ref, patience: Index, barrier: int) -> jax.Array:
         """Brings what all members have published into `slots`, and says whether they had, by the calling warpgroup."""
         return self._await(words, row, None, self.found, slots, patience, barrier)
 
-    def hear(self, words: jax.Ref, row: Index, member: Index, slots: jax.Ref, patience: int, barrier: int) -> jax.Array:
+    def hear(
+        self, words: jax.Ref, row: Index, member: Index, slots: jax.Ref, patience: Index, barrier: int
+    ) -> jax.Array:
         """Brings what was told of a row into `slots`, and says whether it was, by the calling warpgroup."""
         each = Exchange(self.quantities * WARPS, 1)
         return self._await(words, row, member, each, slots, patience, barrier)
@@ -118,22 +120,22 @@ class Board:
         hears: Index | None,
         exchange: Exchange,
         slots: jax.Ref,
-        patience: int,
+        patience: Index,
         barrier: int,
     ) -> jax.Array:
         """What was published for all members, or the copy that one of them hears."""
 
-        def await_numbers(ctx, words, slots, row, *member):
+        def await_numbers(ctx, words, slots, row, patience, *member):
             base = arith.muli(scalar(row), c32(self.words_of_row))
             if member:
                 base = self._copy(scalar(row), arith.remui(scalar(member[0]), c32(self.copies)))
-            lost, text = c32(0), _awaiting(exchange, patience)
+            lost, text = c32(0), _awaiting(exchange)
             for at in range(0, exchange.members, WARPGROUP):
                 of = arith.addi(thread_in_warpgroup(), c32(at))
                 waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(exchange.members))
                 slot = arith.addi(shared_address(slots), arith.muli(of, c32(4)))
-                operands = [_address(words, arith.addi(base, of)), slot, waits]
-                missing = llvm.inline_asm(i32(), operands, text, "=r,l,r,b,~{memory}", has_side_effects=True)
+                operands = [_address(words, arith.addi(base, of)), slot, waits, scalar(patience)]
+                missing = llvm.inline_asm(i32(), operands, text, "=r,l,r,b,r,~{memory}", has_side_effects=True)
                 lost = arith.ori(lost, missing)
             vote = (
                 "{ .reg .pred mine, some; setp.ne.s32 mine, $1, 0; "
@@ -142,13 +144,13 @@ class Board:
             return integer(llvm.inline_asm(i32(), [lost], vote, "=r,r,~{memory}", has_side_effects=True))
 
         member = [] if hears is None else [jnp.int32(hears)]
-        arguments = (plgpu.RefType(), plgpu.RefType(), SPLAT, *[SPLAT] * len(member))
+        arguments = (plgpu.RefType(), plgpu.RefType(), SPLAT, SPLAT, *[SPLAT] * len(member))
         operation = plgpu.inline_mgpu(arg_types=arguments, return_type=INTEGER)(await_numbers)
-        return operation(words, slots, jnp.int32(row), *member) != 0
+        return operation(words, slots, jnp.int32(row), jnp.int32(patience), *member) != 0
 
 
-def _awaiting(exchange: Exchange, patience: int) -> str:
-    """Each thread's loop: a word of each quantity from $1 on, put into the slots at $2 if $3; $0 is what is missing."""
+def _awaiting(exchange: Exchange) -> str:
+    """Each thread's loop, $4 times again: words from $1 on, put into the slots at $2 if $3; $0 is what is missing."""
     quantities = range(exchange.quantities)
     loads = "".join(f"@$3 ld.relaxed.gpu.global.b32 w{q}, [$1 + {4 * q * exchange.members}]; " for q in quantities)
     checks = "setp.eq.and.s32 missing, w0, -1, $3; "
@@ -157,7 +159,7 @@ def _awaiting(exchange: Exchange, patience: int) -> str:
     return (
         f"{{ .reg .b32 w<{len(quantities)}>, tries; .reg .pred missing, last; mov.b32 tries, 0; "
         f"AGAIN: {loads}{checks}@!missing bra DONE; "
-        f"add.u32 tries, tries, 1; setp.gt.u32 last, tries, {patience}; @last bra DONE; "
+        f"add.u32 tries, tries, 1; setp.gt.u32 last, tries, $4; @last bra DONE; "
         f"nanosleep.u32 {_NAP_NS}; bra AGAIN; "
         f"DONE: {stores}selp.b32 $0, 1, 0, missing; }}"
     )

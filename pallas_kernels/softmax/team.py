@@ -4,7 +4,7 @@ Previous rung: grid.py (a block reads a share of a row or writes one, so that sh
 blocks as the device runs at once take row after row, each the same share of every row of its team, which stays in
 shared memory from its copy to its result. Reading, writing, and finding a row's statistics are the work of different
 warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all. Whoever
-is not told in time, as blocks may not run at once after all, walks the row alone.
+is not told in time, as blocks may not run at once after all, walks the row alone, and waits no more.
 Traffic: 1 read, 1 write.
 """
 
@@ -218,14 +218,15 @@ def _hear(block: _Block) -> None:
             board.told, row_ops.as_numbers(stats), share.layout, 0, block.told.at[_turn(i)], 1, share.barrier
         )
 
-    def hear(i: jax.Array, _: None) -> None:
+    def hear(i: jax.Array, patience: jax.Array) -> jax.Array:
         pl.when(i >= _TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - _phase(i, _TURNS)))
         told = block.told.at[_turn(i)]
-        heard = board.hear(block.words, block.row(i), block.member, told, config.patience, _HEARING)
+        heard = board.hear(block.words, block.row(i), block.member, told, patience, _HEARING)
         pl.when(jnp.logical_not(heard))(lambda: find_alone(i))
         asynchronous.arrive(block.heard(i))
+        return jnp.where(heard, patience, 0)
 
-    lax.fori_loop(0, block.rows, hear, None)
+    lax.fori_loop(0, block.rows, hear, jnp.int32(config.patience))
 
 
 def _on_share(block: _Block, work: Callable[[_Block, Share], None], share: Share) -> None:

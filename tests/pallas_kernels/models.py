@@ -188,13 +188,15 @@ def _copy(board: Any, row: Any, copy: Any) -> Any:
     return row * board.words_of_row + board.quantities * (board.members + 4 * copy)
 
 
-def _await_numbers(machine: Any, static: Any, words: Any, slots: Any, row: Any, *member: Any) -> list[Any]:
+def _await_numbers(
+    machine: Any, static: Any, words: Any, slots: Any, row: Any, patience: Any, *member: Any
+) -> list[Any]:
     """Blocks run one after another here, unless they are a cluster: who has patience never loses it."""
     exchange, board = static.exchange, static.self
     first = _copy(board, row, member[0] % board.copies) if member else row * board.words_of_row
     found = True
     for q in range(exchange.quantities):
-        numbers = machine.await_words(words, first + q * exchange.members, exchange.members, -1, static.patience > 0)
+        numbers = machine.await_words(words, first + q * exchange.members, exchange.members, -1, patience > 0)
         found &= (numbers != -1).all()
         at = np.unravel_index(q * slots.shape[1] + np.arange(exchange.members), slots.shape)
         machine.scatter(slots, at, True, lax.bitcast_convert_type(numbers, np.float32))

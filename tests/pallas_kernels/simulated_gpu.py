@@ -164,9 +164,9 @@ class Machine:
         """`st.relaxed.gpu` of words of `ref`, from `at` on."""
         self._on_words(ref, "set", at, value, active)
 
-    def await_words(self, ref: Ref, at: Any, count: int, missing: int, patient: bool = True) -> jax.Array:
+    def await_words(self, ref: Ref, at: Any, count: int, missing: int, patient: Any = True) -> jax.Array:
         """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`, or looks once; the words."""
-        return self._on_words(ref, "await" if patient else "look", at, jnp.full(count, missing), True)
+        return self._on_words(ref, "await", at, jnp.full(count, missing), patient)
 
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
@@ -260,12 +260,12 @@ def _words(
     content = shared.mem[key].content[at : at + operand.size]
     if content.size != operand.size:
         raise IndexError(f"{thread} touches words {at} to {at + operand.size} of {shared.mem[key].content.size}")
-    while action == "await" and (content == operand).any():
+    while action == "await" and active and (content == operand).any():
         shared.check_failed()
         time.sleep(_POLL_S / 5)
     with shared.lock:
         old, clocks = content.copy(), shared.__dict__.setdefault("word_clocks", {})
-        if action != "set" or not active:
+        if action == "await" or not active:
             for i in range(operand.size):
                 if (key, at + i) in clocks:
                     shared.clocks[thread].update(clocks[key, at + i])
