@@ -28,7 +28,6 @@ from pallas_kernels.emit import (
 from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile
 
 Cache = Literal["evict_last", "evict_first"] | None
-WARPS = 4  # of a warpgroup
 
 
 def barriers(count: int) -> Any:

@@ -14,24 +14,22 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.asynchronous import WARPS
 from pallas_kernels.emit import (
     INTEGER,
     SPLAT,
     WARPGROUP,
+    WARPS,
     Index,
     c32,
-    c64,
     equals,
-    global_address,
     i32,
-    i64,
     integer,
     ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
     word,
+    word_address,
 )
 from pallas_kernels.scopes import Exchange
 
@@ -76,7 +74,7 @@ class Board:
             first = equals(thread_in_warpgroup(), 0)
             base = arith.addi(arith.muli(scalar(row), c32(self.words_of_row)), scalar(member))
             for q, value in enumerate(values):
-                at = _address(words, arith.addi(base, c32(q * self.members)))
+                at = word_address(words, arith.addi(base, c32(q * self.members)))
                 ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
 
         arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
@@ -91,7 +89,7 @@ class Board:
             copy, warp = arith.divui(thread, c32(WARPS)), arith.remui(thread, c32(WARPS))
             base = arith.addi(self._copy(scalar(row), copy), warp)
             for q, value in enumerate(values):
-                at = _address(words, arith.addi(base, c32(q * WARPS)))
+                at = word_address(words, arith.addi(base, c32(q * WARPS)))
                 ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), takes_part])
 
         arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
@@ -134,7 +132,7 @@ class Board:
                 of = arith.addi(thread_in_warpgroup(), c32(at))
                 waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(exchange.members))
                 slot = arith.addi(shared_address(slots), arith.muli(of, c32(4)))
-                operands = [_address(words, arith.addi(base, of)), slot, waits, scalar(patience)]
+                operands = [word_address(words, arith.addi(base, of)), slot, waits, scalar(patience)]
                 missing = llvm.inline_asm(i32(), operands, text, "=r,l,r,b,r,~{memory}", has_side_effects=True)
                 lost = arith.ori(lost, missing)
             vote = (
@@ -163,7 +161,3 @@ def _awaiting(exchange: Exchange) -> str:
         f"nanosleep.u32 {_NAP_NS}; bra AGAIN; "
         f"DONE: {stores}selp.b32 $0, 1, 0, missing; }}"
     )
-
-
-def _address(words: ir.Value, index: ir.Value) -> ir.Value:
-    return arith.addi(global_address(words), arith.muli(arith.extui(i64(), index), c64(4)))

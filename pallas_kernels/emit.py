@@ -11,6 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 WARPGROUP = 128
+WARPS = 4  # of a warpgroup
 SPLAT = plgpu.Layout.WG_SPLAT
 INTEGER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)  # a result that is the same in a warp
 Index = jax.Array | int
@@ -76,6 +77,12 @@ def elements(v: ir.Value) -> list[ir.Value]:
 def global_address(ref: ir.Value) -> ir.Value:
     """The address of an array in global memory."""
     return llvm.ptrtoint(i64(), utils.memref_ptr(ref))
+
+
+def word_address(words: ir.Value, index: ir.Value) -> ir.Value:
+    """The address of a word of an array in global memory."""
+    wide = arith.extui(i64(), index)
+    return arith.addi(global_address(words), arith.muli(wide, c64(4)))
 
 
 def shared_address(ref: ir.Value) -> ir.Value:

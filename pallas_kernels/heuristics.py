@@ -98,16 +98,16 @@ def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
 
 def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
     """As many teams as there is room for with 32 KiB of operands to a block, and as many rows at once as it holds."""
-    # H200: f16, 64 x 1048576, 73 us, two teams; one of 128 blocks 74. f32, 512 x 262144, 280; of 64 blocks 287.
+    # H200, f16, 64 x 1048576: 75 us, two teams; one of 128 blocks 81.
     wanted = -(-_row_bytes(problem) // (32 * KIB))
-    teams = min(max(device.sm_count // wanted, 1), max(problem.rows, 1))
+    teams = min(max(device.sm_count // wanted, 1), problem.rows)
     # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.7 and 74.1, and 73.5 if read `once`.
     # 256 rows of float32, 568.2 and 567.9 with it.
     wide = problem.dtype.itemsize == 4
     blocks = device.sm_count // teams
     config = TeamConfig(blocks, warpgroups=2, registers=1 if wide else 2, slots=0, teams=teams, once=not wide)
     of_share = config.steps(problem.max_vectors) * config.granule
-    blocks = max(-(-problem.max_vectors // of_share), 1)
+    blocks = -(-problem.max_vectors // of_share)
     slots = (device.smem_per_cta - 8 * KIB) // (problem.operands * of_share * 16)
     return (dataclasses.replace(config, blocks=blocks, slots=slots),)
 

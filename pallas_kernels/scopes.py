@@ -22,15 +22,14 @@ from pallas_kernels.emit import (
     WARPGROUP,
     Index,
     c32,
-    c64,
     equals,
     global_address,
-    i64,
     ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
     word,
+    word_address,
 )
 
 BLOCK = 15  # the hardware's barrier of a block
@@ -53,6 +52,7 @@ class Exchange:
     @property
     def slots(self) -> int:
         """Slots of each quantity: what a warp's lanes hold evenly. Those without a member hold the merge's identity."""
+        # Mosaic has no layout of one element.
         return max(1 << (self.members - 1).bit_length(), 2)
 
     @property
@@ -231,9 +231,7 @@ def from_grid(exchange: Exchange, words: jax.Ref, row: Index, slots: jax.Ref, wa
 def _word(exchange: Exchange, words: ir.Value, row: ir.Value, quantity: int, member: ir.Value) -> ir.Value:
     """The address of a row's number of a member."""
     of_row = arith.addi(arith.muli(row, c32(exchange.quantities * exchange.members)), c32(1))
-    index = arith.addi(arith.addi(of_row, c32(quantity * exchange.members)), member)
-    wide = arith.extui(i64(), index)
-    return arith.addi(global_address(words), arith.muli(wide, c64(4)))
+    return word_address(words, arith.addi(arith.addi(of_row, c32(quantity * exchange.members)), member))
 
 
 def sync_block(warpgroups: int, barrier: int = BLOCK) -> None:

@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
 from pallas_kernels.board import Board
 from pallas_kernels.configs import TeamConfig
+from pallas_kernels.emit import WARPS
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
@@ -243,9 +244,9 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamCon
     problem, computing = operands.problem, config.warpgroups
     *slots, near, found, told, alone, barriers = scratch
     block = _Block(operands, config, words, tuple(slots), near, found, told, alone, barriers)
-    warps = asynchronous.WARPS * computing
+    warps = WARPS * computing
     arrivals = [copies(problem, config)] * config.slots + [warps] * config.slots
-    arrivals += [asynchronous.WARPS] * _TURNS + [warps] * _TURNS
+    arrivals += [WARPS] * _TURNS + [warps] * _TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
     for exchange, ref in zip(_exchanges(problem, config), (near, found), strict=False):
         exchange.clear(ref, config.threads)
