@@ -22,6 +22,10 @@ from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
+# Pieces added one after the other before their sum is added to the others': rounding grows with the number of sums.
+# float32, 262144 columns in 512 pieces, H200: 3.9 ulp, where XLA's reduction is 0.7 off.
+_ADDED = 32
+
 
 def unsupported(problem: Problem, device: Device) -> str | None:
     """Only what no kernel takes."""
@@ -55,7 +59,14 @@ def partial_stats(
         tiles = operands.load(row, i * (warpgroups * share) + warpgroup * share, tile, labelled)
         return _fold(problem, stats, tiles, tile, exp)
 
-    return lax.fori_loop(0, steps, add, nothing)
+    if steps <= _ADDED:
+        return lax.fori_loop(0, steps, add, nothing)
+
+    def add_group(i: jax.Array, stats: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        group = lax.fori_loop(i * _ADDED, jnp.minimum((i + 1) * _ADDED, steps), add, nothing)
+        return row_ops.combine(problem, stats, group, exp)
+
+    return lax.fori_loop(0, -(-steps // _ADDED), add_group, nothing)
 
 
 def _steps(problem: Problem, tile: mosaic.Tile, warpgroups: int) -> int:

@@ -55,6 +55,11 @@ def _interpreted():
                     case = _case(rung, Problem(op, ROWS, cols, dtype), config)
                     yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
             config, lengths = INTERPRETED[rung.name][-1]
+            if rung.name == "online" and op in _ON_OLDEST_TOO:
+                # So many pieces that they are added in groups, the last of which is not full.
+                yield pytest.param(
+                    _case(rung, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)), marks=pytest.mark.slow
+                )
             if rung.name == "grid" and op in _ON_OLDEST_TOO:
                 # More of the exchange's slots are without a block than a block has threads.
                 yield pytest.param(
