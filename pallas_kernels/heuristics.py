@@ -108,7 +108,7 @@ def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
     config = TeamConfig(blocks, warpgroups=2, registers=1 if wide else 2, slots=0, teams=teams, once=not wide)
     of_share = config.steps(problem.max_vectors) * config.granule
     blocks = -(-problem.max_vectors // of_share)
-    slots = (device.smem_per_cta - 8 * KIB) // (problem.operands * of_share * 16)
+    slots = (device.smem_per_cta - 12 * KIB) // (problem.operands * of_share * 16)
     return (dataclasses.replace(config, blocks=blocks, slots=slots),)
 
 

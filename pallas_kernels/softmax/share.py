@@ -20,6 +20,7 @@ from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 from pallas_kernels.softmax.rung import Operands
 
 Partial = tuple[jax.Array, ...]
+Slot = list[jax.Ref] | None  # where the operands' shares stand in shared memory; None: they are read where they are
 Kept = Sequence[Tiles]  # of each step that stands in registers, the operands' tiles as they were loaded
 
 
@@ -141,11 +142,13 @@ class Share:
         """Waits for all threads that walk the share."""
         scopes.sync_block(self.config.warpgroups, self.barrier)
 
-    def read(
-        self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool = False, capped: bool = True
-    ) -> Tiles:
+    def read(self, slot: Slot, row: jax.Array, step: jax.Array, interior: bool = False, capped: bool = True) -> Tiles:
         """The operands' tiles of a step, as `Operands.in_float32` has them."""
-        raw = tuple(plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False) for ref in slot)
+        if slot is None:
+            raw = self.operands.load_raw(row, self.at(step), self.tile, None)
+        else:
+            load = lambda ref: plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False)
+            raw = tuple(map(load, slot))
         return self._in_float32(raw, row, step, interior, capped)
 
     def _in_float32(self, raw: Tiles, row: jax.Array, step: jax.Array, interior: bool, capped: bool) -> Tiles:
@@ -156,7 +159,7 @@ class Share:
         return (loops.rolled if self.config.rolled else lax.fori_loop)(start, stop, body, init)
 
     def _over_steps(
-        self, slot: list[jax.Ref], row: jax.Array, kept: Kept, add: Callable[[Any, Tiles], Any], init: Any, capped: bool
+        self, slot: Slot, row: jax.Array, kept: Kept, add: Callable[[Any, Tiles], Any], init: Any, capped: bool
     ) -> Any:
         """`init`, and the tiles of all steps added to it one after the other."""
         total = self._loop(0, self.staged, lambda i, x: add(x, self.read(slot, row, i, capped=capped)), init)
@@ -165,7 +168,7 @@ class Share:
             total = add(*lax.optimization_barrier((total, tiles)))
         return total
 
-    def partial_stats(self, slot: list[jax.Ref], row: jax.Array, kept: Kept = ()) -> Partial:
+    def partial_stats(self, slot: Slot, row: jax.Array, kept: Kept = ()) -> Partial:
         """Each warp's statistics of its part of the row, one `[4]` array per quantity."""
         op, exp, tile = self.problem.op, row_ops.exp_for(self.problem), self.tile
         maximum, spread = [], None

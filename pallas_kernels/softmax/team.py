@@ -4,13 +4,14 @@ Previous rung: grid.py (a block reads a share of a row or writes one, so that sh
 blocks as the device runs at once take row after row, each the same share of every row of its team, which stays in
 shared memory from its copy to its result. Reading, writing, and finding a row's statistics are the work of different
 warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all. Whoever
-is not told in time, as blocks may not run at once after all, walks the row alone, and waits no more.
+is not told in time, as blocks may not run at once after all, does for all members what they do, and waits no more:
+the same sums in the same order, so that results do not depend on who waited.
 Traffic: 1 read, 1 write.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,7 +26,7 @@ from pallas_kernels.emit import WARPS
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
-from pallas_kernels.softmax import online, row_ops
+from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
 from pallas_kernels.softmax.share import Share, copies
 from pallas_kernels.softmax.staged import allocated, share_bytes
@@ -63,9 +64,10 @@ def _board(problem: Problem, config: TeamConfig) -> Board:
 
 
 def _exchanges(problem: Problem, config: TeamConfig) -> tuple[Exchange, ...]:
-    """Among the warps of a block, among the members of a team, what is told of them, and what one finds alone."""
+    """Among the warps of a block and the members of a team, both once more for who is alone, and what is told."""
     board = _board(problem, config)
-    return Exchange(4 * config.warpgroups, board.quantities), board.found, board.told, board.told
+    near = Exchange(WARPS * config.warpgroups, board.quantities)
+    return near, board.found, near, board.found, board.told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,9 @@ class _Block:
     slots: tuple[jax.Ref, ...]  # of each operand
     near: jax.Ref
     found: jax.Ref
+    near_alone: jax.Ref
+    found_alone: jax.Ref
     told: jax.Ref
-    alone: jax.Ref
     barriers: jax.Ref
 
     @property
@@ -208,16 +211,26 @@ def _gather(block: _Block) -> None:
 def _hear(block: _Block) -> None:
     """Brings each row's statistics into shared memory."""
     config, board = block.config, block.board
-    one = dataclasses.replace(config, warpgroups=1)
-    share = dataclasses.replace(block.share(2 * config.warpgroups + 1, _HEARING), config=one)
+    share, near = block.share(2 * config.warpgroups + 1, _HEARING), _exchanges(block.problem, config)[0]
+
+    def across(exchange: Exchange, values: Sequence[jax.Array], index: int, slots: jax.Ref) -> list[jax.Array]:
+        return scopes.across_block(exchange, values, share.layout, index, slots, 1, share.barrier)
+
+    def find_for(member: jax.Array, row: jax.Array) -> None:
+        slots, everybody = block.near_alone.at[lax.rem(member, jnp.int32(2))], []
+        for warpgroup in range(config.warpgroups):
+            of_member = dataclasses.replace(share, block=member, warpgroup=warpgroup)
+            everybody = across(near, of_member.partial_stats(None, row), warpgroup, slots)
+        numbers = row_ops.as_numbers(share.merged(near, everybody))
+        board.publish(numbers, share.layout, block.words, row, member)
 
     def find_alone(i: jax.Array) -> None:
-        row = block.row(i)
-        partial = online.partial_stats(block.operands, row, None, share.tile)
-        stats = share.in_block(board.told, partial, block.alone.at[_turn(i)])
-        scopes.across_block(
-            board.told, row_ops.as_numbers(stats), share.layout, 0, block.told.at[_turn(i)], 1, share.barrier
-        )
+        row, slots = block.row(i), block.found_alone.at[_turn(i)]
+        lax.fori_loop(0, config.blocks, lambda member, _: find_for(member, row), None)
+        scopes.sync_block(1, share.barrier)
+        board.gather(block.words, row, slots, 0, share.barrier)
+        numbers = row_ops.as_numbers(share.merged(board.found, board.found.read(slots)))
+        across(board.told, numbers, 0, block.told.at[_turn(i)])
 
     def hear(i: jax.Array, patience: jax.Array) -> jax.Array:
         pl.when(i >= _TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - _phase(i, _TURNS)))
@@ -242,13 +255,13 @@ def _on_share(block: _Block, work: Callable[[_Block, Share], None], share: Share
 
 def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamConfig) -> None:
     problem, computing = operands.problem, config.warpgroups
-    *slots, near, found, told, alone, barriers = scratch
-    block = _Block(operands, config, words, tuple(slots), near, found, told, alone, barriers)
+    *slots, near, found, near_alone, found_alone, told, barriers = scratch
+    block = _Block(operands, config, words, tuple(slots), near, found, near_alone, found_alone, told, barriers)
     warps = WARPS * computing
     arrivals = [copies(problem, config)] * config.slots + [warps] * config.slots
     arrivals += [WARPS] * _TURNS + [warps] * _TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
-    for exchange, ref in zip(_exchanges(problem, config), (near, found), strict=False):
+    for exchange, ref in zip(_exchanges(problem, config), (near, found, near_alone, found_alone), strict=False):
         exchange.clear(ref, config.threads)
     scopes.sync_block(config.threads)
     warpgroup = lax.axis_index("warpgroup")

@@ -17,7 +17,8 @@ import wrong
 from pallas_kernels import asynchronous, board, elementary, masks, monoid, mosaic, numbers, scopes
 from pallas_kernels.configs import GridConfig, StagedConfig, TeamConfig
 from pallas_kernels.problem import Op
-from pallas_kernels.softmax import online, row_ops, share, team
+from pallas_kernels.softmax import row_ops, share, team
+from pallas_kernels.softmax.rung import Operands
 from tests import top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -148,8 +149,8 @@ def _of_first_row(gather, board, words, row, *arguments):
     return gather(board, words, row * 0, *arguments)
 
 
-def _of_next_row(partial_stats, operands, row, *arguments):
-    return partial_stats(operands, jnp.minimum(row + 1, operands.problem.rows - 1), *arguments)
+def _of_next_row(load_raw, operands, row, *arguments):
+    return load_raw(operands, jnp.minimum(row + 1, operands.problem.rows - 1), *arguments)
 
 
 def _where_copied(walked, block, i):
@@ -272,7 +273,7 @@ KERNEL_MUTANTS = (
     KernelMutant(
         "next_row_alone",
         "who is not told walks the next row",
-        online.partial_stats,
+        Operands.load_raw,
         _of_next_row,
         rungs=_TEAM,
         config=TeamConfig(3, 1, 1, 3, 2, patience=0),
