@@ -19,8 +19,9 @@ stands at the top of `benchmarks/attention_runner.py`, how correctness is judged
 TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
 documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its
 residuals. "x PEER" says how many times faster ours is; "refuses" that the peer does not take the call. A case whose
-result is wrong has no time. JAX's `attention_mgpu` runs in float16; cuDNN and tokamax get documents as a mask tensor;
-the error is the root mean square of the worst output, relative to float32.
+result is wrong has no time. A peer that the newest run of a case leaves out stands with an earlier one's time, and is
+compared by shares of each run's matrix product. JAX's `attention_mgpu` runs in float16; cuDNN and tokamax get documents
+as a mask tensor; the error is the root mean square of the worst output, relative to float32.
 
 ![TFLOP/s of each implementation, with a matrix product as ceiling](pictures/attention.svg)
 
@@ -134,7 +135,8 @@ def _caption(records: Sequence[Record], results: Results) -> str:
 
 
 def _torch_side(records: Sequence[Record]) -> str:
-    found = [entry for r in records for entry in r["impls"].values() if "matmul_tflop_per_s" in entry]
+    entries = (entry for record in records for entry in record["impls"].values())
+    found = [entry for entry in entries if {"version", "matmul_tflop_per_s"} <= entry.keys()]
     if not found:
         return ""
     versions = ", ".join(dict.fromkeys(entry["version"] for entry in found))

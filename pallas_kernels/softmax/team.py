@@ -5,7 +5,7 @@ blocks as the device runs at once take row after row, each the same share of eve
 shared memory from its copy to its result. Reading, writing, and finding a row's statistics are the work of different
 warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all. Whoever
 is not told in time, as blocks may not run at once after all, does for all members what they do, and waits no more:
-the same sums in the same order, so that results do not depend on who waited.
+the same sums in the same order.
 Traffic: 1 read, 1 write.
 """
 
