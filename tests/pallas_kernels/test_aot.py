@@ -33,7 +33,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 # Bytes a thread, which stay in L1: the warp's longest float32 row, which runs at 0.99 of a copy all the same.
 _MAY_SPILL = {("warp", "none"): 8}
 
-_FOR_SHORT_ROWS = [rung for rung in LADDER.values() if rung.name not in ("grid", "team")]
+# Bytes of the rows that come to a rung.
+_SHORTEST = {"grid": 2**17, "team": 2**20}
 
 
 def _chosen():
@@ -53,8 +54,10 @@ def _chosen():
         yield from (cases.default(rung, form) for form in cases.losses(rung, problem.op, problem.dtype, rows, cols)[:2])
     for rows, cols in SHAPES:
         for dtype in DTYPES:
-            # Shorter rows never get there, and nearly each length would be another config.
-            for rung in LADDER.values() if cols * dtype.itemsize >= 2**17 else _FOR_SHORT_ROWS:
+            for rung in LADDER.values():
+                # Shorter rows never get there, and nearly each length would be another config.
+                if cols * dtype.itemsize < _SHORTEST.get(rung.name, 0):
+                    continue
                 problem = Problem(Op.SOFTMAX, rows, cols, dtype, where="full", scale=-0.5)
                 for case in cases.every_config(rung, problem) if cases.takes(rung, problem) else ():
                     if (key := (rung.name, dtype, case.config)) not in seen:
