@@ -3,11 +3,13 @@
 Each warpgroup holds the gradients of 64 keys and values in registers. The scores are computed transposed, so that
 probabilities and score gradients leave the accumulators as left operands in registers. Only the score gradients go
 through shared memory, where the block's warpgroups share out the product that gives dQ; dQ is summed in float32 in
-device memory, by the copy engine. With turns, the last block of keys to add to a tile of dQ writes it.
+device memory, by the copy engine. With turns, the last block of keys to add to a tile of dQ writes it. The next step's
+scores are multiplied beside this step's dQ and dK, so that exponentials find theirs there.
 Traffic: K, V, dK, dV once; for each block of keys Q and dO are read and dQ is added to, mostly in the L2 cache.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,9 @@ from pallas_kernels.attention import (
     backward_launch,
     backward_memory,
     backward_turns,
+    fragments,
     limits,
+    products,
 )
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
@@ -96,7 +100,8 @@ def _compute(block: Block) -> None:
     plgpu.barrier_wait(block.refs.kv_full)
 
     def walk(sums: Any) -> None:
-        block.each_step(lambda step, compare: _gradients(block, step, sums, compare))
+        first = _first_products(block) if block.config.ahead else None
+        block.each_step(functools.partial(_gradients, block, sums), first)
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
     if block.config.turns:
@@ -123,27 +128,46 @@ class _Tile(NamedTuple):
         return backward_dq.Piece(self.block, self.step, self.warpgroup, *place)
 
 
-def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], compare: Compare) -> None:
-    """One tile: adds to dK and dV in registers and to dQ in device memory."""
+def _first_products(block: Block) -> jax.Array:
+    """K Q^T of the first step."""
+    slot = lax.rem(block.steps_before, block.config.stages)
+    pl.when(block.steps > 0)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
+    return products.finish(_begin_products(block, slot), later=0)
+
+
+def _begin_products(block: Block, slot: jax.Array) -> jax.Array:
+    """Begins K Q^T for the queries in that slot."""
+    refs, warpgroup = block.refs, loops.recomputed(lax.axis_index("warpgroup"))
+    keys = [refs.key_smem.at[warpgroup, c] for c in range(refs.key_smem.shape[1])]
+    return products.begin_pieces(keys, refs.query_smem.at[slot])
+
+
+def _gradients(
+    block: Block, sums: tuple[Accumulator, Accumulator], step: Step, compare: Compare, found: jax.Array | None
+) -> jax.Array | None:
+    """One tile: adds to dK and dV in registers and to dQ in device memory.
+
+    `found` is its K Q^T, if that is found ahead, and then the next step's comes back.
+    """
     problem, config, refs = block.problem, block.config, block.refs
     dk_sum, dv_sum = sums
     warpgroup = loops.recomputed(lax.axis_index("warpgroup"))
     slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
-    query_smem, d_out_smem, ds_smem = refs.query_smem.at[slot], refs.d_out_smem.at[slot], refs.ds_smem.at[turn]
+    d_out_smem, ds_smem = refs.d_out_smem.at[slot], refs.ds_smem.at[turn]
     tile = _Tile(block, step, warpgroup, slot, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
-    def products(logits: Accumulator, dp_sum: Accumulator) -> None:
+    def multiply(dp_sum: Accumulator) -> jax.Array | None:
         early = backward_turns.ended(block, step, warpgroup) if _fetches_early(config) else None
-        plgpu.barrier_wait(refs.query_full.at[slot])
+        if found is None:
+            plgpu.barrier_wait(refs.query_full.at[slot])
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
         dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
-        for c in range(refs.key_smem.shape[1]):
-            plgpu.wgmma(logits, refs.key_smem.at[warpgroup, c], query_smem.at[:, pl.ds(c * CHUNK, CHUNK)].T)
+        begun = _begin_products(block, slot) if found is None else None
         plgpu.barrier_wait(refs.d_out_full.at[slot])
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
         extras = load_early(block, step, warpgroup)
-        x = plgpu.wgmma_accumulator_load(logits, wait_n=1)
+        x = products.finish(begun, later=1) if found is None else found
         extras |= load_late(block, step, warpgroup)
         x, slope = bent(problem, x)
         if capped:
@@ -166,16 +190,38 @@ def _gradients(block: Block, step: Step, sums: tuple[Accumulator, Accumulator], 
                 _write_logits(tile, d_scores)
             d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)
         ds = d_scores.astype(dtype)
-        for c in range(config.block_q // CHUNK):
-            ds_smem[warpgroup, c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
-        plgpu.commit_smem()
-        scopes.sync_block(config.warpgroups)
-        turn = before, ended
-        pl.run_scoped(lambda dq_sum: _add_to_dq(tile, ds, dk_sum, dq_sum, turn), ACC((CHUNK, CHUNK), jnp.float32))
+        _share(tile, ds)
+        add = functools.partial(_add_to_dq, tile, ds, dk_sum, (before, ended))
+        return pl.run_scoped(add, ACC((CHUNK, CHUNK), jnp.float32))
 
-    pl.run_scoped(products, *[ACC(shape, jnp.float32)] * 2)
-    plgpu.wgmma_wait(0)
+    begun = pl.run_scoped(multiply, ACC(shape, jnp.float32))
+    if begun is None:
+        plgpu.wgmma_wait(0)
+    else:
+        begun = products.finish(begun, later=0)
     plgpu.barrier_arrive(refs.query_empty.at[slot])
+    return begun
+
+
+def _share(tile: _Tile, ds: jax.Array) -> None:
+    """Puts score gradients where all warpgroups find them, and waits for theirs."""
+    config, target = tile.block.config, tile.ds_smem.at[tile.warpgroup]
+    if config.by_registers:
+        fragments.store_factor(target, ds)
+    else:
+        for c in range(config.block_q // CHUNK):
+            target[c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
+    fragments.commit()
+    scopes.sync_block(config.warpgroups)
+
+
+def _begin_following(block: Block, step: Step) -> jax.Array:
+    """Begins K Q^T of the next step; after the last one, of the same queries once more, for nobody."""
+    stages = block.config.stages
+    follows = step.n + 1 < block.steps_before + block.steps
+    slot = lax.rem(step.n + follows.astype(jnp.int32), stages)
+    pl.when(follows)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
+    return _begin_products(block, slot)
 
 
 def _fetches_early(config: BackwardConfig) -> bool:
@@ -183,10 +229,13 @@ def _fetches_early(config: BackwardConfig) -> bool:
     return config.turns and config.last_writes and config.block_q == CHUNK
 
 
-def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumulator, turn: tuple[Any, Any]) -> None:
+def _add_to_dq(
+    tile: _Tile, ds: jax.Array, dk_sum: Accumulator, turn: tuple[Any, Any], dq_sum: Accumulator
+) -> jax.Array | None:
     """A warpgroup's share of the tile's product for dQ, over the keys of all warpgroups; and dK meanwhile.
 
     `turn`: how many add to the tile before, where that is known already, and have, where there are turns.
+    What comes back is the next step's K Q^T, begun, if that is found ahead.
     """
     before, ended = turn
     block, piece = tile.block, tile.piece
@@ -195,14 +244,20 @@ def _add_to_dq(tile: _Tile, ds: jax.Array, dk_sum: Accumulator, dq_sum: Accumula
         backward_dq.fetch(piece, ended)
     for other in range(config.warpgroups):
         plgpu.wgmma(dq_sum, tile.ds_smem.at[other, piece.row_i].T, refs.key_smem.at[other, piece.column_i])
+    begun = None
+    if config.ahead:
+        # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
+        plgpu.wgmma_wait(1)
+        begun = _begin_following(block, tile.step)
     plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
-    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
+    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
     plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])
     if not config.turns:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
     backward_dq.leave(piece, part, before, ended)
+    return begun
 
 
 def _write_logits(tile: _Tile, gradient: jax.Array) -> None:

@@ -119,19 +119,20 @@ class Block:
         n = h * (self.span.end - self.span.first) + (i - self.span.first)
         return Step(self.key_head * self.group + h, i, self.steps_before + n, n == 0)
 
-    def each_head(self, visit: Callable[[Any], None]) -> None:
-        """`visit(h)` for each head of the group."""
-        if self.group == 1:
-            visit(0)
-        else:
-            pl.loop(0, self.group)(visit)
+    def each_head[Carry](self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+        """`carry = visit(h, carry)` for each head of the group."""
+        return visit(0, carry) if self.group == 1 else lax.fori_loop(0, self.group, visit, carry)
 
     def each_step_alike(self, visit: Callable[[Step], None]) -> None:
         """`visit(step)` for the same steps in the same order, for those who do not compare indices."""
-        self.each_head(lambda h: pl.loop(self.span.first, self.span.end)(lambda i: visit(self.step(h, i))))
 
-    def each_step(self, visit: Callable[[Step, Compare], None]) -> None:
-        """`visit(step, compare)` for each head of the group and block of queries that sees the keys.
+        def of_head(h: Any, _: None) -> None:
+            pl.loop(self.span.first, self.span.end)(lambda i: visit(self.step(h, i)))
+
+        self.each_head(of_head, None)
+
+    def each_step[Carry](self, visit: Callable[[Step, Compare, Carry], Carry], carry: Carry) -> Carry:
+        """`carry = visit(step, compare, carry)` for each head of the group and block of queries that sees the keys.
 
         Where there are segments or a mask, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills
         60 bytes instead of 12 (segments).
@@ -139,20 +140,20 @@ class Block:
         first, inner_first, inner_end, end = self.span
         _, _, left, right = self.sequence
 
-        def of_head(h: Any) -> None:
-            def piece(start: Any, stop: Any, compare: bool) -> None:
-                pl.loop(start, stop)(lambda i: visit(self.step(h, i), compare))
+        def of_head(h: Any, carry: Carry) -> Carry:
+            def piece(start: Any, stop: Any, compare: Callable[[Any], Compare], carry: Carry) -> Carry:
+                return lax.fori_loop(start, stop, lambda i, carry: visit(self.step(h, i), compare(i), carry), carry)
 
             if self.problem.hidden_by_data:
-                pl.loop(first, end)(lambda i: visit(self.step(h, i), (i < inner_first) | (i >= inner_end)))
-                return
+                return piece(first, end, lambda i: (i < inner_first) | (i >= inner_end), carry)
             if right is not None or self.ragged:
-                piece(first, inner_first, True)
-            piece(inner_first, inner_end, False)
+                carry = piece(first, inner_first, lambda i: True, carry)
+            carry = piece(inner_first, inner_end, lambda i: False, carry)
             if left is not None:
-                piece(inner_end, end, True)
+                carry = piece(inner_end, end, lambda i: True, carry)
+            return carry
 
-        self.each_head(of_head)
+        return self.each_head(of_head, carry)
 
 
 def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: pairs.Pairs) -> jax.Array:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import emit
-from pallas_kernels.attention import backward_turns
+from pallas_kernels.attention import backward_turns, fragments
 from pallas_kernels.attention.backward_blocks import Block, Step
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, BackwardConfig
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig, BackwardConfig
 from pallas_kernels.attention.memory import tiled
 from pallas_kernels.attention.problem import Attention
 
@@ -40,7 +40,10 @@ class Piece(NamedTuple):
     @property
     def sum_gmem(self) -> Any:
         """Where the blocks of keys add their parts."""
-        return self.block.refs.dq_sum.at[self.block.batch, self.step.head, self.rows, self.columns]
+        config, rows, columns = self.block.config, self.rows, self.columns
+        if config.by_registers:
+            rows, columns = self.step.i * (config.block_q // WARPGROUP_ROWS) + self.row_i, self.column_i
+        return self.block.refs.dq_sum.at[self.block.batch, self.step.head, rows, columns]
 
     @property
     def sum_smem(self) -> Any:
@@ -51,12 +54,22 @@ class Piece(NamedTuple):
 def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     """What the pieces have in shared memory, by name."""
     shape = config.warpgroups, WARPGROUP_ROWS, WARPGROUP_ROWS
-    found: dict[str, Any] = dict(dq_smem=tiled(shape, jnp.float32)) if config.turns or not config.last_writes else {}
+    found: dict[str, Any] = {}
+    if config.turns or not config.last_writes:
+        squares = plgpu.SMEM((config.warpgroups, *fragments.SHAPE), jnp.float32)
+        found |= dict(dq_smem=squares if config.by_registers else tiled(shape, jnp.float32))
     if config.last_writes:
         found |= dict(d_query_smem=tiled(shape, problem.dtype))
         if config.turns:
             found |= dict(dq_full=plgpu.Barrier(num_barriers=config.warpgroups))
     return found
+
+
+def sums_shape(config: AnyBackwardConfig, rows: int, columns: int) -> tuple[int, ...]:
+    """Of a head's sums in device memory."""
+    if not config.by_registers:
+        return rows, columns
+    return rows // WARPGROUP_ROWS, columns // WARPGROUP_ROWS, *fragments.SHAPE
 
 
 def fetch(piece: Piece, ended: jax.Array) -> None:
@@ -85,6 +98,8 @@ def leave(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -
     def _():
         def with_others(part: jax.Array) -> jax.Array:
             plgpu.barrier_wait(block.refs.dq_full.at[piece.warpgroup])
+            if block.config.by_registers:
+                return part + fragments.load(piece.sum_smem)
             return part + plgpu.load(piece.sum_smem, layout=plgpu.Layout.WGMMA)
 
         _write(piece, lax.cond(backward_turns.before(block, step.i) > 0, with_others, lambda part: part, part))
@@ -95,7 +110,10 @@ def leave(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -
 def _add(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -> None:
     """Adds `part` to the others', in its turn if there are turns."""
     block, step = piece.block, piece.step
-    piece.sum_smem[...] = part
+    if block.config.by_registers:
+        fragments.store(piece.sum_smem, part)
+    else:
+        piece.sum_smem[...] = part
     plgpu.commit_smem()
     if ended is not None:
         before = backward_turns.before(block, step.i) if before is None else before

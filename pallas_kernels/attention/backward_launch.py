@@ -56,7 +56,7 @@ def launch(
     arrays = list(begun.values()), *inputs.values()
     results, left = drawn.call(run, *arrays) if config.tiles == "drawn" else run(*arrays)
     written = dict(zip(outputs, results, strict=True)) | dict(zip(begun, left, strict=True))
-    gradients = backward_operands.gradients(problem, written)
+    gradients = backward_operands.gradients(problem, config, written)
     if problem.bias_gradient:
         gradients.append(backward_operands.bias_gradient(problem, ops, written["d_logits"]))
     if problem.sinks:

@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_blocks, backward_d_out, backward_turns, bits, pairs, schedule, segments
+from pallas_kernels.attention import (
+    backward_blocks,
+    backward_d_out,
+    backward_dq,
+    backward_turns,
+    bits,
+    fragments,
+    pairs,
+    schedule,
+    segments,
+)
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
@@ -113,7 +123,7 @@ def outputs(
     head_dim, s = inputs["key"].shape[3], inputs["key"].shape[1]
     whole = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
     places = {}
-    dq_sum = jax.ShapeDtypeStruct((b, n, rows, head_dim), jnp.float32)
+    dq_sum = jax.ShapeDtypeStruct((b, n, *backward_dq.sums_shape(config, rows, head_dim)), jnp.float32)
     if config.last_writes:
         whole["d_query"] = jax.ShapeDtypeStruct(inputs["query"].shape, problem.dtype)
     if backward_turns.first_stores(problem, config):
@@ -132,12 +142,13 @@ def outputs(
     return whole, places
 
 
-def gradients(problem: Attention, written: dict[str, jax.Array]) -> list[jax.Array]:
+def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, jax.Array]) -> list[jax.Array]:
     """Those of query, key and value from what the kernel wrote."""
     if "d_query" in written:
         d_query = written["d_query"][:, : problem.query_length, :, : problem.head_dim]
     else:
-        dq_sum = written["dq_sum"][:, :, : problem.query_length, : problem.head_dim]
+        dq_sum = fragments.as_rows(written["dq_sum"]) if config.by_registers else written["dq_sum"]
+        dq_sum = dq_sum[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
     return [
         d_query,

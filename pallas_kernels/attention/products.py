@@ -5,6 +5,7 @@ keys do that. WGMMA can overwrite them as well.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,29 +25,37 @@ _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
 _SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes, and how a descriptor names them
 
 
-def begin(query: jax.Ref, key: Any, cleared: Any = None) -> Any:
-    """Begins `query @ key.T`, both in shared memory; without a `cleared` accumulator, in registers that it overwrites.
+def begin(left: Any, right: Any, cleared: Any = None) -> Any:
+    """Begins `left @ right.T`, both in shared memory; without a `cleared` accumulator, in registers that it overwrites.
 
     What comes back is for `finish` alone.
     """
     if cleared is not None:
-        plgpu.wgmma(cleared, query, key.T)
+        plgpu.wgmma(cleared, left, right.T)
         return cleared
-    (rows, head_dim), keys, dtype = query.shape, key.shape[0], jnp.dtype(query.dtype)
-    columns = memory.columns_of_tile(head_dim, dtype)
+    return begin_pieces([left], right)
 
-    def begin_product(ctx, query, key):
-        bases = [_descriptor(x, head_dim, columns, dtype) for x in (query, key)]
-        numbers = keys // 2
+
+def begin_pieces(left: Sequence[Any], right: Any) -> jax.Array:
+    """The same in registers that it overwrites, where the columns of `left` are in several arrays."""
+    rows, numbers, dtype = left[0].shape[0], right.shape[0] // 2, jnp.dtype(right.dtype)
+    widths = [x.shape[1] for x in (*left, right)]
+    columns = memory.columns_of_tile(left[0].shape[1], dtype)
+
+    def begin_product(ctx, *refs):
+        places = [arith.andi(arith.shrui(emit.shared_address(ref), emit.c32(4)), emit.c32(0x3FFF)) for ref in refs]
         into = "{" + ",".join(f"${i}" for i in range(numbers)) + "}"
         kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
         text, operands, numbered = "{ .reg .pred p; wgmma.fence.sync.aligned;", [], itertools.count(numbers)
-        for column in range(0, head_dim, _DEPTH):
-            # A group of columns lies eight rows behind the one before it.
-            offset = (column // columns * 8 * columns + column % columns) * dtype.itemsize
-            operands += [arith.addi(base, emit.c64(offset >> 4)) for base in bases]
+        for column in range(0, widths[-1], _DEPTH):
+            here, within = divmod(column, widths[0])
+            for i, at in ((here, within), (-1, column)):
+                # A group of columns lies eight rows behind the one before it.
+                offset = (at // columns * 8 * columns + at % columns) * dtype.itemsize
+                place = arith.addi(places[i], emit.c32(offset >> 4))
+                operands.append(_descriptor(place, widths[i], columns * dtype.itemsize, dtype))
             text += (
-                f" setp.ne.b32 p, {int(column > 0)}, 0; wgmma.mma_async.sync.aligned.m{rows}n{keys}k{_DEPTH}"
+                f" setp.ne.b32 p, {int(column > 0)}, 0; wgmma.mma_async.sync.aligned.m{rows}n{2 * numbers}k{_DEPTH}"
                 f".f32.{kind}.{kind} {into}, ${next(numbered)}, ${next(numbered)}, p, 1, 1, 0, 0;"
             )
         text += " wgmma.commit_group.sync.aligned; }"
@@ -54,14 +63,15 @@ def begin(query: jax.Ref, key: Any, cleared: Any = None) -> Any:
         struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * numbers)})>")
         results = llvm.inline_asm(struct, operands, text, constraints, has_side_effects=True)
         values = [llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(numbers)]
-        registers = np.empty(WGMMA.to_mgpu().registers_shape((rows, keys)), dtype=object)
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((rows, 2 * numbers)), dtype=object)
         pair = ir.VectorType.get((2,), ir.F32Type.get())
         registers.flat[:] = [vector.from_elements(pair, values[i : i + 2]) for i in range(0, numbers, 2)]
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
 
     tiled = plgpu.RefType(memory.transforms(columns, dtype))
-    result = plgpu.ShapeDtypeStruct((rows, keys), jnp.dtype(jnp.float32), layout=WGMMA)
-    return plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=result)(begin_product)(query, key)
+    result = plgpu.ShapeDtypeStruct((rows, 2 * numbers), jnp.dtype(jnp.float32), layout=WGMMA)
+    operation = plgpu.inline_mgpu(arg_types=(tiled,) * len(widths), return_type=result)
+    return operation(begin_product)(*left, right)
 
 
 def finish(begun: Any, *, later: int) -> jax.Array:
@@ -86,10 +96,8 @@ def wait_behind(x: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=(WGMMA,))(wait_for_numbers)(x)
 
 
-def _descriptor(ref: ir.Value, head_dim: int, columns: int, dtype: jnp.dtype) -> ir.Value:
-    """How WGMMA is told of rows of `head_dim` numbers in swizzled tiles of eight rows and `columns` columns."""
-    address = arith.extui(emit.i64(), emit.shared_address(ref))
-    place = arith.andi(arith.shrui(address, emit.c64(4)), emit.c64(0x3FFF))
-    between_eights = 8 * head_dim * dtype.itemsize
-    layout = between_eights >> 4 << 32 | _SWIZZLES[columns * dtype.itemsize] << 62
-    return arith.ori(place, emit.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))
+def _descriptor(place: ir.Value, width: int, swizzle: int, dtype: jnp.dtype) -> ir.Value:
+    """How WGMMA is told of rows of `width` numbers from `place` on, in tiles of eight rows and `swizzle` bytes."""
+    between_eights = 8 * width * dtype.itemsize
+    layout = between_eights >> 4 << 32 | _SWIZZLES[swizzle] << 62
+    return arith.ori(arith.extui(emit.i64(), place), emit.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))

@@ -254,6 +254,29 @@ def _fence_copies(machine: Any, static: Any) -> None:
     """Copies are done at once here, in the program's order."""
 
 
+def _fence_shared(machine: Any, static: Any) -> None:
+    machine.commit_smem()
+
+
+def _in_fragments(x: Any) -> Any:
+    """A square's numbers as the registers have them: the inverse of `fragments.as_rows`."""
+    return x.reshape(4, 2, 8, 4, 2, 4, 2).transpose(1, 3, 0, 2, 5, 4, 6).reshape(16, 256)
+
+
+def _store_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
+    machine.store(target, _in_fragments(sums))
+
+
+def _load_fragments(machine: Any, static: Any, source: Any) -> list[Any]:
+    places = np.asarray(_in_fragments(np.arange(64 * 64).reshape(64, 64))).reshape(-1)
+    return [machine.load(source).reshape(-1)[np.argsort(places)].reshape(64, 64)]
+
+
+def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
+    squares = target.shape[0]
+    machine.store(target, factor.reshape(64, squares, 64).swapaxes(0, 1))
+
+
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
     row, column = np.indices(target.shape)
     machine.scatter(target, (row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
@@ -320,9 +343,9 @@ def _keep_rolled(machine: Any, static: Any) -> None:
     """Only the compilers hear it."""
 
 
-def _begin_product(machine: Any, static: Any, query: Any, key: Any) -> list[Any]:
-    query, key = (machine.load_as_product(ref).astype(jnp.float32) for ref in (query, key))
-    return [query @ key.T]
+def _begin_product(machine: Any, static: Any, *refs: Any) -> list[Any]:
+    *left, right = (machine.load_as_product(ref).astype(jnp.float32) for ref in refs)
+    return [jnp.concatenate(left, axis=1) @ right.T]
 
 
 def _wait_for_numbers(machine: Any, static: Any, x: Any) -> None:

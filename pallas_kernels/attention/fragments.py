@@ -1,0 +1,121 @@
+"""Squares of 64 rows and columns between shared memory and the registers where WGMMA puts or reads them.
+
+float32 sums lie there as the registers do, 16 bytes of a thread after the other: no thread meets another's bank, no
+address is computed, and a copy takes all as one piece. 16-bit factors lie in swizzled tiles, and are stored by the
+four registers of which an instruction multiplies, so that none has to be moved.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels import emit
+from pallas_kernels.attention import memory
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention.scores import WGMMA
+
+SHAPE = 16, 256  # of a square's sums
+_SIDE = WARPGROUP_ROWS
+_VECTORS = 8  # of a thread, of four numbers
+_ROW_BYTES, _SWIZZLE_ROWS = 128, 8  # of a swizzled tile
+
+
+def store(target: jax.Ref, sums: jax.Array) -> None:
+    """Stores a square of float32."""
+
+    def store_fragments(ctx, target, sums):
+        at = _thread_place(target)
+        for i, pairs in enumerate(_vectors(sums.registers)):
+            numbers = [number for pair in pairs for number in emit.elements(pair)]
+            emit.ptx(f"st.shared.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}", [at, *numbers])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store_fragments)(target, sums)
+
+
+def load(source: jax.Ref) -> jax.Array:
+    """What `store` stored, by the same thread or as a copy of it."""
+
+    def load_fragments(ctx, source):
+        at, f32 = _thread_place(source), ir.F32Type.get()
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((_SIDE, _SIDE)), dtype=object)
+        struct, pair = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"), ir.VectorType.get((2,), f32)
+        for i, pairs in enumerate(_vectors(registers)):
+            text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{_offset(i)}];"
+            found = llvm.inline_asm(struct, [at], text, "=f,=f,=f,=f,r,~{memory}", has_side_effects=True)
+            numbers = [llvm.extractvalue(f32, found, [e]) for e in range(4)]
+            pairs[:] = [vector.from_elements(pair, numbers[e : e + 2]) for e in (0, 2)]
+        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((_SIDE, _SIDE), jnp.dtype(jnp.float32), layout=WGMMA)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_fragments)(source)
+
+
+def as_rows(sums: jax.Array) -> jax.Array:
+    """`[..., rows / 64, columns / 64, 16, 256]` of squares as they are stored, as `[..., rows, columns]`."""
+    *batch, down, across, _, _ = sums.shape
+    # Of a square: half of a warp's rows, its 16 columns, warp, row, pair of columns, their half, and one of the pair.
+    parts = sums.reshape(-1, down, across, 2, 4, 4, 8, 4, 2, 2)
+    rows = parts.transpose(0, 1, 5, 3, 6, 2, 4, 8, 7, 9)
+    return rows.reshape(*batch, down * _SIDE, across * _SIDE)
+
+
+def store_factor(target: jax.Ref, factor: jax.Array) -> None:
+    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`."""
+    dtype = jnp.dtype(target.dtype)
+
+    def store_squares(ctx, target, factor):
+        lane = arith.remui(emit.thread_in_warpgroup(), emit.c32(32))
+        warp = arith.divui(emit.thread_in_warpgroup(), emit.c32(32))
+        # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
+        # eight columns on.
+        matrix, row = arith.divui(lane, emit.c32(8)), arith.remui(lane, emit.c32(8))
+        below, right = arith.remui(matrix, emit.c32(2)), arith.divui(matrix, emit.c32(2))
+        line = arith.addi(arith.muli(warp, emit.c32(16)), arith.addi(arith.muli(below, emit.c32(8)), row))
+        base = arith.addi(emit.shared_address(target), arith.muli(line, emit.c32(_ROW_BYTES)))
+        swizzled = arith.muli(arith.xori(right, row), emit.c32(16))
+        words = [_word(pair) for pair in factor.registers.flat]
+        for i in range(len(words) // 4):
+            square, columns = divmod(i, _SIDE // 16)
+            at = arith.addi(base, arith.xori(swizzled, emit.c32(32 * columns)))
+            text = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{square * _SIDE * _ROW_BYTES}], {{$1,$2,$3,$4}};"
+            emit.ptx(text, "r,r,r,r,r,~{memory}", [at, *words[4 * i : 4 * i + 4]])
+
+    tiled = plgpu.RefType(memory.transforms(_SIDE, dtype))
+    assert target.shape[1:] == (_SIDE, _SIDE)
+    assert dtype.itemsize * _SIDE == _ROW_BYTES
+    plgpu.inline_mgpu(arg_types=(tiled, WGMMA))(store_squares)(target, factor)
+
+
+def commit() -> None:
+    """Orders what this thread has stored to shared memory before products and copies that a barrier lets begin later.
+
+    `commit_smem` also waits for the warpgroup's other threads, which nobody need where each arrives at that barrier.
+    """
+
+    def fence_shared(ctx):
+        emit.ptx("fence.proxy.async.shared::cta;", "~{memory}", [])
+
+    plgpu.inline_mgpu()(fence_shared)()
+
+
+def _vectors(registers: np.ndarray) -> list[np.ndarray]:
+    """Each vector's two registers: of the same row, eight columns apart."""
+    pairs = registers.reshape(-1)  # by eight columns, and by eight rows in each
+    return [pairs[4 * j + r : 4 * j + r + 3 : 2] for r in range(2) for j in range(_VECTORS // 2)]
+
+
+def _offset(i: int) -> int:
+    return i * emit.WARPGROUP * 16
+
+
+def _thread_place(ref: ir.Value) -> ir.Value:
+    return arith.addi(emit.shared_address(ref), arith.muli(emit.thread_in_warpgroup(), emit.c32(16)))
+
+
+def _word(pair: ir.Value) -> ir.Value:
+    word = vector.bitcast(ir.VectorType.get((1,), emit.i32()), pair)
+    return vector.extract(word, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
