@@ -714,10 +714,11 @@ MUTANTS = (
     ),
     _backward(
         "scores_not_committed",
-        "dQ is multiplied from scores that products may not see yet",
+        "scores leave to the bias before copies may see them",
         "fragments.commit()",
         "pass",
-        rejected_by=UNORDERED,
+        "bias",
+        rejected_by=RACE,
     ),
     _backward(
         "following_of_this_step",
@@ -725,6 +726,7 @@ MUTANTS = (
         "step.n + follows.astype(jnp.int32)",
         "step.n",
         "lengths",
+        rejected_by=DEADLOCK,
     ),
     _backward(
         "following_not_awaited",
@@ -747,13 +749,6 @@ MUTANTS = (
         "the sums' squares are read as if the registers had rows",
         "parts.transpose(0, 1, 5, 3, 6, 2, 4, 8, 7, 9)",
         "parts",
-        "lengths",
-    ),
-    _backward(
-        "squares_in_one_place",
-        "a block's second square of queries is added to its first",
-        "(config.block_q // WARPGROUP_ROWS) + self.row_i",
-        "(config.block_q // WARPGROUP_ROWS)",
         "lengths",
     ),
     _backward(
