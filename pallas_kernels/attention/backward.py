@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels import loops, scopes
 from pallas_kernels.attention import (
+    backward_ahead,
     backward_bias,
     backward_d_out,
     backward_dq,
@@ -100,7 +101,7 @@ def _compute(block: Block) -> None:
     plgpu.barrier_wait(block.refs.kv_full)
 
     def walk(sums: Any) -> None:
-        first = _first_products(block) if block.config.ahead else None
+        first = backward_ahead.first(block) if block.config.ahead else None
         block.each_step(functools.partial(_gradients, block, sums), first)
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
@@ -128,20 +129,6 @@ class _Tile(NamedTuple):
         return backward_dq.Piece(self.block, self.step, self.warpgroup, *place)
 
 
-def _first_products(block: Block) -> jax.Array:
-    """K Q^T of the first step."""
-    slot = lax.rem(block.steps_before, block.config.stages)
-    pl.when(block.steps > 0)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
-    return products.finish(_begin_products(block, slot), later=0)
-
-
-def _begin_products(block: Block, slot: jax.Array) -> jax.Array:
-    """Begins K Q^T for the queries in that slot."""
-    refs, warpgroup = block.refs, loops.recomputed(lax.axis_index("warpgroup"))
-    keys = [refs.key_smem.at[warpgroup, c] for c in range(refs.key_smem.shape[1])]
-    return products.begin_pieces(keys, refs.query_smem.at[slot])
-
-
 def _gradients(
     block: Block, sums: tuple[Accumulator, Accumulator], step: Step, compare: Compare, found: jax.Array | None
 ) -> jax.Array | None:
@@ -163,7 +150,7 @@ def _gradients(
             plgpu.barrier_wait(refs.query_full.at[slot])
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
         dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
-        begun = _begin_products(block, slot) if found is None else None
+        begun = backward_ahead.begin(block, slot) if found is None else None
         plgpu.barrier_wait(refs.d_out_full.at[slot])
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
         extras = load_early(block, step, warpgroup)
@@ -215,15 +202,6 @@ def _share(tile: _Tile, ds: jax.Array) -> None:
     scopes.sync_block(config.warpgroups)
 
 
-def _begin_following(block: Block, step: Step) -> jax.Array:
-    """Begins K Q^T of the next step; after the last one, of the same queries once more, for nobody."""
-    stages = block.config.stages
-    follows = step.n + 1 < block.steps_before + block.steps
-    slot = lax.rem(step.n + follows.astype(jnp.int32), stages)
-    pl.when(follows)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
-    return _begin_products(block, slot)
-
-
 def _fetches_early(config: BackwardConfig) -> bool:
     """Whether the last turn asks for the others' sum half a step ahead: with more queries there are no registers."""
     return config.turns and config.last_writes and config.block_q == CHUNK
@@ -248,7 +226,7 @@ def _add_to_dq(
     if config.ahead:
         # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
         plgpu.wgmma_wait(1)
-        begun = _begin_following(block, tile.step)
+        begun = backward_ahead.begin_following(block, tile.step)
     plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
     plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])

@@ -786,13 +786,13 @@ MUTANTS = (
     _backward(
         "last_forgets_itself",
         "who adds last writes the others' sum",
-        "part + plgpu.load(piece.sum_smem, layout=plgpu.Layout.WGMMA)",
-        "plgpu.load(piece.sum_smem, layout=plgpu.Layout.WGMMA)",
+        "part + fragments.load(piece.sum_smem)",
+        "fragments.load(piece.sum_smem)",
     ),
     _backward(
         "last_forgets_the_others",
         "who adds last writes its own part",
-        "part + plgpu.load(piece.sum_smem, layout=plgpu.Layout.WGMMA)",
+        "part + fragments.load(piece.sum_smem)",
         "part",
         "causal",
         deterministic=True,

@@ -1,0 +1,33 @@
+"""A step's K Q^T, transposed: begun in its own step, or a step ahead, beside the products that give dQ and dK."""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import loops
+from pallas_kernels.attention import products
+from pallas_kernels.attention.backward_blocks import Block, Step
+
+
+def begin(block: Block, slot: jax.Array) -> jax.Array:
+    """Begins the product of the warpgroup's keys with the queries in that slot."""
+    refs, warpgroup = block.refs, loops.recomputed(lax.axis_index("warpgroup"))
+    keys = [refs.key_smem.at[warpgroup, c] for c in range(refs.key_smem.shape[1])]
+    return products.begin_pieces(keys, refs.query_smem.at[slot])
+
+
+def first(block: Block) -> jax.Array:
+    """The first step's, once it is there."""
+    slot = lax.rem(block.steps_before, block.config.stages)
+    pl.when(block.steps > 0)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
+    return products.finish(begin(block, slot), later=0)
+
+
+def begin_following(block: Block, step: Step) -> jax.Array:
+    """Begins the next step's; after the last one, that of the same queries once more, for nobody."""
+    follows = step.n + 1 < block.steps_before + block.steps
+    slot = lax.rem(step.n + follows.astype(jnp.int32), block.config.stages)
+    pl.when(follows)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
+    return begin(block, slot)
