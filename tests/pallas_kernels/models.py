@@ -312,6 +312,11 @@ def _first_lane(machine: Any, static: Any, x: Any) -> list[Any]:
     return [x]
 
 
+def _shuffle_first(machine: Any, static: Any, value: Any) -> list[Any]:
+    """Lanes have no numbers of their own here: an array has one for each of a tile's rows."""
+    return [value]
+
+
 def _vote_any(machine: Any, static: Any, x: Any) -> list[Any]:
     return [x.any().astype(np.int32)]
 

@@ -180,6 +180,37 @@ def test_who_was_not_told_finds_the_same(op):
     assert told.tobytes() == alone.tobytes()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [262144, 1000003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", _ON_OLDEST_TOO, ids=str)
+def test_who_was_not_told_finds_the_same_on_gpu(op, dtype, cols):
+    case = cases.default(LADDER["team"], Problem(op, _rows_on_gpu(cols), cols, dtype))
+    unheard = dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
+    operands = cases.operands(case.problem)
+    told, alone = (np.asarray(jax.jit(run)(*operands)) for run in (case.run, unheard.run))
+    assert told.tobytes() == alone.tobytes()
+
+
+_TYING = {"naive": 128, "warp": 1000, "block": 12001, "cluster": 65536, "online": 50257, "grid": 262144, "team": 2**20}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX], ids=str)
+@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
+def test_equal_logits_are_equally_likely_on_gpu(rung, op):
+    """Whichever lane writes them: in rows of a few different logits, and in every fourth of one only."""
+    problem = Problem(op, 32, _TYING[rung.name], DTYPES[2])
+    rng = np.random.default_rng(0)
+    which = rng.integers(0, 9, (problem.rows, problem.cols))
+    which[::4] = 0
+    x = np.take_along_axis(rng.standard_normal((problem.rows, 9), np.float32), which, 1)
+    for case in cases.every_config(rung, problem):
+        y = np.asarray(jax.jit(case.run)(x)).view(np.uint32)
+        different = [np.unique(row[of_row == i]).size for row, of_row in zip(y, which, strict=True) for i in range(9)]
+        assert max(different) == 1, f"{case}: {np.sum(np.array(different) > 1)} of {len(different)}"
+
+
 def _largest_first(cases_on_gpu):
     """All of a problem's rungs and configs in a row, and the short ones last, for many processes to end together."""
     size = lambda problem: -problem.rows * problem.cols * problem.inner
