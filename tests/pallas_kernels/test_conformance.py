@@ -116,6 +116,10 @@ def _on_gpu():
                         # Nobody waits for anybody.
                         case = cases.default(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
                         yield dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
+                if rung.name == "team" and supported:
+                    # More blocks than the device runs at once: it is in vain that the first of them wait for the rest.
+                    too_many = TeamConfig(300, 2, 1, slots=4, teams=1, patience=64)
+                    yield cases.Case(rung, Problem(op, ROWS, 2**20, dtype), too_many)
                 if rung.name == "block":
                     # So many rows that blocks take two.
                     yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
