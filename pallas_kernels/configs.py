@@ -10,10 +10,14 @@ class NaiveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarpConfig:
-    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each."""
+    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each.
+
+    `tiles`: how many of its rows a thread loads before it reduces any.
+    """
 
     lanes: int
     registers: int
+    tiles: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

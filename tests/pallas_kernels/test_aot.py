@@ -130,6 +130,20 @@ def test_reductions_through_the_same_scratch_are_seen(warpgroups):
     assert report.shares_scratch == (warpgroups > 1)
 
 
+@pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
+@pytest.mark.parametrize("rows", [262144, 262141])
+def test_short_rows_are_loaded_two_at_a_time(op, rows):
+    case = cases.default(LADDER["warp"], Problem(op, rows, 256, DTYPES[1]))
+    assert case.config.tiles == 2
+    (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
+    assert report.spill_bytes == 0
+    loads, shuffles = (
+        [m.start() for m in re.finditer(text, report.ptx)] for text in ("ld.global.v4", "shfl.sync.bfly")
+    )
+    assert len(loads) == 2
+    assert max(loads) < min(shuffles)
+
+
 @pytest.mark.parametrize("planted", [False, True])
 @pytest.mark.parametrize("name, cols", [("block", 6001), ("cluster", 65536), ("online", 1000), ("grid", 2**20)])
 def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):

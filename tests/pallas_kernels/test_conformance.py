@@ -13,7 +13,7 @@ import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import at_once, interpret
 
-from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig
+from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
@@ -28,7 +28,7 @@ def _rows_on_gpu(cols: int) -> int:
 # Small knobs, so that short rows already take several blocks, warpgroups, rows in turn and slots.
 INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "naive": ((None, (1, 125, 128)),),
-    "warp": ((None, (1, 125, 128, 1001)),),
+    "warp": ((WarpConfig(32, 1, tiles=2), (125, 128)), (None, (1, 125, 128, 256, 1001))),
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
@@ -61,6 +61,9 @@ def _interpreted():
                 yield pytest.param(
                     _case(rung, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)), marks=pytest.mark.slow
                 )
+            if rung.name == "warp" and op in _ON_OLDEST_TOO:
+                # The second of the tiles that are loaded at a time lies past the last row.
+                yield _case(rung, Problem(op, 4, 128, dtype), WarpConfig(32, 1, tiles=2))
             if rung.name == "grid" and op in _ON_OLDEST_TOO:
                 # More of the exchange's slots are without a block than a block has threads.
                 yield pytest.param(
