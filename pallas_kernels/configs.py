@@ -77,7 +77,7 @@ class GridConfig(SharedConfig):
 class TeamConfig(SharedConfig):
     """`teams` teams of `blocks` blocks, in each of them `warpgroups` that read and as many that write.
 
-    `slots`: rows of which a block has its share at once; `coming`, fewer: those of them on their way from memory.
+    `slots`: rows of which a block has its share at once; `coming`: those of them on their way from memory.
     `patience`: how often it looks for a number before it goes on without, about a microsecond each. `once`: the
     second-level cache is told that what is read is read once.
     """
@@ -98,8 +98,8 @@ class TeamConfig(SharedConfig):
 
     @property
     def threads(self) -> int:
-        """Warpgroups of a block: those, one that gathers and one that hears."""
-        return 2 * self.warpgroups + 2
+        """Warpgroups of a block: those, one that gathers, one that hears and one that copies."""
+        return 2 * self.warpgroups + 3
 
 
 @dataclasses.dataclass(frozen=True)

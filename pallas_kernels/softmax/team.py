@@ -2,10 +2,10 @@
 
 Previous rung: grid.py (a block reads a share of a row or writes one, so that shares are read twice). Changes: as many
 blocks as the device runs at once take row after row, each the same share of every row of its team, which stays in
-shared memory from its copy to its result. Reading, writing, and finding a row's statistics are the work of different
-warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all. Whoever
-is not told in time, as blocks may not run at once after all, does for all members what they do, and waits no more:
-the same sums in the same order.
+shared memory from its copy to its result. Copying, reading, writing, and finding a row's statistics are the work of
+different warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all.
+Whoever is not told in time, as blocks may not run at once after all, does for all members what they do, and waits no
+more: the same sums in the same order.
 Traffic: 1 read, 1 write.
 """
 
@@ -31,7 +31,7 @@ from pallas_kernels.softmax.share import Share, copies
 from pallas_kernels.softmax.staged import allocated, share_bytes
 from pallas_kernels.softmax.team_block import TURNS, Block, barriers_of, board_of, exchanges_of, phase, turn
 
-_READING, _WRITING, _GATHERING, _HEARING = 14, 13, 12, 11  # the hardware's barriers of those who do it
+_READING, _WRITING, _GATHERING, _HEARING, _COPYING = 14, 13, 12, 11, 10  # the hardware's barriers of those who do it
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
@@ -58,26 +58,33 @@ def shared_bytes(problem: Problem, config: TeamConfig) -> int:
     return allocated(*[share] * problem.operands, *slots, 8 * barriers_of(config), REDUCTION_SCRATCH)
 
 
-def _read(block: Block, share: Share) -> None:
-    """Brings the block's share of each row, and publishes its statistics."""
-    config, near = block.config, exchanges_of(block.problem, block.config)[0]
-    leads = share.warpgroup == 0
-    first = jnp.minimum(config.coming, block.rows)
-    pl.when(leads)(lambda: lax.fori_loop(0, first, lambda i, _: block.copy(share, i), None))
+def _copy(block: Block, share: Share) -> None:
+    """Brings the block's share of each row, so many at a time as should be on their way."""
+    config = block.config
 
-    def copy(i: jax.Array) -> None:
+    def copy(i: jax.Array, _: None) -> None:
+        # Threads that copy nothing would fall behind the phases that they wait for.
+        scopes.sync_block(1, share.barrier)
+        before = i - config.coming
+        pl.when(before >= 0)(lambda: asynchronous.wait(block.full(before), phase(before, config.slots)))
         block.await_place(i)
         block.copy(share, i)
 
+    lax.fori_loop(0, block.rows, copy, None)
+
+
+def _read(block: Block, share: Share) -> None:
+    """Publishes the statistics of the block's share of each row."""
+    config, near = block.config, exchanges_of(block.problem, block.config)[0]
+
     def read(i: jax.Array, _: None) -> None:
-        row, slot, later = block.row(i), block.slot(i), i + config.coming
+        row, slot = block.row(i), block.slot(i)
         asynchronous.wait(block.full(i), phase(i, config.slots))
-        pl.when(jnp.logical_and(leads, later < block.rows))(lambda: copy(later))
         share.fill_outside(row, slot)
         stats = share.in_block(near, share.partial_stats(slot, row), block.near.at[lax.rem(i, jnp.int32(2))])
         numbers = row_ops.as_numbers(stats)
         publish = lambda: block.board.publish(numbers, share.layout, block.words, row, block.member)
-        pl.when(leads)(publish)
+        pl.when(share.warpgroup == 0)(publish)
         asynchronous.arrive(block.walked(i))
 
     lax.fori_loop(0, block.rows, read, None)
@@ -178,12 +185,12 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamCon
     pl.when(writes)(lambda: _on_share(block, _write, block.share(computing, _WRITING)))
     pl.when(warpgroup == 2 * computing)(lambda: _gather(block))
     pl.when(warpgroup == 2 * computing + 1)(lambda: _hear(block))
+    copying = block.share(2 * computing + 2, _COPYING)
+    pl.when(warpgroup == 2 * computing + 2)(lambda: _on_share(block, _copy, copying))
 
 
 def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    # Who waits for a row's place, to be written by then, has read the row that stands there.
-    assert config.coming < config.slots
     tile = mosaic.Tile(problem.dtype, config.registers)
     share = (config.slots, config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
