@@ -21,7 +21,7 @@ from pallas_kernels.attention.scores import WGMMA
 SHAPE = 16, 256  # of a square's sums
 _SIDE = WARPGROUP_ROWS
 _VECTORS = 8  # of a thread, of four numbers
-_ROW_BYTES, _SWIZZLE_ROWS = 128, 8  # of a swizzled tile
+_ROW_BYTES = 128  # of a swizzled tile
 
 
 def store(target: jax.Ref, sums: jax.Array) -> None:
