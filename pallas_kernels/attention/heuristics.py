@@ -86,7 +86,7 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
 def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     """`config` with the next step's scores found beside this step's dQ, where there are registers for them.
 
-    4096 tokens, us, H200, before and with it: heads of 64, 3004 and 2794, causal 1614 and 1514; of 128, 2585 and 2428,
+    4096 tokens, us, H200, without and with it: heads of 64, 3004 and 2794, causal 1614 and 1514; of 128, 2585 and 2428,
     causal 1327 and 1242; documents of 1024 tokens and heads of 64, 888 and 882, of 128, 678 and 720. Beside a last
     turn's branches heads of 128, causal, would spill 640 bytes.
     """
