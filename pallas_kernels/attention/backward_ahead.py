@@ -9,6 +9,8 @@ from jax import lax
 from pallas_kernels import loops
 from pallas_kernels.attention import products
 from pallas_kernels.attention.backward_blocks import Block, Step
+from pallas_kernels.attention.backward_operands import CHUNK
+from pallas_kernels.attention.scores import WGMMA
 
 
 def begin(block: Block, slot: jax.Array) -> jax.Array:
@@ -19,10 +21,17 @@ def begin(block: Block, slot: jax.Array) -> jax.Array:
 
 
 def first(block: Block) -> jax.Array:
-    """The first step's, once it is there."""
+    """The first step's, once it is there. Without a step nothing is read: the next block's queries may be arriving."""
     slot = lax.rem(block.steps_before, block.config.stages)
-    pl.when(block.steps > 0)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
-    return products.finish(begin(block, slot), later=0)
+
+    def found() -> jax.Array:
+        plgpu.barrier_wait(block.refs.query_full.at[slot])
+        return products.finish(begin(block, slot), later=0)
+
+    def nothing() -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros((CHUNK, block.config.block_q), jnp.float32), WGMMA)
+
+    return lax.cond(block.steps > 0, found, nothing)
 
 
 def begin_following(block: Block, step: Step) -> jax.Array:
