@@ -1,5 +1,6 @@
 """The helpers beside this file are plain modules: put them on the path, as no test directory is a package."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -12,7 +13,7 @@ for directory in (pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[
 
 @pytest.fixture(autouse=True)
 def optimised():
-    """Kernels and XLA are compared to a few units in the last place, which LLVM's optimisations change."""
+    """What XLA makes of the reference is what users get; `interpret` compiles kernels without LLVM's optimisations."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -22,8 +23,14 @@ def optimised():
 
 
 @pytest.fixture
-def interpreted():
-    """`interpreted(f, *operands)`: the result of `f`, whose kernels ran in Mosaic's interpreter without a race."""
+def interpreted(monkeypatch):
+    """`interpreted(f, *operands)`: the result of `f`, whose kernels ran in Mosaic's interpreter without a race.
+
+    On a chip of two multiprocessors: 132 blocks, most of them without work, take most of a test's time.
+    """
     from interpreter import interpret
 
+    from pallas_kernels import hardware
+
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
     return interpret

@@ -46,7 +46,10 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.
 
     watchdog = threading.Timer(limit_s, expire)
     watchdog.start()
+    before = jax.config.read("jax_disable_most_optimizations")
     try:
+        # Compiling is most of the time. A kernel's arithmetic stays as it is written, more so than with LLVM's.
+        jax.config.update("jax_disable_most_optimizations", True)
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
         with plgpu.force_gpu_interpret_mode(parameters):
             result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
@@ -59,4 +62,5 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.
         raise
     finally:
         watchdog.cancel()
+        jax.config.update("jax_disable_most_optimizations", before)
         interpreter_shim.reset()

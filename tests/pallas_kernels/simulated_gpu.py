@@ -505,11 +505,17 @@ def _box(at: np.ndarray) -> list[tuple[slice, ...]]:
 
 
 def _runs(at: np.ndarray) -> list[tuple[Any, ...]]:
-    """The elements `at` (one column each) as ranges along the last axis."""
-    at = np.unique(at, axis=1)
-    breaks = (np.diff(at[:-1]) != 0).any(0) | (np.diff(at[-1]) != 1)
+    """The elements `at` (one column each) as ranges along the last axis, or as the one box that they fill."""
+    if not at.size:
+        return []
+    (box,) = _box(at)
+    touched = np.zeros([piece.stop - piece.start for piece in box], bool)
+    touched[tuple(i - piece.start for i, piece in zip(at, box, strict=True))] = True
+    if touched.all():
+        return [box]
+    edges = np.diff(touched.astype(np.int8), axis=-1, prepend=0, append=0)
+    first = np.array([piece.start for piece in box])
+    starts, ends = (first + np.argwhere(edges == sign) for sign in (1, -1))
     return [
-        (*(int(i) for i in run[:-1, 0]), slice(int(run[-1, 0]), int(run[-1, -1]) + 1, 1))
-        for run in np.split(at, np.flatnonzero(breaks) + 1, axis=1)
-        if run.size
+        (*map(int, start[:-1]), slice(int(start[-1]), int(end[-1]), 1)) for start, end in zip(starts, ends, strict=True)
     ]

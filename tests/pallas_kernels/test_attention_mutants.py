@@ -47,11 +47,6 @@ def check(op, kind, batch, heads, slack, tiles, deterministic, dims, mask, keys,
             test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run, mask=mask)
 
 
-@pytest.fixture(autouse=True)
-def optimised():
-    """Not here: a fault is told from rounding in 16 bits, and compiling is most of a test's time."""
-
-
 @pytest.fixture
 def fresh():
     """Nothing traced or scheduled is kept from before or for later."""

@@ -45,17 +45,17 @@ _ON_OLDEST_TOO = (Op.SOFTMAX, Op.LOG_SOFTMAX_TANGENT)
 
 
 def _interpreted():
-    """Each rung and operation in one dtype of the three, which take turns, and in the other forms at one length."""
+    """Each rung and operation in one dtype of the three, every other length, and a few other forms; all take turns."""
     for r, rung in enumerate(LADDER.values()):
         for i, op in enumerate(op for op in Op if not op.has_labels):
             dtype = DTYPES[(i + r) % 3]
             if not cases.takes(rung, Problem(op, ROWS, 1001, dtype)):
                 continue
-            for config, lengths in INTERPRETED[rung.name]:
-                for cols in lengths:
-                    case = _case(rung, Problem(op, ROWS, cols, dtype), config)
-                    yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
-            config, lengths = INTERPRETED[rung.name][-1]
+            lengths = [(config, cols) for config, lengths in INTERPRETED[rung.name] for cols in lengths]
+            for config, cols in lengths[i % 2 :: 2] or lengths:
+                case = _case(rung, Problem(op, ROWS, cols, dtype), config)
+                yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
+            config, cols = lengths[-1]
             if rung.name == "online" and op in _ON_OLDEST_TOO:
                 # So many pieces that they are added in groups, the last of which is not full.
                 yield pytest.param(
@@ -66,9 +66,8 @@ def _interpreted():
                 yield pytest.param(
                     _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
-            forms = cases.variations(rung, op, dtype, ROWS, min(lengths[-1], 1001))
-            some = {"cluster": 2, "grid": 2, "team": 4}.get(rung.name, 1)
-            for form in forms[i % some :: some]:
+            forms = cases.variations(rung, op, dtype, ROWS, min(cols, 1001))
+            for form in forms[i % 4 :: 4]:
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
 
@@ -170,6 +169,7 @@ def test_interpreted(case):
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", _ON_OLDEST_TOO, ids=str)
 def test_who_was_not_told_finds_the_same(op):
     """Whether a row's statistics were told, or found by who needs them, cannot be seen from the results."""
