@@ -230,8 +230,7 @@ def _add_to_dq(
     plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
     plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])
-    if not config.turns:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    backward_dq.await_place(problem, config)
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
     backward_dq.leave(piece, part, before, ended)

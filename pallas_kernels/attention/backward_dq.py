@@ -85,6 +85,22 @@ def fetch(piece: Piece, ended: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(piece.sum_gmem, piece.sum_smem, block.refs.dq_full.at[warpgroup])
 
 
+def by_warps(problem: Attention, config: AnyBackwardConfig) -> bool:
+    """Whether each warp sends its own part, and waits for nobody.
+
+    Where the warpgroup sends something else as well, a bias' gradient, its warps wait for each other anyway.
+    """
+    return config.by_registers and not config.turns and not problem.bias_gradient
+
+
+def await_place(problem: Attention, config: AnyBackwardConfig) -> None:
+    """Waits until the last part that was sent may be stored over."""
+    if by_warps(problem, config):
+        fragments.await_read()
+    elif not config.turns:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def leave(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -> None:
     """Sends `part` on its way; `before`: how many add before, where it is known already, if there are turns."""
     block, step = piece.block, piece.step
@@ -114,6 +130,8 @@ def _add(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) ->
         fragments.store(piece.sum_smem, part)
     else:
         piece.sum_smem[...] = part
+    if by_warps(block.problem, block.config):
+        return fragments.add(piece.sum_smem, piece.sum_gmem)
     plgpu.commit_smem()
     if ended is not None:
         before = backward_turns.before(block, step.i) if before is None else before
