@@ -31,12 +31,12 @@ test-new: .venv-new/ready
 test-kernels: .venv-new/ready
 	.venv-new/bin/python $(PYTEST) tests/pallas_kernels --ignore=tests/pallas_kernels/test_aot.py
 
-# The library and its primitives. For want of time what is marked as slow, the binary, the examples, documents, scripts,
-# planted faults, and what stands in for kernels in tests that have a form without it, are left to the newest; kernels
-# are compiled on the oldest, below.
+# The library and its primitives. For want of time the binary, the examples, documents, scripts, the interpreter, planted
+# faults, and what stands in for kernels in tests that have a form without it, are left to the newest.
 test-old: .venv-old/ready
-	.venv-old/bin/python $(PYTEST) -m "not gpu and not slow" -k "not stand-in and not mutant" tests/jaxsoftmax \
-	  tests/pallas_kernels/test_monoid.py tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_cross_entropy.py
+	.venv-old/bin/python $(PYTEST) -m "not gpu and not slow" -k "not interpret and not stand-in and not mutant" \
+	  --ignore=tests/pallas_kernels/test_aot.py --ignore=tests/benchmarks --ignore=tests/test_examples.py \
+	  --ignore=tests/test_architecture.py --ignore=tests/test_docs.py --ignore=tests/test_gpu_scripts.py
 
 # The GPU kernels compiled to machine code for an H200, on a machine without one.
 aot: .venv-aot/ready
