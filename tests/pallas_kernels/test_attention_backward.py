@@ -326,7 +326,6 @@ def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
     slots, p = COPIED[name]
     monkeypatch.setattr(heuristics, "MOST_TURNS", 0)  # as of more keys
     assert decided(p).config.bias_slots == slots
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
     check(p, decided(p).run, interpreted)
 
 
@@ -437,8 +436,7 @@ def test_tiles_that_are_drawn_in_the_interpreter(name, interpreted, monkeypatch)
 
 
 @pytest.mark.slow
-def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
+def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
     p = problem_of("mask-of-rows", (70, 390), (64, 64), "bfloat16", heads=(1, 1), batch=1)
     names = list(operands_of(p))
     both = [jnp.stack([jnp.asarray(x), 2 * jnp.asarray(x)]) for x in all_operands_of(p)]

@@ -180,12 +180,10 @@ def test_configs_in_the_interpreter(config, interpreted):
 @pytest.mark.slow
 @pytest.mark.parametrize("query_slots", [1, 2])
 @pytest.mark.parametrize("kind", ["full", "causal"])
-def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted, monkeypatch):
-    few = dataclasses.replace(hardware.H200, sm_count=2)
-    monkeypatch.setattr(hardware, "current", lambda: few)
+def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted):
     p = problem_of(kind, (270, 200), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots)
-    assert schedule.deal(p, config, few.sm_count)[:, 0].tolist() == [6, 6]
+    assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
@@ -200,8 +198,7 @@ def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, query_slots, interp
 
 
 @pytest.mark.slow
-def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=2))
+def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
     p = dataclasses.replace(problem_of("mask-of-rows", (270, 60), (32, 16), "bfloat16", heads=(1, 1)), batch=1)
     config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, tiles="drawn")
     arrays = operands_of(dataclasses.replace(p, batch=2))

@@ -44,13 +44,16 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
 _ON_OLDEST_TOO = (Op.SOFTMAX, Op.LOG_SOFTMAX_TANGENT)
 
 
+def _taken(rung: Any) -> list[Op]:
+    """The operations without labels that a rung takes."""
+    return [op for op in Op if not op.has_labels and cases.takes(rung, Problem(op, ROWS, 1001, DTYPES[0]))]
+
+
 def _interpreted():
     """Each rung and operation in one dtype of the three, every other length, and a few other forms; all take turns."""
     for r, rung in enumerate(LADDER.values()):
-        for i, op in enumerate(op for op in Op if not op.has_labels):
+        for i, op in enumerate(_taken(rung)):
             dtype = DTYPES[(i + r) % 3]
-            if not cases.takes(rung, Problem(op, ROWS, 1001, dtype)):
-                continue
             lengths = [(config, cols) for config, lengths in INTERPRETED[rung.name] for cols in lengths]
             for config, cols in lengths[i % 2 :: 2] or lengths:
                 case = _case(rung, Problem(op, ROWS, cols, dtype), config)
@@ -167,6 +170,23 @@ def test_interpreted(case):
     together = at_once if getattr(case.config, "patience", 0) else lambda run: run
     execute = lambda run: functools.partial(interpret, together(run))
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
+
+
+def _form(problem: Problem) -> tuple[Any, ...]:
+    return problem.rows == 1, problem.inner, problem.where, problem.scale
+
+
+@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
+def test_taking_turns_leaves_nothing_out(rung):
+    """Each rung is interpreted with every operation, dtype, length and form that it takes."""
+    found = [case for case in (getattr(x, "values", (x,))[0] for x in _interpreted()) if case.rung is rung]
+    assert {case.problem.op for case in found} == set(_taken(rung))
+    assert {case.problem.dtype for case in found} == set(DTYPES)
+    for config, lengths in INTERPRETED[rung.name]:
+        for cols in lengths:
+            assert [c for c in found if c.problem.cols == cols and config in (None, c.config)], (config, cols)
+    forms = {_form(p) for op in _taken(rung) for p in cases.variations(rung, op, DTYPES[0], ROWS, 125)}
+    assert forms <= {_form(case.problem) for case in found}
 
 
 @pytest.mark.slow

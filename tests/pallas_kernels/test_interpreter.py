@@ -1,6 +1,7 @@
 """The interpreter shim itself: what it adds works, and what is wrong in a kernel is seen."""
 
 import functools
+import itertools
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from interpreter import Deadlock, RaceDetected, interpret
 from jax import lax
+from simulated_gpu import _runs
 
 F32 = jnp.float32
 pytestmark = pytest.mark.timeout(120)
@@ -262,3 +264,15 @@ def test_unmodelled_inline_operation_is_an_error():
 
     with pytest.raises(NotImplementedError, match="carries no"):
         interpret(plgpu.kernel(body, out_type=arange(128)), arange(128))
+
+
+def test_stores_are_told_to_the_detector_element_by_element():
+    """As ranges, or as the box that they fill: neither one too many nor one too few."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        at = rng.integers(3, 9, (rng.integers(1, 4), rng.integers(0, 60)))
+        told = [[range(x.start, x.stop) if isinstance(x, slice) else (x,) for x in run] for run in _runs(at)]
+        elements = sorted(place for run in told for place in itertools.product(*run))
+        assert elements == sorted(set(zip(*at.tolist(), strict=True)))
+    box = np.indices((2, 3)).reshape(2, -1) + 5
+    assert _runs(box) == [(slice(5, 7, 1), slice(5, 8, 1))]
