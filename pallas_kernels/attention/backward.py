@@ -192,14 +192,9 @@ def _gradients(
 
 def _share(tile: _Tile, ds: jax.Array) -> None:
     """Puts score gradients where all warpgroups find them, and waits for theirs."""
-    config, target = tile.block.config, tile.ds_smem.at[tile.warpgroup]
-    if config.by_registers:
-        fragments.store_factor(target, ds)
-    else:
-        for c in range(config.block_q // CHUNK):
-            target[c] = ds[:, c * CHUNK : (c + 1) * CHUNK]
+    fragments.store_factor(tile.ds_smem.at[tile.warpgroup], ds)
     fragments.commit()
-    scopes.sync_block(config.warpgroups)
+    scopes.sync_block(tile.block.config.warpgroups)
 
 
 def _fetches_early(config: BackwardConfig) -> bool:
@@ -230,8 +225,7 @@ def _add_to_dq(
     plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
     plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])
-    if not config.turns:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    backward_dq.await_place(problem, config)
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
     backward_dq.leave(piece, part, before, ended)

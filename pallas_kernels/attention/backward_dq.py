@@ -40,10 +40,8 @@ class Piece(NamedTuple):
     @property
     def sum_gmem(self) -> Any:
         """Where the blocks of keys add their parts."""
-        config, rows, columns = self.block.config, self.rows, self.columns
-        if config.by_registers:
-            rows, columns = self.step.i * (config.block_q // WARPGROUP_ROWS) + self.row_i, self.column_i
-        return self.block.refs.dq_sum.at[self.block.batch, self.step.head, rows, columns]
+        down = self.step.i * (self.block.config.block_q // WARPGROUP_ROWS) + self.row_i
+        return self.block.refs.dq_sum.at[self.block.batch, self.step.head, down, self.column_i]
 
     @property
     def sum_smem(self) -> Any:
@@ -56,8 +54,7 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     shape = config.warpgroups, WARPGROUP_ROWS, WARPGROUP_ROWS
     found: dict[str, Any] = {}
     if config.turns or not config.last_writes:
-        squares = plgpu.SMEM((config.warpgroups, *fragments.SHAPE), jnp.float32)
-        found |= dict(dq_smem=squares if config.by_registers else tiled(shape, jnp.float32))
+        found |= dict(dq_smem=plgpu.SMEM((config.warpgroups, *fragments.SHAPE), jnp.float32))
     if config.last_writes:
         found |= dict(d_query_smem=tiled(shape, problem.dtype))
         if config.turns:
@@ -85,6 +82,22 @@ def fetch(piece: Piece, ended: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(piece.sum_gmem, piece.sum_smem, block.refs.dq_full.at[warpgroup])
 
 
+def by_warps(problem: Attention, config: BackwardConfig) -> bool:
+    """Whether each warp sends its own part, and waits for nobody.
+
+    Where the warpgroup sends something else as well, a bias' gradient, its warps wait for each other anyway.
+    """
+    return not config.turns and not problem.bias_gradient
+
+
+def await_place(problem: Attention, config: BackwardConfig) -> None:
+    """Waits until the last part that was sent may be stored over."""
+    if by_warps(problem, config):
+        fragments.await_read()
+    elif not config.turns:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def leave(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -> None:
     """Sends `part` on its way; `before`: how many add before, where it is known already, if there are turns."""
     block, step = piece.block, piece.step
@@ -98,9 +111,7 @@ def leave(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -
     def _():
         def with_others(part: jax.Array) -> jax.Array:
             plgpu.barrier_wait(block.refs.dq_full.at[piece.warpgroup])
-            if block.config.by_registers:
-                return part + fragments.load(piece.sum_smem)
-            return part + plgpu.load(piece.sum_smem, layout=plgpu.Layout.WGMMA)
+            return part + fragments.load(piece.sum_smem)
 
         _write(piece, lax.cond(backward_turns.before(block, step.i) > 0, with_others, lambda part: part, part))
 
@@ -110,10 +121,9 @@ def leave(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -
 def _add(piece: Piece, part: jax.Array, before: Any, ended: jax.Array | None) -> None:
     """Adds `part` to the others', in its turn if there are turns."""
     block, step = piece.block, piece.step
-    if block.config.by_registers:
-        fragments.store(piece.sum_smem, part)
-    else:
-        piece.sum_smem[...] = part
+    fragments.store(piece.sum_smem, part)
+    if by_warps(block.problem, block.config):
+        return fragments.add(piece.sum_smem, piece.sum_gmem)
     plgpu.commit_smem()
     if ended is not None:
         before = backward_turns.before(block, step.i) if before is None else before

@@ -27,8 +27,16 @@ def launched(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int]:
 
 
 def begun(config: AnyBackwardConfig, blocks: int) -> dict[str, jax.Array]:
-    """What is in device memory before, by name: those of the first tickets have been drawn."""
-    return dict(tickets=scopes.tickets(blocks)) if config.tiles == "drawn" else {}
+    """What is in device memory before, by name."""
+    return dict(tickets=scopes.tickets(blocks * _unasked(config))) if config.tiles == "drawn" else {}
+
+
+def _unasked(config: AnyBackwardConfig) -> int:
+    """How many tiles a block takes without a ticket.
+
+    None if tiles wait for their turns: those before a drawn one are done, or are worked on by a block that runs.
+    """
+    return 0 if config.turns else 1
 
 
 def scratch(config: AnyBackwardConfig) -> dict[str, Any]:
@@ -65,10 +73,11 @@ def each_block(
         if config.tiles != "drawn":
             lax.fori_loop(0, lax.div(tiles - 1 - me, blocks) + 1, one, start)
         elif draws:
-            turn, _, none = lax.while_loop(lambda state: state[2] < tiles, draw, (start, start, me))
+            first = me if _unasked(config) else drawn.draw(refs, start, config.warpgroups)
+            turn, _, none = lax.while_loop(lambda state: state[2] < tiles, draw, (start, start, first))
             drawn.tell(refs, turn, (none, *Span(0, 0, 0, 0)))
         else:
-            drawn.begin(refs)
+            drawn.begin(refs, unasked=_unasked(config))
             lax.while_loop(lambda state: state[2] < tiles, be_told, (start, start, *drawn.told(refs, start)))
 
     return each

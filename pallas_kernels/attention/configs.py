@@ -51,8 +51,7 @@ class BackwardConfig:
     one after another, as it becomes free. `together`: of how many heads, at most, the tiles are started in turns.
     `turns`: blocks of keys add to a tile of dQ in their order. `last_writes`: the last one writes it, in 16 bits.
     `bias_slots` is as in `ForwardConfig`. `queries_first`: a tile's first queries are asked for before its keys.
-    `by_registers`: score gradients and the sums of dQ are stored as the registers have them, not by rows. `ahead`: the
-    next step's scores are multiplied beside this step's dQ and dK, not after them.
+    `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them.
     """
 
     block_q: int
@@ -64,8 +63,9 @@ class BackwardConfig:
     last_writes: bool = False
     bias_slots: int = 0
     queries_first: bool = False
-    by_registers: bool = False
     ahead: bool = False
+
+    by_registers = True  # the sums of dQ are stored as the registers have them, not by rows
 
     @property
     def block_kv(self) -> int:

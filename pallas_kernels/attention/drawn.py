@@ -35,9 +35,9 @@ def scratch(numbers: int, warpgroups: int) -> dict[str, Any]:
     }
 
 
-def begin(block: Any) -> None:
-    """What a warpgroup that is told does first."""
-    for slot in range(1, _SLOTS):  # the first is taken unasked
+def begin(block: Any, *, unasked: int = 1) -> None:
+    """What a warpgroup that is told does first; `unasked`: how many tiles its block takes without a ticket."""
+    for slot in range(unasked, _SLOTS):
         plgpu.barrier_arrive(block.tile_empty.at[slot])
 
 

@@ -1,8 +1,8 @@
 """Squares of 64 rows and columns between shared memory and the registers where WGMMA puts or reads them.
 
-float32 sums lie there as the registers do, 16 bytes of a thread after the other: no thread meets another's bank, no
-address is computed, and a copy takes all as one piece. 16-bit factors lie in swizzled tiles, and are stored by the
-four registers of which an instruction multiplies, so that none has to be moved.
+float32 sums lie there as the registers do, a warp's after another's and 16 bytes of a thread after the other: no thread
+meets another's bank, no address is computed, and a copy takes a warp's or all as one piece. 16-bit factors lie in
+swizzled tiles, and are stored by the four registers of which an instruction multiplies, so that none has to be moved.
 """
 
 import jax
@@ -21,6 +21,7 @@ from pallas_kernels.attention.scores import WGMMA
 SHAPE = 16, 256  # of a square's sums
 _SIDE = WARPGROUP_ROWS
 _VECTORS = 8  # of a thread, of four numbers
+_WARP_BYTES = _VECTORS * 32 * 16  # of a square's sums
 _ROW_BYTES = 128  # of a swizzled tile
 
 
@@ -54,12 +55,39 @@ def load(source: jax.Ref) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_fragments)(source)
 
 
+def add(source: jax.Ref, target: jax.Ref) -> None:
+    """Adds what `store` stored to device memory: each warp its own part, as soon as that is there."""
+
+    def add_warps(ctx, source, target):
+        lane, warp = _lane_and_warp()
+        offset = arith.muli(warp, emit.c32(_WARP_BYTES))
+        places = arith.addi(emit.global_address(target), arith.extui(emit.i64(), offset))
+        text = (
+            "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
+            f"@$2 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {_WARP_BYTES}; "
+            "@$2 cp.async.bulk.commit_group;"
+        )
+        operands = [places, arith.addi(emit.shared_address(source), offset), emit.equals(lane, 0)]
+        emit.ptx(text, "l,r,b,~{memory}", operands)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(add_warps)(source, target)
+
+
+def await_read() -> None:
+    """Waits until a warp's part that is on its way may be stored over."""
+
+    def await_warps(ctx):
+        emit.ptx("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;", "~{memory}", [])
+
+    plgpu.inline_mgpu()(await_warps)()
+
+
 def as_rows(sums: jax.Array) -> jax.Array:
     """`[..., rows / 64, columns / 64, 16, 256]` of squares as they are stored, as `[..., rows, columns]`."""
     *batch, down, across, _, _ = sums.shape
-    # Of a square: half of a warp's rows, its 16 columns, warp, row, pair of columns, their half, and one of the pair.
-    parts = sums.reshape(-1, down, across, 2, 4, 4, 8, 4, 2, 2)
-    rows = parts.transpose(0, 1, 5, 3, 6, 2, 4, 8, 7, 9)
+    # Of a square: warp, half of its rows, its 16 columns, row, pair of columns, their half, and one of the pair.
+    parts = sums.reshape(-1, down, across, 4, 2, 4, 8, 4, 2, 2)
+    rows = parts.transpose(0, 1, 3, 4, 6, 2, 5, 8, 7, 9)
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)
 
 
@@ -68,8 +96,7 @@ def store_factor(target: jax.Ref, factor: jax.Array) -> None:
     dtype = jnp.dtype(target.dtype)
 
     def store_squares(ctx, target, factor):
-        lane = arith.remui(emit.thread_in_warpgroup(), emit.c32(32))
-        warp = arith.divui(emit.thread_in_warpgroup(), emit.c32(32))
+        lane, warp = _lane_and_warp()
         # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
         # eight columns on.
         matrix, row = arith.divui(lane, emit.c32(8)), arith.remui(lane, emit.c32(8))
@@ -109,11 +136,18 @@ def _vectors(registers: np.ndarray) -> list[np.ndarray]:
 
 
 def _offset(i: int) -> int:
-    return i * emit.WARPGROUP * 16
+    return i * 32 * 16
 
 
 def _thread_place(ref: ir.Value) -> ir.Value:
-    return arith.addi(emit.shared_address(ref), arith.muli(emit.thread_in_warpgroup(), emit.c32(16)))
+    lane, warp = _lane_and_warp()
+    offset = arith.addi(arith.muli(warp, emit.c32(_WARP_BYTES)), arith.muli(lane, emit.c32(16)))
+    return arith.addi(emit.shared_address(ref), offset)
+
+
+def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
+    thread = emit.thread_in_warpgroup()
+    return arith.remui(thread, emit.c32(32)), arith.divui(thread, emit.c32(32))
 
 
 def _word(pair: ir.Value) -> ir.Value:

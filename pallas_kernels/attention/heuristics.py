@@ -76,32 +76,41 @@ def _widest(problem: Attention) -> ForwardConfig:
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     """As many queries at a time as the registers hold."""
     narrow = max(problem.head_dim, problem.value_dim) <= 64
-    # By rows and by registers, 4096 tokens, us, H200: heads of 64, 2901 and 2809, causal 1580 and 1527; of 128, 2428
-    # and 2564, causal 1329 and 1316.
-    config = BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2, by_registers=narrow)
-    config = _ahead(problem, _in_order(problem, device, _in_turns(problem, config)))
-    return (_with_slots(problem, device, [_drawn(problem, config)]),)
+    config = _in_turns(problem, BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2))
+    config = _drawn(problem, _ahead(problem, _in_order(problem, device, config)))
+    return (_with_slots(problem, device, [config]),)
 
 
 def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     """`config` with the next step's scores found beside this step's dQ, where there are registers for them.
 
-    4096 tokens, us, H200, without and with it: heads of 64, 3004 and 2794, causal 1614 and 1514; of 128, 2585 and 2428,
-    causal 1327 and 1242; documents of 1024 tokens and heads of 64, 888 and 882, of 128, 678 and 720. Beside a last
-    turn's branches heads of 128, causal, would spill 640 bytes.
+    H200, us, without and with it: 4096 tokens, heads of 64, 3004 and 2794, causal 1614 and 1514; of 128, 2585 and 2428,
+    causal 1327 and 1242; documents of 1024 tokens and heads of 64, 903 and 880, of 128, 706 and 682; masks, heads of
+    128, causal 811 and 787, random 1410 and 1384; with a bias and heads of 128, 2345 and 2451. Beside a last turn's
+    branches heads of 128, causal, would spill 640 bytes.
     """
     narrow = max(problem.head_dim, problem.value_dim) <= 64
-    plain = problem.bias is None and not problem.hidden_by_data
-    return dataclasses.replace(config, ahead=not config.last_writes and (narrow or plain))
+    return dataclasses.replace(config, ahead=not config.last_writes and (narrow or problem.bias is None))
 
 
 def _drawn(problem: Attention, config: BackwardConfig) -> BackwardConfig:
-    """`config` with tiles that are drawn where how many blocks of queries come past each is known on the device alone.
+    """`config` with tiles that are drawn where some take longer than others, or are so short that their ends matter.
 
-    bf16, H200, us in all, a block to each and drawn, 2048 tokens: causal masks, heads of 64, 1025 and 998, of 128, 854
-    and 812; random ones, 1771 and 1770, 1491 and 1460. Documents, 16384 tokens: 851 and 840, 671 and 637.
+    bf16, H200, us in all, a block to each and drawn. Where data decide, 2048 tokens: causal masks, heads of 64, 1025
+    and 998, of 128, 854 and 812; random ones, 1771 and 1770, 1491 and 1460. Documents, 16384 tokens: 851 and 840, 671
+    and 637. Where shapes decide, causal: heads of 64, 2048 tokens, 862 and 832; 4096, 1420 and 1398; 8192, 2558 and
+    2552; 16384, 4775 and 4830; of 128, 2048, 737 and 716; 8192, 2212 and 2187; 16384, 4196 and 4208; eight query heads
+    to a key head, 4096, 5108 and 5161. A window of 1024: 892 and 857, 761 and 743. A few turns: heads of 64, 512
+    tokens, 522 and 477, causal 394 and 367; of 128, 422 and 406, 322 and 299; 1024, 717 and 707, 472 and 447.
     """
-    if not problem.hidden_by_data or problem.bias is not None or config.turns:
+    if problem.bias is not None:
+        return config
+    if not problem.hidden_by_data:
+        bounded = schedule.bounds(problem) != (None, None)
+        short = bounded and not config.last_writes and _rows(problem) <= 8192
+        few = -(-problem.key_length // config.block_kv) <= MOST_TURNS
+        return dataclasses.replace(config, tiles="drawn") if (few if config.turns else short) else config
+    if config.turns:
         return config
     if problem.mask is None:
         # Of documents the cache holds more heads than of whole sequences. As many heads of 128 as it holds of those, 2,
@@ -109,6 +118,15 @@ def _drawn(problem: Attention, config: BackwardConfig) -> BackwardConfig:
         return dataclasses.replace(config, tiles="drawn", together=16)
     # Keys first, and queries: causal mask, heads of 64, 998 and 991, of 128, 801 and 796; random mask, 1400 and 1388.
     return dataclasses.replace(config, tiles="drawn", queries_first=True)
+
+
+def _rows(problem: Attention) -> int:
+    """How many queries a block of keys sees at most, those of all the heads that read it."""
+    left, right = schedule.bounds(problem)
+    seen = problem.query_length
+    if left is not None and right is not None:
+        seen = min(max(right - left + 1, 0), seen)
+    return seen * (problem.query_heads // problem.key_heads)
 
 
 def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
@@ -164,10 +182,13 @@ def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, de
     uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
     if schedule.bounds(problem) != (None, None) or uneven:
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
-        # 532 TFLOP/s, and 512 head by head, H200.
-        rows = problem.query_length * problem.query_heads // problem.key_heads
-        head_bytes = rows * ((problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4)
-        return dataclasses.replace(config, together=min(max(32 * MIB // max(head_bytes, 1), 1), 16))
+        # 532 TFLOP/s, and 512 head by head, H200. Of two multiprocessors' tiles at least, lest the last ones be long:
+        # 64 heads on 8, D = 128, 4096 tokens, us, of 1, 4, 8 and 16 heads 5362, 5142, 5059, 5123; 2048, of 2, 4, 8 and
+        # 16, 3303, 3167, 3241, 3258; 16384, of 1, 2 and 4, 19862, 19483, 19747.
+        row_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4
+        in_cache = 32 * MIB // max(_rows(problem) * row_bytes, 1)
+        tiles = max(-(-problem.key_length // config.block_kv), 1)
+        return dataclasses.replace(config, together=min(max(in_cache, min(-(-2 * device.sm_count // tiles), 8)), 16))
     if not config.turns:
         # Tiles that take equally long: D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a block to each, H200.
         return dataclasses.replace(config, tiles="dealt")

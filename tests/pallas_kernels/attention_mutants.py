@@ -667,7 +667,18 @@ MUTANTS = (
         mask="documents",
     ),
     _drawn_backward(
-        "block_of_keys_skipped", "nobody draws the first ticket", "scopes.tickets(blocks)", "scopes.tickets(blocks + 1)"
+        "block_of_keys_skipped",
+        "nobody draws the first ticket",
+        "blocks * _unasked(config)",
+        "blocks * _unasked(config) + 1",
+    ),
+    _backward(
+        "turn_before_its_ticket",
+        "a block takes keys unasked though others' turns come before, of a block that may not run",
+        "0 if config.turns else 1",
+        "1",
+        rejected_by=DEADLOCK,
+        deterministic=True,
     ),
     _drawn_backward(
         "end_of_keys_not_told",
@@ -747,7 +758,7 @@ MUTANTS = (
     _backward(
         "squares_by_rows",
         "the sums' squares are read as if the registers had rows",
-        "parts.transpose(0, 1, 5, 3, 6, 2, 4, 8, 7, 9)",
+        "parts.transpose(0, 1, 3, 4, 6, 2, 5, 8, 7, 9)",
         "parts",
         "lengths",
     ),

@@ -260,7 +260,7 @@ def _fence_shared(machine: Any, static: Any) -> None:
 
 def _in_fragments(x: Any) -> Any:
     """A square's numbers as the registers have them: the inverse of `fragments.as_rows`."""
-    return x.reshape(4, 2, 8, 4, 2, 4, 2).transpose(1, 3, 0, 2, 5, 4, 6).reshape(16, 256)
+    return x.reshape(4, 2, 8, 4, 2, 4, 2).transpose(0, 1, 3, 2, 5, 4, 6).reshape(16, 256)
 
 
 def _store_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
@@ -270,6 +270,15 @@ def _store_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
 def _load_fragments(machine: Any, static: Any, source: Any) -> list[Any]:
     places = np.asarray(_in_fragments(np.arange(64 * 64).reshape(64, 64))).reshape(-1)
     return [machine.load(source).reshape(-1)[np.argsort(places)].reshape(64, 64)]
+
+
+def _add_warps(machine: Any, static: Any, source: Any, target: Any) -> None:
+    machine.commit_smem()
+    machine.copy_added(source, target)
+
+
+def _await_warps(machine: Any, static: Any) -> None:
+    machine.await_copies_read()
 
 
 def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:

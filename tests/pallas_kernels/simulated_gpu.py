@@ -107,6 +107,11 @@ class Machine:
         places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
         self._call(functools.partial(_copy_added, source_info=self._source_info), **places)
 
+    def await_copies_read(self) -> None:
+        """Waits until the thread's copies to global memory have read what they copy."""
+        wait = functools.partial(gpu_callbacks.wait_smem_to_gmem, source_info=self._source_info)
+        self._call(wait, n=jnp.int32(0), wait_read_only=jnp.bool_(True))
+
     def set_registers(self, ref: Ref, value: Any) -> None:
         """Overwrites an accumulator, which nobody else can touch."""
         self._call(_set_registers, key=ref.key, value=value)

@@ -460,7 +460,12 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
         ("mask", 128, {"deterministic": True}, "own", False),
         ("mask", 64, {"bias": (1, 1, 1, 4096), "bias_dtype": jnp.dtype("bfloat16")}, "own", False),
         ("mask", 256, {}, "own", False),
-        ("causal", 128, {}, "own", False),
+        ("causal", 128, {}, "drawn", False),
+        ("causal", 128, {"query_length": 16384}, "own", False),
+        ("causal", 128, {"query_heads": 32, "key_heads": 4}, "own", False),
+        ("causal", 128, {"deterministic": True}, "own", False),
+        ("full", 64, {"key_length": 512}, "drawn", False),
+        ("full", 64, {"key_length": 128}, "dealt", False),
         ("full", 128, {}, "dealt", False),
     ],
 )
