@@ -72,6 +72,12 @@ def arrive(ref: jax.Ref) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_warps)(ref)
 
 
+def release(ref: jax.Ref) -> None:
+    """Arrives likewise, when what the warps have read and written in shared memory may be copied over."""
+    plgpu.commit_smem()
+    arrive(ref)
+
+
 def wait(ref: jax.Ref, parity: jax.Array) -> None:
     """Waits for the end of a phase of that parity; sees what the bytes' senders wrote, within the cluster."""
 

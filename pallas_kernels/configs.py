@@ -10,10 +10,14 @@ class NaiveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarpConfig:
-    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each."""
+    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each.
+
+    `tiles`: how many of its rows a thread loads before it reduces any.
+    """
 
     lanes: int
     registers: int
+    tiles: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +77,14 @@ class GridConfig(SharedConfig):
 class TeamConfig(SharedConfig):
     """`teams` teams of `blocks` blocks, in each of them `warpgroups` that read and as many that write.
 
-    `slots`: rows of which a block has its share at once. `patience`: how often it looks for a number before it goes on
-    without, about a microsecond each. `once`: the second-level cache is told that what is read is read once.
+    `slots`: rows of which a block has its share at once; `coming`: those of them on their way from memory.
+    `patience`: how often it looks for a number before it goes on without, about a microsecond each. `once`: the
+    second-level cache is told that what is read is read once.
     """
 
     slots: int
     teams: int
+    coming: int = 2
     patience: int = 2**14
     once: bool = False
 
@@ -92,8 +98,8 @@ class TeamConfig(SharedConfig):
 
     @property
     def threads(self) -> int:
-        """Warpgroups of a block: those, one that gathers and one that hears."""
-        return 2 * self.warpgroups + 2
+        """Warpgroups of a block: those, one that gathers, one that hears and one that copies."""
+        return 2 * self.warpgroups + 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,12 +43,13 @@ class Tile:
 
     With `lanes` = 128 all are of one row, and each warp's quarter stands as a row of the array; with fewer, `lanes`
     threads share a row and each warp holds `32 // lanes` rows. Arrays have the shape `shape`; a reduction over axis 1
-    needs shuffles only, no shared memory.
+    needs shuffles only, no shared memory. `tiles`: how many a warpgroup takes, of rows that follow one another.
     """
 
     dtype: jnp.dtype
     registers: int
     lanes: int = WARPGROUP
+    tiles: int = 1
 
     @property
     def vector(self) -> int:
@@ -105,7 +106,7 @@ class Span:
     @property
     def rows_may_end(self) -> bool:
         """Whether a thread's row may lie past the last one."""
-        return self.tile.lanes <= 32 and self.rows % self.tile.rows != 0
+        return self.tile.lanes <= 32 and self.rows % (self.tile.rows * self.tile.tiles) != 0
 
     @property
     def aligned(self) -> bool:

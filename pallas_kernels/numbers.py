@@ -25,6 +25,7 @@ from pallas_kernels.emit import (
     ptx,
     scalar,
     thread_in_warpgroup,
+    word,
 )
 from pallas_kernels.mosaic import Span, Tile
 
@@ -143,6 +144,26 @@ def store_element(
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, SPLAT, SPLAT))(store_over)(
         ref, column, value, jnp.int32(row), jnp.int32(first)
     )
+
+
+def of_first_lane(value: jax.Array, tile: Tile) -> jax.Array:
+    """In each thread the number of the first of those of its warp that share its row.
+
+    A sum over lanes is not the same in all: a product in it is contracted into the first addition, of which each lane
+    then rounds the others' product only.
+    """
+    if tile.lanes_in_warp == 1:
+        return value
+    layout, shares = tile.layout.reduce(1), 32 - tile.lanes_in_warp  # of a lane's number, the bits that say whose row
+
+    def shuffle_first(ctx, value):
+        first = arith.andi(arith.remui(utils.thread_idx(), c32(32)), c32(shares))
+        text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+        taken = llvm.inline_asm(i32(), [word(value), first], text, "=r,r,r", has_side_effects=True)
+        return _fragment(arith.bitcast(ir.F32Type.get(), taken), tile, None)
+
+    result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(shuffle_first)(value)
 
 
 def row_of(tile: Tile, row: ir.Value) -> ir.Value:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import elementary, monoid, mosaic
 from pallas_kernels.monoid import Exp, decay
+from pallas_kernels.numbers import of_first_lane
 from pallas_kernels.problem import Op, Problem
 
 Tiles = tuple[jax.Array, ...]  # the operands' tiles, in float32
@@ -103,7 +104,7 @@ def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], ex
 def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: mosaic.Tile) -> RowStats:
     """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity.
 
-    `layout` is that of `partial`.
+    `layout` is that of `partial`. All threads have the same: of sums of weighted parts, one lane's.
     """
     if not has_max(problem.op):
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
@@ -112,9 +113,10 @@ def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp,
     members = maximum.shape
     spread = lambda number: plgpu.layout_cast(jnp.broadcast_to(number, members), layout)
     total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, spread=spread)
-    rest = iter(merged)
-    both = (next(rest) if decays else part.sum(0) for part, decays in zip(sums, decaying(problem), strict=True))
-    return RowStats(_repeat(total, tile), tuple(_repeat(each, tile) for each in both))
+    rest = (of_first_lane(_repeat(each, tile), tile) for each in merged)
+    plain = lambda part: _repeat(part.sum(0), tile)
+    both = (next(rest) if decays else plain(part) for part, decays in zip(sums, decaying(problem), strict=True))
+    return RowStats(_repeat(total, tile), tuple(both))
 
 
 def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:

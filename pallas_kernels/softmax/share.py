@@ -82,14 +82,18 @@ class Share:
 
     def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
-        label = self.operands.label(row)
-        for ref, to in zip(self.operands.inputs, slot, strict=True):
-            if not self.config.spread:
+        pairs, label = list(zip(self.operands.inputs, slot, strict=True)), self.operands.label(row)
+        if not self.config.spread:
+            for ref, to in pairs:
                 asynchronous.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
-                continue
-            for step in range(self.staged):
+            return
+
+        def copy_granules(step: jax.Array, _: None) -> None:
+            for ref, to in pairs:
                 piece = self.granule(step), self.config.granule, to.at[step]
                 asynchronous.copy_row(ref, row, *piece, barrier, cache, label)
+
+        self._loop(0, self.staged, copy_granules, None)
 
     def load(self, row: jax.Array, labelled: Labelled | None) -> Kept:
         """Starts loading what is not staged, as it is."""
@@ -100,7 +104,7 @@ class Share:
     def whole(self) -> int:
         """How many of a row's vectors lie in it, whatever its alignment; less the first."""
         v = self.tile.vector
-        return (self.problem.cols - v + 1) // v if self.problem.cols % v else self.problem.cols // v
+        return max(self.problem.cols - v + 1, 0) // v if self.problem.cols % v else self.problem.cols // v
 
     @property
     def surely_inside(self) -> int:

@@ -2,10 +2,10 @@
 
 Previous rung: grid.py (a block reads a share of a row or writes one, so that shares are read twice). Changes: as many
 blocks as the device runs at once take row after row, each the same share of every row of its team, which stays in
-shared memory from its copy to its result. Reading, writing, and finding a row's statistics are the work of different
-warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all. Whoever
-is not told in time, as blocks may not run at once after all, does for all members what they do, and waits no more:
-the same sums in the same order.
+shared memory from its copy to its result. Copying, reading, writing, and finding a row's statistics are the work of
+different warpgroups, each some rows ahead of the next, so that the memory waits for none. One block finds them for all.
+Whoever is not told in time, as blocks may not run at once after all, does for all members what they do, and waits no
+more: the same sums in the same order.
 Traffic: 1 read, 1 write.
 """
 
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
-from pallas_kernels.board import Board
 from pallas_kernels.configs import TeamConfig
 from pallas_kernels.emit import WARPS
 from pallas_kernels.hardware import Device
@@ -30,9 +29,9 @@ from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
 from pallas_kernels.softmax.share import Share, copies
 from pallas_kernels.softmax.staged import allocated, share_bytes
+from pallas_kernels.softmax.team_block import TURNS, Block, barriers_of, board_of, exchanges_of, phase, turn
 
-_TURNS = 2  # rows of which a block has been told and that it has not begun to write
-_READING, _WRITING, _GATHERING, _HEARING = 14, 13, 12, 11  # the hardware's barriers of those who do it
+_READING, _WRITING, _GATHERING, _HEARING, _COPYING = 14, 13, 12, 11, 10  # the hardware's barriers of those who do it
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
@@ -44,7 +43,7 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     if problem.op.has_labels:
         return "the elements at the labels are written by a block's first warpgroups, which read here"
     config = heuristics.team(problem, device)[0]
-    if problem.rows * _board(problem, config).words_of_row >= 2**31:
+    if problem.rows * board_of(problem, config).words_of_row >= 2**31:
         return f"{problem.rows} rows over {config.blocks} blocks each need more than 2^31 words"
     if config.slots < 3:
         needed = 3 * problem.operands * share_bytes(problem, config)
@@ -55,112 +54,32 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 def shared_bytes(problem: Problem, config: TeamConfig) -> int:
     """What Mosaic allocates for a block: operands, slots of the exchanges, barriers, its own scratch."""
     share = share_bytes(problem, config) * config.slots
-    slots = [exchange.bytes_in_shared for exchange in _exchanges(problem, config)]
-    return allocated(*[share] * problem.operands, *slots, 16 * (config.slots + _TURNS), REDUCTION_SCRATCH)
+    slots = [exchange.bytes_in_shared for exchange in exchanges_of(problem, config)]
+    return allocated(*[share] * problem.operands, *slots, 8 * barriers_of(config), REDUCTION_SCRATCH)
 
 
-def _board(problem: Problem, config: TeamConfig) -> Board:
-    return Board(config.blocks, row_ops.quantities(problem))
+def _copy(block: Block, share: Share) -> None:
+    """Brings the block's share of each row, so many at a time as should be on their way."""
+    config = block.config
+
+    def copy(i: jax.Array, _: None) -> None:
+        # Threads that copy nothing would fall behind the phases that they wait for.
+        scopes.sync_block(1, share.barrier)
+        before = i - config.coming
+        pl.when(before >= 0)(lambda: asynchronous.wait(block.full(before), phase(before, config.slots)))
+        block.await_place(i)
+        block.copy(share, i)
+
+    lax.fori_loop(0, block.rows, copy, None)
 
 
-def _exchanges(problem: Problem, config: TeamConfig) -> tuple[Exchange, ...]:
-    """Among the warps of a block and the members of a team, both once more for who is alone, and what is told."""
-    board = _board(problem, config)
-    near = Exchange(WARPS * config.warpgroups, board.quantities)
-    return near, board.found, near, board.found, board.told
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """A member of a team, and what its warpgroups share."""
-
-    operands: Operands
-    config: TeamConfig
-    words: jax.Ref
-    slots: tuple[jax.Ref, ...]  # of each operand
-    near: jax.Ref
-    found: jax.Ref
-    near_alone: jax.Ref
-    found_alone: jax.Ref
-    told: jax.Ref
-    barriers: jax.Ref
-
-    @property
-    def problem(self) -> Problem:
-        return self.operands.problem
-
-    @property
-    def board(self) -> Board:
-        return _board(self.problem, self.config)
-
-    @property
-    def member(self) -> jax.Array:
-        return lax.rem(lax.axis_index("rows"), jnp.int32(self.config.blocks))
-
-    @property
-    def team(self) -> jax.Array:
-        return lax.div(lax.axis_index("rows"), jnp.int32(self.config.blocks))
-
-    @property
-    def rows(self) -> jax.Array:
-        """How many the team has."""
-        return lax.div(self.problem.rows - self.team + (self.config.teams - 1), jnp.int32(self.config.teams))
-
-    def row(self, i: jax.Array) -> jax.Array:
-        """The team's row `i`."""
-        return self.team + i * self.config.teams
-
-    def slot(self, i: jax.Array) -> list[jax.Ref]:
-        """Where the team's row `i` stands."""
-        return [of_operand.at[lax.rem(i, jnp.int32(self.config.slots))] for of_operand in self.slots]
-
-    def copy(self, share: Share, i: jax.Array, place: jax.Array) -> None:
-        """Starts copying the team's row `i` to where row `place` stands."""
-        share.copy(self.row(i), self.slot(place), self.full(place), "evict_first" if self.config.once else None)
-
-    def full(self, i: jax.Array) -> jax.Ref:
-        """The barrier of the row's copy."""
-        return self.barriers.at[lax.rem(i, jnp.int32(self.config.slots))]
-
-    def walked(self, i: jax.Array) -> jax.Ref:
-        """The barrier of those who have read it."""
-        return self.barriers.at[self.config.slots + lax.rem(i, jnp.int32(self.config.slots))]
-
-    def heard(self, i: jax.Array) -> jax.Ref:
-        """The barrier of its statistics."""
-        return self.barriers.at[2 * self.config.slots + _turn(i)]
-
-    def taken(self, i: jax.Array) -> jax.Ref:
-        """The barrier of those who have taken its statistics."""
-        return self.barriers.at[2 * self.config.slots + _TURNS + _turn(i)]
-
-    def share(self, first_warpgroup: int, barrier: int) -> Share:
-        """The block's share, for the warpgroups from that one on, who meet at a barrier."""
-        warpgroup = lax.axis_index("warpgroup") - first_warpgroup
-        return Share(self.operands, self.config, self.member, warpgroup, barrier)
-
-
-def _turn(i: jax.Array) -> jax.Array:
-    return lax.rem(i, jnp.int32(_TURNS))
-
-
-def _phase(i: jax.Array, places: int) -> jax.Array:
-    """The parity of row `i`'s phase of a barrier, of which there are so many for rows in turn."""
-    return lax.rem(lax.div(i, jnp.int32(places)), jnp.int32(2))
-
-
-def _read(block: _Block, share: Share) -> None:
+def _read(block: Block, share: Share) -> None:
     """Publishes the statistics of the block's share of each row."""
-    config, near = block.config, _exchanges(block.problem, block.config)[0]
-
-    @pl.when(share.warpgroup == 0)
-    def _():
-        for i in map(jnp.int32, range(config.slots)):
-            pl.when(i < block.rows)(lambda i=i: block.copy(share, i, i))
+    config, near = block.config, exchanges_of(block.problem, block.config)[0]
 
     def read(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
-        asynchronous.wait(block.full(i), _phase(i, config.slots))
+        asynchronous.wait(block.full(i), phase(i, config.slots))
         share.fill_outside(row, slot)
         stats = share.in_block(near, share.partial_stats(slot, row), block.near.at[lax.rem(i, jnp.int32(2))])
         numbers = row_ops.as_numbers(stats)
@@ -171,28 +90,24 @@ def _read(block: _Block, share: Share) -> None:
     lax.fori_loop(0, block.rows, read, None)
 
 
-def _write(block: _Block, share: Share) -> None:
-    """Writes the block's share of each row, and copies a later row's into its place."""
+def _write(block: Block, share: Share) -> None:
+    """Writes the block's share of each row."""
     config, problem = block.config, block.problem
 
     def write(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
-        asynchronous.wait(block.heard(i), _phase(i, _TURNS))
-        told = block.told.at[_turn(i)]
+        asynchronous.wait(block.heard(i), phase(i, TURNS))
+        told = block.told.at[turn(i)]
         numbers = [plgpu.load(told.at[q], layout=share.layout, optimized=False) for q in range(told.shape[0])]
         asynchronous.arrive(block.taken(i))
-        asynchronous.wait(block.walked(i), _phase(i, config.slots))
+        asynchronous.wait(block.walked(i), phase(i, config.slots))
         share.write(slot, row, row_ops.from_numbers(problem, numbers), None, streams=True)
-        plgpu.commit_smem()
-        share.sync()
-        later = i + config.slots
-        refill = jnp.logical_and(share.warpgroup == 0, later < block.rows)
-        pl.when(refill)(lambda: block.copy(share, later, i))
+        asynchronous.release(block.written(i))
 
     lax.fori_loop(0, block.rows, write, None)
 
 
-def _gather(block: _Block) -> None:
+def _gather(block: Block) -> None:
     """Tells the statistics of the rows that are this member's to gather, as the members take turns."""
     members, config = jnp.int32(block.config.blocks), block.config
     share, board = block.share(2 * config.warpgroups, _GATHERING), block.board
@@ -208,10 +123,10 @@ def _gather(block: _Block) -> None:
     lax.fori_loop(0, lax.div(block.rows - block.member + members - 1, members), gather, None)
 
 
-def _hear(block: _Block) -> None:
+def _hear(block: Block) -> None:
     """Brings each row's statistics into shared memory."""
     config, board = block.config, block.board
-    share, near = block.share(2 * config.warpgroups + 1, _HEARING), _exchanges(block.problem, config)[0]
+    share, near = block.share(2 * config.warpgroups + 1, _HEARING), exchanges_of(block.problem, config)[0]
 
     def across(exchange: Exchange, values: Sequence[jax.Array], index: int, slots: jax.Ref) -> list[jax.Array]:
         return scopes.across_block(exchange, values, share.layout, index, slots, 1, share.barrier)
@@ -225,16 +140,16 @@ def _hear(block: _Block) -> None:
         board.publish(numbers, share.layout, block.words, row, member)
 
     def find_alone(i: jax.Array) -> None:
-        row, slots = block.row(i), block.found_alone.at[_turn(i)]
+        row, slots = block.row(i), block.found_alone.at[turn(i)]
         lax.fori_loop(0, config.blocks, lambda member, _: find_for(member, row), None)
         scopes.sync_block(1, share.barrier)
         board.gather(block.words, row, slots, 0, share.barrier)
         numbers = row_ops.as_numbers(share.merged(board.found, board.found.read(slots)))
-        across(board.told, numbers, 0, block.told.at[_turn(i)])
+        across(board.told, numbers, 0, block.told.at[turn(i)])
 
     def hear(i: jax.Array, patience: jax.Array) -> jax.Array:
-        pl.when(i >= _TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - _phase(i, _TURNS)))
-        told = block.told.at[_turn(i)]
+        pl.when(i >= TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - phase(i, TURNS)))
+        told = block.told.at[turn(i)]
         heard = board.hear(block.words, block.row(i), block.member, told, patience, _HEARING)
         pl.when(jnp.logical_not(heard))(lambda: find_alone(i))
         asynchronous.arrive(block.heard(i))
@@ -243,7 +158,7 @@ def _hear(block: _Block) -> None:
     lax.fori_loop(0, block.rows, hear, jnp.int32(config.patience))
 
 
-def _on_share(block: _Block, work: Callable[[_Block, Share], None], share: Share) -> None:
+def _on_share(block: Block, work: Callable[[Block, Share], None], share: Share) -> None:
     """`work(block, share)`, without checks in the members whose shares end before a row does."""
     if share.always_full:
         work(block, share)
@@ -256,12 +171,12 @@ def _on_share(block: _Block, work: Callable[[_Block, Share], None], share: Share
 def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamConfig) -> None:
     problem, computing = operands.problem, config.warpgroups
     *slots, near, found, near_alone, found_alone, told, barriers = scratch
-    block = _Block(operands, config, words, tuple(slots), near, found, near_alone, found_alone, told, barriers)
+    block = Block(operands, config, words, tuple(slots), near, found, near_alone, found_alone, told, barriers)
     warps = WARPS * computing
-    arrivals = [copies(problem, config)] * config.slots + [warps] * config.slots
-    arrivals += [WARPS] * _TURNS + [warps] * _TURNS
+    arrivals = [copies(problem, config)] * config.slots + [warps] * (2 * config.slots)
+    arrivals += [WARPS] * TURNS + [warps] * TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
-    for exchange, ref in zip(_exchanges(problem, config), (near, found, near_alone, found_alone), strict=False):
+    for exchange, ref in zip(exchanges_of(problem, config), (near, found, near_alone, found_alone), strict=False):
         exchange.clear(ref, config.threads)
     scopes.sync_block(config.threads)
     warpgroup = lax.axis_index("warpgroup")
@@ -270,6 +185,8 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamCon
     pl.when(writes)(lambda: _on_share(block, _write, block.share(computing, _WRITING)))
     pl.when(warpgroup == 2 * computing)(lambda: _gather(block))
     pl.when(warpgroup == 2 * computing + 1)(lambda: _hear(block))
+    copying = block.share(2 * computing + 2, _COPYING)
+    pl.when(warpgroup == 2 * computing + 2)(lambda: _on_share(block, _copy, copying))
 
 
 def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
@@ -283,11 +200,11 @@ def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
         name="team",
         grid=config.blocks * config.teams,
         warpgroups=config.threads,
-        shared=[_board(problem, config).words(problem.rows)],
+        shared=[board_of(problem, config).words(problem.rows)],
         scratch=[
             *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
-            *(exchange.scratch for exchange in _exchanges(problem, config)),
-            asynchronous.barriers(2 * (config.slots + _TURNS)),
+            *(exchange.scratch for exchange in exchanges_of(problem, config)),
+            asynchronous.barriers(barriers_of(config)),
         ],
     )
 

@@ -13,7 +13,7 @@ from pallas_kernels.configs import WarpConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.row_ops import RowStats
+from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
 # A thread's operands in float32 words: as much again is needed to work on them, and more with a mask's bytes.
@@ -29,13 +29,14 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     return declines_any(problem)
 
 
-def _body(operands: Operands, *, config: WarpConfig) -> None:
+def _tile(problem: Problem, config: WarpConfig) -> mosaic.Tile:
+    return mosaic.Tile(problem.dtype, config.registers, config.lanes, config.tiles)
+
+
+def _finish(operands: Operands, tiles: Tiles, labelled: Labelled | None, row: jax.Array, tile: mosaic.Tile) -> None:
+    """Reduces a tile's rows and writes their results."""
     problem = operands.problem
     op, exp = problem.op, row_ops.exp_for(problem)
-    tile = mosaic.Tile(problem.dtype, config.registers, config.lanes)
-    row = lax.axis_index("rows") * tile.rows
-    labelled = operands.labelled(row, tile)
-    tiles = operands.load(row, 0, tile, labelled)
     maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
     spread = None if maximum is None else tile.broadcast(maximum)
     sums = tuple(term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp))
@@ -47,9 +48,19 @@ def _body(operands: Operands, *, config: WarpConfig) -> None:
         operands.store_at_labels(labelled, stats, row, tile)
 
 
+def _body(operands: Operands, *, config: WarpConfig) -> None:
+    tile = _tile(operands.problem, config)
+    first = lax.axis_index("rows") * (tile.rows * config.tiles)
+    rows = [first + i * tile.rows for i in range(config.tiles)]
+    labelled = [operands.labelled(row, tile) for row in rows]
+    tiles = [operands.load(row, 0, tile, of_rows) for row, of_rows in zip(rows, labelled, strict=True)]
+    for loaded, of_rows, row in zip(tiles, labelled, rows, strict=True):
+        _finish(operands, loaded, of_rows, row, tile)
+
+
 def run(problem: Problem, config: WarpConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    rows = mosaic.Tile(problem.dtype, config.registers, config.lanes).rows
+    rows = _tile(problem, config).rows * config.tiles
     return launch(
         problem, lambda refs: _body(refs, config=config), operands, name="warp", grid=-(-problem.rows // rows)
     )

@@ -35,7 +35,11 @@ rows() { # NAME FLAGS...: a benchmark of softmax or a loss
 
 do_part() {
   case $1 in
-  softmax) share "$1" $here/test_conformance.py::test_on_gpu ;;
+  softmax)
+    suite=$here/test_conformance.py
+    share "$1" $suite::test_on_gpu $suite::test_equal_logits_are_equally_likely_on_gpu \
+      $suite::test_who_was_not_told_finds_the_same_on_gpu
+    ;;
   cross-entropy) share "$1" $here/test_conformance.py::test_losses_on_gpu ;;
   attention) share "$1" $here/test_attention_forward.py $here/test_attention_backward.py $here/test_attention_masks.py ;;
   library) share "$1" tests/jaxsoftmax/test_*gpu.py $here/test_gpu_harness.py ;;

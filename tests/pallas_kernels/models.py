@@ -114,7 +114,7 @@ def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:
 
 
 def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
-    """The copy is done at once; what it leaves undefined becomes NaN."""
+    """The copy is done at once, if not before a fence; what it leaves undefined becomes NaN."""
     span, v = static.span, static.span.tile.vector
     head = _head(row, span.cols, v)
     count = (head + span.cols + v - 1) // v
@@ -122,7 +122,8 @@ def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to:
     element = np.arange(static.vectors * v)
     flat = row * span.cols - head + first * v + element
     copied = (element < here * v) & (flat >= 0) & (flat < span.rows * span.cols)
-    machine.store(to, machine.gather(ref, (flat // span.cols, flat % span.cols), copied, np.nan).reshape(to.shape))
+    value = machine.gather(ref, (flat // span.cols, flat % span.cols), copied, np.nan)
+    machine.store_copied(to, value.reshape(to.shape))
     machine.expect_bytes(barrier, here * 16)
     machine.complete_bytes(barrier, here * 16)
 
@@ -342,6 +343,11 @@ def _keep_same(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: An
 
 def _first_lane(machine: Any, static: Any, x: Any) -> list[Any]:
     return [x]
+
+
+def _shuffle_first(machine: Any, static: Any, value: Any) -> list[Any]:
+    """Lanes have no numbers of their own here: an array has one for each of a tile's rows."""
+    return [value]
 
 
 def _vote_any(machine: Any, static: Any, x: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import wrong
 from pallas_kernels import asynchronous, board, elementary, masks, monoid, mosaic, numbers, scopes
 from pallas_kernels.configs import GridConfig, StagedConfig, TeamConfig
 from pallas_kernels.problem import Op
-from pallas_kernels.softmax import row_ops, share, team
+from pallas_kernels.softmax import row_ops, share, team_block
 from pallas_kernels.softmax.rung import Operands
 from tests import top_k_mutants
 
@@ -157,6 +157,10 @@ def _where_copied(walked, block, i):
     return block.full(i)
 
 
+def _only_arrived(release, barrier):
+    asynchronous.arrive(barrier)
+
+
 def _in_one_turn(clear, exchange, slots, warpgroups):
     return clear(exchange, slots, exchange.slots)
 
@@ -269,7 +273,19 @@ KERNEL_MUTANTS = (
     ),
     KernelMutant("found_of_first_row", "a team's row is its first", board.Board.gather, _of_first_row, rungs=_TEAM),
     KernelMutant("told_of_first_row", "a team is told of its first row", board.Board.hear, _of_first_row, rungs=_TEAM),
-    KernelMutant("wrong_barrier", "who has read says so elsewhere", team._Block.walked, _where_copied, rungs=_TEAM),
+    KernelMutant(
+        "wrong_barrier", "who has read says so elsewhere", team_block.Block.walked, _where_copied, rungs=_TEAM
+    ),
+    KernelMutant(
+        "place_not_awaited",
+        "a row is copied to where another is not yet written",
+        team_block.Block.await_place,
+        _left_out,
+        rungs=_TEAM,
+    ),
+    KernelMutant(
+        "unfenced", "what is written is copied over without a fence", asynchronous.release, _only_arrived, rungs=_TEAM
+    ),
     KernelMutant(
         "next_row_alone",
         "who is not told walks the next row",
@@ -332,6 +348,11 @@ HARNESS_FAULTS = (
         "two warpgroups reduce through one scratch",
         "toy kernel with a sum across warps and two warpgroups",
         "test_aot.py: seen in the PTX; the interpreter cannot",
+    ),
+    (
+        "lanes keep sums of their own, which may differ in the last bit",
+        "`numbers.of_first_lane` of block, cluster, online, grid left out",
+        "test_aot.py: seen in the PTX; the interpreter has no lanes",
     ),
     ("registers spill", "toy kernel with too long a row", "test_aot.py: ptxas reports it"),
     ("rows left unwritten", "toy kernel that stops early, on a GPU", "test_gpu_harness.py: poison comes through"),

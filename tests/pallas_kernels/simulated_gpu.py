@@ -79,6 +79,11 @@ class Machine:
             **self._where,
         )
 
+    def store_copied(self, ref: Ref, value: jax.Array) -> None:
+        """Overwrites all of `ref` as an asynchronous copy does: in order with generic accesses only behind a fence."""
+        step = functools.partial(_store_copied, source_info=self._source_info)
+        self._call(step, key=ref.key, transforms=ref.transforms, value=value)
+
     def gather(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, fill: Any) -> jax.Array:
         """`ref[index]` where `inside`, and `fill` elsewhere: nothing outside is touched."""
         index = jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1]
@@ -326,6 +331,20 @@ def _load_as_product(
         gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
     with shared.lock:
         return token, np.array(shared.mem[key].content[view])
+
+
+@gpu_callbacks.fail_on_exception
+def _store_copied(
+    *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any, source_info: Any
+) -> Any:
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
+    if shared.detect_races:
+        clock, access = _async_clock(shared, thread), interpret_utils.Access(view)
+        gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info=source_info)
+    with shared.lock:
+        shared.mem[key].content[view] = np.asarray(value)
+    return token
 
 
 def _async_clock(shared: Any, thread: Any) -> Any:

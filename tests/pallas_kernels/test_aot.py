@@ -18,7 +18,7 @@ import jaxsoftmax
 from pallas_kernels import dispatch, heuristics
 from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER, grid, staged, team
+from pallas_kernels.softmax import LADDER, grid, row_ops, staged, team
 
 pytestmark = pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 
@@ -128,6 +128,31 @@ def test_configs_that_do_not_fit_are_not_offered():
 def test_reductions_through_the_same_scratch_are_seen(warpgroups):
     (report,) = aot.compile_for_h200(toy.centre, jax.ShapeDtypeStruct((warpgroups, 1024), jnp.float32))
     assert report.shares_scratch == (warpgroups > 1)
+
+
+@pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
+@pytest.mark.parametrize("rows", [262144, 262141])
+def test_short_rows_are_loaded_two_at_a_time(op, rows):
+    case = cases.default(LADDER["warp"], Problem(op, rows, 256, DTYPES[1]))
+    assert case.config.tiles == 2
+    (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
+    assert report.spill_bytes == 0
+    loads, shuffles = (
+        [m.start() for m in re.finditer(text, report.ptx)] for text in ("ld.global.v4", "shfl.sync.bfly")
+    )
+    assert len(loads) == 2
+    assert max(loads) < min(shuffles)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("name, cols", [("block", 6001), ("cluster", 65536), ("online", 1000), ("grid", 2**20)])
+def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
+    """Others may differ in the last bit. The rungs that merge all do so in one place, teams with them."""
+    if planted:
+        monkeypatch.setattr(row_ops, "of_first_lane", lambda value, tile: value)
+    case = cases.default(LADDER[name], Problem(Op.SOFTMAX, 64, cols, DTYPES[2]))
+    (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
+    assert (re.search(r"shfl\.sync\.idx\.b32 .*, 0x1f", report.ptx) is None) == planted
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import at_once, interpret
 
-from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig
+from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
 from pallas_kernels.softmax import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
@@ -28,7 +28,7 @@ def _rows_on_gpu(cols: int) -> int:
 # Small knobs, so that short rows already take several blocks, warpgroups, rows in turn and slots.
 INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "naive": ((None, (1, 125, 128)),),
-    "warp": ((None, (1, 125, 128, 1001)),),
+    "warp": ((WarpConfig(32, 1, tiles=2), (125, 128)), (None, (1, 125, 128, 256, 1001))),
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
@@ -64,6 +64,9 @@ def _interpreted():
                 yield pytest.param(
                     _case(rung, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)), marks=pytest.mark.slow
                 )
+            if rung.name == "warp" and op in _ON_OLDEST_TOO:
+                # The second of the tiles that are loaded at a time lies past the last row.
+                yield _case(rung, Problem(op, 4, 128, dtype), WarpConfig(32, 1, tiles=2))
             if rung.name == "grid" and op in _ON_OLDEST_TOO:
                 # More of the exchange's slots are without a block than a block has threads.
                 yield pytest.param(
@@ -118,6 +121,10 @@ def _on_gpu():
                         # Nobody waits for anybody.
                         case = cases.default(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
                         yield dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
+                if rung.name == "team" and supported:
+                    # More blocks than the device runs at once: it is in vain that the first of them wait for the rest.
+                    too_many = TeamConfig(300, 2, 1, slots=4, teams=1, patience=64)
+                    yield cases.Case(rung, Problem(op, ROWS, 2**20, dtype), too_many)
                 if rung.name == "block":
                     # So many rows that blocks take two.
                     yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
@@ -198,6 +205,37 @@ def test_who_was_not_told_finds_the_same(op):
     operands = cases.operands(case.problem)
     told, alone = (np.asarray(interpret(run, *operands)) for run in (at_once(case.run), unheard.run))
     assert told.tobytes() == alone.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [262144, 1000003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", _ON_OLDEST_TOO, ids=str)
+def test_who_was_not_told_finds_the_same_on_gpu(op, dtype, cols):
+    case = cases.default(LADDER["team"], Problem(op, _rows_on_gpu(cols), cols, dtype))
+    unheard = dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
+    operands = cases.operands(case.problem)
+    told, alone = (np.asarray(jax.jit(run)(*operands)) for run in (case.run, unheard.run))
+    assert told.tobytes() == alone.tobytes()
+
+
+_TYING = {"naive": 128, "warp": 1000, "block": 12001, "cluster": 65536, "online": 50257, "grid": 262144, "team": 2**20}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX], ids=str)
+@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
+def test_equal_logits_are_equally_likely_on_gpu(rung, op):
+    """Whichever lane writes them: in rows of a few different logits, and in every fourth of one only."""
+    problem = Problem(op, 32, _TYING[rung.name], DTYPES[2])
+    rng = np.random.default_rng(0)
+    which = rng.integers(0, 9, (problem.rows, problem.cols))
+    which[::4] = 0
+    x = np.take_along_axis(rng.standard_normal((problem.rows, 9), np.float32), which, 1)
+    for case in cases.every_config(rung, problem):
+        y = np.asarray(jax.jit(case.run)(x)).view(np.uint32)
+        different = [np.unique(row[of_row == i]).size for row, of_row in zip(y, which, strict=True) for i in range(9)]
+        assert max(different) == 1, f"{case}: {np.sum(np.array(different) > 1)} of {len(different)}"
 
 
 def _largest_first(cases_on_gpu):

@@ -1,0 +1,33 @@
+"""Which vectors of a block's share are taken for granted: those that lie in the row, whatever its alignment."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.configs import StagedConfig, TeamConfig
+from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.share import Share
+
+SIDE_BY_SIDE = StagedConfig(blocks=3, warpgroups=1, registers=2, slots=1, rows=1)
+APART = TeamConfig(blocks=3, warpgroups=1, registers=2, slots=3, teams=1)
+ALONE = TeamConfig(blocks=1, warpgroups=2, registers=1, slots=3, teams=1)
+
+
+def vectors_of(share):
+    """Which of the row's vectors the share has, in its order."""
+    return [int(share.granule(i // share.config.granule)) + i % share.config.granule for i in range(share.vectors)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [1, 2, 3, 4, 5, 7, 8, 9, 1000, 1024, 1031, 3071, 3072, 3079, 6143, 6145, 9001])
+@pytest.mark.parametrize("config", [SIDE_BY_SIDE, APART, ALONE], ids=["side by side", "apart", "alone"])
+def test_what_surely_lies_in_a_row_does(config, cols, dtype):
+    problem = Problem(Op.SOFTMAX, 2, cols, jnp.dtype(dtype))
+    for block in range(config.blocks):
+        share = Share(types.SimpleNamespace(problem=problem), config, block, 0)
+        v = share.tile.vector
+        assert 0 <= share.surely_inside <= share.vectors
+        for head in range(v if cols % v else 1):
+            for vector in vectors_of(share)[: share.surely_inside]:
+                assert vector == 0 or (vector * v >= head and (vector + 1) * v - head <= cols)
