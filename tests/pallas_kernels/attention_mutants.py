@@ -719,7 +719,7 @@ MUTANTS = (
     _backward(
         "no_block_barrier",
         "dQ is multiplied from scores that are not all there",
-        "scopes.sync_block(config.warpgroups)",
+        "scopes.sync_block(tile.block.config.warpgroups)",
         "pass",
         rejected_by=UNORDERED,
     ),
@@ -834,7 +834,9 @@ MUTANTS = (
         "the last does not wait for the others' turns to end",
         "        backward_turns.wait(block, step, warpgroup, before, ended)\n        # Their",
         "        # Their",
+        "bias",
         rejected_by=RACE,
+        dims=(128, 128),
     ),
     _wide_backward(
         "probabilities_not_awaited",

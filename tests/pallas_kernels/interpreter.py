@@ -46,10 +46,7 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.
 
     watchdog = threading.Timer(limit_s, expire)
     watchdog.start()
-    before = jax.config.read("jax_disable_most_optimizations")
     try:
-        # Without LLVM's optimisations it takes a fifth less time.
-        jax.config.update("jax_disable_most_optimizations", True)
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
         with plgpu.force_gpu_interpret_mode(parameters):
             result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
@@ -62,5 +59,4 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.
         raise
     finally:
         watchdog.cancel()
-        jax.config.update("jax_disable_most_optimizations", before)
         interpreter_shim.reset()
