@@ -182,7 +182,7 @@ def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, de
     uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
     if schedule.bounds(problem) != (None, None) or uneven:
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
-        # 532 TFLOP/s, and 512 head by head, H200. Of two multiprocessors' tiles at least, lest the last ones be long:
+        # 532 TFLOP/s, and 512 head by head, H200. Two tiles to each multiprocessor at least, lest the last be long:
         # 64 heads on 8, D = 128, 4096 tokens, us, of 1, 4, 8 and 16 heads 5362, 5142, 5059, 5123; 2048, of 2, 4, 8 and
         # 16, 3303, 3167, 3241, 3258; 16384, of 1, 2 and 4, 19862, 19483, 19747.
         row_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4
