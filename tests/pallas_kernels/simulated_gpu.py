@@ -325,10 +325,7 @@ def _load_as_product(
     *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, source_info: Any
 ) -> Any:
     del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    if shared.detect_races:
-        clock, access = _async_clock(shared, thread), interpret_utils.Access(view)
-        gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
+    shared, key, view = _as_a_copy(thread, key, transforms, source_info, is_write=False)
     with shared.lock:
         return token, np.array(shared.mem[key].content[view])
 
@@ -338,13 +335,20 @@ def _store_copied(
     *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any, source_info: Any
 ) -> Any:
     del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    if shared.detect_races:
-        clock, access = _async_clock(shared, thread), interpret_utils.Access(view)
-        gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info=source_info)
+    shared, key, view = _as_a_copy(thread, key, transforms, source_info, is_write=True)
     with shared.lock:
         shared.mem[key].content[view] = np.asarray(value)
     return token
+
+
+def _as_a_copy(thread: Any, key: Any, transforms: Any, source_info: Any, *, is_write: bool) -> tuple[Any, Any, Any]:
+    """What `_resolve` finds, and the race detector told that it is read or written in order of fences only."""
+    shared, key, view = _resolve(key, transforms)
+    if shared.detect_races:
+        races = gpu_callbacks.get_races()
+        check = races.check_write if is_write else races.check_read
+        check(thread, _async_clock(shared, thread), key, interpret_utils.Access(view), source_info=source_info)
+    return shared, key, view
 
 
 def _async_clock(shared: Any, thread: Any) -> Any:
