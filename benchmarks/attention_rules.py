@@ -64,7 +64,7 @@ def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) 
 
 
 def faster(record: Mapping[str, Any], peer: str) -> float | None:
-    """How many times faster ours is; a peer in another process by the shares of each one's own matrix product."""
+    """How many times faster ours is; a peer of another run by the shares of each one's own matrix product."""
     ours, other = record["impls"].get("ours", {}), record["impls"].get(peer, {})
     if "us" not in ours or "us" not in other:
         return None

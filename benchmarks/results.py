@@ -31,14 +31,15 @@ class Results:
     def case(self, name: str) -> dict[str, Any] | None:
         """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's side beside it.
 
-        Peers of attention that only an earlier run had stand beside it with the matrix product of theirs.
+        Peers of attention that only another run had stand beside it with the matrix product of theirs.
         """
         ours = list(self._with(name, lambda impl: impl == "ours"))
         found = next((record for record in ours if "xla" in record["impls"]), ours[0] if ours else None)
         if found is None:
             return None
         beside = next(self._with(name, lambda impl: impl in _TORCH), {"impls": {}})
-        torchs = {impl: entry for impl, entry in beside["impls"].items() if impl in _TORCH}
+        product = {} if beside is found or not beside.get("peers_matmul") else _product(beside["peers_matmul"])
+        torchs = {impl: entry | product for impl, entry in beside["impls"].items() if impl in _TORCH}
         return found | {"impls": _of_earlier_runs(ours) | found["impls"] | torchs}
 
     def rungs(self, name: str) -> dict[str, Any] | None:
@@ -60,7 +61,11 @@ class Results:
                     yield record
 
 
+def _product(matmul: Mapping[str, Any]) -> dict[str, Any]:
+    return {"matmul_tflop_per_s": matmul["tflop_per_s"]}
+
+
 def _of_earlier_runs(newest_first: list[dict[str, Any]]) -> dict[str, Any]:
-    products = [(r["impls"], r["matmul"]["tflop_per_s"]) for r in reversed(newest_first) if "matmul" in r]
+    products = [(r["impls"], _product(r["matmul"])) for r in reversed(newest_first) if "matmul" in r]
     timed = ((name, entry, product) for impls, product in products for name, entry in impls.items() if "us" in entry)
-    return {name: entry | {"matmul_tflop_per_s": product} for name, entry, product in timed}
+    return {name: entry | product for name, entry, product in timed}

@@ -79,7 +79,7 @@ class TeamConfig(SharedConfig):
 
     `slots`: rows of which a block has its share at once; `coming`: those of them on their way from memory.
     `patience`: how often it looks for a number before it goes on without, about a microsecond each. `once`: the
-    second-level cache is told that what is read is read once.
+    second-level cache is told that what is read or written is so once.
     """
 
     slots: int

@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
 from pallas_kernels.configs import TeamConfig
-from pallas_kernels.emit import WARPS
+from pallas_kernels.emit import WARPGROUP
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
@@ -101,7 +101,7 @@ def _write(block: Block, share: Share) -> None:
         numbers = [plgpu.load(told.at[q], layout=share.layout, optimized=False) for q in range(told.shape[0])]
         asynchronous.arrive(block.taken(i))
         asynchronous.wait(block.walked(i), phase(i, config.slots))
-        share.write(slot, row, row_ops.from_numbers(problem, numbers), None, streams=True)
+        share.write(slot, row, row_ops.from_numbers(problem, numbers), None, streams=config.once)
         asynchronous.release(block.written(i))
 
     lax.fori_loop(0, block.rows, write, None)
@@ -172,9 +172,9 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamCon
     problem, computing = operands.problem, config.warpgroups
     *slots, near, found, near_alone, found_alone, told, barriers = scratch
     block = Block(operands, config, words, tuple(slots), near, found, near_alone, found_alone, told, barriers)
-    warps = WARPS * computing
-    arrivals = [copies(problem, config)] * config.slots + [warps] * (2 * config.slots)
-    arrivals += [WARPS] * TURNS + [warps] * TURNS
+    threads = WARPGROUP * computing
+    arrivals = [copies(problem, config)] * config.slots + [threads] * (2 * config.slots)
+    arrivals += [WARPGROUP] * TURNS + [threads] * TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
     for exchange, ref in zip(exchanges_of(problem, config), (near, found, near_alone, found_alone), strict=False):
         exchange.clear(ref, config.threads)

@@ -105,8 +105,8 @@ def _announce(machine: Any, static: Any, ref: Any) -> None:
     machine.expect_bytes(ref, static.count)
 
 
-def _arrive_warps(machine: Any, static: Any, ref: Any) -> None:
-    machine.arrive_warps(ref)
+def _arrive_threads(machine: Any, static: Any, ref: Any) -> None:
+    machine.arrive_threads(ref)
 
 
 def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:

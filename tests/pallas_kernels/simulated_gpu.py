@@ -158,9 +158,9 @@ class Machine:
         """`mbarrier.arrive.expect_tx`."""
         self._on_barriers(ref, "expect", count)
 
-    def arrive_warps(self, ref: Ref) -> None:
-        """`mbarrier.arrive` by one thread of each of the warpgroup's warps."""
-        self._on_barriers(ref, "arrive", 4)
+    def arrive_threads(self, ref: Ref) -> None:
+        """`mbarrier.arrive` by each of the warpgroup's threads."""
+        self._on_barriers(ref, "arrive", 128)
 
     def complete_bytes(self, ref: Ref, count: Any) -> None:
         """What an asynchronous copy does to its barrier when its bytes have come."""
