@@ -142,8 +142,8 @@ def _torch_side(records: Sequence[Record]) -> str:
     versions = ", ".join(dict.fromkeys(entry["version"] for entry in found))
     products = [entry["matmul_tflop_per_s"] for entry in found]
     return (
-        f" flash-attn-4 {versions} runs in torch's process, by CUDA events, and is compared by shares of each "
-        f"process's matrix product (torch's: {min(products):.0f} to {max(products):.0f})."
+        f" flash-attn-4 {versions} runs in torch's process, by CUDA events; that of another run is compared by shares "
+        f"of each process's matrix product (torch's: {min(products):.0f} to {max(products):.0f})."
     )
 
 

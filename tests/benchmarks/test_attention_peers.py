@@ -257,6 +257,28 @@ def test_speeds_compare_across_processes_by_the_matrix_product(results):
     assert "(torch's: 720 to 720)" in page
 
 
+def test_in_the_same_run_times_compare(tmp_path):
+    """And the shares of each run's product once ours, or the peer, has been measured again without the other."""
+    (case,) = attention_cases.select(tags=["core"], patterns=["fwd_full_d128_s2048"])
+    matmul, torchs = {"tflop_per_s": 800.0}, {"tflop_per_s": 720.0}
+    fa4 = _entry(600.0, case.flops, process="torch", version="4.0", matmul_tflop_per_s=720.0)
+    run = lambda case: {"case": case.describe(), "impls": {"ours": _entry(500.0, case.flops)}, "matmul": matmul}
+    bench = types.SimpleNamespace(options=Options(("ours",)), run=run)
+    child = types.SimpleNamespace(measure=lambda _: {"matmul": torchs, "impls": {"fa4": dict(fa4)}})
+    record = attention._run(bench, case, child)
+    assert (record["best_peer"], record["ratio"]) == ("fa4", round(500 / 600, 4))
+    assert record["peers_matmul"] == torchs
+    header = {"topic": "attention", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "0"}}
+    report.write(tmp_path / "0.json", header | {"timestamp": "0"}, [record])
+    found = lambda: attention_rules.faster(Results(tmp_path).about("attention").case(case.name), "fa4")
+    assert found() == pytest.approx(500 / 600)
+    report.write(tmp_path / "1.json", header | {"timestamp": "1"}, [run(case)])
+    assert found() == pytest.approx(500 / 600 * 720 / 800)
+    record["impls"]["fa4"] = fa4
+    report.write(tmp_path / "2.json", header | {"timestamp": "2"}, [record | {"impls": {"fa4": fa4}}])
+    assert found() == pytest.approx(500 / 600 * 720 / 800)
+
+
 def test_promises_of_attention_are_kept_against_the_best_peer(results):
     forward, backward = [target for target in TARGETS if target.label.startswith("attention")]
     name = "attention_fwd_full_d128_s2048_b8_h16"
