@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import asynchronous
-from pallas_kernels.board import Board
+from pallas_kernels.board import Board, Where
 from pallas_kernels.configs import TeamConfig
 from pallas_kernels.emit import WARPS
 from pallas_kernels.problem import Problem
@@ -27,7 +27,8 @@ def barriers_of(config: TeamConfig) -> int:
 
 def board_of(problem: Problem, config: TeamConfig) -> Board:
     """Where a row's members meet."""
-    return Board(config.blocks, row_ops.quantities(problem))
+    # Who has read a row so many after another has been told of that one, and so have all whom it was told with.
+    return Board(config.blocks, row_ops.quantities(problem), 2 * config.slots, config.granule)
 
 
 def exchanges_of(problem: Problem, config: TeamConfig) -> tuple[Exchange, ...]:
@@ -43,13 +44,13 @@ class Block:
 
     operands: Operands
     config: TeamConfig
-    words: jax.Ref
     slots: tuple[jax.Ref, ...]  # of each operand
     near: jax.Ref
     found: jax.Ref
     near_alone: jax.Ref
     found_alone: jax.Ref
     told: jax.Ref
+    left: jax.Ref
     barriers: jax.Ref
 
     @property
@@ -77,9 +78,17 @@ class Block:
         """The team's row `i`."""
         return self.team + i * self.config.teams
 
+    def where(self, i: jax.Array) -> Where:
+        """Where the words of the team's row `i` stand."""
+        return Where(self.operands.outputs[0], self.row(self.rows - 1), i)
+
     def slot(self, i: jax.Array) -> list[jax.Ref]:
         """Where the team's row `i` stands."""
         return [of_operand.at[lax.rem(i, jnp.int32(self.config.slots))] for of_operand in self.slots]
+
+    def holds_words(self, i: jax.Array) -> jax.Array:
+        """Whether words stand where the block's share of the team's row `i` will."""
+        return jnp.logical_and(self.member == 0, i == self.rows - 1)
 
     def copy(self, share: Share, i: jax.Array) -> None:
         """Starts copying the team's row `i`."""
