@@ -64,7 +64,7 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
 def arrive(ref: jax.Ref) -> None:
     """Arrives, once for each thread of the calling warpgroup."""
 
-    # One thread for its warp would do; compute-sanitizer takes what the others have read before for a race.
+    # One thread for its warp would do; compute-sanitizer takes what the others have written for a race.
     def arrive_threads(ctx, ref):
         ptx("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 

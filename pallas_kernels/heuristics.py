@@ -105,8 +105,9 @@ def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
     # H200, f16, 64 x 1048576: 75 us, two teams; one of 128 blocks 81.
     wanted = -(-_row_bytes(problem) // (32 * KIB))
     teams = min(max(device.sm_count // wanted, 1), problem.rows)
-    # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.7 and 74.1. With `once` 73.9 us in
-    # float16 instead of 76.1; in float32 145.3 instead of 144.1, of 256 rows 563.0 instead of 559.8.
+    # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.7 and 74.1. Hints for
+    # the cache: float16 73.9 us with both, 74.6 when written alone, 76.1 when read; float32 145.3 when written, 144.1
+    # with none; of 256 rows 563.0 and 559.8.
     wide = problem.dtype.itemsize == 4
     blocks = device.sm_count // teams
     config = TeamConfig(blocks, warpgroups=2, registers=1 if wide else 2, slots=0, teams=teams, once=not wide)
