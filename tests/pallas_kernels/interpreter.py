@@ -8,6 +8,7 @@ from typing import Any
 import interpreter_shim
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import progress
 
 interpreter_shim.install()
 
@@ -36,15 +37,21 @@ def at_once(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.0) -> Any:
-    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`."""
-    expired = threading.Event()
+def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0) -> Any:
+    """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`.
 
-    def expire() -> None:
-        expired.set()
-        interpreter_shim.abort(TimeoutError(f"no progress in {limit_s} s"))
+    Threads are taken to be in a deadlock that have all been where they are for `limit_s`.
+    """
+    expired, ended = threading.Event(), threading.Event()
 
-    watchdog = threading.Timer(limit_s, expire)
+    def watch() -> None:
+        while not ended.wait(limit_s / 10):
+            if progress.stalled_s() > limit_s:
+                expired.set()
+                interpreter_shim.abort(TimeoutError(f"no progress in {limit_s} s"))
+                return
+
+    watchdog = threading.Thread(target=watch)
     watchdog.start()
     try:
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
@@ -58,5 +65,6 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 100.
             raise Deadlock(str(error)) from error
         raise
     finally:
-        watchdog.cancel()
+        ended.set()
+        watchdog.join()
         interpreter_shim.reset()

@@ -14,6 +14,7 @@ pipelines with outputs need), `run_state`, and WGMMA with its left operand in re
 another in the interpreter, the threads and CTAs of one cluster concurrently.
 """
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -22,9 +23,11 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import progress
 from jax import lax
 from jax._src import callback as jax_callback
 from jax._src import core as jax_core
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
@@ -251,7 +254,9 @@ def _call_back(*arguments: np.ndarray, callback: Any, **_: Any) -> list[np.ndarr
 
     Arguments are copied, for they are views of memory that XLA takes back, and buffers keep them.
     """
-    return [np.asarray(result) for result in callback(*map(np.array, arguments))]
+    run = getattr(callback.callback_func, "func", None)
+    with contextlib.nullcontext() if run is thread_map._thread_map_callback else progress.operation():
+        return [np.asarray(result) for result in callback(*map(np.array, arguments))]
 
 
 def _to_int(x: Any) -> Any:

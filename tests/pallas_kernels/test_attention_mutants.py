@@ -19,7 +19,7 @@ from pallas_kernels.attention.problem import Op
 pytestmark = pytest.mark.slow
 
 # A deadlocked simulation notices it after this long, or in the model of what it waits for.
-DEADLOCK_S = 10.0
+DEADLOCK_S = 2.0
 FEW = dataclasses.replace(hardware.H200, sm_count=2)
 REJECTIONS = {
     NUMBERS: (AssertionError,),
@@ -31,7 +31,7 @@ REJECTIONS = {
 }
 
 
-def check(op, kind, batch, heads, slack, tiles, deterministic, dims, mask, keys, *, limit_s=100.0):
+def check(op, kind, batch, heads, slack, tiles, deterministic, dims, mask, keys, *, limit_s=20.0):
     """The check of the kernel's tests, of a problem that is as small as the fault allows."""
     run = functools.partial(interpret, limit_s=limit_s)
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ def test_planted_fault_is_rejected(mutant, monkeypatch):
     calls = plant(monkeypatch, mutant)
     expected = REJECTIONS[mutant.rejected_by]
     with pytest.raises(expected) as caught:
-        check(*mutant.case, limit_s=DEADLOCK_S if mutant.rejected_by == DEADLOCK else 100.0)
+        check(*mutant.case, limit_s=DEADLOCK_S if mutant.rejected_by == DEADLOCK else 20.0)
     assert calls
     assert caught.type in expected, f"rejected for another reason than {mutant.rejected_by}: {caught.value}"
 

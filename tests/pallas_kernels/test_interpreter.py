@@ -251,7 +251,7 @@ def test_deadlock_is_reported():
     x = arange(128)
     kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((2, 128), F32), cluster=(2,), cluster_names=("cta",))
     with pytest.raises(Deadlock):
-        interpret(kernel, x, limit_s=3.0)
+        interpret(kernel, x, limit_s=1.0)
     np.testing.assert_array_equal(interpret(exchange_by_reads, arange(1, 2, 2, 128)).shape, (1, 2, 2, 128))
 
 
