@@ -82,8 +82,7 @@ FUNCTION_MUTANTS = (
 )
 
 
-_ALL, _STREAMING = ("naive", "warp", "block", "online", "cluster", "grid"), ("naive", "warp", "online")
-_STAGED, _CLUSTER = ("block", "cluster", "grid", "team"), ("cluster",)
+_STREAMING, _STAGED, _CLUSTER = ("naive", "warp", "online"), ("block", "cluster", "grid", "team"), ("cluster",)
 _MERGING = ("block", "online", "cluster", "grid", "team")
 _GRID, _TEAM = ("grid",), ("team",)
 
@@ -96,8 +95,8 @@ class KernelMutant:
     words: str
     original: Callable[..., Any]
     fault: Callable[..., Any]
+    rungs: tuple[str, ...]
     op: Op = Op.SOFTMAX
-    rungs: tuple[str, ...] = _ALL
     form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
     config: Any = None  # in which it shows, if not in any
 
@@ -218,22 +217,32 @@ def _gradient(
     rungs: tuple[str, ...] = ("warp", "block", "cluster"),
     **form: Any,
 ) -> KernelMutant:
-    return KernelMutant(name, words, original, fault, Op.CROSS_ENTROPY_GRADIENT, rungs, tuple(form.items()))
+    return KernelMutant(name, words, original, fault, rungs, Op.CROSS_ENTROPY_GRADIENT, tuple(form.items()))
 
 
 KERNEL_MUTANTS = (
-    KernelMutant("decay_unguarded", "exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, Op.STATS),
+    KernelMutant(
+        "decay_unguarded",
+        "exp(-inf - -inf) is not guarded",
+        monoid.decay,
+        _unguarded,
+        ("naive", "online", "grid"),
+        op=Op.STATS,
+    ),
     KernelMutant(
         "rounded_maximum",
         "the maximum is rounded once more than what it is subtracted from",
         monoid.decay,
         _rounded_maximum,
+        rungs=("naive", "block", "online"),
         form=(("scale", 0.3),),
     ),
     KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled, rungs=_STREAMING),
-    KernelMutant("store_left_out", "nothing is written", mosaic.store, _left_out),
-    KernelMutant("store_next_row", "rows are written one further", mosaic.store, _next_row),
-    KernelMutant("exp_of_base_2", "the exponential is of base 2", elementary.exp_for, _base_2),
+    KernelMutant("store_left_out", "nothing is written", mosaic.store, _left_out, rungs=("naive", "block")),
+    KernelMutant("store_next_row", "rows are written one further", mosaic.store, _next_row, rungs=("warp", "cluster")),
+    KernelMutant(
+        "exp_of_base_2", "the exponential is of base 2", elementary.exp_for, _base_2, rungs=("warp", "online", "grid")
+    ),
     KernelMutant("copies_next_row", "the next row is staged", asynchronous.copy_row, _next_row_copied, rungs=_STAGED),
     KernelMutant(
         "nothing_filled", "a copy's ends are left as they are", asynchronous.fill_outside, _left_out, rungs=_STAGED
