@@ -232,6 +232,7 @@ def dense(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> jax.A
     return product("bnts,bsnd->btnd", p, v).astype(q.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
 def test_accuracy(dtype: str, size: float) -> None:
@@ -356,6 +357,7 @@ def test_a_window_as_wide_as_integers_go_is_none(far: int) -> None:
     np.testing.assert_array_equal(windowed, jaxsoftmax.flash_attention(*operands))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [("query", "key_value"), ("query",), ("key_value",)], ids="-".join)
 @pytest.mark.parametrize("many", [False, True])
 def test_each_sequence_is_aligned_at_its_own_end(

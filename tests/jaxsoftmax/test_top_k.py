@@ -173,6 +173,7 @@ def test_transformations_over_kernels(stand_ins: Any, name: str) -> None:
     assert stand_ins.ran(Op.STATS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["all", "top_k"])
 def test_gradients_of_long_rows(normalize: str) -> None:
     with jax.enable_x64(True):

@@ -35,6 +35,7 @@ def few(x: np.ndarray, k: int) -> Iterator[np.ndarray]:
     yield from np.split(x, len(x) // most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("n, k", SIZES)
 def test_values(n: int, k: int, dtype: Any) -> None:
