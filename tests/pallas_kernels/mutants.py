@@ -99,6 +99,7 @@ class KernelMutant:
     op: Op = Op.SOFTMAX
     form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
     config: Any = None  # in which it shows, if not in any
+    deadlocks: bool = False  # threads wait for ever
 
 
 def _unguarded(decay, frm, to, *, exp=jnp.exp):
@@ -291,6 +292,7 @@ KERNEL_MUTANTS = (
         team_block.Block.await_place,
         _left_out,
         rungs=_TEAM,
+        deadlocks=True,
     ),
     KernelMutant(
         "unfenced", "what is written is copied over without a fence", asynchronous.release, _only_arrived, rungs=_TEAM

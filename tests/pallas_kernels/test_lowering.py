@@ -18,7 +18,7 @@ def _cases():
                 yield from cases.every_config(rung, problem)
 
 
-@pytest.mark.slow  # on the oldest JAX they are compiled to the end (test_aot.py)
+@pytest.mark.slow  # on the oldest JAX each rung and config is compiled to the end (test_aot.py)
 @pytest.mark.parametrize("case", list(_cases()), ids=str)
 def test_lowers_for_cuda(case):
     traced = jax.jit(case.run).trace(*cases.shapes(case.problem))
