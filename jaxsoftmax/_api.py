@@ -39,7 +39,7 @@ def softmax(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867.
 
     Args:
-        x: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
+        x: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
         axis: The axis or axes that sum to one; None for all.
         where: A boolean mask that broadcasts with `x`; entries where it is False count as absent.
         scale: The logits' factor, an inverse temperature. A positive number is fused into the kernel. Any other

@@ -59,7 +59,7 @@ def softmax_cross_entropy_with_integer_labels(
     Source: as `softmax`; z-loss: Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311.
 
     Args:
-        logits: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
+        logits: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
         labels: Integers of any dtype and of the logits' shape without `axis`: each row's right column. With several
             axes, a label is an index into those axes flattened, in the order in which they are given.
         axis: The axis or axes of a row; None for all.

@@ -57,7 +57,7 @@ def top_k_softmax(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867.
 
     Args:
-        logits: Logits of any real dtype and any shape; integers and booleans are promoted to the default float.
+        logits: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
         k: How many to select, at most as many as there are along `axis`.
         axis: The axis to select along. Any but the last is moved there first, which costs a copy.
         normalize: "all" for probabilities among all logits of a row, as in sampling from a vocabulary; "top_k" for

@@ -167,8 +167,14 @@ def test_promotion(dtype: Any, x64: bool) -> None:
             got = OURS[op](x)
             assert got.dtype == want
             np.testing.assert_allclose(got, TRUTH[op](x), rtol=tolerance)
-        assert jaxsoftmax.logsumexp(x).dtype == want
+            assert OURS[op](x, where=x == 0).dtype == want
+        assert jaxsoftmax.logsumexp(x).dtype == jaxsoftmax.logsumexp(x, where=x == 0).dtype == want
         np.testing.assert_allclose(jaxsoftmax.logsumexp(x), oracle.logsumexp(x), rtol=tolerance)
+
+
+def test_small_integers_do_not_overflow() -> None:
+    x = np.array([[0, 3, 255], [254, 255, 1]], np.uint8)
+    np.testing.assert_allclose(jaxsoftmax.softmax(x), oracle.softmax(x.astype(np.float64)), rtol=1e-6, atol=1e-37)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
