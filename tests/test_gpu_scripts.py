@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SANITIZER = '#!/bin/sh\nfor last; do :; done\ntool=$2\n. "$(dirname "$0")/body"\n'
+SANITIZER = (
+    '#!/bin/sh\nfor last; do [ "${last#--after}" = "$last" ] || after=$last; done\ntool=$2\n. "$(dirname "$0")/body"\n'
+)
 STEPS = "echo steps 3; echo '1/3 case'; echo done; echo '2/3 case'; echo done; echo '3/3 case'; echo done\n"
 
 
@@ -26,13 +28,30 @@ def test_parts_are_all_of_the_steps_and_none_twice(n):
         part_of([], f"{n + 1}/{n}")
 
 
-def _sanitize(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+# The steps of a part, in the first process of which a step crashes.
+CRASHING = """
+import os, pathlib, signal, sys
+sys.path.insert(0, "{folder}")
+import steps
+once = pathlib.Path(sys.argv.pop(1))
+
+def step(name):
+    if name == "{crashing}" and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+steps.main([(name, lambda name=name: step(name)) for name in "132465"], None)
+"""
+
+
+def _sanitize(folder: Path, body: str, seconds: int = 50) -> subprocess.CompletedProcess[str]:
     """The script with a sanitizer that does `body`, `$tool` and `$last` being its tool and part."""
     (folder / "body").write_text(body)
     program = folder / "compute-sanitizer"
     program.write_text(SANITIZER)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder), "PARTS": "2", "SECONDS_EACH": "2"}
+    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder), "PARTS": "2", "JOBS": "4"}
+    settings["SECONDS_ALL"] = str(seconds)
     command = [str(ROOT / "tests" / "gpu" / "sanitize.sh")]
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=60)
 
@@ -42,6 +61,17 @@ def test_a_clean_run_passes(tmp_path):
     assert finished.stdout == "memcheck: 6 of 6 steps, 0 findings\nracecheck: 6 of 6 steps, 0 findings\n"
     assert finished.returncode == 0
     assert (tmp_path / "memcheck.txt").read_text().count("done\n") == 6
+
+
+@pytest.mark.parametrize("crashing", ["2", "1"])
+def test_a_part_in_which_the_tool_crashes_goes_on(tmp_path, crashing):
+    (tmp_path / "steps").write_text(CRASHING.format(folder=ROOT / "tests" / "gpu", crashing=crashing))
+    finished = _sanitize(tmp_path, f'{sys.executable} "$OUT/steps" "$OUT/$tool" $after $last')
+    said = [f"{tool}, part 1/2: the tool crashed after {int(crashing) - 1} steps" for tool in ("memcheck", "racecheck")]
+    *crashes, memcheck, racecheck = finished.stdout.splitlines()
+    assert sorted(crashes) == said
+    assert [memcheck, racecheck] == ["memcheck: 6 of 6 steps, 0 findings", "racecheck: 6 of 6 steps, 0 findings"]
+    assert finished.returncode == 0
 
 
 FAULTS = {
@@ -57,14 +87,14 @@ FAULTS = {
         "[ $last = --part=1/2 ] && sleep 30\ntrue\n",
         ["memcheck: 6 of 6 steps", "memcheck, part 1/2: was cut: out of time"],
     ),
-    "crashed": ("[ $tool = memcheck ] && exit 1\ntrue\n", ["memcheck, part 1/2: failed", "memcheck, part 2/2: failed"]),
+    "failed": ("[ $tool = memcheck ] && exit 1\ntrue\n", ["memcheck, part 1/2: failed", "memcheck, part 2/2: failed"]),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_was_found_or_cut_fails_and_is_named(tmp_path, fault):
     body, said = FAULTS[fault]
-    finished = _sanitize(tmp_path, STEPS + body)
+    finished = _sanitize(tmp_path, STEPS + body, *[3] * (fault == "cut"))
     assert finished.returncode == 1
     assert all(words in finished.stdout for words in said), finished.stdout
 
@@ -75,6 +105,13 @@ def test_what_was_found_or_cut_fails_and_is_named(tmp_path, fault):
 def test_steps_that_are_missing_fail(tmp_path, left, said):
     finished = _sanitize(tmp_path, left)
     assert said in finished.stdout
+    assert finished.returncode == 1
+
+
+def test_a_step_that_crashes_the_tool_again_and_again_fails(tmp_path):
+    finished = _sanitize(tmp_path, "[ $last = --part=2/2 ] && echo steps 3 && kill -SEGV $$\n" + STEPS)
+    assert finished.stdout.count("memcheck, part 2/2: the tool crashed after 0 steps\n") == 3
+    assert "memcheck: 3 of 6 steps, 0 findings\nmemcheck, part 2/2: failed" in finished.stdout
     assert finished.returncode == 1
 
 

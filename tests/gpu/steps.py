@@ -13,14 +13,19 @@ def part_of[Step](chosen: Sequence[Step], part: str) -> Sequence[Step]:
 
 
 def main(selected: Sequence[tuple[str, Callable[[], object]]], description: str | None) -> None:
-    """Takes the steps of the part that the command line names; `--only=NAME` those whose name has it."""
+    """Takes the steps of the part that the command line names; `--only=NAME` those whose name has it.
+
+    `--after=N`: goes on after the first N of them, in the output of an earlier process.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--only", default="")
+    parser.add_argument("--after", type=int, default=0)
     arguments = parser.parse_args()
     chosen = part_of([step for step in selected if arguments.only in step[0]], arguments.part)
-    print(f"steps {len(chosen)}", flush=True)
-    for i, (name, step) in enumerate(chosen):
+    if not arguments.after:
+        print(f"steps {len(chosen)}", flush=True)
+    for i, (name, step) in list(enumerate(chosen))[arguments.after :]:
         print(f"{i + 1}/{len(chosen)} {name}", flush=True)
         step()
         print("done", flush=True)
