@@ -100,6 +100,7 @@ class KernelMutant:
     form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
     config: Any = None  # in which it shows, if not in any
     deadlocks: bool = False  # threads wait for ever
+    may_deadlock: bool = False  # or may: for a phase that others, who run ahead, have left behind
 
 
 def _unguarded(decay, frm, to, *, exp=jnp.exp):
@@ -257,7 +258,14 @@ KERNEL_MUTANTS = (
         config=StagedConfig(2, 2, 1, 1, 1, in_registers=1),
     ),
     KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
-    KernelMutant("no_block_barrier", "the block's threads do not meet", scopes.sync_block, _left_out, rungs=_MERGING),
+    KernelMutant(
+        "no_block_barrier",
+        "the block's threads do not meet",
+        scopes.sync_block,
+        _left_out,
+        rungs=_MERGING,
+        may_deadlock=True,
+    ),
     KernelMutant(
         "no_cluster_barrier", "a cluster's blocks do not meet", scopes.await_cluster, _left_out, rungs=_CLUSTER
     ),

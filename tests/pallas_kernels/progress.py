@@ -1,12 +1,11 @@
-"""How long the threads of a simulated kernel have been where they are: waits in a deadlock do not end."""
+"""Whether the threads of a simulated kernel go on: waits in a deadlock do not end."""
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 _lock = threading.Lock()
-_busy, _last = 0, 0.0
+_busy, _steps = 0, 0
 
 
 @contextlib.contextmanager
@@ -19,13 +18,17 @@ def operation() -> Iterator[None]:
         _count(-1)
 
 
-def stalled_s() -> float:
-    """Since when none began or ended, if threads are at some."""
-    with _lock:
-        return time.monotonic() - _last if _busy else 0.0
+def busy() -> bool:
+    """Whether threads are at operations."""
+    return _busy > 0
+
+
+def steps() -> int:
+    """How many operations have begun or ended."""
+    return _steps
 
 
 def _count(threads: int) -> None:
-    global _busy, _last
+    global _busy, _steps
     with _lock:
-        _busy, _last = _busy + threads, time.monotonic()
+        _busy, _steps = _busy + threads, _steps + 1

@@ -71,4 +71,4 @@ def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
         jax.clear_caches()
     assert calls
     # A busy machine, too, may stand still for a while.
-    assert mutant.deadlocks or caught.type is not Deadlock
+    assert mutant.deadlocks or mutant.may_deadlock or caught.type is not Deadlock
