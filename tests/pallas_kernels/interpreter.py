@@ -40,8 +40,8 @@ def at_once(f: Callable[..., Any]) -> Callable[..., Any]:
 def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0) -> Any:
     """`f(*operands)` with every Mosaic kernel in it interpreted; raises `RaceDetected` or `Deadlock`.
 
-    Threads are taken to be in a deadlock that are all where they were ten looks before, `limit_s` apart. The clock alone
-    also goes on while the machine stands still.
+    Threads are taken to be in a deadlock that are where they were at each of ten looks, which take `limit_s`: the clock
+    alone also goes on while the machine stands still.
     """
     expired, ended = threading.Event(), threading.Event()
 
@@ -57,7 +57,10 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
 
     watchdog = threading.Thread(target=watch)
     watchdog.start()
+    before = jax.config.read("jax_disable_most_optimizations")
     try:
+        # Each test has kernels of its own, whose compilation takes longer than they do.
+        jax.config.update("jax_disable_most_optimizations", True)
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
         with plgpu.force_gpu_interpret_mode(parameters):
             result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
@@ -71,4 +74,5 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
     finally:
         ended.set()
         watchdog.join()
+        jax.config.update("jax_disable_most_optimizations", before)
         interpreter_shim.reset()
