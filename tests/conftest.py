@@ -1,5 +1,6 @@
 """Session set-up: eight CPU devices, so that every test of sharding runs on any machine."""
 
+import collections
 import os
 
 import pytest
@@ -7,6 +8,24 @@ import pytest
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # Simulated GPU threads that wait for each other hold a thread each of XLA's pool, which is as large as this says.
 os.environ.setdefault("NPROC", "32")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, help="of each test's cases the first, and every so many'th after")
+
+
+@pytest.hookimpl(trylast=True)  # of those that `-k` and `-m` leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what `--one-in` says; none of a test that has one case."""
+    seen = collections.Counter()
+    kept, left_out = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left_out if seen[test] % config.option.one_in else kept).append(item)
+        seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -61,7 +61,17 @@ def fresh():
     clear()
 
 
-@pytest.mark.parametrize("case", dict.fromkeys(m.case for m in MUTANTS), ids=lambda c: "-".join(map(str, c)))
+def cases():
+    """The mutants' cases, but for those that are a part of another, of more sequences or heads."""
+    largest = {}
+    for op, kind, batch, heads, *facts in (mutant.case for mutant in MUTANTS):
+        case = (batch * heads[0], (op, kind, batch, heads, *facts))
+        key = (op, kind, *facts)
+        largest[key] = max(largest.get(key, case), case)
+    return [case for _, case in largest.values()]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda c: "-".join(map(str, c)))
 def test_without_a_fault_the_check_passes(case):
     check(*case)
 
