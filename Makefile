@@ -3,7 +3,7 @@
 NEWEST_JAX := 0.12.0.1
 OLDEST_JAX := 0.11.2
 
-PYTEST := -m pytest -n 2 --dist worksteal --durations=5
+PYTEST := -m pytest -n 3 --dist worksteal --durations=5
 comma := ,
 GPU_EXTRA := $(if $(shell command -v nvidia-smi),$(comma)gpu)
 
