@@ -62,9 +62,20 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
 
 
 def arrive(ref: jax.Ref) -> None:
+    """Arrives, once for each warp of the calling warpgroup."""
+
+    def arrive_warps(ctx, ref):
+        first = equals(arith.remui(utils.thread_idx(), c32(32)), 0)
+        text = "bar.warp.sync 0xffffffff; @$1 mbarrier.arrive.shared.b64 _, [$0];"
+        ptx(text, "r,b,~{memory}", [shared_address(ref), first])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_warps)(ref)
+
+
+def arrive_each(ref: jax.Ref) -> None:
     """Arrives, once for each thread of the calling warpgroup."""
 
-    # One thread for its warp would do; compute-sanitizer takes what the others have written for a race.
+    # Where one of a warp arrives for words that all of it wrote, compute-sanitizer reports a race.
     def arrive_threads(ctx, ref):
         ptx("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 
@@ -72,7 +83,7 @@ def arrive(ref: jax.Ref) -> None:
 
 
 def release(ref: jax.Ref) -> None:
-    """Arrives likewise, when what the threads have read and written in shared memory may be copied over."""
+    """Arrives likewise, when what the warps have read and written in shared memory may be copied over."""
     plgpu.commit_smem()
     arrive(ref)
 

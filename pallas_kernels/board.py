@@ -1,11 +1,13 @@
-"""Words in device memory through which blocks that run at the same time tell each other the numbers of rows.
+"""Words through which the blocks of a team tell each other the numbers of rows, in memory that results will fill.
 
-A word that has changed is the number itself, so that nothing has to be ordered. Nobody waits for ever:
-on a device that runs only some of the blocks at a time, those would never see the others' numbers.
+They stand in the first members' shares of the team's last row until nobody needs them any more. A word of 16 bytes is a
+row's numbers and its mark, which no result looks like, as arithmetic makes only one NaN: so nothing has to be filled
+before, nor to be ordered. Nobody waits for ever: on a device that runs only some of the blocks at a time, those would
+never see the others' numbers.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,32 +23,59 @@ from pallas_kernels.emit import (
     WARPS,
     Index,
     c32,
+    c64,
     equals,
+    global_address,
     i32,
+    i64,
     integer,
     ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
     word,
-    word_address,
 )
+from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile
 from pallas_kernels.scopes import Exchange
 
-# Copies of what is told, each for a part of the blocks. H200, 64 x 1048576 float32, 128 blocks: 146 us with 16, 148
-# with 4; where each block reads the words of all, 151.
-_COPIES = 16
-_NAP_NS = 50  # float16, as above, where each block reads the words of all: 80 us, and 93 without naps
+# Between looks, of who gathers and of who hears. H200, 64 x 1048576 float16: 73.3 us; 73.8 with 50 ns each.
+_GATHER_NAP_NS, _HEAR_NAP_NS = 400, 200
+_MARK = 0x7FC5A17E  # a NaN in float32, and two in 16 bits, that arithmetic does not make
+_COUNTER = -1  # in the place of a row, of the count of those who need no words any more
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Whose words: of the team's row `row`, counted from its first, in the output's row `last`, the team's last."""
+
+    out: jax.Ref
+    last: Index
+    row: Index
+
+    @property
+    def numbers(self) -> tuple[jax.Array, jax.Array]:
+        return jnp.int32(self.last), jnp.int32(self.row)
 
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """For each row `quantities` numbers of each of its `members`, and what one of them makes of these for all."""
+    """For each row `quantities` numbers of each of its `members`, and what one of them makes of these for all.
+
+    Words are vectors of the first members' shares, of which `granule` lie together; `turns` rows have some at once.
+    """
 
     members: int
     quantities: int
+    turns: int
+    granule: int
 
-    copies = _COPIES
+    apart = 4  # copies of what is told, in vectors: 64 x 1048576 float32, H200, 142.5 us; side by side 143.3
+
+    @property
+    def copies(self) -> int:
+        """Of what is told, each for a part of the members."""
+        # H200, 64 x 1048576 float32, 128 blocks: 142 us with 8 or 16; where each reads the words of all, 151.
+        return max(1, self.members // 16)
 
     @property
     def found(self) -> Exchange:
@@ -59,105 +88,226 @@ class Board:
         return Exchange(WARPS, self.quantities)
 
     @property
+    def steps(self) -> int:
+        """Granules of those shares that words stand in."""
+        return -(-self._end // self.granule)
+
+    def fits(self, steps: int, vectors: int) -> bool:
+        """Whether shares of so many granules, of a row of so many vectors, have room for the words."""
+        step, within = divmod(self._end - 1, self.granule)
+        last = (step * self.members + self.hosts - 1) * self.granule + within
+        return self.steps <= steps and last < vectors
+
+    @property
+    def _end(self) -> int:
+        """Vectors of the share up to the last word's; the first vector may begin before the row."""
+        return 1 + self._words + 1
+
+    @property
+    def planes(self) -> int:
+        """Words of a member, one to two numbers each; each plane of them stands in the share of one member."""
+        return -(-self.quantities // 2)
+
+    @property
+    def hosts(self) -> int:
+        """Members in whose shares words stand, the first ones."""
+        return min(self.planes, self.members)
+
+    @property
+    def _words(self) -> int:
+        """Those in a host's share."""
+        return -(-self.planes // self.hosts) * self.turns * self.words_of_row
+
+    @property
     def words_of_row(self) -> int:
-        """Words of device memory for each row."""
-        return self.quantities * (self.members + self.copies * WARPS)
+        """In a plane: those that the members have found, then copies of what is told."""
+        return self.members + self.apart * self.copies
 
-    def words(self, rows: int) -> jax.Array:
-        """Words for that many rows. All are -1, which is no number's: arithmetic makes only one NaN, 0x7fffffff."""
-        return jnp.full(rows * self.words_of_row, -1, jnp.int32)
-
-    def publish(self, values: Sequence[jax.Array], layout: Any, words: jax.Ref, row: Index, member: Index) -> None:
+    def publish(self, values: Sequence[jax.Array], layout: Any, where: Where, member: Index) -> None:
         """Publishes a member's `values`, one number each, which all threads of the calling warpgroup have."""
 
-        def post_numbers(ctx, words, row, member, *values):
+        def post_numbers(ctx, out, last, row, member, *values):
             first = equals(thread_in_warpgroup(), 0)
-            base = arith.addi(arith.muli(scalar(row), c32(self.words_of_row)), scalar(member))
-            for q, value in enumerate(values):
-                at = word_address(words, arith.addi(base, c32(q * self.members)))
-                ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
+            at = self._at(out, scalar(last), self._found(scalar(row), scalar(member)))
+            _post(at, [word(value) for value in values], scalar(row), first)
 
-        arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
-        plgpu.inline_mgpu(arg_types=arguments)(post_numbers)(words, jnp.int32(row), jnp.int32(member), *values)
+        self._call(post_numbers, where, [jnp.int32(member)], values, layout)
 
-    def tell(self, values: Sequence[jax.Array], layout: Any, words: jax.Ref, row: Index) -> None:
+    def tell(self, values: Sequence[jax.Array], layout: Any, where: Where) -> None:
         """Publishes the row's `values`, by the calling warpgroup."""
 
-        def post_copies(ctx, words, row, *values):
-            thread = thread_in_warpgroup()
-            takes_part = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.copies * WARPS))
-            copy, warp = arith.divui(thread, c32(WARPS)), arith.remui(thread, c32(WARPS))
-            base = arith.addi(self._copy(scalar(row), copy), warp)
-            for q, value in enumerate(values):
-                at = word_address(words, arith.addi(base, c32(q * WARPS)))
-                ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), takes_part])
+        def post_copies(ctx, out, last, row, *values):
+            for first in range(0, self.copies, WARPGROUP):
+                copy = arith.addi(thread_in_warpgroup(), c32(first))
+                takes_part = arith.cmpi(arith.CmpIPredicate.ult, copy, c32(self.copies))
+                at = self._at(out, scalar(last), self._told(scalar(row), copy))
+                _post(at, [word(value) for value in values], scalar(row), takes_part)
 
-        arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
-        plgpu.inline_mgpu(arg_types=arguments)(post_copies)(words, jnp.int32(row), *values)
+        self._call(post_copies, where, [], values, layout)
 
-    def gather(self, words: jax.Ref, row: Index, slots: jax.Ref, patience: Index, barrier: int) -> jax.Array:
-        """Brings what all members have published into `slots`, and says whether they had, by the calling warpgroup."""
-        return self._await(words, row, None, self.found, slots, patience, barrier)
+    def gather(self, where: Where, member: Index, slots: jax.Ref, patience: Index, barrier: int) -> jax.Array:
+        """Brings what all members have published into `slots`, and says whether they had, by the calling warpgroup.
 
-    def hear(
-        self, words: jax.Ref, row: Index, member: Index, slots: jax.Ref, patience: Index, barrier: int
-    ) -> jax.Array:
+        Until `member` has, it looks at that one's alone: 256 x 1048576 float32, H200, 553 us. If all who will gather a
+        row look at all of its words from the beginning, 573.
+        """
+
+        def await_found(ctx, out, last, row, patience, member, slots):
+            at = lambda member: self._at(out, scalar(last), self._found(scalar(row), member))
+            of_member = at(scalar(member))
+            common = (self.found, scalar(row), scalar(patience), slots, barrier, _GATHER_NAP_NS)
+            self._await(lambda _: of_member, 1, *common)
+            return self._await(at, self.members, *common)
+
+        return self._ask(await_found, where, [jnp.int32(patience), jnp.int32(member)], slots)
+
+    def hear(self, where: Where, member: Index, slots: jax.Ref, patience: Index, barrier: int) -> jax.Array:
         """Brings what was told of a row into `slots`, and says whether it was, by the calling warpgroup."""
-        each = Exchange(self.quantities * WARPS, 1)
-        return self._await(words, row, member, each, slots, patience, barrier)
 
-    def _copy(self, row: ir.Value, copy: ir.Value) -> ir.Value:
-        """The first word of a row's copy."""
-        base = arith.addi(arith.muli(row, c32(self.words_of_row)), c32(self.quantities * self.members))
-        return arith.addi(base, arith.muli(copy, c32(self.quantities * WARPS)))
+        def await_told(ctx, out, last, row, patience, member, slots):
+            copy = arith.remui(scalar(member), c32(self.copies))
+            at = self._at(out, scalar(last), self._told(scalar(row), copy))
+            common = (self.told, scalar(row), scalar(patience), slots, barrier, _HEAR_NAP_NS)
+            return self._await(lambda _: at, self.told.members, *common)
+
+        return self._ask(await_told, where, [jnp.int32(patience), jnp.int32(member)], slots)
+
+    def enter(self, where: Where) -> None:
+        """Sees to it that those who leave are counted, before the calling warpgroup does; by its first thread."""
+
+        def enter_board(ctx, out, last, row):
+            first = equals(thread_in_warpgroup(), 0)
+            ptx(_ENTER, "l,r,b,~{memory}", [self._counter(out, scalar(last)), c32(_COUNTER), first])
+
+        self._call(enter_board, where, [], [], None)
+
+    def leave(self, where: Where, to: jax.Ref) -> None:
+        """Counts a member, all of whose threads have met and need no words any more; `to`: how many have left before.
+
+        By the calling warpgroup's first thread; `to` after a `sync`, and whoever is last may write over the words.
+        """
+
+        def leave_board(ctx, out, last, row, to):
+            first = equals(thread_in_warpgroup(), 0)
+            text = (
+                "{ .reg .b32 before; @$2 fence.acq_rel.gpu; @$2 atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
+                "@$2 fence.acq_rel.gpu; @$2 st.shared.u32 [$1], before; }"
+            )
+            ptx(text, "l,r,b,~{memory}", [self._counter(out, scalar(last)), shared_address(to), first])
+
+        arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType())
+        plgpu.inline_mgpu(arg_types=arguments)(leave_board)(where.out, *where.numbers, to)
+
+    def _found(self, row: ir.Value, member: ir.Value) -> ir.Value:
+        """Which word has what a member has found."""
+        return arith.addi(arith.muli(arith.remui(row, c32(self.turns)), c32(self.words_of_row)), member)
+
+    def _told(self, row: ir.Value, copy: ir.Value) -> ir.Value:
+        """Which word is a copy of what is told."""
+        return self._found(row, arith.addi(arith.muli(copy, c32(self.apart)), c32(self.members)))
+
+    def _counter(self, out: ir.Value, last: ir.Value) -> ir.Value:
+        """Where those who have left are counted."""
+        return self._at(out, last, c32(self._words))[0]
+
+    def _at(self, out: ir.Value, last: ir.Value, index: ir.Value) -> list[ir.Value]:
+        """Where a word of each plane stands."""
+        of_row, _, _ = _span(out).row(global_address(out), last)
+        return [self._address(of_row, index, *divmod(plane, self.hosts)) for plane in range(self.planes)]
+
+    def _address(self, of_row: ir.Value, index: ir.Value, above: int, host: int) -> ir.Value:
+        """Where a word stands, of the plane with so many before it in the host's share."""
+        vector = arith.addi(index, c32(1 + above * self.turns * self.words_of_row))
+        step, within = arith.divui(vector, c32(self.granule)), arith.remui(vector, c32(self.granule))
+        granule = arith.addi(arith.muli(step, c32(self.members)), c32(host))
+        vector = arith.addi(arith.muli(granule, c32(self.granule)), within)
+        return arith.addi(of_row, arith.muli(arith.extui(i64(), vector), c64(VECTOR_BYTES)))
+
+    def _call(self, operation: Any, where: Where, numbers: list, values: Sequence[jax.Array], layout: Any) -> None:
+        arguments = (plgpu.RefType(), *[SPLAT] * (2 + len(numbers)), *[layout] * len(values))
+        plgpu.inline_mgpu(arg_types=arguments)(operation)(where.out, *where.numbers, *numbers, *values)
+
+    def _ask(self, operation: Any, where: Where, numbers: list, slots: jax.Ref) -> jax.Array:
+        arguments = (plgpu.RefType(), *[SPLAT] * (2 + len(numbers)), plgpu.RefType())
+        ask = plgpu.inline_mgpu(arg_types=arguments, return_type=INTEGER)(operation)
+        return ask(where.out, *where.numbers, *numbers, slots) != 0
 
     def _await(
         self,
-        words: jax.Ref,
-        row: Index,
-        hears: Index | None,
+        addresses: Callable[[ir.Value], list[ir.Value]],
+        threads: int,
         exchange: Exchange,
-        slots: jax.Ref,
-        patience: Index,
+        row: ir.Value,
+        patience: ir.Value,
+        slots: ir.Value,
         barrier: int,
-    ) -> jax.Array:
-        """What was published for all members, or the copy that one of them hears."""
-
-        def await_numbers(ctx, words, slots, row, patience, *member):
-            base = arith.muli(scalar(row), c32(self.words_of_row))
-            if member:
-                base = self._copy(scalar(row), arith.remui(scalar(member[0]), c32(self.copies)))
-            lost, text = c32(0), _awaiting(exchange)
-            for at in range(0, exchange.members, WARPGROUP):
-                of = arith.addi(thread_in_warpgroup(), c32(at))
-                waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(exchange.members))
-                slot = arith.addi(shared_address(slots), arith.muli(of, c32(4)))
-                operands = [word_address(words, arith.addi(base, of)), slot, waits, scalar(patience)]
-                missing = llvm.inline_asm(i32(), operands, text, "=r,l,r,b,r,~{memory}", has_side_effects=True)
-                lost = arith.ori(lost, missing)
-            vote = (
-                "{ .reg .pred mine, some; setp.ne.s32 mine, $1, 0; "
-                f"barrier.red.or.pred some, {barrier}, {WARPGROUP}, mine; selp.b32 $0, 0, 1, some; }}"
-            )
-            return integer(llvm.inline_asm(i32(), [lost], vote, "=r,r,~{memory}", has_side_effects=True))
-
-        member = [] if hears is None else [jnp.int32(hears)]
-        arguments = (plgpu.RefType(), plgpu.RefType(), SPLAT, SPLAT, *[SPLAT] * len(member))
-        operation = plgpu.inline_mgpu(arg_types=arguments, return_type=INTEGER)(await_numbers)
-        return operation(words, slots, jnp.int32(row), jnp.int32(patience), *member) != 0
+        nap_ns: int,
+    ) -> Any:
+        """Waits for words, one to each of so many threads."""
+        lost, text = c32(0), _awaiting(exchange, nap_ns)
+        for at in range(0, threads, WARPGROUP):
+            of = arith.addi(thread_in_warpgroup(), c32(at))
+            waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(threads))
+            slot = arith.addi(shared_address(slots), arith.muli(of, c32(4)))
+            operands = [slot, waits, patience, row, *addresses(of)]
+            constraints = "=r,r,b,r,r" + ",l" * self.planes + ",~{memory}"
+            missing = llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True)
+            lost = arith.ori(lost, missing)
+        vote = (
+            "{ .reg .pred mine, some; setp.ne.s32 mine, $1, 0; "
+            f"barrier.red.or.pred some, {barrier}, {WARPGROUP}, mine; selp.b32 $0, 0, 1, some; }}"
+        )
+        return integer(llvm.inline_asm(i32(), [lost], vote, "=r,r,~{memory}", has_side_effects=True))
 
 
-def _awaiting(exchange: Exchange) -> str:
-    """Each thread's loop, $4 times again: words from $1 on, put into the slots at $2 if $3; $0 is what is missing."""
-    quantities = range(exchange.quantities)
-    loads = "".join(f"@$3 ld.relaxed.gpu.global.b32 w{q}, [$1 + {4 * q * exchange.members}]; " for q in quantities)
-    checks = "setp.eq.and.s32 missing, w0, -1, $3; "
-    checks += "".join(f"@!missing setp.eq.and.s32 missing, w{q}, -1, $3; " for q in quantities[1:])
-    stores = "".join(f"@$3 st.shared.b32 [$2 + {4 * q * exchange.slots}], w{q}; " for q in quantities)
-    return (
-        f"{{ .reg .b32 w<{len(quantities)}>, tries; .reg .pred missing, last; mov.b32 tries, 0; "
-        f"AGAIN: {loads}{checks}@!missing bra DONE; "
-        f"add.u32 tries, tries, 1; setp.gt.u32 last, tries, $4; @last bra DONE; "
-        f"nanosleep.u32 {_NAP_NS}; bra AGAIN; "
-        f"DONE: {stores}selp.b32 $0, 1, 0, missing; }}"
+# Makes of what is at $0 a count of none, if $2, unless it is a count already; $1 is its mark.
+_ENTER = (
+    "{ .reg .b64 lo, hi, mark; .reg .b128 found, none; .reg .pred missing; "
+    f"mov.b64 lo, 0; mov.b64 mark, {{$1, {_MARK}}}; mov.b128 none, {{lo, mark}}; mov.b128 found, {{lo, lo}}; "
+    "@$2 ld.relaxed.gpu.global.b128 found, [$0]; mov.b128 {lo, hi}, found; setp.ne.and.b64 missing, hi, mark, $2; "
+    "@missing atom.relaxed.gpu.global.cas.b128 found, [$0], found, none; }"
+)
+
+
+_MISSING = "setp.ne.and.b64 missing, hi, mark, $2; "
+
+
+def _awaiting(exchange: Exchange, nap_ns: int) -> str:
+    """Each thread's loop, $3 times again: words from $5 on, put into the slots at $1, if $2; $0: one is missing."""
+    planes, numbers = range(-(-exchange.quantities // 2)), range(exchange.quantities)
+    looks = "".join(
+        f"@$2 ld.relaxed.gpu.global.b128 both{k}, [${5 + k}]; mov.b128 {{lo{k}, hi}}, both{k}; "
+        + ("setp.ne.and.b64 too, hi, mark, $2; or.pred missing, missing, too; " if k else _MISSING)
+        for k in planes
     )
+    clears = "".join(f"mov.b128 both{k}, {{none, none}}; " for k in planes)
+    parts = "".join(f"mov.b64 {{n{2 * k}, n{2 * k + 1}}}, lo{k}; " for k in planes)
+    stores = "".join(f"@$2 st.shared.b32 [$1 + {4 * q * exchange.slots}], n{q}; " for q in numbers)
+    return (
+        f"{{ .reg .b64 lo<{len(planes)}>, hi, mark, none; .reg .b128 both<{len(planes)}>; "
+        f".reg .b32 n<{2 * len(planes)}>, tries; .reg .pred missing, too, last; "
+        f"mov.b64 mark, {{$4, {_MARK}}}; mov.b64 none, 0; {clears}mov.b32 tries, 0; "
+        f"AGAIN: {looks}@!missing bra DONE; "
+        "add.u32 tries, tries, 1; setp.gt.u32 last, tries, $3; @last bra DONE; "
+        f"nanosleep.u32 {nap_ns}; bra AGAIN; "
+        f"DONE: {parts}{stores}selp.b32 $0, 1, 0, missing; }}"
+    )
+
+
+def _post(addresses: Sequence[ir.Value], numbers: Sequence[ir.Value], row: ir.Value, wanted: ir.Value) -> None:
+    """Writes numbers, two and the row's mark at once."""
+    numbers = [*numbers, *[c32(0)] * (2 * len(addresses) - len(numbers))]
+    text = (
+        f"{{ .reg .b64 lo, hi; .reg .b128 both; mov.b64 lo, {{$1, $2}}; mov.b64 hi, {{$3, {_MARK}}}; "
+        "mov.b128 both, {lo, hi}; @$4 st.relaxed.gpu.global.b128 [$0], both; }"
+    )
+    for k, address in enumerate(addresses):
+        ptx(text, "l,r,r,r,b,~{memory}", [address, *numbers[2 * k : 2 * k + 2], row, wanted])
+
+
+def _span(out: ir.Value) -> Span:
+    rows, cols = ir.MemRefType(out.type).shape
+    element = ir.MemRefType(out.type).element_type
+    dtype = {ir.F16Type: jnp.float16, ir.BF16Type: jnp.bfloat16, ir.F32Type: jnp.float32}[type(element)]
+    dtype = jnp.dtype(dtype)
+    return Span(Tile(dtype, 1), rows, cols, dtype.itemsize)

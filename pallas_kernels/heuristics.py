@@ -113,7 +113,7 @@ def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
     config = TeamConfig(blocks, warpgroups=2, registers=1 if wide else 2, slots=0, teams=teams, once=not wide)
     of_share = config.steps(problem.max_vectors) * config.granule
     blocks = -(-problem.max_vectors // of_share)
-    slots = (device.smem_per_cta - 12 * KIB) // (problem.operands * of_share * 16)
+    slots = min((device.smem_per_cta - 13 * KIB) // (problem.operands * of_share * 16), 8)
     # Rows on their way at once: 64 x 1048576, two of six 72.9 us in float16 and 145.7 in float32, six 74.3 and 147.5;
     # the gradient of 256 rows of float32, one of three 860, two 876.
     return (dataclasses.replace(config, blocks=blocks, slots=slots, coming=min(max(slots // 3, 1), 2)),)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.emit import INTEGER, SPLAT, i32, integer, ptx, scalar
+from pallas_kernels.emit import INTEGER, SPLAT, Index, i32, integer, ptx, scalar
 
 
-def rolled[Carry](start: int, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
+def rolled[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop` that stays a loop.
 
     Unrolled, a share of float32 and its tangents takes 137 registers instead of 56, and a multiprocessor one block

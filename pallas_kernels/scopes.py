@@ -95,6 +95,19 @@ class Exchange:
         tiling = plgpu.Tiling(((self.slots,), (per_lane,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1)
 
+    def put(self, values: Sequence[jax.Array], layout: Any, member: Index, slots: jax.Ref) -> None:
+        """Puts a member's numbers there, which all threads of the calling warpgroup have; they must `sync` to read."""
+
+        def put_numbers(ctx, slots, member, *values):
+            first = equals(thread_in_warpgroup(), 0)
+            at = arith.addi(shared_address(slots), arith.muli(scalar(member), c32(4)))
+            for q, value in enumerate(values):
+                text = f"@$2 st.shared.b32 [$0 + {4 * q * self.slots}], $1;"
+                ptx(text, "r,r,b,~{memory}", [at, word(value), first])
+
+        arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
+        plgpu.inline_mgpu(arg_types=arguments)(put_numbers)(slots, jnp.int32(member), *values)
+
     def read(self, slots: jax.Ref) -> list[jax.Array]:
         """All members' numbers, quantity by quantity."""
         return [plgpu.load(slots.at[q], layout=self.layout, optimized=False) for q in range(self.quantities)]

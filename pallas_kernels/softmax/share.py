@@ -29,6 +29,12 @@ def copies(problem: Problem, config: SharedConfig) -> int:
     return problem.operands * (config.staged(problem.max_vectors) if config.spread else 1)
 
 
+def whole(problem: Problem) -> int:
+    """How many of a row's vectors lie in it, whatever its alignment; less the first."""
+    v = mosaic.VECTOR_BYTES // problem.dtype.itemsize
+    return max(problem.cols - v + 1, 0) // v if problem.cols % v else problem.cols // v
+
+
 @dataclasses.dataclass(frozen=True)
 class Share:
     """A block's part of its rows."""
@@ -100,11 +106,21 @@ class Share:
         steps = range(self.staged, self.steps)
         return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, labelled) for step in steps]
 
+    def begin(self, row: jax.Array, steps: int) -> Kept:
+        """Starts loading its first steps, as they are."""
+        return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, None) for step in range(steps)]
+
+    def write_begun(self, row: jax.Array, stats: RowStats, kept: Kept, streams: bool) -> None:
+        """Writes the results of those."""
+        for step, raw in enumerate(kept):
+            tiles = self._in_float32(raw, row, jnp.int32(step), False, True)
+            at, interior = self.at(jnp.int32(step)), self.always_full
+            self.operands.store(tiles, stats, row, at, self.tile, interior=interior, streams=streams)
+
     @property
     def whole(self) -> int:
         """How many of a row's vectors lie in it, whatever its alignment; less the first."""
-        v = self.tile.vector
-        return max(self.problem.cols - v + 1, 0) // v if self.problem.cols % v else self.problem.cols // v
+        return whole(self.problem)
 
     @property
     def surely_inside(self) -> int:
@@ -159,7 +175,7 @@ class Share:
         interior = interior or self.always_full
         return self.operands.in_float32(raw, row, self.at(step), self.tile, interior=interior, capped=capped)
 
-    def _loop(self, start: int, stop: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+    def _loop(self, start: Index, stop: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
         return (loops.rolled if self.config.rolled else lax.fori_loop)(start, stop, body, init)
 
     def _over_steps(
@@ -222,15 +238,16 @@ class Share:
         labelled: Labelled | None,
         kept: Kept = (),
         streams: bool = False,
+        first: Index = 0,
     ) -> None:
-        """Writes the row's result, its statistics, or both."""
+        """Writes the row's result, its statistics, or both; the result from step `first` on."""
         if self.problem.op.gives_stats:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
             pl.when(leads)(lambda: self.operands.store_stats(stats, labelled, row, self.tile))
         if not self.problem.op.gives_rows:
             return
         if labelled is None:
-            self._write_rows(slot, row, stats, kept, streams)
+            self._write_rows(slot, row, stats, kept, streams, first)
             return
         counts = self.operands.label(row) >= 0
         pl.when(jnp.logical_not(counts))(lambda: self._write_zeros(row, streams))
@@ -249,14 +266,16 @@ class Share:
 
         lax.fori_loop(0, self.steps, write_step, None)
 
-    def _write_rows(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, kept: Kept, streams: bool) -> None:
+    def _write_rows(
+        self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, kept: Kept, streams: bool, first: Index = 0
+    ) -> None:
         def store(tiles: Tiles, step: jax.Array, interior: bool) -> None:
             self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior, streams=streams)
 
         def write(start: int, stop: int, interior: bool) -> None:
             if start < stop:
                 step = lambda i, _: store(self.read(slot, row, i, interior), i, interior)
-                self._loop(start, stop, step, None)
+                self._loop(start if isinstance(first, int) else jnp.maximum(start, first), stop, step, None)
 
         # Vectors that may hang over an end of the row cost five instructions an element: they have loops of their own.
         begin = 0 if self.inside or self.problem.cols % self.tile.vector == 0 else 1

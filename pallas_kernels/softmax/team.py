@@ -11,6 +11,7 @@ Traffic: 1 read, 1 write.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,21 +22,22 @@ from jax import lax
 
 from pallas_kernels import asynchronous, heuristics, mosaic, scopes
 from pallas_kernels.configs import TeamConfig
-from pallas_kernels.emit import WARPGROUP
+from pallas_kernels.emit import WARPGROUP, WARPS
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.share import Share, copies
+from pallas_kernels.softmax.share import Share, copies, whole
 from pallas_kernels.softmax.staged import allocated, share_bytes
 from pallas_kernels.softmax.team_block import TURNS, Block, barriers_of, board_of, exchanges_of, phase, turn
 
-_READING, _WRITING, _GATHERING, _HEARING, _COPYING = 14, 13, 12, 11, 10  # the hardware's barriers of those who do it
+# The hardware's barriers of those who do it.
+_READING, _WRITING, _GATHERING, _HEARING, _COPYING, _MEETING = 14, 13, 12, 11, 10, 9
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
-    """What no kernel takes, rows that are not written, and what is too much for shared memory or the words."""
+    """What no kernel takes, rows that are not written, and too much for shared memory or too little for the words."""
     if reason := declines_any(problem):
         return reason
     if not problem.op.gives_rows:
@@ -43,11 +45,12 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     if problem.op.has_labels:
         return "the elements at the labels are written by a block's first warpgroups, which read here"
     config = heuristics.team(problem, device)[0]
-    if problem.rows * board_of(problem, config).words_of_row >= 2**31:
-        return f"{problem.rows} rows over {config.blocks} blocks each need more than 2^31 words"
     if config.slots < 3:
         needed = 3 * problem.operands * share_bytes(problem, config)
         return f"three shares of a row over {config.blocks} blocks need {needed} bytes of shared memory in each"
+    board = board_of(problem, config)
+    if not board.fits(config.steps(problem.max_vectors), whole(problem)):
+        return f"words for {config.blocks} members do not fit the first ones' shares of a row of {problem.cols} columns"
     return None
 
 
@@ -55,7 +58,7 @@ def shared_bytes(problem: Problem, config: TeamConfig) -> int:
     """What Mosaic allocates for a block: operands, slots of the exchanges, barriers, its own scratch."""
     share = share_bytes(problem, config) * config.slots
     slots = [exchange.bytes_in_shared for exchange in exchanges_of(problem, config)]
-    return allocated(*[share] * problem.operands, *slots, 8 * barriers_of(config), REDUCTION_SCRATCH)
+    return allocated(*[share] * problem.operands, *slots, 4, 8 * barriers_of(config), REDUCTION_SCRATCH)
 
 
 def _copy(block: Block, share: Share) -> None:
@@ -83,25 +86,26 @@ def _read(block: Block, share: Share) -> None:
         share.fill_outside(row, slot)
         stats = share.in_block(near, share.partial_stats(slot, row), block.near.at[lax.rem(i, jnp.int32(2))])
         numbers = row_ops.as_numbers(stats)
-        publish = lambda: block.board.publish(numbers, share.layout, block.words, row, block.member)
+        publish = lambda: block.board.publish(numbers, share.layout, block.where(i), block.member)
         pl.when(share.warpgroup == 0)(publish)
         asynchronous.arrive(block.walked(i))
 
     lax.fori_loop(0, block.rows, read, None)
+    _meet(block)
 
 
 def _write(block: Block, share: Share) -> None:
     """Writes the block's share of each row."""
-    config, problem = block.config, block.problem
+    config = block.config
 
     def write(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
         asynchronous.wait(block.heard(i), phase(i, TURNS))
-        told = block.told.at[turn(i)]
-        numbers = [plgpu.load(told.at[q], layout=share.layout, optimized=False) for q in range(told.shape[0])]
+        stats = block.stats_told(i, share)
         asynchronous.arrive(block.taken(i))
         asynchronous.wait(block.walked(i), phase(i, config.slots))
-        share.write(slot, row, row_ops.from_numbers(problem, numbers), None, streams=config.once)
+        first = jnp.where(block.holds_words(i), block.board.steps, 0)
+        share.write(slot, row, stats, None, streams=config.once, first=first)
         asynchronous.release(block.written(i))
 
     lax.fori_loop(0, block.rows, write, None)
@@ -113,14 +117,15 @@ def _gather(block: Block) -> None:
     share, board = block.share(2 * config.warpgroups, _GATHERING), block.board
 
     def gather(k: jax.Array, _: None) -> None:
-        row, slots = block.row(block.member + k * members), block.found.at[lax.rem(k, jnp.int32(2))]
+        where, slots = block.where(block.member + k * members), block.found.at[lax.rem(k, jnp.int32(2))]
 
-        @pl.when(board.gather(block.words, row, slots, config.patience, _GATHERING))
+        @pl.when(board.gather(where, block.member, slots, config.patience, _GATHERING))
         def _():
             numbers = row_ops.as_numbers(share.merged(board.found, board.found.read(slots)))
-            board.tell(numbers, share.layout, block.words, row)
+            board.tell(numbers, share.layout, where)
 
     lax.fori_loop(0, lax.div(block.rows - block.member + members - 1, members), gather, None)
+    _meet(block)
 
 
 def _hear(block: Block) -> None:
@@ -131,31 +136,63 @@ def _hear(block: Block) -> None:
     def across(exchange: Exchange, values: Sequence[jax.Array], index: int, slots: jax.Ref) -> list[jax.Array]:
         return scopes.across_block(exchange, values, share.layout, index, slots, 1, share.barrier)
 
-    def find_for(member: jax.Array, row: jax.Array) -> None:
+    # Not by the board, where others, who may be rows ahead, write over this row's words.
+    def find_for(member: jax.Array, i: jax.Array) -> None:
         slots, everybody = block.near_alone.at[lax.rem(member, jnp.int32(2))], []
         for warpgroup in range(config.warpgroups):
             of_member = dataclasses.replace(share, block=member, warpgroup=warpgroup)
-            everybody = across(near, of_member.partial_stats(None, row), warpgroup, slots)
+            everybody = across(near, of_member.partial_stats(None, block.row(i)), warpgroup, slots)
         numbers = row_ops.as_numbers(share.merged(near, everybody))
-        board.publish(numbers, share.layout, block.words, row, member)
+        board.found.put(numbers, share.layout, member, block.found_alone.at[turn(i)])
 
     def find_alone(i: jax.Array) -> None:
-        row, slots = block.row(i), block.found_alone.at[turn(i)]
-        lax.fori_loop(0, config.blocks, lambda member, _: find_for(member, row), None)
+        slots = block.found_alone.at[turn(i)]
+        lax.fori_loop(0, config.blocks, lambda member, _: find_for(member, i), None)
         scopes.sync_block(1, share.barrier)
-        board.gather(block.words, row, slots, 0, share.barrier)
         numbers = row_ops.as_numbers(share.merged(board.found, board.found.read(slots)))
         across(board.told, numbers, 0, block.told.at[turn(i)])
 
     def hear(i: jax.Array, patience: jax.Array) -> jax.Array:
         pl.when(i >= TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - phase(i, TURNS)))
         told = block.told.at[turn(i)]
-        heard = board.hear(block.words, block.row(i), block.member, told, patience, _HEARING)
+        heard = board.hear(block.where(i), block.member, told, patience, _HEARING)
         pl.when(jnp.logical_not(heard))(lambda: find_alone(i))
-        asynchronous.arrive(block.heard(i))
+        # One thread for its warp would do; compute-sanitizer takes what the others have written for a race.
+        asynchronous.arrive_each(block.heard(i))
         return jnp.where(heard, patience, 0)
 
+    pl.when(block.rows > 0)(lambda: board.enter(block.where(jnp.int32(0))))
     lax.fori_loop(0, block.rows, hear, jnp.int32(config.patience))
+    _meet(block)
+    _finish(block)
+
+
+def _meet(block: Block) -> None:
+    """Waits for all who need words: those who read, gather and hear."""
+    scopes.sync_block(block.config.warpgroups + 2, _MEETING)
+
+
+def _finish(block: Block) -> None:
+    """Writes what belongs in the place of words once no block needs them, as who has heard."""
+    config, board, last = block.config, block.board, block.rows - 1
+
+    @pl.when(block.rows > 0)
+    def _():
+        row = block.row(last)
+        share = block.share(0, _HEARING)
+        of_words = itertools.product(range(board.hosts), range(config.warpgroups))
+        shares = [dataclasses.replace(share, block=host, warpgroup=i) for host, i in of_words]
+        # On their way while others leave; more than one share's would spill.
+        begun = [share.begin(row, board.steps) for share in shares[:1]]
+        board.leave(block.where(last), block.left)
+        scopes.sync_block(1, _HEARING)
+
+        @pl.when(block.left[0] == config.blocks - 1)
+        def _():
+            stats = block.stats_told(last, share)
+            for share_of_words, kept in itertools.zip_longest(shares, begun):
+                kept = kept or share_of_words.begin(row, board.steps)
+                share_of_words.write_begun(row, stats, kept, streams=config.once)
 
 
 def _on_share(block: Block, work: Callable[[Block, Share], None], share: Share) -> None:
@@ -168,13 +205,13 @@ def _on_share(block: Block, work: Callable[[Block, Share], None], share: Share) 
     pl.when(jnp.logical_not(inside))(lambda: work(block, share))
 
 
-def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: TeamConfig) -> None:
+def _body(operands: Operands, *scratch: jax.Ref, config: TeamConfig) -> None:
     problem, computing = operands.problem, config.warpgroups
-    *slots, near, found, near_alone, found_alone, told, barriers = scratch
-    block = Block(operands, config, words, tuple(slots), near, found, near_alone, found_alone, told, barriers)
-    threads = WARPGROUP * computing
-    arrivals = [copies(problem, config)] * config.slots + [threads] * (2 * config.slots)
-    arrivals += [WARPGROUP] * TURNS + [threads] * TURNS
+    *slots, near, found, near_alone, found_alone, told, left, barriers = scratch
+    block = Block(operands, config, tuple(slots), near, found, near_alone, found_alone, told, left, barriers)
+    warps = WARPS * computing
+    arrivals = [copies(problem, config)] * config.slots + [warps] * (2 * config.slots)
+    arrivals += [WARPGROUP] * TURNS + [warps] * TURNS
     asynchronous.start_barriers(barriers, tuple(arrivals))
     for exchange, ref in zip(exchanges_of(problem, config), (near, found, near_alone, found_alone), strict=False):
         exchange.clear(ref, config.threads)
@@ -200,10 +237,10 @@ def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
         name="team",
         grid=config.blocks * config.teams,
         warpgroups=config.threads,
-        shared=[board_of(problem, config).words(problem.rows)],
         scratch=[
             *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
             *(exchange.scratch for exchange in exchanges_of(problem, config)),
+            plgpu.SMEM((1,), jnp.int32),
             asynchronous.barriers(barriers_of(config)),
         ],
     )

@@ -4,11 +4,12 @@ import dataclasses
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import asynchronous
-from pallas_kernels.board import Board
+from pallas_kernels.board import Board, Where
 from pallas_kernels.configs import TeamConfig
 from pallas_kernels.emit import WARPS
 from pallas_kernels.problem import Problem
@@ -27,7 +28,8 @@ def barriers_of(config: TeamConfig) -> int:
 
 def board_of(problem: Problem, config: TeamConfig) -> Board:
     """Where a row's members meet."""
-    return Board(config.blocks, row_ops.quantities(problem))
+    # Who has a place for a row was told of the one so many before: it has been gathered, and heard by whoever reads.
+    return Board(config.blocks, row_ops.quantities(problem), config.slots, config.granule)
 
 
 def exchanges_of(problem: Problem, config: TeamConfig) -> tuple[Exchange, ...]:
@@ -43,13 +45,13 @@ class Block:
 
     operands: Operands
     config: TeamConfig
-    words: jax.Ref
     slots: tuple[jax.Ref, ...]  # of each operand
     near: jax.Ref
     found: jax.Ref
     near_alone: jax.Ref
     found_alone: jax.Ref
     told: jax.Ref
+    left: jax.Ref
     barriers: jax.Ref
 
     @property
@@ -77,9 +79,23 @@ class Block:
         """The team's row `i`."""
         return self.team + i * self.config.teams
 
+    def where(self, i: jax.Array) -> Where:
+        """Where the words of the team's row `i` stand."""
+        return Where(self.operands.outputs[0], self.row(self.rows - 1), i)
+
     def slot(self, i: jax.Array) -> list[jax.Ref]:
         """Where the team's row `i` stands."""
         return [of_operand.at[lax.rem(i, jnp.int32(self.config.slots))] for of_operand in self.slots]
+
+    def stats_told(self, i: jax.Array, share: Share) -> row_ops.RowStats:
+        """The statistics of the team's row `i`, as the block was told of them."""
+        told = self.told.at[turn(i)]
+        numbers = [plgpu.load(told.at[q], layout=share.layout, optimized=False) for q in range(told.shape[0])]
+        return row_ops.from_numbers(self.problem, numbers)
+
+    def holds_words(self, i: jax.Array) -> jax.Array:
+        """Whether words stand where the block's share of the team's row `i` will."""
+        return jnp.logical_and(self.member < self.board.hosts, i == self.rows - 1)
 
     def copy(self, share: Share, i: jax.Array) -> None:
         """Starts copying the team's row `i`."""

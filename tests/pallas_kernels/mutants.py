@@ -146,8 +146,8 @@ def _first_member(from_grid, exchange, words, row, slots, warpgroups):
     return [jnp.where(jnp.arange(exchange.slots) == 0, x, x * 0) for x in everybody]
 
 
-def _of_first_row(gather, board, words, row, *arguments):
-    return gather(board, words, row * 0, *arguments)
+def _of_first_row(gather, board, where, *arguments):
+    return gather(board, dataclasses.replace(where, row=where.row * 0), *arguments)
 
 
 def _of_next_row(load_raw, operands, row, *arguments):
@@ -289,8 +289,24 @@ KERNEL_MUTANTS = (
         _own_numbers_only,
         rungs=("block", "online"),
     ),
-    KernelMutant("found_of_first_row", "a team's row is its first", board.Board.gather, _of_first_row, rungs=_TEAM),
-    KernelMutant("told_of_first_row", "a team is told of its first row", board.Board.hear, _of_first_row, rungs=_TEAM),
+    KernelMutant(
+        "found_of_first_row",
+        "a team's row is its first",
+        board.Board.gather,
+        _of_first_row,
+        rungs=_TEAM,
+        deadlocks=True,
+    ),
+    KernelMutant(
+        "told_of_first_row",
+        "a team is told of its first row",
+        board.Board.hear,
+        _of_first_row,
+        rungs=_TEAM,
+        deadlocks=True,
+    ),
+    KernelMutant("count_not_begun", "those who leave add to what is there", board.Board.enter, _left_out, rungs=_TEAM),
+    KernelMutant("words_left", "words stay where results belong", share.Share.write_begun, _left_out, rungs=_TEAM),
     KernelMutant(
         "wrong_barrier", "who has read says so elsewhere", team_block.Block.walked, _where_copied, rungs=_TEAM
     ),

@@ -32,7 +32,7 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
-    "team": ((TeamConfig(3, 1, 1, 3, 2), (2501,)), (TeamConfig(2, 2, 1, 4, 1, patience=0), (1024,))),
+    "team": ((TeamConfig(3, 1, 1, 3, 2), (2501,)), (TeamConfig(2, 2, 1, 4, 1, patience=0), (2560,))),
     "cluster": (
         (StagedConfig(3, 2, 1, 1, 1), (2501,)),
         (StagedConfig(2, 1, 1, 1, 2, in_registers=1), (2501, 2560)),
@@ -72,7 +72,8 @@ def _interpreted():
                 yield pytest.param(
                     _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
-            forms = cases.variations(rung, op, dtype, ROWS, min(cols, 1001))
+            # A team's words take some of the share of each of two.
+            forms = cases.variations(rung, op, dtype, ROWS, 2501 if rung.name == "team" else min(cols, 1001))
             for form in forms[i % 4 :: 4]:
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
@@ -123,7 +124,7 @@ def _on_gpu():
                         yield dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
                 if rung.name == "team" and supported:
                     # More blocks than the device runs at once: it is in vain that the first of them wait for the rest.
-                    too_many = TeamConfig(300, 2, 1, slots=4, teams=1, patience=64)
+                    too_many = TeamConfig(150, 2, 1, slots=3, teams=2, patience=64)
                     yield cases.Case(rung, Problem(op, ROWS, 2**20, dtype), too_many)
                 if rung.name == "block":
                     # So many rows that blocks take two.
