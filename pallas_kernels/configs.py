@@ -78,15 +78,13 @@ class TeamConfig(SharedConfig):
     """`teams` teams of `blocks` blocks, in each of them `warpgroups` that read and as many that write.
 
     `slots`: rows of which a block has its share at once; `coming`: those of them on their way from memory.
-    `patience`: how often it looks for a number before it goes on without, about a microsecond each. `once`: the
-    second-level cache is told that what is read or written is so once.
+    `patience`: how often it looks for a number before it goes on without, about a microsecond each.
     """
 
     slots: int
     teams: int
     coming: int = 2
     patience: int = 2**14
-    once: bool = False
 
     # H200, 256 x 1048576 float32: 568 us, and 572 with a block's granules side by side.
     spread = True

@@ -105,12 +105,11 @@ def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
     # H200, f16, 64 x 1048576: 75 us, two teams; one of 128 blocks 81.
     wanted = -(-_row_bytes(problem) // (32 * KIB))
     teams = min(max(device.sm_count // wanted, 1), problem.rows)
-    # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.7 and 74.1. Hints for
-    # the cache: float16 73.9 us with both, 74.6 when written alone, 76.1 when read; float32 145.3 when written, 144.1
-    # with none; of 256 rows 563.0 and 559.8.
-    wide = problem.dtype.itemsize == 4
+    # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.3 and 73.9, its gradient 102.9
+    # and 103.9. Without hints for the cache: with both, float16 75.3, its gradient 107.6.
+    registers = 2 if problem.dtype.itemsize < 4 and problem.operands == 1 else 1
     blocks = device.sm_count // teams
-    config = TeamConfig(blocks, warpgroups=2, registers=1 if wide else 2, slots=0, teams=teams, once=not wide)
+    config = TeamConfig(blocks, warpgroups=2, registers=registers, slots=0, teams=teams)
     of_share = config.steps(problem.max_vectors) * config.granule
     blocks = -(-problem.max_vectors // of_share)
     slots = min((device.smem_per_cta - 13 * KIB) // (problem.operands * of_share * 16), 8)

@@ -110,12 +110,11 @@ class Share:
         """Starts loading its first steps, as they are."""
         return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, None) for step in range(steps)]
 
-    def write_begun(self, row: jax.Array, stats: RowStats, kept: Kept, streams: bool) -> None:
+    def write_begun(self, row: jax.Array, stats: RowStats, kept: Kept) -> None:
         """Writes the results of those."""
         for step, raw in enumerate(kept):
             tiles = self._in_float32(raw, row, jnp.int32(step), False, True)
-            at, interior = self.at(jnp.int32(step)), self.always_full
-            self.operands.store(tiles, stats, row, at, self.tile, interior=interior, streams=streams)
+            self.operands.store(tiles, stats, row, self.at(jnp.int32(step)), self.tile, interior=self.always_full)
 
     @property
     def whole(self) -> int:

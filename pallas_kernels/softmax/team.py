@@ -105,7 +105,7 @@ def _write(block: Block, share: Share) -> None:
         asynchronous.arrive(block.taken(i))
         asynchronous.wait(block.walked(i), phase(i, config.slots))
         first = jnp.where(block.holds_words(i), block.board.steps, 0)
-        share.write(slot, row, stats, None, streams=config.once, first=first)
+        share.write(slot, row, stats, None, first=first)
         asynchronous.release(block.written(i))
 
     lax.fori_loop(0, block.rows, write, None)
@@ -192,7 +192,7 @@ def _finish(block: Block) -> None:
             stats = block.stats_told(last, share)
             for share_of_words, kept in itertools.zip_longest(shares, begun):
                 kept = kept or share_of_words.begin(row, board.steps)
-                share_of_words.write_begun(row, stats, kept, streams=config.once)
+                share_of_words.write_begun(row, stats, kept)
 
 
 def _on_share(block: Block, work: Callable[[Block, Share], None], share: Share) -> None:

@@ -99,7 +99,7 @@ class Block:
 
     def copy(self, share: Share, i: jax.Array) -> None:
         """Starts copying the team's row `i`."""
-        share.copy(self.row(i), self.slot(i), self.full(i), "evict_first" if self.config.once else None)
+        share.copy(self.row(i), self.slot(i), self.full(i))
 
     def await_place(self, i: jax.Array) -> None:
         """Waits until what stands where the team's row `i` will is written."""
