@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_cuda13_plugin") is None else None
-DISASSEMBLES = all(shutil.which(tool) for tool in ("ptxas", "nvdisasm"))
+# Those of `make aot` are not on the PATH, where Mosaic would take that ptxas for its own.
+_TOOLS = os.pathsep.join((os.environ.get("PATH", ""), os.path.join(sys.prefix, "cuda", "nvidia", "cu13", "bin")))
+_PTXAS, _NVDISASM = (shutil.which(tool, path=_TOOLS) for tool in ("ptxas", "nvdisasm"))
+DISASSEMBLES = bool(_PTXAS and _NVDISASM)
 
 _TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 # What Mosaic says of a kernel: its PTX, then ptxas's log.
@@ -118,8 +122,8 @@ def machine_code(report: Report) -> str:
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.cubin")
         ptx.write_text(report.ptx)
-        subprocess.run(["ptxas", "-arch=sm_90a", ptx, "-o", cubin], check=True)
-        return subprocess.run(["nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
+        subprocess.run([_PTXAS, "-arch=sm_90a", ptx, "-o", cubin], check=True)
+        return subprocess.run([_NVDISASM, "-c", cubin], check=True, capture_output=True, text=True).stdout
 
 
 def on_h200(operands: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
