@@ -16,6 +16,7 @@ class ForwardConfig:
     `query_slots`: tiles of queries in shared memory; with 2 the next one arrives while this one is worked on.
     `bias_slots`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
     `section_mib`: keys and values that the blocks at work at one time share, in the cache.
+    `early`: columns of a tile whose weights begin before it is known whether a maximum grows past the slack; if not 0.
     `overwrites`: scores are written over what their registers hold, which else are cleared before each tile.
     `overlaps`: weights are computed beside the product of those before with their values, which ptxas else waits for
     first.
@@ -25,6 +26,7 @@ class ForwardConfig:
     warpgroups: int
     stages: int
     slack: int = 0
+    early: int = 0
     tiles: Literal["own", "dealt", "drawn"] = "dealt"
     query_slots: int = 1
     bias_slots: int = 0

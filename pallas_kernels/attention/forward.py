@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import forward_bias, forward_tiles, gather, limits, memory, products, schedule, scores
+from pallas_kernels.attention import forward_bias, forward_tiles, limits, memory, products, schedule, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.memory import ACC
 from pallas_kernels.attention.problem import Attention
@@ -167,12 +167,12 @@ def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: j
             plgpu.wgmma(out, weights, block.value_smem.at[before])
             edge = schedule.at_edge(problem, span, span.end - 1 - i)
             x = logits(i, edge, lambda: products.finish(begun, later=1))
-            new, new_weights, decay = fold(problem, config.slack, state, x)
+            new, new_weights, rescale = fold(problem, config, state, x)
             if config.overlaps:
                 products.wait_behind(new.sum)
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
             plgpu.barrier_arrive(block.value_empty.at[before])
-            return new._replace(out=_decayed(config, summed, decay)), new_weights
+            return new._replace(out=rescale(summed)), new_weights
 
         return pl.run_scoped(multiply, *cleared_type, out_type)
 
@@ -183,19 +183,13 @@ def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: j
         return out[...]
 
     x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
-    state, weights, _ = fold(problem, config.slack, empty(value_dim), x)
+    state, weights, _ = fold(problem, config, empty(value_dim), x)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
     plgpu.barrier_arrive(block.query_empty.at[mine])
     state = state._replace(out=pl.run_scoped(last, out_type))
     plgpu.barrier_arrive(block.value_empty.at[slot(count - 1)])
     return state
-
-
-def _decayed(config: ForwardConfig, out: jax.Array, decay: jax.Array) -> jax.Array:
-    if not config.slack:
-        return out * by_row(decay, out)
-    return lax.cond(gather.any_row(decay != 1.0), lambda x: x * by_row(decay, x), lambda x: x, out)
 
 
 def _write(block: Block, place: Place, state: State) -> None:

@@ -232,11 +232,29 @@ def any_row(x: jax.Array) -> jax.Array:
     """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
 
     def vote_any(ctx, x):
-        held = functools.reduce(arith.ori, _numbers(x))
-        text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
-        return integer(llvm.inline_asm(i32(), [held], text, "=r,b", has_side_effects=True))
+        return _vote(_numbers(x))
 
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=INTEGER)(vote_any)(x) != 0
+
+
+def any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
+    """Whether `x`, eight numbers a row, times `factor` is NaN or above the row's limit anywhere, likewise."""
+
+    def vote_above(ctx, x, limits):
+        above = []
+        for pair, limit in zip(x.registers.flat, _numbers(limits), strict=True):
+            product = arith.mulf(arith.maximumf(*elements(pair)), utils.c(factor, limit.type))
+            above.append(arith.cmpf(arith.CmpFPredicate.UGT, product, limit))
+        return _vote(above)
+
+    wgmma = plgpu.Layout.WGMMA
+    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma.reduce(1)), return_type=INTEGER)(vote_above)(x, limits) != 0
+
+
+def _vote(held: list[ir.Value]) -> mgpu.FragmentedArray:
+    text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
+    any_held = functools.reduce(arith.ori, held)
+    return integer(llvm.inline_asm(i32(), [any_held], text, "=r,b", has_side_effects=True))
 
 
 def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:

@@ -61,15 +61,15 @@ def _widest(problem: Attention) -> ForwardConfig:
         # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
         # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
         slots = 2 if schedule.bounds(problem) != (None, None) or problem.key_length <= 1024 else 1
-        config = ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, query_slots=slots)
-        return dataclasses.replace(config, overwrites=True, overlaps=edge)
+        return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, early=8, query_slots=slots, overwrites=True)
     if max(problem.head_dim, problem.value_dim) <= 128:
         # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
-        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, query_slots=2)
+        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, early=48, query_slots=2)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
     if problem.head_dim + problem.value_dim <= 320:
         # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
-        return ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, overwrites=True, overlaps=True)
+        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, early=32)
+        return dataclasses.replace(config, overwrites=True, overlaps=True)
     return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=edge and not problem.hidden_by_data)
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import elementary, monoid
-from pallas_kernels.attention import scores
-from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention import gather, scores
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import ROW, WGMMA
 from pallas_kernels.elementary import LOG2E
@@ -18,7 +18,8 @@ from pallas_kernels.elementary import LOG2E
 # What others add to logits to hide keys is larger. The weights are `exp2(x * log2(e) - m)` in one fused operation, with
 # `m` rounded: in a row that has nothing else the difference is no more near 0 from here on, and the power overflows.
 _HIDDEN = -(2.0**27)
-PARTIAL_SUMS = 8  # columns over which a row's sum stays spread until its end: no shuffles on the way
+PARTIAL_COLUMNS = 8  # over which a row's sum stays spread until its end: no shuffles on the way
+Rescale = Callable[[jax.Array], jax.Array]
 
 
 class State(NamedTuple):
@@ -33,28 +34,52 @@ def empty(value_dim: int) -> State:
     """No keys seen."""
     rows = WARPGROUP_ROWS
     m = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROW)
-    zeros = (plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), WGMMA) for n in (PARTIAL_SUMS, value_dim))
+    zeros = (plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), WGMMA) for n in (PARTIAL_COLUMNS, value_dim))
     return State(m, *zeros)
 
 
-def fold(problem: Attention, slack: int, state: State, x: jax.Array) -> tuple[State, jax.Array, jax.Array]:
-    """The state with the maximum and sum of a tile's logits, their weights, and the decay that `out` still needs.
+def fold(problem: Attention, config: ForwardConfig, state: State, x: jax.Array) -> tuple[State, jax.Array, Rescale]:
+    """The state with the maximum and sum of a tile's logits, their weights, and what `out` still needs.
 
     This is `monoid.combine`, but the weights are taken against the common maximum at once: no second factor.
     """
     factor = LOG2E * (problem.scale if scores.folds_scale(problem) else 1.0)
-    maximum = _fold_columns(jnp.maximum, x, 32).max(axis=1) * factor
-    if problem.bias is not None:
-        maximum = jnp.where(maximum < _HIDDEN, -jnp.inf, maximum)
-    if slack:
-        # NaN is not below anything, and stays.
-        maximum = jnp.where(maximum <= state.max + float(slack), state.max, maximum)
+    # Fewer columns where that is all that needs them, and heads of 256 spill 8 bytes.
+    highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early else 32)
+
+    def weighed(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
+        return total + _fold_columns(jnp.add, weights, PARTIAL_COLUMNS), weights
+
+    def joined(x: jax.Array) -> tuple[jax.Array, ...]:
+        maximum = highest.max(axis=1) * factor
+        if problem.bias is not None:
+            maximum = jnp.where(maximum < _HIDDEN, -jnp.inf, maximum)
+        if config.slack:
+            # NaN is not below anything, and stays.
+            maximum = jnp.where(maximum <= state.max + float(config.slack), state.max, maximum)
+        else:
+            maximum = jnp.maximum(state.max, maximum)
+        decay = monoid.decay(state.max, maximum, exp=jnp.exp2)
+        return maximum, decay, *weighed(x, maximum, state.sum * by_row(decay, state.sum))
+
+    if config.early:
+        early, rest = x[:, : config.early], x[:, config.early :]
+        grows = gather.any_above(highest, factor, state.max + float(config.slack))
+        # Its exponentials begin while it is not yet known, and are computed again where a maximum has grown.
+        same = state.max, jnp.ones_like(state.max), *lax.optimization_barrier(weighed(early, state.max, state.sum))
+        maximum, decay, total, weights = lax.cond(grows, lambda: joined(early), lambda: same)
+        total, others = weighed(rest, maximum, total)
+        weights = jnp.concatenate([weights, others], axis=1)
     else:
-        maximum = jnp.maximum(state.max, maximum)
-    decay = monoid.decay(state.max, maximum, exp=jnp.exp2)
-    weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
-    total = state.sum * by_row(decay, state.sum) + _fold_columns(jnp.add, weights, PARTIAL_SUMS)
-    return State(maximum, total, state.out), weights.astype(problem.dtype), decay
+        maximum, decay, total, weights = joined(x)
+        grows = gather.any_row(decay != 1.0) if config.slack else None
+
+    def rescale(out: jax.Array) -> jax.Array:
+        decayed = lambda out: out * by_row(decay, out)
+        return decayed(out) if grows is None else lax.cond(grows, decayed, lambda out: out, out)
+
+    return State(maximum, total, state.out), weights.astype(problem.dtype), rescale
 
 
 def finish(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -27,9 +27,9 @@ NO_KERNELS = ("reference", "tiles", "seeds")
 class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
-    `batch` and `heads` are None where one shows it, or two, if blocks or threads have to meet for that. `slack` and
-    `tiles` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's, `mask` the
-    pattern of the problem's mask.
+    `batch` and `heads` are None where one shows it, or two, if blocks or threads have to meet for that. `slack`,
+    `early` and `tiles` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's,
+    `mask` the pattern of the problem's mask.
     """
 
     op: Op
@@ -42,6 +42,7 @@ class Mutant:
     batch: int | None = None
     heads: tuple[int, int] | None = None
     slack: int = 0
+    early: int = 0
     tiles: str = "own"
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
@@ -53,7 +54,7 @@ class Mutant:
         """What the check is of."""
         meet = self.rejected_by != NUMBERS or self.tiles != "own"
         batch, heads = self.batch or 1 + meet, self.heads or (1 + meet, 1)
-        facts = self.slack, self.tiles, self.deterministic, self.dims, self.mask, self.keys
+        facts = self.slack, self.early, self.tiles, self.deterministic, self.dims, self.mask, self.keys
         return self.op, self.kind, batch, heads, *facts
 
     @functools.cached_property
@@ -135,23 +136,42 @@ MUTANTS = (
     _forward(
         "output_not_rescaled",
         "the output is kept when the maximum grows",
-        "return out * by_row(decay, out)",
-        "return out",
+        "out * by_row(decay, out)",
+        "out",
     ),
     _forward(
         "output_not_rescaled_lazily",
         "the same with slack",
-        "lambda x: x * by_row(decay, x)",
-        "lambda x: x",
+        "out * by_row(decay, out)",
+        "out",
         slack=2,
     ),
     _forward(
         "output_not_rescaled_with_slack",
         "the output is not rescaled when the maximum outgrows the kernel's own slack",
-        "lambda x: x * by_row(decay, x)",
-        "lambda x: x",
+        "out * by_row(decay, out)",
+        "out",
         "large",
         slack=8,
+    ),
+    _forward(
+        "early_weights_kept",
+        "weights that began early are kept when the maximum has grown",
+        "lambda: joined(early), lambda: same",
+        "lambda: (*joined(early)[:2], *same[2:]), lambda: same",
+        "large",
+        slack=8,
+        early=24,
+    ),
+    _forward(
+        "growth_not_looked_for",
+        "nobody looks for a maximum that grows",
+        "gather.any_above(highest, factor, state.max + float(config.slack))",
+        "gather.any_above(highest, factor, state.max + 2.0**20)",
+        "huge",
+        slack=8,
+        early=24,
+        rejected_by=NOT_FINITE,
     ),
     _forward(
         "sign_of_scale",

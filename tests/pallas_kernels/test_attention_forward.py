@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = (
     | {
         "window-left": {"window": (31, None), "causal_offset": 5},
         "everything": attention_cases.KINDS["everything"] | {"bias": "1NTS"},
+        "huge": {"scale": 40.0},
     }
 )
 
@@ -112,18 +113,18 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overwrites=True, overlaps=True)
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slack", [0, 8])
+@pytest.mark.parametrize("slack, early", [(0, 0), (8, 0), (8, 24)])
 @pytest.mark.parametrize("name", ["query", "key"])
-def test_nan_is_not_hidden_in_the_interpreter(name, slack, interpreted):
+def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
     p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays[name][:, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack)
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, early=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(0, 2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=(0, 1)))
@@ -166,6 +167,7 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
     [
         ForwardConfig(block_kv=128, warpgroups=3, stages=2),
         ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
+        ForwardConfig(block_kv=128, warpgroups=1, stages=2, slack=2, early=8),
         ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="own"),
         ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=True),
         ForwardConfig(block_kv=128, warpgroups=1, stages=2, overwrites=True),
@@ -336,7 +338,8 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_exponentials_overlap_products(dims, overlaps):
     p = problem_of("causal", (2048, 2048), dims, "bfloat16")
-    config = dataclasses.replace(heuristics.forward(p, hardware.H200)[0], overlaps=overlaps)
+    config = heuristics.forward(p, hardware.H200)[0]
+    config = dataclasses.replace(config, overlaps=overlaps, early=config.early if overlaps else 0)
     code = aot.machine_code(compiled(p, config))
     begun = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
     beside = code[begun : code.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begun)].count("MUFU.EX2")
