@@ -1,21 +1,22 @@
 """Words through which the blocks of a team tell each other the numbers of rows, in memory that results will fill.
 
-They stand in the first members' shares of the team's last row until nobody needs them any more. A word of 16 bytes is a
-row's numbers and its mark, which no result looks like, as arithmetic makes only one NaN: so nothing has to be filled
-before, nor to be ordered. Nobody waits for ever: on a device that runs only some of the blocks at a time, those would
-never see the others' numbers.
+They stand in the first members' shares of the team's last row until nobody needs them any more. A word is a row's
+numbers and its mark, which no result looks like, as arithmetic makes only one NaN: so nothing has to be filled before,
+nor to be ordered. Nobody waits for ever: on a device that runs only some of the blocks at a time, those would never see
+the others' numbers.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
+from pallas_kernels import posted
 from pallas_kernels.emit import (
     INTEGER,
     SPLAT,
@@ -26,10 +27,7 @@ from pallas_kernels.emit import (
     c64,
     equals,
     global_address,
-    i32,
     i64,
-    integer,
-    ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
@@ -40,8 +38,6 @@ from pallas_kernels.scopes import Exchange
 
 # Between looks, of who gathers and of who hears. H200, 64 x 1048576 float16: 73.3 us; 73.8 with 50 ns each.
 _GATHER_NAP_NS, _HEAR_NAP_NS = 400, 200
-_MARK = 0x7FC5A17E  # a NaN in float32, and two in 16 bits, that arithmetic does not make
-_COUNTER = -1  # in the place of a row, of the count of those who need no words any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +125,7 @@ class Board:
         def post_numbers(ctx, out, last, row, member, *values):
             first = equals(thread_in_warpgroup(), 0)
             at = self._at(out, scalar(last), self._found(scalar(row), scalar(member)))
-            _post(at, [word(value) for value in values], scalar(row), first)
+            posted.post(at, [word(value) for value in values], scalar(row), first)
 
         self._call(post_numbers, where, [jnp.int32(member)], values, layout)
 
@@ -141,7 +137,7 @@ class Board:
                 copy = arith.addi(thread_in_warpgroup(), c32(first))
                 takes_part = arith.cmpi(arith.CmpIPredicate.ult, copy, c32(self.copies))
                 at = self._at(out, scalar(last), self._told(scalar(row), copy))
-                _post(at, [word(value) for value in values], scalar(row), takes_part)
+                posted.post(at, [word(value) for value in values], scalar(row), takes_part)
 
         self._call(post_copies, where, [], values, layout)
 
@@ -156,8 +152,8 @@ class Board:
             at = lambda member: self._at(out, scalar(last), self._found(scalar(row), member))
             of_member = at(scalar(member))
             common = (self.found, scalar(row), scalar(patience), slots, barrier, _GATHER_NAP_NS)
-            self._await(lambda _: of_member, 1, *common)
-            return self._await(at, self.members, *common)
+            posted.await_posted(lambda _: of_member, 1, *common)
+            return posted.await_posted(at, self.members, *common)
 
         return self._ask(await_found, where, [jnp.int32(patience), jnp.int32(member)], slots)
 
@@ -168,7 +164,7 @@ class Board:
             copy = arith.remui(scalar(member), c32(self.copies))
             at = self._at(out, scalar(last), self._told(scalar(row), copy))
             common = (self.told, scalar(row), scalar(patience), slots, barrier, _HEAR_NAP_NS)
-            return self._await(lambda _: at, self.told.members, *common)
+            return posted.await_posted(lambda _: at, self.told.members, *common)
 
         return self._ask(await_told, where, [jnp.int32(patience), jnp.int32(member)], slots)
 
@@ -177,7 +173,7 @@ class Board:
 
         def enter_board(ctx, out, last, row):
             first = equals(thread_in_warpgroup(), 0)
-            ptx(_ENTER, "l,r,b,~{memory}", [self._counter(out, scalar(last)), c32(_COUNTER), first])
+            posted.begin_count(self._counter(out, scalar(last)), first)
 
         self._call(enter_board, where, [], [], None)
 
@@ -189,11 +185,7 @@ class Board:
 
         def leave_board(ctx, out, last, row, to):
             first = equals(thread_in_warpgroup(), 0)
-            text = (
-                "{ .reg .b32 before; @$2 fence.acq_rel.gpu; @$2 atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
-                "@$2 fence.acq_rel.gpu; @$2 st.shared.u32 [$1], before; }"
-            )
-            ptx(text, "l,r,b,~{memory}", [self._counter(out, scalar(last)), shared_address(to), first])
+            posted.count_one(self._counter(out, scalar(last)), shared_address(to), first)
 
         arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType())
         plgpu.inline_mgpu(arg_types=arguments)(leave_board)(where.out, *where.numbers, to)
@@ -231,78 +223,6 @@ class Board:
         arguments = (plgpu.RefType(), *[SPLAT] * (2 + len(numbers)), plgpu.RefType())
         ask = plgpu.inline_mgpu(arg_types=arguments, return_type=INTEGER)(operation)
         return ask(where.out, *where.numbers, *numbers, slots) != 0
-
-    def _await(
-        self,
-        addresses: Callable[[ir.Value], list[ir.Value]],
-        threads: int,
-        exchange: Exchange,
-        row: ir.Value,
-        patience: ir.Value,
-        slots: ir.Value,
-        barrier: int,
-        nap_ns: int,
-    ) -> Any:
-        """Waits for words, one to each of so many threads."""
-        lost, text = c32(0), _awaiting(exchange, nap_ns)
-        for at in range(0, threads, WARPGROUP):
-            of = arith.addi(thread_in_warpgroup(), c32(at))
-            waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(threads))
-            slot = arith.addi(shared_address(slots), arith.muli(of, c32(4)))
-            operands = [slot, waits, patience, row, *addresses(of)]
-            constraints = "=r,r,b,r,r" + ",l" * self.planes + ",~{memory}"
-            missing = llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True)
-            lost = arith.ori(lost, missing)
-        vote = (
-            "{ .reg .pred mine, some; setp.ne.s32 mine, $1, 0; "
-            f"barrier.red.or.pred some, {barrier}, {WARPGROUP}, mine; selp.b32 $0, 0, 1, some; }}"
-        )
-        return integer(llvm.inline_asm(i32(), [lost], vote, "=r,r,~{memory}", has_side_effects=True))
-
-
-# Makes of what is at $0 a count of none, if $2, unless it is a count already; $1 is its mark.
-_ENTER = (
-    "{ .reg .b64 lo, hi, mark; .reg .b128 found, none; .reg .pred missing; "
-    f"mov.b64 lo, 0; mov.b64 mark, {{$1, {_MARK}}}; mov.b128 none, {{lo, mark}}; mov.b128 found, {{lo, lo}}; "
-    "@$2 ld.relaxed.gpu.global.b128 found, [$0]; mov.b128 {lo, hi}, found; setp.ne.and.b64 missing, hi, mark, $2; "
-    "@missing atom.relaxed.gpu.global.cas.b128 found, [$0], found, none; }"
-)
-
-
-_MISSING = "setp.ne.and.b64 missing, hi, mark, $2; "
-
-
-def _awaiting(exchange: Exchange, nap_ns: int) -> str:
-    """Each thread's loop, $3 times again: words from $5 on, put into the slots at $1, if $2; $0: one is missing."""
-    planes, numbers = range(-(-exchange.quantities // 2)), range(exchange.quantities)
-    looks = "".join(
-        f"@$2 ld.relaxed.gpu.global.b128 both{k}, [${5 + k}]; mov.b128 {{lo{k}, hi}}, both{k}; "
-        + ("setp.ne.and.b64 too, hi, mark, $2; or.pred missing, missing, too; " if k else _MISSING)
-        for k in planes
-    )
-    clears = "".join(f"mov.b128 both{k}, {{none, none}}; " for k in planes)
-    parts = "".join(f"mov.b64 {{n{2 * k}, n{2 * k + 1}}}, lo{k}; " for k in planes)
-    stores = "".join(f"@$2 st.shared.b32 [$1 + {4 * q * exchange.slots}], n{q}; " for q in numbers)
-    return (
-        f"{{ .reg .b64 lo<{len(planes)}>, hi, mark, none; .reg .b128 both<{len(planes)}>; "
-        f".reg .b32 n<{2 * len(planes)}>, tries; .reg .pred missing, too, last; "
-        f"mov.b64 mark, {{$4, {_MARK}}}; mov.b64 none, 0; {clears}mov.b32 tries, 0; "
-        f"AGAIN: {looks}@!missing bra DONE; "
-        "add.u32 tries, tries, 1; setp.gt.u32 last, tries, $3; @last bra DONE; "
-        f"nanosleep.u32 {nap_ns}; bra AGAIN; "
-        f"DONE: {parts}{stores}selp.b32 $0, 1, 0, missing; }}"
-    )
-
-
-def _post(addresses: Sequence[ir.Value], numbers: Sequence[ir.Value], row: ir.Value, wanted: ir.Value) -> None:
-    """Writes numbers, two and the row's mark at once."""
-    numbers = [*numbers, *[c32(0)] * (2 * len(addresses) - len(numbers))]
-    text = (
-        f"{{ .reg .b64 lo, hi; .reg .b128 both; mov.b64 lo, {{$1, $2}}; mov.b64 hi, {{$3, {_MARK}}}; "
-        "mov.b128 both, {lo, hi}; @$4 st.relaxed.gpu.global.b128 [$0], both; }"
-    )
-    for k, address in enumerate(addresses):
-        ptx(text, "l,r,r,r,b,~{memory}", [address, *numbers[2 * k : 2 * k + 2], row, wanted])
 
 
 def _span(out: ir.Value) -> Span:
