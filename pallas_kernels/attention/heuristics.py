@@ -55,7 +55,9 @@ def _widest(problem: Attention) -> ForwardConfig:
     # 4202 and 3943, 2441 and 2302; of 256, full, 2946 and 3176. Weights behind the product before, and beside it: where
     # tiles are compared at an edge, of 64, 2302 and 2290, of 256, 1668 and 1469; full, of 256, 2947 and 3022. Neither
     # and no slack, both and slack 8: of 128, 3638 and 3525, 1924 and 1754; of 192 and 128, 4096 keys, 1116 and 1105,
-    # 626 and 588. Slack 8 against 0 without them: of 64, 532 and 514 TFLOP/s; of 256, causal, 763 and 723.
+    # 626 and 588. Slack 8 against 0 without them: of 64, 532 and 514 TFLOP/s; of 256, causal, 763 and 723. No weights
+    # begun early, and as many as fit in registers: of 64, 4290 and 4159, causal 2273 and 2119, not beside the product
+    # then; of 128, full, 3470 and 3281; of 192 and 128, 4096 keys, 1099 and 1064, 571 and 561.
     edge = schedule.bounds(problem) != (None, None) or problem.hidden_by_data
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
