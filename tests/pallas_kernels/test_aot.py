@@ -3,6 +3,7 @@
 And what XLA makes of the derivative that follows a kernel.
 """
 
+import itertools
 import re
 
 import aot
@@ -153,6 +154,25 @@ def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
     case = cases.default(LADDER[name], Problem(Op.SOFTMAX, 64, cols, DTYPES[2]))
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert (re.search(r"shfl\.sync\.idx\.b32 .*, 0x1f", report.ptx) is None) == planted
+
+
+@pytest.mark.parametrize(
+    "rows, cols, dtype",
+    [
+        *zip((262144, 8765, 4096, 2048, 4096), (256, 4096, 50257, 262144, 2**20), itertools.cycle(DTYPES)),
+        *itertools.product((64,), (2**20,), DTYPES),
+        *itertools.product((1, 64), (131072,), DTYPES[-1:]),
+    ],
+)
+def test_softmax_and_its_gradient_take_no_memory_beside_results(rows, cols, dtype):
+    def value_and_vjp(x, cotangent):
+        value, pull = jax.vjp(jaxsoftmax.softmax, x)
+        return value, pull(cotangent)
+
+    operands = [jax.ShapeDtypeStruct((rows, cols), dtype)] * 2
+    program = jax.jit(value_and_vjp).lower(*aot.on_h200(operands)).compile()
+    assert program.as_text().count('custom_call_target="mosaic_gpu') == 2
+    assert program.memory_analysis().temp_size_in_bytes == 0
 
 
 @pytest.mark.parametrize(
