@@ -175,6 +175,28 @@ def test_softmax_and_its_gradient_take_no_memory_beside_results(rows, cols, dtyp
     assert program.memory_analysis().temp_size_in_bytes == 0
 
 
+@pytest.mark.parametrize("dim, causal", [(64, False), (128, True), (256, False)])
+def test_attention_takes_memory_for_the_sums_of_its_queries_gradient(dim, causal):
+    """And for a few numbers of each row; the blocks' tiles are another few KiB."""
+    batch, length, heads = 2, 8192, 4
+    rows = batch * length * heads
+
+    def forward(q, k, v, d_out):
+        return jaxsoftmax.flash_attention(q, k, v, is_causal=causal, return_residual=True)
+
+    def gradients(q, k, v, d_out):
+        return jax.vjp(lambda *qkv: jaxsoftmax.flash_attention(*qkv, is_causal=causal), q, k, v)[1](d_out)
+
+    def taken(f):
+        operands = [jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.bfloat16)] * 4
+        program = jax.jit(f).lower(*aot.on_h200(operands)).compile()
+        assert "mosaic_gpu" in program.as_text()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert taken(forward) <= 4 * rows + 4096
+    assert taken(gradients) <= 4 * rows * (dim + 2) + 4096
+
+
 @pytest.mark.parametrize(
     "cotangent, dtype",
     [("mean", "bfloat16"), ("mean, without its value", "float16"), ("masked mean", "float32"), ("lse", "bfloat16")],
