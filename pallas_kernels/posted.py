@@ -13,6 +13,11 @@ _MARK = 0x7FC5A17E  # a NaN in float32, and two in 16 bits, that arithmetic does
 _COUNTER = -1  # in the place of a row, of a count
 
 
+def words(quantities: int) -> int:
+    """How many hold so many numbers, two to each."""
+    return -(-quantities // 2)
+
+
 def post(addresses: Sequence[ir.Value], numbers: Sequence[ir.Value], row: ir.Value, wanted: ir.Value) -> None:
     """Writes numbers, two and the row's mark at each address, by the threads that it is `wanted` of."""
     numbers = [*numbers, *[c32(0)] * (2 * len(addresses) - len(numbers))]
@@ -39,13 +44,12 @@ def await_posted(
     Looks again `patience` times. By one warpgroup, which meets at the barrier; an `INTEGER`: 1 if all of it was there.
     """
     lost, text = c32(0), _awaiting(exchange, nap_ns)
-    planes = -(-exchange.quantities // 2)
     for at in range(0, threads, WARPGROUP):
         of = arith.addi(thread_in_warpgroup(), c32(at))
         waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(threads))
         slot = arith.addi(shared_address(slots), arith.muli(of, c32(4)))
         operands = [slot, waits, patience, row, *addresses(of)]
-        constraints = "=r,r,b,r,r" + ",l" * planes + ",~{memory}"
+        constraints = "=r,r,b,r,r" + ",l" * words(exchange.quantities) + ",~{memory}"
         missing = llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True)
         lost = arith.ori(lost, missing)
     vote = (
@@ -67,7 +71,7 @@ def begin_count(address: ir.Value, wanted: ir.Value) -> None:
 
 
 def count_one(address: ir.Value, to: ir.Value, wanted: ir.Value) -> None:
-    """Adds one to a count, and writes into shared memory at `to` what it was, by the thread that it is `wanted` of.
+    """Adds one to a count, and writes what it was into shared memory `to`, by the thread that it is `wanted` of.
 
     What was read and written before is done for whoever counts later.
     """
@@ -75,12 +79,12 @@ def count_one(address: ir.Value, to: ir.Value, wanted: ir.Value) -> None:
         "{ .reg .b32 before; @$2 fence.acq_rel.gpu; @$2 atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
         "@$2 fence.acq_rel.gpu; @$2 st.shared.u32 [$1], before; }"
     )
-    ptx(text, "l,r,b,~{memory}", [address, to, wanted])
+    ptx(text, "l,r,b,~{memory}", [address, shared_address(to), wanted])
 
 
 def _awaiting(exchange: Exchange, nap_ns: int) -> str:
     """Each thread's loop, $3 times again: words from $5 on, put into the slots at $1, if $2; $0: one is missing."""
-    planes, numbers = range(-(-exchange.quantities // 2)), range(exchange.quantities)
+    planes, numbers = range(words(exchange.quantities)), range(exchange.quantities)
     of_another = "setp.ne.and.b64 too, hi, mark, $2; or.pred missing, missing, too; "
     looks = "".join(
         f"@$2 ld.relaxed.gpu.global.b128 both{k}, [${5 + k}]; mov.b128 {{lo{k}, hi}}, both{k}; "
