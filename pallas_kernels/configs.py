@@ -59,11 +59,13 @@ class StagedConfig(SharedConfig):
     """Blocks that take `rows` rows, one after another, and have `slots` of them in shared memory at once.
 
     `in_registers`: of the granules of a share, the last ones that stand in registers instead.
+    `spread`: what a row's blocks read at a time lies together; not with labels.
     """
 
     slots: int
     rows: int
     in_registers: int = 0
+    spread: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

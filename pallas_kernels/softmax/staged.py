@@ -18,7 +18,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, launch
-from pallas_kernels.softmax.share import Share
+from pallas_kernels.softmax.share import Share, copies
 
 
 def warps_exchange(problem: Problem, config: SharedConfig) -> Exchange:
@@ -71,7 +71,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
     full, met = barriers.at[pl.ds(0, config.slots)], barriers.at[pl.ds(config.slots, 2)]
     first_row = group * config.rows
     rows = jnp.minimum(config.rows, problem.rows - first_row)
-    asynchronous.start_barriers(barriers, (len(operands.inputs),) * config.slots + (1, 1))
+    asynchronous.start_barriers(barriers, (copies(problem, config),) * config.slots + (1, 1))
     exchange.clear(slots, config.warpgroups)
     if clustered:
         scopes.arrive_in_cluster()
@@ -113,6 +113,8 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
 
 def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
+    if config.spread and problem.op.has_labels:
+        raise ValueError(f"{config}: elements at labels are written over where a block's granules are side by side")
     exchange = warps_exchange(problem, config)
     tile = mosaic.Tile(problem.dtype, config.registers)
     staged = (config.slots, config.staged(problem.max_vectors), config.warpgroups, *tile.shape)

@@ -93,6 +93,19 @@ def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
     assert 2 * (report.smem + 1024) <= H200.smem_per_cta + 1024
 
 
+@pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
+@pytest.mark.parametrize("dtype, cols", [(0, 2**17), (1, 2**19), (2, 2**16), (2, 2**18)])
+def test_spread_shares_leave_room_for_three_blocks(op, dtype, cols):
+    problem = Problem(op, 1024, cols, DTYPES[dtype])
+    (config,) = heuristics.cluster(problem, H200)
+    assert config.spread
+    case = cases.Case(LADDER["cluster"], problem, config)
+    (report,) = aot.compile_for_h200(case.run, *cases.shapes(problem))
+    assert report.spill_bytes == 0
+    assert 3 * report.registers * report.threads <= 65536
+    assert 3 * (report.smem + 1024) <= H200.smem_per_cta + 1024
+
+
 @pytest.mark.parametrize("op", [Op.SOFTMAX_TANGENT, Op.CROSS_ENTROPY_GRADIENT])
 @pytest.mark.parametrize(
     "config", [StagedConfig(1, 2, 2, 1, 1), StagedConfig(1, 4, 2, 1, 1), StagedConfig(3, 1, 3, 2, 4)], ids=str

@@ -4,6 +4,7 @@ import functools
 
 import cases
 import conformance
+import jax
 import jax.numpy as jnp
 import pytest
 from interpreter import interpret
@@ -20,3 +21,12 @@ def test_blocks_without_a_share_of_the_row(cols):
     config = StagedConfig(blocks=4, warpgroups=1, registers=1, slots=1, rows=1)
     run = functools.partial(LADDER["cluster"].run, problem, config)
     conformance.check(run, problem, execute=lambda kernel: functools.partial(interpret, kernel))
+
+
+def test_spread_shares_take_no_labels():
+    """What stands at a label is written over by who wrote it, who is another where a block's granules are apart."""
+    problem = Problem(Op.CROSS_ENTROPY_GRADIENT, 8, 4096, jnp.dtype(jnp.float32))
+    config = StagedConfig(blocks=2, warpgroups=1, registers=1, slots=1, rows=1, spread=True)
+    run = functools.partial(LADDER["cluster"].run, problem, config)
+    with pytest.raises(ValueError, match="side by side"):
+        jax.eval_shape(run, *cases.shapes(problem))

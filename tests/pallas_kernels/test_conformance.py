@@ -36,6 +36,7 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "cluster": (
         (StagedConfig(3, 2, 1, 1, 1), (2501,)),
         (StagedConfig(2, 1, 1, 1, 2, in_registers=1), (2501, 2560)),
+        (StagedConfig(2, 1, 1, 2, 3, in_registers=1, spread=True), (2501, 2560)),
         (StagedConfig(2, 1, 1, 2, 3), (1001, 1024)),
     ),
 }
@@ -126,6 +127,11 @@ def _on_gpu():
                     # More blocks than the device runs at once: it is in vain that the first of them wait for the rest.
                     too_many = TeamConfig(150, 2, 1, slots=3, teams=2, patience=64)
                     yield cases.Case(rung, Problem(op, ROWS, 2**20, dtype), too_many)
+                if rung.name == "cluster":
+                    # Shares that are spread.
+                    problems = (Problem(op, 33, n // dtype.itemsize, dtype) for n in (2**18, 2**20))
+                    found = [cases.default(rung, p) for p in problems]
+                    yield from (case for case in found if case.config.spread)
                 if rung.name == "block":
                     # So many rows that blocks take two.
                     yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
