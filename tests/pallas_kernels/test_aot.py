@@ -94,7 +94,7 @@ def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
 
 
 @pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
-@pytest.mark.parametrize("dtype, cols", [(0, 2**17), (1, 2**19), (2, 2**16), (2, 2**18)])
+@pytest.mark.parametrize("dtype, cols", [(0, 2**19), (2, 2**18)])
 def test_spread_shares_leave_room_for_three_blocks(op, dtype, cols):
     problem = Problem(op, 1024, cols, DTYPES[dtype])
     (config,) = heuristics.cluster(problem, H200)

@@ -128,10 +128,9 @@ def _on_gpu():
                     too_many = TeamConfig(150, 2, 1, slots=3, teams=2, patience=64)
                     yield cases.Case(rung, Problem(op, ROWS, 2**20, dtype), too_many)
                 if rung.name == "cluster":
-                    # Shares that are spread.
+                    # What is chosen at powers of two.
                     problems = (Problem(op, 33, n // dtype.itemsize, dtype) for n in (2**18, 2**20))
-                    found = [cases.default(rung, p) for p in problems]
-                    yield from (case for case in found if case.config.spread)
+                    yield from (cases.default(rung, p) for p in problems if cases.takes(rung, p))
                 if rung.name == "block":
                     # So many rows that blocks take two.
                     yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
