@@ -63,7 +63,8 @@ class Peers:
 
 def serve(measure: Callable[..., dict[str, Any]], names: Sequence[str], rounds: int) -> None:
     """Answers cases from standard input by `measure`; whatever libraries print goes to standard error."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what is written below Python, too
     try:
         torch = importlib.import_module("torch")
     except ImportError:

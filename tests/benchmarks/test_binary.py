@@ -246,6 +246,28 @@ def test_the_peers_process_survives_being_killed():
     process.close()
 
 
+_NOISY = """
+import os, sys, types
+from benchmarks import peers
+
+def measure(torch, case, names, rounds):
+    print("by Python")
+    os.write(1, b"below Python")
+    return {"impls": {name: {"status": "ok"} for name in names}}
+
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
+peers.serve(measure, ["quack"], 1)
+"""
+
+
+def test_what_libraries_print_is_no_answer(tmp_path):
+    (tmp_path / "noisy.py").write_text(_NOISY)
+    process = peers.Peers(["quack"], 1, str(tmp_path), "noisy")
+    for name in ("one", "two"):
+        assert process.measure({"name": name}) == {"name": name, "impls": {"quack": {"status": "ok"}}}
+    process.close()
+
+
 def test_the_header_says_where_a_run_was_made(tmp_path):
     from benchmarks import environment
 
