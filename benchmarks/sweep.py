@@ -34,6 +34,7 @@ _BLOCKS = flags.DEFINE_list("blocks", ["1"], "Blocks to a row.")
 _WARPGROUPS = flags.DEFINE_list("warpgroups", ["2"], "Warpgroups to a block.")
 _REGISTERS = flags.DEFINE_list("registers", ["2"], "Vectors a thread handles at a time.")
 _IN_REGISTERS = flags.DEFINE_list("in_registers", ["0"], "How much of a block's share of a row stands in registers.")
+_SPREAD = flags.DEFINE_list("spread", ["0"], "1: what a row's blocks read at a time lies together.")
 _SLOTS = flags.DEFINE_list("slots", ["1"], "Rows in a block's shared memory; as many as it takes, or --in_turn more.")
 _IN_TURN = flags.DEFINE_integer("in_turn", 1, "Rows to a block for each slot.")
 _PROCESSES = flags.DEFINE_integer("processes", 14, "How many processes compile.")
@@ -56,9 +57,10 @@ def jobs() -> Iterator[Job]:
     for op, dtype, cols in itertools.product(_OP.value, _DTYPE.value, map(int, _COLS.value)):
         rows = _ROWS.value or max(_MIB.value * 2**20 // (cols * jnp.dtype(dtype).itemsize), 1)
         problem = Problem(Op(op), rows, cols, jnp.dtype(dtype))
-        knobs = (_BLOCKS.value, _WARPGROUPS.value, _REGISTERS.value, _SLOTS.value, _IN_REGISTERS.value)
-        for blocks, warpgroups, registers, slots, kept in itertools.product(*(map(int, values) for values in knobs)):
-            config = StagedConfig(blocks, warpgroups, registers, slots, slots * _IN_TURN.value, in_registers=kept)
+        knobs = (_BLOCKS, _WARPGROUPS, _REGISTERS, _SLOTS, _IN_REGISTERS, _SPREAD)
+        for values in itertools.product(*(map(int, flag.value) for flag in knobs)):
+            blocks, warpgroups, registers, slots, kept, spread = values
+            config = StagedConfig(blocks, warpgroups, registers, slots, slots * _IN_TURN.value, kept, bool(spread))
             if config.staged(problem.max_vectors) > 0:
                 yield Job(problem, _RUNG.value, config)
 
