@@ -115,9 +115,18 @@ class Block:
         return self.group * (self.span.end - self.span.first)
 
     def step(self, h: Any, i: jax.Array) -> Step:
-        """Head `h` of the group, block `i` of queries."""
+        """Head `h` of the group, the `i`th block of queries."""
         n = h * (self.span.end - self.span.first) + (i - self.span.first)
-        return Step(self.key_head * self.group + h, i, self.steps_before + n, n == 0)
+        return Step(self.key_head * self.group + h, self._visited(i), self.steps_before + n, n == 0)
+
+    def _visited(self, i: jax.Array) -> jax.Array:
+        """Which block of queries is the `i`th: of those that need no comparison the first is another for each block."""
+        if not self.config.apart:
+            return i
+        _, first, end, _ = self.span
+        later = i + lax.rem(self.index, jnp.maximum(end - first, 1))
+        later = jnp.where(later >= end, later - (end - first), later)
+        return jnp.where((first <= i) & (i < end), later, i)
 
     def each_head[Carry](self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         """`carry = visit(h, carry)` for each head of the group."""

@@ -53,7 +53,8 @@ class BackwardConfig:
     one after another, as it becomes free. `together`: of how many heads, at most, the tiles are started in turns.
     `turns`: blocks of keys add to a tile of dQ in their order. `last_writes`: the last one writes it, in 16 bits.
     `bias_slots` is as in `ForwardConfig`. `queries_first`: a tile's first queries are asked for before its keys.
-    `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them.
+    `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them. `apart`: each block of
+    keys begins a block of queries later than the one before it.
     """
 
     block_q: int
@@ -66,6 +67,7 @@ class BackwardConfig:
     bias_slots: int = 0
     queries_first: bool = False
     ahead: bool = False
+    apart: bool = False
 
     by_registers = True  # the sums of dQ are stored as the registers have them, not by rows
 
@@ -102,6 +104,7 @@ class ByGradientConfig:
     bias_slots: int = 0
 
     last_writes = False
+    apart = False
     by_registers = False
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS

@@ -84,6 +84,7 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     narrow = max(problem.head_dim, problem.value_dim) <= 64
     config = _in_turns(problem, BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2))
     config = _drawn(problem, _ahead(problem, _in_order(problem, device, config)))
+    config = _filling(problem, device, config)
     return (_with_slots(problem, device, [config]),)
 
 
@@ -124,6 +125,27 @@ def _drawn(problem: Attention, config: BackwardConfig) -> BackwardConfig:
         return dataclasses.replace(config, tiles="drawn", together=16)
     # Keys first, and queries: causal mask, heads of 64, 998 and 991, of 128, 801 and 796; random mask, 1400 and 1388.
     return dataclasses.replace(config, tiles="drawn", queries_first=True)
+
+
+def _filling(problem: Attention, device: Device, config: BackwardConfig) -> BackwardConfig:
+    """`config` for whole attention with as many keys to a head as fill the device.
+
+    bf16, 16384 tokens, H200, us, two runs: heads of 128, one and two heads together 9356 and 9023, 8514 and 8340, four
+    9124; a step apart 9446. Of 64, side by side and a step apart 10860 and 10484, 9836 and 9648; two heads together
+    10896. With 8192 tokens, heads of 128, two together 4802 and 4864; with 4096, of 64, a step apart 2785 and 2807.
+    """
+    per_head = -(-problem.key_length // config.block_kv)
+    if config.tiles != "dealt" or 2 * per_head <= device.sm_count:
+        return config
+    if max(problem.head_dim, problem.value_dim) <= 64:
+        return dataclasses.replace(config, apart=True)
+    return dataclasses.replace(config, together=min(2, max(_in_cache(problem), 1)))
+
+
+def _in_cache(problem: Attention) -> int:
+    """Of how many heads the cache holds queries, cotangents and sums of dQ, all of a group's."""
+    row_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4
+    return 32 * MIB // max(_rows(problem) * row_bytes, 1)
 
 
 def _rows(problem: Attention) -> int:
@@ -191,10 +213,9 @@ def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, de
         # 532 TFLOP/s, and 512 head by head, H200. Two tiles to each multiprocessor at least, lest the last be long:
         # 64 heads on 8, D = 128, 4096 tokens, us, of 1, 4, 8 and 16 heads 5362, 5142, 5059, 5123; 2048, of 2, 4, 8 and
         # 16, 3303, 3167, 3241, 3258; 16384, of 1, 2 and 4, 19862, 19483, 19747.
-        row_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4
-        in_cache = 32 * MIB // max(_rows(problem) * row_bytes, 1)
         tiles = max(-(-problem.key_length // config.block_kv), 1)
-        return dataclasses.replace(config, together=min(max(in_cache, min(-(-2 * device.sm_count // tiles), 8)), 16))
+        together = max(_in_cache(problem), min(-(-2 * device.sm_count // tiles), 8))
+        return dataclasses.replace(config, together=min(together, 16))
     if not config.turns:
         # Tiles that take equally long: D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a block to each, H200.
         return dataclasses.replace(config, tiles="dealt")

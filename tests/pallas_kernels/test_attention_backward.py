@@ -280,6 +280,56 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
         jax.tree.map(np.testing.assert_array_equal, found[-1], found[0])
 
 
+# Keys of one head that fill a device of so few multiprocessors: what is decided then, and for heads of which sizes.
+FILLED = dataclasses.replace(hardware.H200, sm_count=2)
+FILLING = {
+    "apart": ((64, 64), {"apart": True, "together": 1}),
+    "together": ((128, 64), {"apart": False, "together": 2}),
+}
+
+
+def filling(name: str, lengths: tuple[int, int], monkeypatch: Any, **facts: Any) -> tuple[Attention, dispatch.Decision]:
+    dims, wanted = FILLING[name]
+    monkeypatch.setattr(heuristics, "MOST_TURNS", 0)  # as of more keys
+    p = problem_of("full", lengths, dims, "bfloat16", **facts)
+    decision = dispatch.decide(p, FILLED)
+    assert {knob: getattr(decision.config, knob) for knob in wanted} == wanted
+    return p, decision
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(700, 700), (1003, 1500)])
+@pytest.mark.parametrize("name", FILLING)
+def test_keys_of_one_head_that_fill_the_device(name, lengths, monkeypatch):
+    p, decision = filling(name, lengths, monkeypatch)
+    check(p, jax.jit(decision.run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILLING)
+def test_keys_of_one_head_that_fill_the_device_in_the_interpreter(name, interpreted, monkeypatch):
+    p, decision = filling(name, (300, 200), monkeypatch, heads=(2, 2), batch=1)
+    check(p, decision.run, interpreted)
+
+
+@pytest.mark.parametrize("facts", [{}, {"causal_offset": 0}, {"window": (150, 60)}, {"key_lengths": True}], ids=str)
+@pytest.mark.parametrize("queries", [1, 200, 1000])
+def test_apart_visits_the_same_queries_in_another_order(facts, queries):
+    p = dataclasses.replace(problem_of("full", (queries, 768), (64, 64), "bfloat16"), **facts)
+    config, beside = BackwardConfig(64, warpgroups=2, stages=2, apart=True), BackwardConfig(64, warpgroups=2, stages=2)
+    refs, begins = types.SimpleNamespace(key_lengths=jnp.asarray([700, 130])), set()
+    for tile in range(6):
+        block, other = (Block.of(p, c, refs, jnp.int32(tile), jnp.int32(0)) for c in (config, beside))
+        first, inner_first, inner_end, end = (int(x) for x in block.span)
+        visited = [int(block.step(0, jnp.int32(i)).i) for i in range(first, end)]
+        assert sorted(visited) == [int(other.step(0, jnp.int32(i)).i) for i in range(first, end)]
+        # What needs a comparison is where the loops make one.
+        assert visited[: inner_first - first] == list(range(first, inner_first))
+        assert visited[inner_end - first :] == list(range(inner_end, end))
+        begins |= set(visited[:1])
+    assert len(begins) == min(6, -(-queries // 64)) or facts
+
+
 def with_bias(
     shape: str, dtype: str, lengths: tuple[int, int], dims: tuple[int, int], heads: tuple[int, int], **facts: Any
 ) -> Attention:
@@ -523,6 +573,14 @@ def test_compiles_without_spills_in_any_order(kind, head_dim, most):
     assert not decided(p).config.turns
     (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
     assert report.spill_bytes <= most
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+def test_blocks_of_keys_a_step_apart_compile_without_spills():
+    p = problem_of("full", (16384, 16384), (64, 64), "bfloat16", heads=(1, 1))
+    assert decided(p).config.apart
+    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
+    assert report.spill_bytes <= 12
 
 
 @pytest.mark.parametrize(
