@@ -128,14 +128,14 @@ def _drawn(problem: Attention, config: BackwardConfig) -> BackwardConfig:
 
 
 def _filling(problem: Attention, device: Device, config: BackwardConfig) -> BackwardConfig:
-    """`config` for whole attention with as many keys to a head as fill the device.
+    """`config` for whole attention, without bias and soft cap, with as many keys to a head as fill the device.
 
     bf16, 16384 tokens, H200, us, two runs: heads of 128, one and two heads together 9356 and 9023, 8514 and 8340, four
     9124; a step apart 9446. Of 64, side by side and a step apart 10860 and 10484, 9836 and 9648; two heads together
     10896. With 8192 tokens, heads of 128, two together 4802 and 4864; with 4096, of 64, a step apart 2785 and 2807.
     """
-    per_head = -(-problem.key_length // config.block_kv)
-    if config.tiles != "dealt" or 2 * per_head <= device.sm_count:
+    plain = config.tiles == "dealt" and problem.bias is None and problem.soft_cap is None
+    if not plain or 2 * -(-problem.key_length // config.block_kv) <= device.sm_count:
         return config
     if max(problem.head_dim, problem.value_dim) <= 64:
         return dataclasses.replace(config, apart=True)

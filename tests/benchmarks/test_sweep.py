@@ -5,6 +5,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import sweep
+from pallas_kernels.configs import StagedConfig
 
 
 @pytest.fixture
@@ -24,6 +25,13 @@ def test_every_combination_is_a_job(asked):
     assert len(set(found)) == 16
     assert {job.config.rows for job in found} == {3, 6}
     assert {job.problem.rows for job in found if job.problem.cols == 1000} == {268435, 134217}
+
+
+def test_each_knob_is_a_flag(asked):
+    (job,) = asked(
+        cols=["65536"], blocks=["4"], warpgroups=["1"], registers=["3"], slots=["2"], in_registers=["1"], spread=["1"]
+    )
+    assert job.config == StagedConfig(4, 1, 3, slots=2, rows=2, in_registers=1, spread=True)
 
 
 def test_what_cannot_run_is_said(asked, tmp_path, capsys):

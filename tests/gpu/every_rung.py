@@ -19,7 +19,7 @@ from pallas_kernels.softmax import LADDER  # noqa: E402
 
 ROWS = len(cases.ROW_KINDS) + 1
 COLS = (125, 1000, 1001, 5000, 20001, 70001, 140000)
-# Shares that stand in registers in part; those of rows alone are spread.
+# Shares that stand in registers in part; of one operand, spread as well.
 KEPT = StagedConfig(blocks=2, warpgroups=2, registers=1, slots=1, rows=1, in_registers=2)
 
 

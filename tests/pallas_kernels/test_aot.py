@@ -94,11 +94,14 @@ def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
 
 
 @pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
-@pytest.mark.parametrize("dtype, cols", [(0, 2**19), (2, 2**18)])
-def test_spread_shares_leave_room_for_three_blocks(op, dtype, cols):
+@pytest.mark.parametrize(
+    "dtype, cols, spread", [(0, 2**19, True), (2, 2**18, True), (0, 2**17, False), (2, 2**16, False)]
+)
+def test_shares_at_powers_of_two_leave_room_for_three_blocks(op, dtype, cols, spread):
     problem = Problem(op, 1024, cols, DTYPES[dtype])
     (config,) = heuristics.cluster(problem, H200)
-    assert config.spread
+    assert config.spread == spread
+    assert config.in_registers
     case = cases.Case(LADDER["cluster"], problem, config)
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(problem))
     assert report.spill_bytes == 0
