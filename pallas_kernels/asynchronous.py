@@ -4,14 +4,17 @@ A barrier is 8 bytes of shared memory. A phase of it ends when all its arrivals 
 announced; waiting names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
 """
 
+import math
 from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.emit import (
     SPLAT,
@@ -20,12 +23,13 @@ from pallas_kernels.emit import (
     c64,
     equals,
     global_address,
+    i32,
     ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
 )
-from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile
+from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile, load_vector
 
 Cache = Literal["evict_last", "evict_first"] | None
 
@@ -171,3 +175,38 @@ def fill_outside(
 
     arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arguments)(fill_elements)(gmem, jnp.int32(row), jnp.int32(first), to)
+
+
+def wrap(
+    raw: jax.Array, gmem: jax.Ref, row: Index, staged: jax.Ref, tail: jax.Ref | None, at: Index, tile: Tile, fill: float
+) -> jax.Array:
+    """The tile that was loaded from vector `at` of a piece of a row, wrapped as `tile` is.
+
+    Behind the piece lies `tail`, or nothing but `fill`.
+    """
+    dtype = jnp.dtype(gmem.dtype)
+    span = Span(tile, gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
+    vectors = math.prod(staged.shape) // tile.vector
+
+    def wrap_tile(ctx, raw, gmem, row, staged, at, *tail):
+        _, head, _ = span.row(global_address(gmem), scalar(row))
+        of_warp = arith.muli(arith.divui(thread_in_warpgroup(), c32(32)), c32(tile.vectors_in_warp))
+        k = arith.addi(arith.addi(scalar(at), of_warp), c32(tile.vectors_in_warp))
+        address = arith.addi(shared_address(staged), arith.muli(k, c32(VECTOR_BYTES)))
+        wanted, exists = span.wrapped(head)[0], arith.cmpi(arith.CmpIPredicate.ult, k, c32(vectors))
+        if tail:
+            address = arith.select(exists, address, shared_address(tail[0]))
+        else:
+            wanted = arith.andi(wanted, exists)
+        registers = raw.registers.copy()
+        own = vector.bitcast(ir.VectorType.get((4,), i32()), registers.flat[0])
+        words = span.wrap(own, load_vector(address, wanted, fill_word, "shared"), head)
+        registers.flat[0] = vector.bitcast(registers.flat[0].type, words)
+        return mgpu.FragmentedArray(_registers=registers, _layout=raw.layout, _is_signed=None)
+
+    tails = () if tail is None else (tail,)
+    arguments = (tile.layout, plgpu.RefType(), SPLAT, plgpu.RefType(), SPLAT, *[plgpu.RefType()] * len(tails))
+    result = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=tile.layout)
+    operation = plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+    return operation(wrap_tile)(raw, gmem, jnp.int32(row), staged, jnp.int32(at), *tails)

@@ -45,7 +45,10 @@ def warp(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
     if plain and problem.cols == 256 and problem.dtype.itemsize == 2:
         return (WarpConfig(lanes=32, registers=1, tiles=2),)
     vectors = problem.max_vectors
-    lanes = min(32, max(1, (1 << (vectors - 1).bit_length()) // 2))
+    # Sums of ragged rows cost a thread two instructions for each element of one vector: H100, bf16, us, two vectors and
+    # four, N = 81, 226 and 311, 150, 198 and 183, 250, 200 and 182.
+    least = 4 if vectors > 16 and not _whole_vectors(problem) else 2
+    lanes = min(32, max(1, (1 << (vectors - 1).bit_length()) // least))
     return (WarpConfig(lanes, -(-vectors // lanes)),)
 
 
@@ -55,7 +58,7 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     two, four = staged(warpgroups=2, registers=2), staged(warpgroups=4, registers=2)
     kib = _row_bytes(problem) / KIB
     many = problem.rows >= 16 * device.sm_count
-    if kib <= 19 and many:
+    if kib <= 19 and many and (problem.op.gives_rows or _whole_vectors(problem)):
         # H200, bf16, 4.17 TB/s at N = 6144 where a row to a block takes 3.68, 3.51 (2.37) at 5001, 4.00 (2.80) at 8191.
         pair = [dataclasses.replace(config, slots=2, rows=2) for config in (staged(warpgroups=1, registers=2), two)]
         pair.insert(1, dataclasses.replace(pair[0], registers=3))
@@ -85,8 +88,9 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         StagedConfig(n, 2, registers, slots=1, rows=1, in_registers=kept)
         for n in (16, 8, 6, 4, 2)
         for kept in range(_most_in_registers(problem, n), -1, -1)
-        # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1.
-        for registers in ((2, 1) if problem.op.has_labels else (1,))
+        # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1. H100,
+        # bf16, N = 300001, 204 us with 2 and 215 with 1.
+        for registers in ((2, 1) if problem.op.has_labels or not _whole_vectors(problem) else (1,))
     ]
     configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
     return (max(configs, key=lambda config: min(_present(problem, config, device), 197 * KIB)),)

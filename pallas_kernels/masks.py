@@ -55,9 +55,12 @@ def _load(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile) -> jax.
             held = []
             for e in range(tile.vector):
                 inside = v.inside if v.masks is None else v.masks[e]
+                place = arith.addi(at, c64(e))
+                if v.moved is not None:
+                    place = arith.addi(place, arith.extui(place.type, v.moved[e]))
                 byte = llvm.inline_asm(
                     ir.IntegerType.get_signless(16),
-                    [arith.addi(base, arith.addi(at, c64(e))), inside],
+                    [arith.addi(base, place), inside],
                     "mov.b16 $0, 0; @$2 ld.global.u8 $0, [$1];",
                     "=&h,l,b",
                     has_side_effects=True,

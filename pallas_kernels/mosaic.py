@@ -3,6 +3,11 @@
 A row of any length and any alignment is seen as 16-byte vectors, aligned in memory: the first and the last may hang
 over the row's ends. Elements outside the row are read as `fill` and never written: every row length runs at full vector
 width. (The last vector of an array may end up to 14 bytes past it: XLA hands out memory in multiples of 256 bytes.)
+
+Sums must not depend on where such vectors begin: rows with the same elements have the same sums, bit for bit. They are
+sums of row vectors, which begin at the row's start. A row vector ends in the next lane's aligned vector, and the last
+one of a warp in the first one of the next warp: a tile that `wraps` holds all elements of the warp's row vectors, the
+last ones in the place of those before the first one. `numbers.sums_of_rows` adds them up in order.
 """
 
 import dataclasses
@@ -25,6 +30,7 @@ from pallas_kernels.emit import (
     c32,
     c64,
     elements,
+    equals,
     global_address,
     i32,
     i64,
@@ -44,12 +50,14 @@ class Tile:
     With `lanes` = 128 all are of one row, and each warp's quarter stands as a row of the array; with fewer, `lanes`
     threads share a row and each warp holds `32 // lanes` rows. Arrays have the shape `shape`; a reduction over axis 1
     needs shuffles only, no shared memory. `tiles`: how many a warpgroup takes, of rows that follow one another.
+    `wraps`: a warp's quarter begins and ends with row vectors; such a tile is only read.
     """
 
     dtype: jnp.dtype
     registers: int
     lanes: int = WARPGROUP
     tiles: int = 1
+    wraps: bool = False
 
     @property
     def vector(self) -> int:
@@ -65,7 +73,11 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.rows, self.registers * self.lanes_in_warp * self.vector
+        return self.rows, self.vectors_in_warp * self.vector
+
+    @property
+    def vectors_in_warp(self) -> int:
+        return self.registers * self.lanes_in_warp
 
     @property
     def layout(self) -> Any:
@@ -163,12 +175,41 @@ class Span:
             k = arith.addi(start, c32(step))
             inside = wanted if self.surely_inside(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
             masks = None
+            moved = None
             if self.crosses(j):
                 column = arith.subi(arith.muli(k, c32(tile.vector)), head)
-                masks = [
-                    arith.cmpi(arith.CmpIPredicate.ult, arith.addi(column, c32(e)), limit) for e in range(tile.vector)
-                ]
-            yield Vector(j, arith.addi(address, c64(step * VECTOR_BYTES)), inside, masks)
+                columns = [arith.addi(column, c32(e)) for e in range(tile.vector)]
+                if self.wraps and j == 0:
+                    behind, zero = c32(tile.vectors_in_warp * tile.vector), c32(0)
+                    moved = [arith.select(w, behind, zero) for w in self.wrapped(head)]
+                    columns = list(map(arith.addi, columns, moved))
+                masks = [arith.cmpi(arith.CmpIPredicate.ult, at, limit) for at in columns]
+            yield Vector(j, arith.addi(address, c64(step * VECTOR_BYTES)), inside, masks, moved)
+
+    @property
+    def wraps(self) -> bool:
+        return self.tile.wraps and not self.aligned
+
+    def wrapped(self, head: ir.Value) -> list[ir.Value]:
+        """Which elements of its first vector the thread takes from behind the warp's quarter; the first lane does."""
+        is_first = equals(arith.remui(thread_in_warpgroup(), c32(32)), 0)
+        before = [arith.cmpi(arith.CmpIPredicate.ult, c32(e), head) for e in range(self.tile.vector)]
+        return [arith.andi(is_first, b) for b in before]
+
+    def wrap(self, vector_of_tile: ir.Value, behind: ir.Value, head: ir.Value) -> ir.Value:
+        """The words of the thread's first vector, some elements of which come from the one behind the quarter."""
+        per_word, all_bits = self.tile.vector // 4, (1 << 32) - 1
+        bits = all_bits >> (32 - 32 // per_word)
+        words, takes = [], self.wrapped(head)
+        for i, (own, other) in enumerate(zip(elements(vector_of_tile), elements(behind), strict=True)):
+            taken = c32(0)
+            for e in range(per_word):
+                taken = arith.ori(
+                    taken, arith.select(takes[i * per_word + e], c32(bits << (e * 32 // per_word)), c32(0))
+                )
+            kept = arith.andi(own, arith.xori(taken, c32(all_bits)))
+            words.append(arith.ori(kept, arith.andi(other, taken)))
+        return vector.from_elements(ir.VectorType.get((4,), i32()), words)
 
     def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
@@ -183,16 +224,22 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """One vector of a thread: its address, whether it lies in the row (None: surely), which elements do (None: all)."""
+    """One vector of a thread: its address, whether it lies in the row (None: surely), which elements do (None: all).
+
+    `moved`: how many columns its elements come from further on in the row; None: none.
+    """
 
     register: int
     address: ir.Value
     inside: ir.Value | None
     masks: list[ir.Value] | None
+    moved: list[ir.Value] | None
 
 
-def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir.Value:
-    text, operands, constraints = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [address], "=&r,=&r,=&r,=&r,l"
+def load_vector(address: ir.Value, predicate: ir.Value | None, fill: int, space: str = "global") -> ir.Value:
+    """The four words of a vector; each is `fill` where the predicate does not hold."""
+    kind = "l" if space == "global" else "r"
+    text, operands, constraints = f"ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4];", [address], f"=&r,=&r,=&r,=&r,{kind}"
     if predicate is not None:
         text = "".join(f"mov.b32 ${i}, {fill};" for i in range(4)) + "@$5 " + text
         operands, constraints = [address, predicate], constraints + ",b"
@@ -201,6 +248,15 @@ def _load_vector(address: ir.Value, predicate: ir.Value | None, fill: int) -> ir
     )
     parts = [llvm.extractvalue(i32(), words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
     return vector.from_elements(ir.VectorType.get((4,), i32()), parts)
+
+
+def _load_behind(span: Span, v: Vector, base: ir.Value, row: ir.Value, fill: int) -> tuple[ir.Value, ir.Value]:
+    """The vector behind a warp's quarter, of which nothing is read unless some of it is wanted; and the row's head."""
+    _, head, _ = span.row(base, row)
+    assert v.masks is not None
+    wanted = arith.andi(span.wrapped(head)[0], v.masks[0])
+    address = arith.addi(v.address, c64(span.tile.vectors_in_warp * VECTOR_BYTES))
+    return load_vector(address, wanted, fill), head
 
 
 def load(
@@ -221,7 +277,10 @@ def load(
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
         wanted = arith.cmpi(arith.CmpIPredicate.sge, number(labels[0]), c32(0)) if labels else None
         for v in span.vectors(global_address(ref), scalar(row), scalar(first), wanted):
-            value = vector.bitcast(vector_type, _load_vector(v.address, v.inside, fill_word))
+            words = load_vector(v.address, v.inside, fill_word)
+            if v.moved is not None:
+                words = span.wrap(words, *_load_behind(span, v, global_address(ref), scalar(row), fill_word))
+            value = vector.bitcast(vector_type, words)
             if v.masks is not None:
                 masked = zip(v.masks, elements(value), strict=True)
                 outside = utils.c(fill, element)

@@ -3,6 +3,9 @@
 A register array of them has the shape `[tile.rows]` and the layout of a tile reduced over its columns.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ from pallas_kernels.emit import (
     Index,
     c32,
     c64,
+    elements,
     equals,
     global_address,
     i32,
@@ -164,6 +168,72 @@ def of_first_lane(value: jax.Array, tile: Tile) -> jax.Array:
 
     result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(shuffle_first)(value)
+
+
+def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Array:
+    """The sums of a tile's rows, which lie in `ref` from `row` on, in an order that does not depend on their alignment.
+
+    The order is that of row vectors. One ends in the next lane's aligned vector: each lane adds up the elements with
+    which its row vector begins, hands the sum on, and adds to the one that it gets those with which that one ends.
+    """
+    layout, lanes, v = tile.layout.reduce(1), tile.lanes_in_warp, tile.vector
+    rows, cols = ref.shape
+    span = Span(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
+    if span.aligned:
+        return z.sum(axis=1)
+
+    def add_rows(ctx, ref, z, row):
+        f32 = ir.F32Type.get()
+
+        # An addition that the compilers do not contract with a product.
+        def add(a, b):
+            return llvm.inline_asm(f32, [a, b], "add.rn.f32 $0, $1, $2;", "=f,f,f")
+
+        def add_if(predicate, negation, a, b):
+            return llvm.inline_asm(f32, [a, b, predicate], f"@{negation}$3 add.rn.f32 $0, $0, $2;", "=f,0,f,b")
+
+        def from_lane(value, lane):
+            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            moved = llvm.inline_asm(i32(), [arith.bitcast(i32(), value), lane], text, "=r,r,r", has_side_effects=True)
+            return arith.bitcast(f32, moved)
+
+        _, head, _ = span.row(global_address(ref), row_of(tile, scalar(row)))
+        lane = arith.remui(utils.thread_idx(), c32(32))
+        among = arith.andi(lane, c32(lanes - 1))
+        parts = [elements(register) for register in z.registers.flat]
+        begin = end = _over_registers(parts, add)
+        if tile.wraps and len(parts) & (len(parts) - 1):
+            # The first lane's vectors end row vectors of the last lane, each one of the register before.
+            is_first, after = equals(among, 0), [*parts[1:], parts[0]]
+            turn = lambda part, other: [arith.select(is_first, b, a) for a, b in zip(part, other, strict=True)]
+            end = _over_registers(list(map(turn, parts, after)), add)
+        total = utils.c(0.0, f32)
+        begins = [arith.cmpi(arith.CmpIPredicate.uge, c32(e), head) for e in range(v)]
+        for begins_here, x in zip(begins, begin, strict=True):
+            total = add_if(begins_here, "", total, x)
+        if lanes > 1:
+            before = arith.andi(arith.addi(among, c32(lanes - 1)), c32(lanes - 1))
+            total = from_lane(total, arith.addi(arith.subi(lane, among), before))
+        for begins_here, x in zip(begins[:-1], end, strict=False):
+            total = add_if(begins_here, "!", total, x)
+        for apart in (2**i for i in reversed(range(lanes.bit_length() - 1))):
+            total = add(total, from_lane(total, arith.xori(lane, c32(apart))))
+        return _fragment(total, tile, None)
+
+    result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
+    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout, SPLAT), return_type=result)
+    return operation(add_rows)(ref, z, jnp.int32(row))
+
+
+def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -> list[ir.Value]:
+    """The sums of registers, element by element; of a power of two in an order that is that of any rotation too."""
+    halves = len(parts) // 2
+    if len(parts) & (len(parts) - 1):
+        return functools.reduce(lambda a, b: list(map(add, a, b)), parts)
+    while halves:
+        parts = [list(map(add, parts[i], parts[i + halves])) for i in range(halves)]
+        halves //= 2
+    return parts[0]
 
 
 def row_of(tile: Tile, row: ir.Value) -> ir.Value:

@@ -23,8 +23,8 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.share import Share
-from pallas_kernels.softmax.staged import allocated, share_bytes
+from pallas_kernels.softmax.share import Share, copies, has_tails, tails
+from pallas_kernels.softmax.staged import allocated, share_bytes, tail_bytes
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
@@ -42,7 +42,8 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 def shared_bytes(problem: Problem, config: GridConfig) -> int:
     """What Mosaic allocates for a block: operands, slots of both exchanges, a barrier, a ticket, its own scratch."""
     slots = [exchange.bytes_in_shared for exchange in _exchanges(problem, config)]
-    return allocated(*[share_bytes(problem, config)] * problem.operands, *slots, 8, 8, REDUCTION_SCRATCH)
+    shares = [share_bytes(problem, config)] * problem.operands + [tail_bytes(problem, config)]
+    return allocated(*shares, *slots, 8, 8, REDUCTION_SCRATCH)
 
 
 def _exchanges(problem: Problem, config: GridConfig) -> tuple[Exchange, Exchange]:
@@ -79,7 +80,9 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
     problem = operands.problem
     near, far = _exchanges(problem, config)
     *slot, barrier, ticket, near_slots, far_slots = scratch
-    asynchronous.start_barriers(barrier, (problem.operands,))
+    if has_tails(problem, config):
+        slot = [*slot[:-1], *(slot[-1].at[0, o] for o in range(problem.operands))]
+    asynchronous.start_barriers(barrier, (copies(problem, config),))
     near.clear(near_slots, config.warpgroups)
     far.clear(far_slots, config.warpgroups)
     scopes.take_ticket(words, ticket)
@@ -129,6 +132,7 @@ def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
         shared=[scopes.grid_words(problem.rows, far)],
         scratch=[
             *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
+            *[tails(problem, 1)] * has_tails(problem, config),
             asynchronous.barriers(1),
             plgpu.SMEM((2,), jnp.int32),
             near.scratch,

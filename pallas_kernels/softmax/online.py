@@ -6,6 +6,7 @@ one read last, writes.
 Traffic: 2 reads, 1 write, less what the cache still holds. Source: Milakov & Gimelshein 2018, arXiv:1805.02867.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import heuristics, monoid, mosaic, scopes
+from pallas_kernels import heuristics, monoid, mosaic, numbers, scopes
 from pallas_kernels.configs import OnlineConfig
 from pallas_kernels.emit import WARPGROUP, Index
 from pallas_kernels.hardware import Device
@@ -32,12 +33,20 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     return declines_any(problem)
 
 
-def _fold(problem: Problem, stats: tuple[jax.Array, ...], tiles: row_ops.Tiles, tile: mosaic.Tile, exp: monoid.Exp):
+def _fold(
+    operands: Operands,
+    row: jax.Array,
+    stats: tuple[jax.Array, ...],
+    tiles: row_ops.Tiles,
+    tile: mosaic.Tile,
+    exp: monoid.Exp,
+) -> tuple[jax.Array, ...]:
     """The running statistics, with one more piece of the row."""
-    op = problem.op
+    problem, op = operands.problem, operands.problem.op
     maximum = [tiles[0].max(axis=1)] if row_ops.has_max(op) else []
     spread = tile.broadcast(maximum[0]) if maximum else None
-    sums = [term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp)]
+    terms = row_ops.terms(op, tiles, spread, exp)
+    sums = [numbers.sums_of_rows(operands.inputs[0], row, term, tile) for term in terms]
     return row_ops.combine(problem, stats, [*maximum, *sums], exp)
 
 
@@ -50,14 +59,14 @@ def partial_stats(
     warpgroup: Index = 0,
 ) -> tuple[jax.Array, ...]:
     """Each warp's statistics of what it walks of the row, one `[4]` array per quantity."""
-    problem, share = operands.problem, WARPGROUP * tile.registers
+    problem, share, tile = operands.problem, WARPGROUP * tile.registers, dataclasses.replace(tile, wraps=True)
     exp, steps = row_ops.exp_for(problem), _steps(problem, tile, warpgroups)
     empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(problem.op)
     nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.decaying(problem)))
 
     def add(i: jax.Array, stats: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tiles = operands.load(row, i * (warpgroups * share) + warpgroup * share, tile, labelled)
-        return _fold(problem, stats, tiles, tile, exp)
+        return _fold(operands, row, stats, tiles, tile, exp)
 
     if steps <= _ADDED:
         return lax.fori_loop(0, steps, add, nothing)

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, loops, mosaic, scopes
+from pallas_kernels import asynchronous, loops, mosaic, numbers, scopes
 from pallas_kernels.configs import SharedConfig
 from pallas_kernels.emit import WARPGROUP, Index
 from pallas_kernels.problem import Problem
@@ -20,13 +20,30 @@ from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 from pallas_kernels.softmax.rung import Operands
 
 Partial = tuple[jax.Array, ...]
-Slot = list[jax.Ref] | None  # where the operands' shares stand in shared memory; None: they are read where they are
+# Where the operands' shares stand in shared memory, and after them their tails; None: they are read where they are.
+Slot = list[jax.Ref] | None
 Kept = Sequence[Tiles]  # of each step that stands in registers, the operands' tiles as they were loaded
 
 
 def copies(problem: Problem, config: SharedConfig) -> int:
     """How many copies bring a block's share of a row."""
-    return problem.operands * (config.staged(problem.max_vectors) if config.spread else 1)
+    of_share = config.staged(problem.max_vectors) if config.spread else 1
+    return problem.operands * (of_share + has_tails(problem, config))
+
+
+def is_ragged(problem: Problem) -> bool:
+    """Whether rows begin anywhere between aligned vectors."""
+    return problem.cols * problem.dtype.itemsize % mosaic.VECTOR_BYTES != 0
+
+
+def has_tails(problem: Problem, config: SharedConfig) -> bool:
+    """Whether a block needs the first aligned vector of the next block's share, in which its own last vector ends."""
+    return is_ragged(problem) and config.blocks > 1
+
+
+def tails(problem: Problem, slots: int) -> Any:
+    """Shared memory for those, of each of the operands in each of the slots."""
+    return plgpu.SMEM((slots, problem.operands, mosaic.VECTOR_BYTES // problem.dtype.itemsize), problem.dtype)
 
 
 def whole(problem: Problem) -> int:
@@ -80,6 +97,11 @@ class Share:
     def tile(self) -> mosaic.Tile:
         return mosaic.Tile(self.problem.dtype, self.config.registers)
 
+    @property
+    def stats_tile(self) -> mosaic.Tile:
+        """Of which the statistics are taken, which must not depend on the row's alignment."""
+        return dataclasses.replace(self.tile, wraps=is_ragged(self.problem))
+
     def at(self, step: jax.Array) -> Index:
         """The row's vector with which this warpgroup's tile of a step begins."""
         if self.config.spread:
@@ -88,10 +110,12 @@ class Share:
 
     def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
-        pairs, label = list(zip(self.operands.inputs, slot, strict=True)), self.operands.label(row)
+        pairs, label = list(zip(self.operands.inputs, slot, strict=False)), self.operands.label(row)
         if not self.config.spread:
             for ref, to in pairs:
                 asynchronous.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
+            for ref, to in zip(self.operands.inputs, self._tails(slot), strict=False):
+                asynchronous.copy_row(ref, row, self.first + self.vectors, 1, to, barrier, cache, label)
             return
 
         def copy_granules(step: jax.Array, _: None) -> None:
@@ -100,6 +124,9 @@ class Share:
                 asynchronous.copy_row(ref, row, *piece, barrier, cache, label)
 
         self._loop(0, self.staged, copy_granules, None)
+
+    def _tails(self, slot: list[jax.Ref]) -> list[jax.Ref]:
+        return slot[self.problem.operands :]
 
     def load(self, row: jax.Array, labelled: Labelled | None) -> Kept:
         """Starts loading what is not staged, as it is."""
@@ -113,7 +140,7 @@ class Share:
     def write_begun(self, row: jax.Array, stats: RowStats, kept: Kept) -> None:
         """Writes the results of those."""
         for step, raw in enumerate(kept):
-            tiles = self._in_float32(raw, row, jnp.int32(step), False, True)
+            tiles = self._in_float32(raw, row, jnp.int32(step), self.tile)
             self.operands.store(tiles, stats, row, self.at(jnp.int32(step)), self.tile, interior=self.always_full)
 
     @property
@@ -148,7 +175,10 @@ class Share:
         stop, size = self.staged_vectors, self.config.granule
         start = min(self.surely_inside, stop)
         threads = WARPGROUP * self.config.warpgroups
-        for ref, to, fill in zip(self.operands.inputs, slot, row_ops.fills(self.problem), strict=True):
+        fills = row_ops.fills(self.problem)
+        for ref, to, fill in zip(self.operands.inputs, self._tails(slot), fills, strict=False):
+            asynchronous.fill_outside(ref, row, self.first + self.vectors, 1, 1, to, fill, threads)
+        for ref, to, fill in zip(self.operands.inputs, slot, fills, strict=False):
             if not self.config.spread:
                 asynchronous.fill_outside(ref, row, self.first, start, stop, to, fill, threads)
                 continue
@@ -161,18 +191,38 @@ class Share:
         """Waits for all threads that walk the share."""
         scopes.sync_block(self.config.warpgroups, self.barrier)
 
-    def read(self, slot: Slot, row: jax.Array, step: jax.Array, interior: bool = False, capped: bool = True) -> Tiles:
+    def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool) -> Tiles:
         """The operands' tiles of a step, as `Operands.in_float32` has them."""
-        if slot is None:
-            raw = self.operands.load_raw(row, self.at(step), self.tile, None)
-        else:
-            load = lambda ref: plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False)
-            raw = tuple(map(load, slot))
-        return self._in_float32(raw, row, step, interior, capped)
+        return self._in_float32(self._staged(slot, step), row, step, self.tile, interior)
 
-    def _in_float32(self, raw: Tiles, row: jax.Array, step: jax.Array, interior: bool, capped: bool) -> Tiles:
+    def _staged(self, slot: list[jax.Ref], step: jax.Array) -> Tiles:
+        load = lambda ref: plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False)
+        return tuple(map(load, slot[: self.problem.operands]))
+
+    def _raw_for_stats(self, slot: Slot, row: jax.Array, step: jax.Array) -> Tiles:
+        """The operands' tiles of a step, as they are, of which the statistics are taken."""
+        tile = self.stats_tile
+        if slot is None:
+            return self.operands.load_raw(row, self.at(step), tile, None)
+        raw = self._staged(slot, step)
+        if not tile.wraps:
+            return raw
+        at, tails = self.at(step) - self.first, self._tails(slot) or [None] * len(raw)
+        parts = zip(raw, self.operands.inputs, slot, tails, row_ops.fills(self.problem), strict=False)
+        wrap = lambda x, ref, staged, tail, fill: asynchronous.wrap(x, ref, row, staged, tail, at, tile, fill)
+        return tuple(wrap(*part) for part in parts)
+
+    def _in_float32(
+        self,
+        raw: Tiles,
+        row: jax.Array,
+        step: jax.Array,
+        tile: mosaic.Tile,
+        interior: bool = False,
+        capped: bool = True,
+    ) -> Tiles:
         interior = interior or self.always_full
-        return self.operands.in_float32(raw, row, self.at(step), self.tile, interior=interior, capped=capped)
+        return self.operands.in_float32(raw, row, self.at(step), tile, interior=interior, capped=capped)
 
     def _loop(self, start: Index, stop: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
         return (loops.rolled if self.config.rolled else lax.fori_loop)(start, stop, body, init)
@@ -181,9 +231,11 @@ class Share:
         self, slot: Slot, row: jax.Array, kept: Kept, add: Callable[[Any, Tiles], Any], init: Any, capped: bool
     ) -> Any:
         """`init`, and the tiles of all steps added to it one after the other."""
-        total = self._loop(0, self.staged, lambda i, x: add(x, self.read(slot, row, i, capped=capped)), init)
+        tiles_of = lambda raw, i: self._in_float32(raw, row, i, self.stats_tile, capped=capped)
+        read = lambda i, x: add(x, tiles_of(self._raw_for_stats(slot, row, i), i))
+        total = self._loop(0, self.staged, read, init)
         for step, raw in enumerate(kept, self.staged):
-            tiles = self._in_float32(raw, row, jnp.int32(step), False, capped)
+            tiles = tiles_of(raw, jnp.int32(step))
             total = add(*lax.optimization_barrier((total, tiles)))
         return total
 
@@ -202,7 +254,9 @@ class Share:
             return tuple(x + term for x, term in zip(sums, row_ops.terms(op, tiles, spread, exp), strict=True))
 
         zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(self.problem))
-        return *maximum, *(x.sum(axis=1) for x in self._over_steps(slot, row, kept, add, zeros, capped=True))
+        sums = self._over_steps(slot, row, kept, add, zeros, capped=True)
+        add_row = lambda x: numbers.sums_of_rows(self.operands.inputs[0], row, x, self.stats_tile)
+        return *maximum, *map(add_row, sums)
 
     @property
     def layout(self) -> Any:
@@ -283,5 +337,5 @@ class Share:
         write(begin, end, interior=True)
         write(end, self.staged, interior=False)
         for step, raw in enumerate(kept, self.staged):
-            tiles = self._in_float32(raw, row, jnp.int32(step), False, True)
+            tiles = self._in_float32(raw, row, jnp.int32(step), self.tile)
             store(lax.optimization_barrier(tiles), jnp.int32(step), self.always_full)

@@ -18,7 +18,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, launch
-from pallas_kernels.softmax.share import Share, copies
+from pallas_kernels.softmax.share import Share, copies, has_tails, is_ragged, tails
 
 
 def warps_exchange(problem: Problem, config: SharedConfig) -> Exchange:
@@ -30,12 +30,18 @@ def shared_bytes(problem: Problem, config: StagedConfig) -> int:
     """What Mosaic allocates for a block: operands, the exchange's slots, barriers, its own scratch."""
     share = share_bytes(problem, config) * config.slots
     exchange = warps_exchange(problem, config)
-    return allocated(*[share] * problem.operands, exchange.bytes_in_shared, 8 * (config.slots + 2), REDUCTION_SCRATCH)
+    sizes = [share] * problem.operands + [tail_bytes(problem, config) * config.slots]
+    return allocated(*sizes, exchange.bytes_in_shared, 8 * (config.slots + 2), REDUCTION_SCRATCH)
 
 
 def share_bytes(problem: Problem, config: SharedConfig) -> int:
     """What of a block's share of a row stands in shared memory, of one operand."""
     return config.staged(problem.max_vectors) * config.granule * mosaic.VECTOR_BYTES
+
+
+def tail_bytes(problem: Problem, config: SharedConfig) -> int:
+    """What a share's tails take, of all operands."""
+    return problem.operands * mosaic.VECTOR_BYTES * has_tails(problem, config)
 
 
 def allocated(*sizes: int) -> int:
@@ -60,6 +66,7 @@ def does_not_fit(problem: Problem, configs: tuple[StagedConfig, ...], device: De
 
 def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange: Exchange) -> None:
     *staged, slots, barriers = scratch
+    staged, tails_smem = staged[: operands.problem.operands], staged[operands.problem.operands :]
     problem, clustered = operands.problem, config.blocks > 1
     group = lax.axis_index("rows")
     share = Share(
@@ -68,6 +75,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         lax.axis_index("block") if clustered else 0,
         lax.axis_index("warpgroup") if config.warpgroups > 1 else 0,
     )
+    slot_of = lambda i: [s.at[i] for s in staged] + [t.at[i, o] for t in tails_smem for o in range(problem.operands)]
     full, met = barriers.at[pl.ds(0, config.slots)], barriers.at[pl.ds(config.slots, 2)]
     first_row = group * config.rows
     rows = jnp.minimum(config.rows, problem.rows - first_row)
@@ -81,13 +89,13 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         for turn in range(2 if clustered else 0):
             asynchronous.expect_bytes(met.at[turn], exchange.bytes_expected)
         for i in range(config.slots):
-            pl.when(i < rows)(lambda i=i: share.copy(first_row + i, [s.at[i] for s in staged], full.at[i]))
+            pl.when(i < rows)(lambda i=i: share.copy(first_row + i, slot_of(i), full.at[i]))
 
     share.sync()
 
     def row_step(i: jax.Array, _: None) -> None:
         row, in_slot, turn = first_row + i, lax.rem(i, config.slots), lax.rem(i, 2)
-        slot = [s.at[in_slot] for s in staged]
+        slot = slot_of(in_slot)
         labelled = operands.labelled(row, share.tile)
         kept = share.load(row, labelled)
         asynchronous.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
@@ -115,6 +123,8 @@ def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str)
     """Runs the kernel on `[rows, cols]` operands."""
     if config.spread and problem.op.has_labels:
         raise ValueError(f"{config}: elements at labels are written over where a block's granules are side by side")
+    if is_ragged(problem) and (config.in_registers or config.spread):
+        raise ValueError(f"{config}: statistics of rows that begin anywhere are taken of shares in shared memory")
     exchange = warps_exchange(problem, config)
     tile = mosaic.Tile(problem.dtype, config.registers)
     staged = (config.slots, config.staged(problem.max_vectors), config.warpgroups, *tile.shape)
@@ -128,6 +138,7 @@ def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str)
         warpgroups=config.warpgroups,
         scratch=[
             *[plgpu.SMEM(staged, problem.dtype)] * problem.operands,
+            *[tails(problem, config.slots)] * has_tails(problem, config),
             exchange.scratch,
             asynchronous.barriers(config.slots + 2),
         ],

@@ -28,7 +28,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.scopes import Exchange
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.share import Share, copies, whole
+from pallas_kernels.softmax.share import Share, copies, is_ragged, whole
 from pallas_kernels.softmax.staged import allocated, share_bytes
 from pallas_kernels.softmax.team_block import TURNS, Block, barriers_of, board_of, exchanges_of, phase, turn
 
@@ -40,6 +40,8 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     """What no kernel takes, rows that are not written, and too much for shared memory or too little for the words."""
     if reason := declines_any(problem):
         return reason
+    if is_ragged(problem):
+        return "a member's last vector ends in the next member's share"
     if not problem.op.gives_rows:
         return "nothing is written, so that nothing has to stay"
     if problem.op.has_labels:

@@ -8,7 +8,7 @@ Traffic: 1 read, 1 write.
 import jax
 from jax import lax
 
-from pallas_kernels import heuristics, mosaic
+from pallas_kernels import heuristics, mosaic, numbers
 from pallas_kernels.configs import WarpConfig
 from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Problem
@@ -39,7 +39,8 @@ def _finish(operands: Operands, tiles: Tiles, labelled: Labelled | None, row: ja
     op, exp = problem.op, row_ops.exp_for(problem)
     maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
     spread = None if maximum is None else tile.broadcast(maximum)
-    sums = tuple(term.sum(axis=1) for term in row_ops.terms(op, tiles, spread, exp))
+    add = lambda term: numbers.sums_of_rows(operands.inputs[0], row, term, tile)
+    sums = tuple(map(add, row_ops.terms(op, tiles, spread, exp)))
     stats = row_ops.with_factors(problem, RowStats(maximum, sums), labelled)
     if op.gives_stats:
         operands.store_stats(stats, labelled, row, tile)

@@ -29,7 +29,10 @@ def elements(tile: Any, cols: int, row: Any, first: Any) -> tuple[tuple[Any, Any
         rows, vectors = row + r, first + c // tile.vector
     else:
         rows, vectors = row + 0 * r, first + r * (tile.registers * 32) + c // tile.vector
-    column = vectors * tile.vector + c % tile.vector - _head(rows, cols, tile.vector)
+    head = _head(rows, cols, tile.vector)
+    column = vectors * tile.vector + c % tile.vector - head
+    if tile.wraps:
+        column = column + tile.shape[1] * (c < head)
     return (rows, column), (column >= 0) & (column < cols)
 
 
@@ -49,6 +52,19 @@ def _load_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, *la
     at, inside = _existing(static.span, row, first)
     wanted = labels[0][:, None] >= 0 if labels else True
     return [machine.gather(ref, at, inside & wanted, static.fill)]
+
+
+def _wrap_tile(machine: Any, static: Any, raw: Any, gmem: Any, row: Any, staged: Any, at: Any, *tail: Any) -> list[Any]:
+    tile, v = static.tile, static.tile.vector
+    r, c = np.arange(tile.shape[0])[:, None], np.arange(tile.shape[1])[None, :]
+    element = (at + (r + 1) * tile.vectors_in_warp) * v + c
+    wrapped, of_piece = c < _head(row, gmem.shape[1], v), element < static.vectors * v
+    index = jnp.unravel_index(jnp.where(of_piece, element, 0), staged.shape)
+    behind = machine.gather(staged, index, wrapped & of_piece, np.uint32([static.fill_word]).view(gmem.dtype)[0])
+    for ref in tail:
+        after = machine.gather(ref, (c % v + 0 * r,), wrapped & ~of_piece, 0)
+        behind = jnp.where(of_piece, behind, after)
+    return [jnp.where(wrapped, behind, raw)]
 
 
 def _store_vectors(machine: Any, static: Any, ref: Any, value: Any, row: Any, first: Any) -> None:
@@ -90,6 +106,14 @@ def _store_over(machine: Any, static: Any, ref: Any, column: Any, value: Any, ro
 def _rows(tile: Any, row: Any) -> Any:
     """The row of each number that a register array has for its rows."""
     return row + np.arange(tile.rows) * (tile.lanes <= 32)
+
+
+def _add_rows(machine: Any, static: Any, ref: Any, z: Any, row: Any) -> list[Any]:
+    """Added up in the row's order."""
+    tile = static.tile
+    head = _head(_rows(tile, row), static.cols, tile.vector)
+    places = (np.arange(tile.shape[1])[None, :] + head[:, None]) % tile.shape[1]
+    return [jnp.take_along_axis(z, places, 1).sum(axis=1)]
 
 
 def _store_each(machine: Any, static: Any, ref: Any, value: Any, row: Any) -> None:

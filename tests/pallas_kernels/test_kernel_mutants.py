@@ -26,7 +26,7 @@ AT_WORK = {
     "online": (OnlineConfig(2, 1), 1001),
     "cluster": (StagedConfig(3, 2, 1, 1, 1), 2501),
     "grid": (GridConfig(3, 2, 1, 2), 2501),
-    "team": (TeamConfig(3, 1, 1, 3, 1), 2501),
+    "team": (TeamConfig(3, 1, 1, 3, 1), 2504),
 }
 
 
