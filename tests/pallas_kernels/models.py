@@ -111,7 +111,7 @@ def _rows(tile: Any, row: Any) -> Any:
 def _add_rows(machine: Any, static: Any, ref: Any, z: Any, row: Any) -> list[Any]:
     """Added up in the row's order."""
     tile = static.tile
-    head = _head(_rows(tile, row), static.cols, tile.vector)
+    head = _head(_rows(tile, row), static.span.cols, tile.vector)
     places = (np.arange(tile.shape[1])[None, :] + head[:, None]) % tile.shape[1]
     return [jnp.take_along_axis(z, places, 1).sum(axis=1)]
 

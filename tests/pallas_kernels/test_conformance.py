@@ -14,7 +14,7 @@ import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import at_once, interpret
 
-from pallas_kernels import asynchronous, mosaic
+from pallas_kernels import asynchronous
 from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
 from pallas_kernels.softmax import LADDER
 
@@ -235,11 +235,10 @@ def test_identical_rows_have_identical_bits(name, op):
     )
 
 
-@pytest.mark.parametrize("name", ["block", "cluster", "online"])
+@pytest.mark.parametrize("name", ["block", "cluster"])
 def test_sums_of_aligned_vectors_are_seen(name, monkeypatch):
     """The test above fails for a kernel that adds up what lies in aligned vectors."""
     config, cols = _RAGGED[name]
-    monkeypatch.setattr(mosaic.Span, "wraps", False)
     monkeypatch.setattr(asynchronous, "wrap", lambda raw, *_: raw)
     case = _case(LADDER[name], Problem(Op.STATS, 9, cols, DTYPES[2]), config)
     assert max(len(bits) for bits in _bits_of_rows(interpret(case.run, *_at_every_alignment(case.problem)))) > 1
