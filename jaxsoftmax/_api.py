@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _checks
+from jaxsoftmax import _checks, _invariance
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._primitives import bind
 from pallas_kernels.monoid import Stats, combine, log_normalizer
@@ -152,7 +152,9 @@ def logsumexp(
         if implementation == "mosaic_gpu":
             raise _checks.no_kernel_with_weights()
         return _weighted(*operands, dtype=_promoted(a, b, x.dtype), axes=axes, keepdims=keepdims, sign=return_sign)
-    stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation))
+    stats = Stats(
+        *bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation, **_invariance.asked())
+    )
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
@@ -203,7 +205,7 @@ def _row_op(
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
     operand, factor = scaled(operand, _checks.scale_factor(op, scale, shape))
     implementation = _checks.implementation(op, implementation)
-    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation)
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **_invariance.asked())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax import _attention_checks as checks
-from jaxsoftmax import _attention_weights
+from jaxsoftmax import _attention_weights, _invariance
 from jaxsoftmax._attention_primitives import attend
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.reference import accumulator_dtype
@@ -161,6 +161,7 @@ def flash_attention(
         window_offset=end if local_window_size is not None else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
+        batch_invariant=_invariance.enabled(),
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )

@@ -18,11 +18,12 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _checks, _sharding
-from jaxsoftmax._primitives import zeros
+from jaxsoftmax import _checks, _invariance, _sharding
+from jaxsoftmax._primitives import bind, zeros
 from jaxsoftmax._selection import probabilities, select, select_across
 from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
 from pallas_kernels import reference
+from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
 
 NAME = "top_k_softmax"
@@ -92,14 +93,16 @@ def top_k_softmax(
     if not isinstance(factor, float) or not 0 < factor < math.inf:
         x, factor = x.astype(wide) * jnp.asarray(factor, wide), 1.0
     x = x.astype(wide) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf to fill chunks with
+    how = {"implementation": implementation, **_invariance.asked()}
     values, indices, _, total, *y = TOP_K.bind(
-        jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, implementation=implementation
+        jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, **how
     )
     if y:
         (y,) = y
     else:
         # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
-        y = reference.softmax(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
+        normalized = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how) if _invariance.enabled() else reference.softmax
+        y = normalized(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 
