@@ -171,8 +171,10 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
         notes += (f"axis {along} is moved to the end: an extra copy",)
     x = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype)
     inside = _eqn(jax.make_jaxpr(functools.partial(select, **eqn.params))(x), BY_OP[Op.STATS])
-    n = x.shape[-1]
-    c = chunk_size(n, k) if _invariance.enabled() else inside.invars[0].aval.shape[-1]
+    n, c = x.shape[-1], inside.invars[0].aval.shape[-1]
+    if "batch_invariant" in eqn.params:
+        c = chunk_size(n, k)
+        notes += ("XLA reads the logits once more to find the largest",)
     chunks = -(-n // c)
     ordered = f"rows of {n}" if c == n else f"each row's {chunks} chunks of {c}, of which it takes {k} apart"
     notes += (f"the kernel is for the statistics; XLA orders {ordered}",)
@@ -204,7 +206,9 @@ def _explanation(
         notes += (NOT_INVARIANT,) * invariant
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
     named = implementation == "mosaic_gpu"
-    choose = functools.partial(plan, op, [a.shape for a in operands], avals[0].dtype, device, batch_invariant=invariant, **row)
+    choose = functools.partial(
+        plan, op, [a.shape for a in operands], avals[0].dtype, device, batch_invariant=invariant, **row
+    )
     chosen = choose(may_transpose=named)
     if chosen.decision is None:
         runs, notes = "error" if named else "xla", notes + (NOT_INVARIANT,) * invariant

@@ -118,7 +118,8 @@ def kernel_rule(
         return reference_rule(computation, ctx, *operands, implementation=implementation, **params)
 
     def whole(*xs: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(computation.whole(functools.partial(run, implementation, batch_invariant), *xs, **params))
+        rows = functools.partial(run, implementation, batch_invariant)
+        return jax.tree.leaves(computation.whole(rows, *xs, **params))
 
     def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
         rows = functools.partial(run, None, batch_invariant)

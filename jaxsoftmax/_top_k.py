@@ -101,8 +101,9 @@ def top_k_softmax(
         (y,) = y
     else:
         # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
-        normalized = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how) if _invariance.enabled() else reference.softmax
-        y = normalized(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
+        by_kernel = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how)
+        among = by_kernel if "batch_invariant" in how else reference.softmax
+        y = among(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 

@@ -16,7 +16,8 @@ def order(problem: Problem, device: Device) -> tuple[str, ...]:
         # Online, a row to a block would leave multiprocessors idle (not measured).
         return ("grid",)
     # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a block; 32000, 4.16 and 4.11; 32768, both 4.15.
-    two = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none" and _rows(problem) >= 8 * device.sm_count
+    plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
+    two = plain and _rows(problem) >= 8 * device.sm_count
     if _row_bytes(problem) <= (60 if two else 108) * KIB:
         return ("warp", "block", "cluster", "team", "grid", "online", "naive")
     # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.

@@ -56,7 +56,7 @@ class Problem:
     """Rows of `cols` elements, `inner` elements apart: the operand seen as `[rows, cols, inner]`, row-major.
 
     `where` says how a mask comes: "none", "full" (of the operand's shape) or "shared" (`[cols]`, for all rows).
-    `soft_cap`, `smoothing` and `z_loss` are the cross entropy's: its logits are `soft_cap * tanh(scale * x / soft_cap)`.
+    Three that follow `scale` are the cross entropy's: its logits are `soft_cap * tanh(scale * x / soft_cap)`.
     `batch_invariant`: what is chosen for a row, and so its result, may not depend on `rows`.
     """
 

@@ -48,7 +48,13 @@ def fold(problem: Attention, config: ForwardConfig, state: State, x: jax.Array) 
     highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early else 32)
 
     def weighed(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
+        if problem.batch_invariant:
+            # `monoid.decay`, but the same bits in a walk's first tile, in a later one, and where a neighbour's maximum
+            # has grown: ptxas contracts the product in some of these places only.
+            start = jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+            weights = jnp.exp2(gather.scaled_less(x, factor, by_row(start, x)))
+        else:
+            weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
         return total + _fold_columns(jnp.add, weights, PARTIAL_COLUMNS), weights
 
     def joined(x: jax.Array) -> tuple[jax.Array, ...]:
