@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 
@@ -18,10 +19,18 @@ def _by_default() -> bool:
     return _VALUES[given.lower()]
 
 
+class _Context(Protocol):
+    """A context manager that is a decorator too."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: Any) -> bool | None: ...
+    def __call__[F: Callable[..., Any]](self, func: F, /) -> F: ...
+
+
 _CONTEXT = jax.make_user_context(_by_default())
 
 
-def batch_invariant(enabled: bool = True) -> "contextlib._GeneratorContextManager[None]":
+def batch_invariant(enabled: bool = True) -> _Context:
     """Within this context a row's result on a Hopper GPU is the same, bit for bit, whatever else is in the batch.
 
     It depends on the row alone: not on how many rows there are, on where the row is among them, on the other axes, nor,

@@ -251,7 +251,7 @@ def any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(wgmma, wgmma.reduce(1)), return_type=INTEGER)(vote_above)(x, limits) != 0
 
 
-def scaled_less(x: jax.Array, factor: float, y: jax.Array) -> jax.Array:
+def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
     """`x * factor - y`, rounded once wherever it stands; compilers contract a product in some branches only."""
 
     def multiply_subtract(ctx, x, y):
