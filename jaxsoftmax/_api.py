@@ -28,7 +28,8 @@ def softmax(
 ) -> jax.Array:
     """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`: `jax.nn.softmax`, by a Hopper kernel where it can.
 
-    16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves.
+    16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves. By a kernel,
+    identical rows of a call give identical bits, and under `batch_invariant()` a row's bits are the same in any batch.
 
     An entry of -inf gives 0. A row of only -inf gives NaN, as does a row with +inf or NaN. A row that `where` excludes
     entirely gives zeros. Empty arrays and rows of one element are fine.

@@ -62,6 +62,9 @@ def flash_attention(
     their lengths may be NaN; any other NaN or +inf in a logit makes its row NaN, and NaN in a value spreads to every
     query of its sequence, as a weight of 0 does not cancel it. Empty arrays are fine, and S = 0 leaves no key to see.
 
+    Under `batch_invariant()` a kernel's output and logsumexp of a query are the same bits in any batch, beside any
+    other queries, and whatever keys there are beyond those that it sees.
+
     Derivatives of every order exist, in forward and reverse mode, with respect to query, key, value, bias, sinks and an
     array for scale; the logsumexp has its derivative too. The first reverse pass is one fused kernel, and forward mode
     and higher orders are XLA programs. Under `jax.checkpoint` the results have the names `"flash_attention_out"` and

@@ -51,6 +51,8 @@ def softmax_cross_entropy_with_integer_labels(
     logits, or with `weights` the gradient, in the logits' dtype. Derivatives of every order in the logits and in
     `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count must be finite.
 
+    Under `batch_invariant()` a kernel's loss and gradient of a row are the same bits in any batch.
+
     A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
     with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
     entirely gives 0. Where the label is no column, the loss and the gradient of its row are NaN; if the labels' values

@@ -47,7 +47,7 @@ def top_k_softmax(
     As `jax.lax.top_k(jax.nn.softmax(logits), k)`, but ordered as the logits are, before any rounding: the probabilities
     descend, and of equal logits the one of lower index comes first. The logits are read once; where a row is long, what
     is ordered is a maximum for each of its chunks and the k chunks that can matter. 16-bit and 8-bit floats are
-    accumulated in float32 and rounded once.
+    accumulated in float32 and rounded once. Under `batch_invariant()` a row's results are the same bits in any batch.
 
     An entry of -inf has the probability 0 and comes last. A row of only -inf, and one with +inf or NaN, gives NaN;
     where a NaN comes in the order of the indices is not said. Empty arrays, and k = 0, give empty ones.
@@ -102,7 +102,7 @@ def top_k_softmax(
     else:
         # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
         by_kernel = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how)
-        among = by_kernel if "batch_invariant" in how else reference.softmax
+        among = by_kernel if k and "batch_invariant" in how else reference.softmax
         y = among(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 

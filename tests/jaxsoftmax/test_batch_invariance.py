@@ -138,8 +138,12 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", TRANSFORMED)
-@pytest.mark.parametrize("name", FUNCTIONS)
+# All functions differentiated, and all that is done to functions to what has the most parts.
+PARTS = ("weighted", "top_k_of_k")
+PAIRS = [(name, how) for name in FUNCTIONS for how in TRANSFORMED if how == "grad" or name in PARTS]
+
+
+@pytest.mark.parametrize("name, how", PAIRS)
 def test_transformations_keep_it(name: str, how: str, stand_ins: StandIns) -> None:
     with batch_invariant():
         traced = jax.jit(TRANSFORMED[how](FUNCTIONS[name])).trace(X)
@@ -238,7 +242,7 @@ def test_the_environment_says_what_is_the_default(value: str, want: str) -> None
     assert want in (done.stderr if value == "on" else done.stdout)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", ["weighted", "lse", "top_k_of_k"])
 @pytest.mark.usefixtures("short_chunks")
 def test_values_are_those_without_it(name: str, stand_ins: StandIns) -> None:
     run = lambda x: jax.value_and_grad(lambda x: (jnp.sin(f := FUNCTIONS[name](x)).sum(), f), has_aux=True)(x)
@@ -248,8 +252,7 @@ def test_values_are_those_without_it(name: str, stand_ins: StandIns) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k, scale", [(1, 0.5), (3, 1.0)])
 @pytest.mark.usefixtures("short_chunks")
 def test_the_largest_are_those_without_it(k: int, scale: float, stand_ins: StandIns) -> None:
     x = jnp.asarray([*X, X[0].at[7].set(jnp.nan), X[1].at[:].set(1.0), X[2].at[:38].set(-jnp.inf)])
@@ -259,6 +262,11 @@ def test_the_largest_are_those_without_it(k: int, scale: float, stand_ins: Stand
         got = call(x)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     np.testing.assert_array_equal(np.delete(got[1], 4, 0), np.delete(want[1], 4, 0))
+
+
+def test_none_of_the_largest() -> None:
+    with batch_invariant():
+        assert [x.shape for x in jaxsoftmax.top_k_softmax(X, 0, normalize="top_k")] == [(4, 0), (4, 0)]
 
 
 def test_rows_along_an_axis_that_is_not_the_last_get_a_kernel(stand_ins: StandIns) -> None:

@@ -68,8 +68,8 @@ MOST = 2**29  # logits of a batch
 def rows_of(rows: int, cols: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits, labels and weights."""
     x, y, w = jax.random.split(jax.random.key(cols), 3)
-    labels, weights = jax.random.randint(y, rows, 0, cols), jax.random.normal(w, rows)
-    return (4 * jax.random.normal(x, (rows, cols), dtype)), labels, weights
+    labels, weights = jax.random.randint(y, (rows,), 0, cols), jax.random.normal(w, (rows,))
+    return 4 * jax.random.normal(x, (rows, cols), dtype), labels, weights
 
 
 @jax.jit
