@@ -19,12 +19,12 @@ def _by_default() -> bool:
     return _VALUES[given.lower()]
 
 
-class _Context(Protocol):
+class _Context(contextlib.AbstractContextManager[None, bool | None], Protocol):
     """A context manager that is a decorator too."""
 
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: Any) -> bool | None: ...
-    def __call__[F: Callable[..., Any]](self, func: F, /) -> F: ...
+    def __call__[F: Callable[..., Any]](self, func: F, /) -> F:
+        """`func`, within the context."""
+        ...
 
 
 _CONTEXT = jax.make_user_context(_by_default())
