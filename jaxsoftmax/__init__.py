@@ -12,6 +12,7 @@ from jaxsoftmax._cross_entropy import (
 )
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
+from jaxsoftmax._invariance import batch_invariant as batch_invariant
 from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "Stats",
+    "batch_invariant",
     "explain",
     "explain_attention",
     "flash_attention",

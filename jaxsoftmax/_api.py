@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _checks
+from jaxsoftmax import _checks, _invariance
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._primitives import bind
 from pallas_kernels.monoid import Stats, combine, log_normalizer
@@ -28,7 +28,8 @@ def softmax(
 ) -> jax.Array:
     """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`: `jax.nn.softmax`, by a Hopper kernel where it can.
 
-    16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves.
+    16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves. By a kernel,
+    identical rows of a call give identical bits, and under `batch_invariant()` a row's bits are the same in any batch.
 
     An entry of -inf gives 0. A row of only -inf gives NaN, as does a row with +inf or NaN. A row that `where` excludes
     entirely gives zeros. Empty arrays and rows of one element are fine.
@@ -152,7 +153,9 @@ def logsumexp(
         if implementation == "mosaic_gpu":
             raise _checks.no_kernel_with_weights()
         return _weighted(*operands, dtype=_promoted(a, b, x.dtype), axes=axes, keepdims=keepdims, sign=return_sign)
-    stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation))
+    stats = Stats(
+        *bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation, **_invariance.asked())
+    )
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
@@ -203,7 +206,7 @@ def _row_op(
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
     operand, factor = scaled(operand, _checks.scale_factor(op, scale, shape))
     implementation = _checks.implementation(op, implementation)
-    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation)
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **_invariance.asked())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax import _attention_checks as checks
-from jaxsoftmax import _attention_weights
+from jaxsoftmax import _attention_weights, _invariance
 from jaxsoftmax._attention_primitives import attend
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.reference import accumulator_dtype
@@ -61,6 +61,9 @@ def flash_attention(
     gradient; `jax.nn` gives it the mean of all values, unless it is beyond its length. Queries, keys and values beyond
     their lengths may be NaN; any other NaN or +inf in a logit makes its row NaN, and NaN in a value spreads to every
     query of its sequence, as a weight of 0 does not cancel it. Empty arrays are fine, and S = 0 leaves no key to see.
+
+    Under `batch_invariant()` a kernel's output and logsumexp of a query are the same bits in any batch, beside any
+    other queries, and whatever keys there are beyond those that it sees.
 
     Derivatives of every order exist, in forward and reverse mode, with respect to query, key, value, bias, sinks and an
     array for scale; the logsumexp has its derivative too. The first reverse pass is one fused kernel, and forward mode
@@ -161,6 +164,7 @@ def flash_attention(
         window_offset=end if local_window_size is not None else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
+        batch_invariant=_invariance.enabled(),
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )

@@ -12,7 +12,7 @@ from jaxsoftmax._attention import flash_attention
 from jaxsoftmax._attention_fold import Plan
 from jaxsoftmax._attention_lowering import OPS, Part, choose
 from jaxsoftmax._attention_primitives import BY_PART
-from jaxsoftmax._explain import Abstract, Explanation
+from jaxsoftmax._explain import NOT_INVARIANT, Abstract, Explanation
 from pallas_kernels import compat, hardware
 from pallas_kernels.attention.operands import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
@@ -104,7 +104,11 @@ def _explanation(
         named = implementation == "mosaic_gpu"
         runs, reason = "error" if named else "xla", "no kernel takes the call"
     decision = chosen.decision
-    slow = compat.lost_registers() if decision is not None else None
+    notes = list(chosen.notes)
+    if decision is not None and (slow := compat.lost_registers()):
+        notes.append(slow)
+    if params["rules"].batch_invariant and (decision is None or part is not Part.FORWARD):
+        notes.append(NOT_INVARIANT if decision is None else _GRADIENTS_VARY)
     return Explanation(
         call=f"{'flash_attention' if op == 'forward' else f'{op} of flash_attention'} of {avals[0].dtype}: {shown}",
         implementation=runs if decision is None else "mosaic_gpu",
@@ -112,11 +116,17 @@ def _explanation(
         device=device,
         reason=reason if decision is None else decision.reason,
         least_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*avals, *(v.aval for v in eqn.outvars))),
-        notes=(*chosen.notes, slow) if slow else chosen.notes,
+        notes=tuple(notes),
         declined=chosen.declined,
         kernel=None if decision is None else decision.kernel,
         config=None if decision is None else decision.config,
     )
+
+
+_GRADIENTS_VARY = (
+    "batch invariance is promised of the output and the logsumexp alone; deterministic_gradients=True makes gradients "
+    "repeat"
+)
 
 
 def _pulled_back(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -173,6 +173,7 @@ def plan(
         window_offset=rules.window_offset,
         align_ends=rules.align_ends,
         deterministic=rules.deterministic,
+        batch_invariant=rules.batch_invariant,
         bias=found.get("bias"),
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
         bias_gradient=bias_gradient,

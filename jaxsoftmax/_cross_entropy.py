@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _checks
+from jaxsoftmax import _checks, _invariance
 from jaxsoftmax import _cross_entropy_checks as checks
 from jaxsoftmax._api import scaled
 from jaxsoftmax._checks import Axis
@@ -50,6 +50,8 @@ def softmax_cross_entropy_with_integer_labels(
     takes two passes; what else follows multiplies that gradient, in two more. What is kept for the backward pass is the
     logits, or with `weights` the gradient, in the logits' dtype. Derivatives of every order in the logits and in
     `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count must be finite.
+
+    Under `batch_invariant()` a kernel's loss and gradient of a row are the same bits in any batch.
 
     A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
     with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
@@ -120,6 +122,7 @@ def softmax_cross_entropy_with_integer_labels(
         stats=return_lse,
         all_rows=return_lse,
         implementation=_checks.implementation(name, implementation),
+        **_invariance.asked(),
     )
     loss = loss if weighted else factors * loss
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
@@ -136,7 +139,8 @@ def softmax_cross_entropy(
     """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
 
     A kernel takes the rows' statistics and XLA does the rest, in a second pass over the logits. All is accumulated in
-    float32, or float64 for float64 logits, which is the dtype of the loss.
+    float32, or float64 for float64 logits, which is the dtype of the loss. As XLA adds up the products, in an order
+    that may depend on how many rows there are, `batch_invariant()` does not cover it.
 
     A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
     an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN. A row that is empty, or that `where` excludes

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxsoftmax import _api, _checks, _lowering
+from jaxsoftmax import _api, _checks, _invariance, _lowering
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._primitives import BY_OP
 from jaxsoftmax._rows import plan
-from jaxsoftmax._selection import select
+from jaxsoftmax._selection import chunk_size, select
 from jaxsoftmax._top_k import TOP_K, top_k_softmax
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
@@ -149,6 +149,7 @@ def explain(
             target,
             "weights are computed by jax.scipy.special.logsumexp, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
+            (NOT_INVARIANT,) if _invariance.enabled() else (),
         )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
@@ -171,6 +172,9 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
     x = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype)
     inside = _eqn(jax.make_jaxpr(functools.partial(select, **eqn.params))(x), BY_OP[Op.STATS])
     n, c = x.shape[-1], inside.invars[0].aval.shape[-1]
+    if "batch_invariant" in eqn.params:
+        c = chunk_size(n, k)
+        notes += ("XLA reads the logits once more to find the largest",)
     chunks = -(-n // c)
     ordered = f"rows of {n}" if c == n else f"each row's {chunks} chunks of {c}, of which it takes {k} apart"
     notes += (f"the kernel is for the statistics; XLA orders {ordered}",)
@@ -189,7 +193,7 @@ def _explanation(
     """Explains one application of a primitive, from which come the call's `results`."""
     avals = [var.aval for var in eqn.invars]
     params = dict(eqn.params)
-    implementation = params.pop("implementation")
+    implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
     operands, row = _lowering.BY_OP[op].asked(avals, **params)
     say = functools.partial(
         Explanation,
@@ -199,12 +203,15 @@ def _explanation(
         least_bytes=_bytes(*avals, *results),
     )
     if implementation == "xla":
+        notes += (NOT_INVARIANT,) * invariant
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
     named = implementation == "mosaic_gpu"
-    choose = functools.partial(plan, op, [a.shape for a in operands], avals[0].dtype, device, **row)
+    choose = functools.partial(
+        plan, op, [a.shape for a in operands], avals[0].dtype, device, batch_invariant=invariant, **row
+    )
     chosen = choose(may_transpose=named)
     if chosen.decision is None:
-        runs = "error" if named else "xla"
+        runs, notes = "error" if named else "xla", notes + (NOT_INVARIANT,) * invariant
         if choose(may_transpose=True).decision is not None:
             notes += ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
         return say(implementation=runs, reason="no kernel takes the call", notes=notes, declined=chosen.declined)
@@ -264,6 +271,8 @@ def _size(count: Any) -> str:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
 
+
+NOT_INVARIANT = "batch invariance is not promised, for no kernel runs: XLA's sums depend on how many rows there are"
 
 _GRADIENT_APART = (
     "the gradient, times whatever follows the loss, is written in another read of the logits, by a kernel, or by XLA "

@@ -89,7 +89,12 @@ def register(primitive: Primitive, computation: Computation) -> None:
 
 
 def reference_rule(
-    computation: Computation, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
+    computation: Computation,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    implementation: str | None,
+    batch_invariant: bool = False,
+    **params: Any,
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
@@ -98,19 +103,27 @@ def reference_rule(
 
 
 def kernel_rule(
-    computation: Computation, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
+    computation: Computation,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    implementation: str | None,
+    batch_invariant: bool = False,
+    **params: Any,
 ) -> Any:
     """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
     avals, row = computation.asked(ctx.avals_in, **params)
     op, device = computation.op, hardware.current()
-    if implementation == "xla" or choose(op, implementation, avals, device, **row).decision is None:
+    chosen = functools.partial(choose, op, implementation, avals, device, batch_invariant=batch_invariant)
+    if implementation == "xla" or chosen(**row).decision is None:
         return reference_rule(computation, ctx, *operands, implementation=implementation, **params)
 
     def whole(*xs: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(computation.whole(functools.partial(run, implementation), *xs, **params))
+        rows = functools.partial(run, implementation, batch_invariant)
+        return jax.tree.leaves(computation.whole(rows, *xs, **params))
 
     def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(computation.across(cuts, inside, functools.partial(run, None), *shards, **params))
+        rows = functools.partial(run, None, batch_invariant)
+        return jax.tree.leaves(computation.across(cuts, inside, rows, *shards, **params))
 
     return _sharding.lower(ctx, _sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands)
 
@@ -124,9 +137,9 @@ def choose(op: Op, implementation: str | None, operands: Sequence[Any], device: 
     return chosen
 
 
-def run(implementation: str | None, op: Op, *operands: jax.Array, **row: Any) -> Any:
+def run(implementation: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
     """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
-    chosen = choose(op, implementation, operands, hardware.current(), **row)
+    chosen = choose(op, implementation, operands, hardware.current(), batch_invariant=batch_invariant, **row)
     if chosen.decision is None:
         return by_reference(op, *operands, **row)
     return chosen.launch(_launch, *operands)

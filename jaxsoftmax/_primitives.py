@@ -139,7 +139,7 @@ def higher_jvp(
         return out, zeros(out)
     if linear and moving == [len(primals) - 1]:
         return out, primitive.bind(*unify_varying(*primals[:-1], tangents[-1]), **params)
-    row = {name: value for name, value in params.items() if name != "implementation"}
+    row = {name: value for name, value in params.items() if name not in ("implementation", "batch_invariant")}
 
     def compute(*moved: jax.Array) -> Any:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))

@@ -118,13 +118,15 @@ def plan(
     *,
     axes: Shape,
     may_transpose: bool = False,
+    batch_invariant: bool = False,
     **facts: Any,
 ) -> Plan:
     """Asks `dispatch.decide` about each way to present the call, cheapest first; the first one accepted is taken.
 
     `facts` are those that a `Problem` has as it is.
 
-    Rows along inner axes are transposed only if `may_transpose`: two copies cost more than XLA's strided reads.
+    Rows along inner axes are transposed only if `may_transpose`: two copies cost more than XLA's strided reads. XLA's
+    sums depend on how many rows there are, so that they are transposed if `batch_invariant` too.
     """
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels import dispatch
@@ -136,10 +138,12 @@ def plan(
     unmasked = full + len(op.row_operands)
     where = shapes[unmasked] if len(shapes) > unmasked else None
     declined: tuple[tuple[str, str], ...] = ()
-    for transpose in (False, True) if may_transpose else (False,):
+    for transpose in (False, True) if may_transpose or batch_invariant else (False,):
         seen = view(shape, axes, transpose=transpose)
         for form in mask_forms(where, seen):
-            problem = Problem(op, seen.rows, seen.cols, jnp.dtype(dtype), seen.inner, form, **facts)
+            problem = Problem(
+                op, seen.rows, seen.cols, jnp.dtype(dtype), seen.inner, form, batch_invariant=batch_invariant, **facts
+            )
             decision = dispatch.decide(problem, device)
             if decision.kernel is not None:
                 return Plan(decision.declined, decision, seen, _notes(shapes[:full], where, seen, form))

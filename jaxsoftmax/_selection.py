@@ -83,14 +83,26 @@ def comparable(x: jax.Array, scale: float = 1.0) -> jax.Array:
 
 
 def select(
-    x: jax.Array, *, k: int, normalizes: bool, scale: float, implementation: str | None, may_count: bool = False
+    x: jax.Array,
+    *,
+    k: int,
+    normalizes: bool,
+    scale: float,
+    implementation: str | None,
+    may_count: bool = False,
+    batch_invariant: bool = False,
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
-    If it `normalizes`, their probabilities too, which may then take a kernel less. `may_count`: see `_counting`.
+    If it `normalizes`, their probabilities too, which may then take a kernel less. `may_count`: see `_counting`. If
+    `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that of chunks as suits it.
     """
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation)
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)
+    if batch_invariant:
+        values, indices = largest(comparable(x, scale), k)
+        row = state(x, axes=(x.ndim - 1,), batch_invariant=True)
+        return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
     c, counts = chunk_size(n, k), may_count and k == 1
     if may_count and k > 1 and c < n and (few := _counting.chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True

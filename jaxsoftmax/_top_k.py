@@ -18,11 +18,12 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _checks, _sharding
-from jaxsoftmax._primitives import zeros
+from jaxsoftmax import _checks, _invariance, _sharding
+from jaxsoftmax._primitives import bind, zeros
 from jaxsoftmax._selection import probabilities, select, select_across
 from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
 from pallas_kernels import reference
+from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
 
 NAME = "top_k_softmax"
@@ -46,7 +47,7 @@ def top_k_softmax(
     As `jax.lax.top_k(jax.nn.softmax(logits), k)`, but ordered as the logits are, before any rounding: the probabilities
     descend, and of equal logits the one of lower index comes first. The logits are read once; where a row is long, what
     is ordered is a maximum for each of its chunks and the k chunks that can matter. 16-bit and 8-bit floats are
-    accumulated in float32 and rounded once.
+    accumulated in float32 and rounded once. Under `batch_invariant()` a row's results are the same bits in any batch.
 
     An entry of -inf has the probability 0 and comes last. A row of only -inf, and one with +inf or NaN, gives NaN;
     where a NaN comes in the order of the indices is not said. Empty arrays, and k = 0, give empty ones.
@@ -92,14 +93,17 @@ def top_k_softmax(
     if not isinstance(factor, float) or not 0 < factor < math.inf:
         x, factor = x.astype(wide) * jnp.asarray(factor, wide), 1.0
     x = x.astype(wide) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf to fill chunks with
+    how = {"implementation": implementation, **_invariance.asked()}
     values, indices, _, total, *y = TOP_K.bind(
-        jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, implementation=implementation
+        jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, **how
     )
     if y:
         (y,) = y
     else:
         # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
-        y = reference.softmax(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
+        by_kernel = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how)
+        among = by_kernel if k and "batch_invariant" in how else reference.softmax
+        y = among(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 

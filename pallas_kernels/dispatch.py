@@ -45,6 +45,8 @@ def decide(problem: Problem, device: Device, *, kernel: str | None = None, confi
         (name, why or f"{chosen} is faster for such rows") for name, why in refusals.items() if name != chosen
     )
     reason = "asked for" if kernel else "the fastest rung that takes such rows"
+    if problem.batch_invariant and source == "by the heuristic":
+        source += "; batch invariant: chosen by the row's length alone"
     # Where nothing is written there is no pass that reads for it.
     passes = max(rung.reads - (not problem.op.gives_rows), 1)
     extra_reads = (passes - 1) * problem.operands * problem.elements * problem.dtype.itemsize

@@ -12,20 +12,21 @@ KIB, MIB = 1024, 1024**2
 
 def order(problem: Problem, device: Device) -> tuple[str, ...]:
     """The rungs, fastest first; the first one that accepts the problem runs it. Without those slower than XLA."""
-    if _row_bytes(problem) > 256 * MIB and problem.rows < device.sm_count:
+    if _row_bytes(problem) > 256 * MIB and _rows(problem) < device.sm_count:
         # Online, a row to a block would leave multiprocessors idle (not measured).
         return ("grid",)
     # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a block; 32000, 4.16 and 4.11; 32768, both 4.15.
-    two = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none" and problem.rows >= 8 * device.sm_count
+    plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
+    two = plain and _rows(problem) >= 8 * device.sm_count
     if _row_bytes(problem) <= (60 if two else 108) * KIB:
         return ("warp", "block", "cluster", "team", "grid", "online", "naive")
     # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.
-    if not problem.op.gives_rows and problem.rows >= 4 * device.sm_count:
+    if not problem.op.gives_rows and _rows(problem) >= 4 * device.sm_count:
         return ("online", "warp", "cluster", "team", "grid", "block", "naive")
     # H200, in clusters, by teams, over the grid: f16, N = 1048576, 512 rows 556, 553 and 593 us, 64 rows 84, 74 and 80;
     # f32, 64 rows by teams 146, over the grid 162; N = 131072, 64 rows 21.8, 22.0 and 22.5. Teams whose rows are not
     # whole vectors: f16, N = 1000003, 99, over the grid 92.
-    waves = problem.rows * _row_bytes(problem) > 256 * MIB
+    waves = _rows(problem) * _row_bytes(problem) > 256 * MIB
     if _row_bytes(problem) > (2 * MIB if waves else MIB):
         first = ("team", "grid") if _whole_vectors(problem) else ("grid", "team")
         return (*first, "warp", "cluster", "online", "block", "naive")
@@ -57,7 +58,7 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     staged = functools.partial(StagedConfig, blocks=1, slots=1, rows=1)
     two, four = staged(warpgroups=2, registers=2), staged(warpgroups=4, registers=2)
     kib = _row_bytes(problem) / KIB
-    many = problem.rows >= 16 * device.sm_count
+    many = _rows(problem) >= 16 * device.sm_count
     if kib <= 19 and many and (problem.op.gives_rows or _whole_vectors(problem)):
         # H200, bf16, 4.17 TB/s at N = 6144 where a row to a block takes 3.68, 3.51 (2.37) at 5001, 4.00 (2.80) at 8191.
         pair = [dataclasses.replace(config, slots=2, rows=2) for config in (staged(warpgroups=1, registers=2), two)]
@@ -77,7 +78,7 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
 
 def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     """What keeps most of the rows on a multiprocessor, several blocks to each; if that is equal, the most blocks."""
-    if problem.rows <= 16:
+    if _rows(problem) <= 16:
         # So few rows leave multiprocessors idle. f32, N = 131072, H200: 1 row takes 4.4 us over 16 blocks, 5.3 over 8;
         # 8 rows 7.2 us with 2 warpgroups, 8.4 with 4.
         return (StagedConfig(blocks=16, warpgroups=2, registers=2, slots=1, rows=1),)
@@ -126,7 +127,7 @@ def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
     """As many teams as there is room for with 32 KiB of operands to a block, and as many rows at once as it holds."""
     # H200, f16, 64 x 1048576: 75 us, two teams; one of 128 blocks 81.
     wanted = -(-_row_bytes(problem) // (32 * KIB))
-    teams = min(max(device.sm_count // wanted, 1), problem.rows)
+    teams = min(max(device.sm_count // wanted, 1), _rows(problem))
     # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.3 and 73.9, its gradient 102.9
     # and 103.9. Without hints for the cache: with both, float16 75.3, its gradient 107.6.
     registers = 2 if problem.dtype.itemsize < 4 and problem.operands == 1 else 1
@@ -159,7 +160,7 @@ def _whole_vectors(problem: Problem) -> bool:
 
 def _fits_cache(problem: Problem) -> bool:
     """Whether the second-level cache holds all operands."""
-    return problem.rows * _row_bytes(problem) <= 40 * MIB
+    return _rows(problem) * _row_bytes(problem) <= 40 * MIB
 
 
 def _padded(problem: Problem, config: StagedConfig) -> int:
@@ -185,6 +186,15 @@ def _present(problem: Problem, config: StagedConfig, device: Device) -> float:
     share = problem.operands * config.staged(problem.max_vectors) * config.granule * 16
     resident = min((device.smem_per_cta + KIB) // (share + 4 * KIB), by_registers)
     return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.blocks
+
+
+def _rows(problem: Problem) -> int:
+    """How many rows to choose for: all there are or, where the choice may not depend on them, those of 64 MiB.
+
+    So many rows of up to 60 KiB get the configs of many, which lose few rows little. Longer ones, of which there are
+    seldom thousands, never get what leaves most of the device idle where there are few: a block to each row.
+    """
+    return max(64 * MIB // _row_bytes(problem), 1) if problem.batch_invariant else problem.rows
 
 
 def _row_bytes(problem: Problem) -> int:

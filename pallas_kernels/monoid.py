@@ -8,6 +8,7 @@ a cluster or of the grid, tile after tile of a stream, devices of a mesh.
 Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Exp = Callable[[jax.Array], jax.Array]
+Less = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Stats(NamedTuple):
@@ -33,12 +35,12 @@ def empty_like(x: jax.Array) -> Stats:
     return Stats(jnp.full_like(x, -jnp.inf), jnp.zeros_like(x))
 
 
-def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp) -> jax.Array:
-    """`exp(frm - to)`: the weight of what was measured against `frm`, measured against `to`.
+def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp, less: Less = operator.sub) -> jax.Array:
+    """`exp(frm - to)`: the weight of what was measured against `frm`, measured against `to`. `less` subtracts.
 
     Zero, not NaN, where `to` is -inf, so that the identity merges with itself. +inf and NaN give NaN.
     """
-    return exp(frm - jnp.where(to == -jnp.inf, jnp.zeros_like(to), to))
+    return exp(less(frm, jnp.where(to == -jnp.inf, jnp.zeros_like(to), to)))
 
 
 def exp_in(unit: float) -> Exp:

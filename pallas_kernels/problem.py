@@ -56,7 +56,8 @@ class Problem:
     """Rows of `cols` elements, `inner` elements apart: the operand seen as `[rows, cols, inner]`, row-major.
 
     `where` says how a mask comes: "none", "full" (of the operand's shape) or "shared" (`[cols]`, for all rows).
-    What follows `scale` is the cross entropy's: its logits are `soft_cap * tanh(scale * x / soft_cap)`.
+    Three that follow `scale` are the cross entropy's: its logits are `soft_cap * tanh(scale * x / soft_cap)`.
+    `batch_invariant`: what is chosen for a row, and so its result, may not depend on `rows`.
     """
 
     op: Op
@@ -69,6 +70,7 @@ class Problem:
     soft_cap: float | None = None
     smoothing: float = 0.0
     z_loss: float = 0.0
+    batch_invariant: bool = False
 
     @property
     def elements(self) -> int:

@@ -56,6 +56,8 @@ def decide(problem: Attention, device: Device, *, config: Any = None) -> Decisio
         source = "asked for"
         if config is None:
             config, source = kernel.configs(problem, device)[0], "by the heuristic"
+        if problem.batch_invariant and problem.op is Op.FORWARD and source == "by the heuristic":
+            source += "; batch invariant: chosen by the heads' sizes and the kind of call alone"
         reason = f"it takes the problem; config {source}"
         return Decision(problem, device, name, config, reason, tuple(declined))
     return Decision(problem, device, None, None, "no kernel takes the problem", tuple(declined))

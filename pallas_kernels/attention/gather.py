@@ -251,6 +251,20 @@ def any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(wgmma, wgmma.reduce(1)), return_type=INTEGER)(vote_above)(x, limits) != 0
 
 
+def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x * factor - y`, rounded once wherever it stands; compilers contract a product in some branches only."""
+
+    def multiply_subtract(ctx, x, y):
+        registers = np.empty_like(x.registers)
+        for i, (a, b) in enumerate(zip(x.registers.flat, y.registers.flat, strict=True)):
+            registers.flat[i] = llvm.intr_fma(a, utils.c(factor, a.type), arith.negf(b))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    wgmma = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
+    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(multiply_subtract)(x, y)
+
+
 def _vote(held: list[ir.Value]) -> mgpu.FragmentedArray:
     text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
     any_held = functools.reduce(arith.ori, held)

@@ -14,7 +14,10 @@ MOST_TURNS = 8  # blocks of keys that take turns unasked
 
 
 def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
-    """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay."""
+    """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay.
+
+    If `batch_invariant`, by the heads' sizes and the kind of call alone.
+    """
     config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
     if problem.hidden_by_data:
         # How many tiles of keys are skipped is known on the device alone: who is free draws the next tile. bf16, H200,
@@ -37,7 +40,7 @@ def _spills_when_drawn(problem: Attention) -> bool:
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
     """The widest tiles that fit in shared memory together with the bias' own, if that can be copied."""
     narrow = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
-    if not forward_bias.can_be_copied(problem):
+    if problem.batch_invariant or not forward_bias.can_be_copied(problem):
         return narrow
     copied = []
     if problem.mask is None and not problem.segments:
@@ -66,7 +69,8 @@ def _widest(problem: Attention) -> ForwardConfig:
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
         # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
-        slots = 2 if schedule.bounds(problem) != (None, None) or problem.key_length <= 1024 else 1
+        bounded, short = schedule.bounds(problem) != (None, None), problem.key_length <= 1024
+        slots = 2 if bounded or short or problem.batch_invariant else 1
         return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, early=8, query_slots=slots, overwrites=True)
     if max(problem.head_dim, problem.value_dim) <= 128:
         # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.

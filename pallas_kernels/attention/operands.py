@@ -52,6 +52,7 @@ class Rules:
     window_offset: int = 0
     align_ends: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     precision: Any = None
 
 

@@ -62,6 +62,7 @@ class Attention:
     segments: bool = False
     sinks: bool = False
     deterministic: bool = False  # whether the gradients come out the same, bit by bit, every time
+    batch_invariant: bool = False  # whether what is chosen for FORWARD may depend on neither batch nor lengths
 
     @property
     def hidden_by_data(self) -> bool:

@@ -1,5 +1,6 @@
 """The online softmax of a warpgroup's rows: how a tile of logits joins it, and what it comes to in the end."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,7 +49,13 @@ def fold(problem: Attention, config: ForwardConfig, state: State, x: jax.Array) 
     highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early else 32)
 
     def weighed(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
+        if problem.batch_invariant:
+            # The same bits in a walk's first tile, in a later one, and where a neighbour's maximum has grown: ptxas
+            # contracts the product in some of these places only.
+            less = functools.partial(gather.scaled_less, factor)
+            weights = monoid.decay(x, by_row(maximum, x), exp=jnp.exp2, less=less)
+        else:
+            weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
         return total + _fold_columns(jnp.add, weights, PARTIAL_COLUMNS), weights
 
     def joined(x: jax.Array) -> tuple[jax.Array, ...]:

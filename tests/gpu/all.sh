@@ -3,7 +3,7 @@
 # Usage: OUT=DIR [COMMIT=SHA] [PROCESSES=16] [TESTS_SECONDS=500] tests/gpu/all.sh PART...
 #   tests, of which those that are named share their processes: softmax, cross-entropy, attention, library
 #   others, one after the other: benchmark, loss-benchmark, loss-peers, attention-benchmark, attention-peers, models,
-#   sanitize, sanitize-attention
+#   invariance, sanitize, sanitize-attention
 # Benchmarks need COMMIT, and the peers PEERS, a folder where they and the CuTe DSL are installed.
 set -u
 cd "$(dirname "$0")/../.."
@@ -64,6 +64,7 @@ do_part() {
       --peers_path="$peers_path"
     ;;
   models) python3 -m benchmarks.training --json="$out/models.json" --commit="${COMMIT:?}" ;;
+  invariance) python3 -m benchmarks.invariance --json="$out/invariance.json" --commit="${COMMIT:?}" ;;
   sanitize) tests/gpu/sanitize.sh ;; # two tools beside each other
   sanitize-attention)
     mkdir -p "$out/attention" && OUT=$out/attention STEPS=every_attention tests/gpu/sanitize.sh

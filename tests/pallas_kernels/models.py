@@ -435,6 +435,10 @@ def _vote_above(machine: Any, static: Any, x: Any, limits: Any) -> list[Any]:
     return [(~(x.max(axis=1) * np.float32(static.factor) <= limits)).any().astype(np.int32)]
 
 
+def _multiply_subtract(machine: Any, static: Any, x: Any, y: Any) -> list[Any]:
+    return [x * np.float32(static.factor) - y]
+
+
 def _keep_rolled(machine: Any, static: Any) -> None:
     """Only the compilers hear it."""
 

@@ -118,6 +118,14 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
+def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
+    p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, early=24, overwrites=True, overlaps=True)
+    check(dataclasses.replace(p, batch_invariant=True), config, interpreted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("slack, early", [(0, 0), (8, 0), (8, 24)])
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
@@ -344,6 +352,31 @@ def test_exponentials_overlap_products(dims, overlaps):
     begun = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
     beside = code[begun : code.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begun)].count("MUFU.EX2")
     assert beside > 3 / 4 * config.block_kv / 2 if overlaps else beside < config.block_kv / 4
+
+
+def unlike_weights(ptx: str) -> int:
+    """How many weights are not one product less a number, rounded once: exponentials of what else a register holds."""
+    made = dict(re.findall(r"^\s+(?:@\S+ )?[a-z0-9_.]+\s+(%r\d+), (.*);", ptx, re.MULTILINE))
+    by = {name: word for word, name in re.findall(r"^\s+([a-z0-9_.]+)\s+(%r\d+), ", ptx, re.MULTILINE)}
+    powers = re.findall(r"ex2[a-z0-9.]* %r\d+, (%r\d+);", ptx)
+    assert made
+    # Decays of a maximum by another are no products, two for each place of a tile; a product less 0 is one rounding.
+    return sum(not by[power].startswith(("fma.rn", "mul.rn")) for power in powers)
+
+
+@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_weights_are_contracted_alike_wherever_a_tile_is_visited(head_dim):
+    """In a walk's first tile, in a later one, and where another row's maximum has grown."""
+    p = problem_of("causal-later", (512, 640), (head_dim, head_dim), "bfloat16")
+    p = dataclasses.replace(p, batch_invariant=True)
+    report = compiled(p, heuristics.forward(p, hardware.H200)[0])
+    assert unlike_weights(report.ptx) <= 4
+    assert report.spill_bytes <= (_WIDE_MAY_SPILL if head_dim == 256 else 0)
+    if head_dim == 64:
+        left_to_compilers = dataclasses.replace(p, batch_invariant=False)
+        config = heuristics.forward(p, hardware.H200)[0]
+        assert unlike_weights(compiled(left_to_compilers, config).ptx) > 4
 
 
 # Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.

@@ -75,6 +75,12 @@ def _interpreted():
                 yield pytest.param(
                     _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
+            if rung.name == "team" and op in _ON_OLDEST_TOO:
+                # More teams than rows, as where the number of rows may not choose.
+                yield pytest.param(
+                    _case(rung, Problem(op, 1, 2501, dtype), TeamConfig(3, 1, 1, slots=3, teams=2)),
+                    marks=pytest.mark.slow,
+                )
             # A team's words take some of the share of each of two.
             forms = cases.variations(rung, op, dtype, ROWS, 2504 if rung.name == "team" else min(cols, 1001))
             for form in forms[i % 4 :: 4]:
