@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoftmax import _checks
 from jaxsoftmax import _cross_entropy_checks as checks
 from jaxsoftmax._api import scaled
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy_primitives import losses
+from jaxsoftmax._cross_entropy_tangents import weigh
 from jaxsoftmax._primitives import bind
+from jaxsoftmax._sharding import x64_for
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
 from pallas_kernels.reference import accumulator_dtype
@@ -92,17 +95,18 @@ def softmax_cross_entropy_with_integer_labels(
     x = _checks.floating(name, "logits", logits)
     listed = _checks.listed_axes(name, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
-    rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
     cols = math.prod(x.shape[d] for d in axes)
     factor = _checks.scale_factor(name, scale, x.shape, "the logits'")
     ignored = checks.ignore_index(name, ignore_index)
     wide = accumulator_dtype(x.dtype)
-    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights(name, weights, rows, wide)
-    mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
+    given, shape = checks.labels(name, labels, x.shape, axes)
+    mask = () if where is None else (checks.mask(name, where, shape, axes),)
+    shape = jnp.broadcast_shapes(shape, *(m.shape for m in mask))
+    rows = tuple(n for d, n in enumerate(shape) if d not in axes)
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
-    target = checks.labels(name, labels, rows, cols)
-    checks.labels_in_range(name, labels, cols, ignored, counts)
-    target, factors = _rows_to_read(target, factors, cols, ignored, counts)
+    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights(name, weights, rows, wide)
+    checks.labels_in_range(name, given, cols, ignored, counts)
+    target, factors = _rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
     # Weights in the primitive have the gradient written with the loss, which is what needs no cotangent.
     weighted = weights is not None and not return_lse
@@ -121,7 +125,7 @@ def softmax_cross_entropy_with_integer_labels(
         all_rows=return_lse,
         implementation=_checks.implementation(name, implementation),
     )
-    loss = loss if weighted else factors * loss
+    loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
 
 
@@ -168,9 +172,8 @@ def softmax_cross_entropy(
     name = "softmax_cross_entropy"
     x = _checks.floating(name, "logits", logits)
     axes = _checks.axes(name, axis, x.ndim, "logits")
-    target = _checks.floating(name, "labels", labels)
-    _checks.broadcastable(name, "labels", target.shape, x.shape, "the logits'")
-    mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
+    target, shape = checks.probabilities(name, labels, x.shape, axes)
+    mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = _checks.implementation(name, implementation)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation))
     wide = accumulator_dtype(x.dtype)
@@ -184,20 +187,23 @@ def softmax_cross_entropy(
 
 
 def _rows_to_read(
-    labels: jax.Array, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
+    given: jax.Array | np.ndarray, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
-    known, weights = jnp.iinfo(labels.dtype), jnp.broadcast_to(weights, labels.shape)
+    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither; both of the rows."""
+    known = jnp.iinfo(given.dtype)
     fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
-    near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
+    skipped = [] if counts is None else [~counts]
+    with x64_for(given):
+        labels = jnp.broadcast_to(given, weights.shape)
+        near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
+        if ignored is not None and known.min <= ignored <= known.max:
+            skipped.append(labels == jnp.asarray(ignored, labels.dtype))
     exists = (near >= 0) & (near < cols)
     target, wrong = jnp.where(exists, near, 0), ~exists
-    skipped = [] if counts is None else [~counts]
-    if ignored is not None and known.min <= ignored <= known.max:
-        skipped.append(labels == jnp.asarray(ignored, labels.dtype))
     for skip in skipped:
         target, weights, wrong = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights), wrong & ~skip
-    return target, jnp.where(wrong, jnp.nan, weights)
+    # A sum: the weights of such rows keep their derivative, which is the loss.
+    return target, weights + jnp.where(wrong, jnp.nan, 0.0).astype(weights.dtype)
 
 
 def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:
