@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax import _lowering
+from jaxsoftmax import _checks, _lowering
 from jaxsoftmax._cross_entropy_rows import of_this_device
 from jaxsoftmax._primitives import define, higher_jvp, zeros
 from jaxsoftmax._sharding import Cuts, lower_plain, unify_varying, x64_for
@@ -115,13 +115,17 @@ def _pull_loss(
     *rest: jax.Array,
     all_rows: bool,
     implementation: str | None,
+    summed: bool,
     **row: Any,
 ) -> jax.Array:
-    """The same by a kernel if there is one; it knows no cotangent of the logsumexp."""
+    """The same by a kernel if there is one; it knows no cotangent of the logsumexp, and rounds before a sum."""
     of_loss, *of_lse = cts
-    if of_loss is None or any(ct is not None for ct in of_lse):
-        return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
-    return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
+    with_lse = of_loss is None or any(ct is not None for ct in of_lse)
+    if not summed and not with_lse:
+        return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
+    if implementation == "mosaic_gpu":
+        raise _checks.no_kernel_of_lse() if with_lse else _checks.no_kernel_of_sum()
+    return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
 
 
 def _push(
@@ -134,7 +138,7 @@ def _push(
     return [(_pull_to_logits(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
 
 
-def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, *, axes: Axes) -> jax.Array:
+def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: Any) -> jax.Array:
     (ct,) = cts
     return of_gradient(gradient, ct, ())
 
@@ -160,9 +164,7 @@ def _pulled(
     cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
 ) -> jax.Array:
     """What cotangents are pulled back to, rounded once: one program, also where the backward pass is not compiled."""
-    # Of a sum, nothing is rounded before it.
-    pull = _pull_loss if primitive is _OF_LOGITS and not broadcast else _PULLS[primitive]
-    out = pull(cts, *residuals, **dict(params))
+    out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
     return (out.sum(broadcast, keepdims=True) if broadcast else out).astype(dtype)
 
 
@@ -198,7 +200,7 @@ def _without_states(operands: Sequence[Any]) -> list[Any]:
     return [*operands[:3], *operands[5:]]
 
 
-_PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_to_logits, _OF_GRADIENT: _pull_to_gradient}
+_PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
 
 for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
     define(_primitive, lambda stats=False, **_: ("number",) * (1 + stats), many=True)

@@ -110,7 +110,10 @@ def kernel_rule(
         return jax.tree.leaves(computation.whole(functools.partial(run, implementation), *xs, **params))
 
     def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(computation.across(cuts, inside, functools.partial(run, None), *shards, **params))
+        if implementation == "mosaic_gpu" and "row" in computation.results(**params):
+            raise _checks.no_kernel_for_sharded_rows(op)
+        rows = functools.partial(run, implementation)
+        return jax.tree.leaves(computation.across(cuts, inside, rows, *shards, **params))
 
     return _sharding.lower(ctx, _sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands)
 
