@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import Op
 
 Axis = int | Iterable[int] | None
 
@@ -167,17 +166,17 @@ def no_kernel_for_sharded_rows(op: str) -> NotImplementedError:
 def no_kernel_of_lse() -> NotImplementedError:
     """The gradient of cross entropy, by a named kernel, where the logsumexp is used."""
     return NotImplementedError(
-        f"{Op.CROSS_ENTROPY_GRADIENT}: implementation='mosaic_gpu' was asked for, but no kernel takes a cotangent of "
-        "the logsumexp that return_lse gives. Pass implementation=None to use XLA for this gradient, z_loss for a "
-        "penalty on the logsumexp, or jax.lax.stop_gradient(lse)."
+        "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but no kernel takes a "
+        "cotangent of the logsumexp that return_lse gives. Pass implementation=None to use XLA for this gradient, "
+        "z_loss for a penalty on the logsumexp, or jax.lax.stop_gradient(lse)."
     )
 
 
 def no_kernel_of_sum() -> NotImplementedError:
     """The gradient of cross entropy, by a named kernel, of logits that broadcast."""
     return NotImplementedError(
-        f"{Op.CROSS_ENTROPY_GRADIENT}: implementation='mosaic_gpu' was asked for, but the logits were broadcast over "
-        "rows, and no kernel sums their gradients. Pass implementation=None to use XLA for this gradient."
+        "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but the logits are "
+        "broadcast over rows, and no kernel sums their gradients. Pass implementation=None to use XLA for these."
     )
 
 

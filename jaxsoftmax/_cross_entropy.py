@@ -56,17 +56,19 @@ def softmax_cross_entropy_with_integer_labels(
 
     A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
     with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
-    entirely gives 0. Where the label is no column, the loss and the gradient of its row are NaN; if the labels' values
-    are known (outside `jit`), that is an error, for which the labels are copied to the host. Empty arrays are fine.
+    entirely gives 0. Where the label is no column, the loss of its row is NaN, and so is its gradient; but that is 0
+    where the loss is not used, as in `jnp.where(labels >= 0, loss, 0)`. If the labels' values are known (outside
+    `jit`), such a label is an error, for which the labels are copied to the host. Empty arrays are fine.
 
     Source: as `softmax`; z-loss: Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311.
 
     Args:
         logits: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
-        labels: Integers of any dtype and of the logits' shape without `axis`: each row's right column. With several
-            axes, a label is an index into those axes flattened, in the order in which they are given.
+        labels: Integers of any dtype and of the logits' shape without `axis`, or of one of that rank that broadcasts
+            with it: each row's right column. With several axes, a label is an index into those axes flattened, in the
+            order in which they are given. 64 bits are compared before they are narrowed, of NumPy's integers too.
         axis: The axis or axes of a row; None for all.
-        where: A boolean mask of the logits' rank that broadcasts to them, or of the rows' rank, to include whole rows.
+        where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
             Entries where it is False are absent from the sums; the label's logit is taken even so.
         label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row.
         z_loss: A number: the factor of `lse**2`.
@@ -77,15 +79,19 @@ def softmax_cross_entropy_with_integer_labels(
             any, even 1, the gradient is written when the loss is computed.
         return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
             being known in the forward pass, the gradient is then written afterwards, by XLA, even if there are weights.
-        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`. No kernel computes the gradient of a vocabulary
+            that is sharded, of a logsumexp, or of logits that broadcast over labels: named, it is an error there.
 
     Returns:
-        The rows' losses, in the logits' shape without `axis`; or a pair of them and of `lse`, if `return_lse`.
+        The rows' losses, in the shape to which the logits without `axis`, `labels` and `where` broadcast; or a pair of
+        them and of `lse`, if `return_lse`.
 
     Raises:
         TypeError: `logits` is complex, `labels` are not integers, `where` is not boolean, or an option is not a number.
         ValueError: an argument does not fit, or labels that are known are out of range.
-        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled, or
+            for what a gradient alone lacks, when that is traced. In a mesh of `Auto` axes, where XLA shards the
+            vocabulary, a `jax.errors.JaxRuntimeError` contains the message.
 
     >>> import jax.numpy as jnp
     >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
@@ -152,13 +158,13 @@ def softmax_cross_entropy(
 
     Args:
         logits: Logits of any real dtype and any shape, as above.
-        labels: Probabilities, or numbers of any real dtype, which broadcast to `logits`.
+        labels: Probabilities, or numbers of any real dtype, which broadcast with `logits`.
         axis: The axis or axes of a row; None for all.
-        where: A boolean mask of the logits' rank that broadcasts to them, or of the rows' rank, to include whole rows.
+        where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; the statistics' kernel.
 
     Returns:
-        The rows' losses, in the logits' shape without `axis`.
+        The rows' losses, in the shape to which all three broadcast, without `axis`.
 
     Raises:
         TypeError: `logits` or `labels` are complex, or `where` is not boolean.
