@@ -149,8 +149,8 @@ def softmax_cross_entropy(
     float32, or float64 for float64 logits, which is the dtype of the loss.
 
     A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
-    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN. A row that is empty, or that `where` excludes
-    entirely, gives 0.
+    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN, as its gradient does. A row that is empty, or
+    that `where` excludes entirely, gives 0.
 
     Derivatives of every order in the logits and in the labels exist, in forward and reverse mode.
 
@@ -189,7 +189,9 @@ def softmax_cross_entropy(
     # What is absent may be anything, and so may its derivative; a row of nothing else has no logarithm.
     total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
     distance = jnp.where(absent, 0.0, jnp.expand_dims(stats.max, axes) - x.astype(wide))
-    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+    loss = jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+    # A loss of NaN has a gradient of NaN: where all logits are -inf, the distances would have one of -1.
+    return weigh(jnp.where(jnp.isnan(loss), jnp.nan, 1.0).astype(wide), loss)
 
 
 def _rows_to_read(

@@ -120,8 +120,8 @@ def _pull_loss(
 ) -> jax.Array:
     """The same by a kernel if there is one; it knows no cotangent of the logsumexp, and rounds before a sum."""
     of_loss, *of_lse = cts
-    with_lse = of_loss is None or any(ct is not None for ct in of_lse)
-    if not summed and not with_lse:
+    with_lse = any(ct is not None for ct in of_lse)
+    if of_loss is not None and not summed and not with_lse:
         return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
     if implementation == "mosaic_gpu":
         raise _checks.no_kernel_of_lse() if with_lse else _checks.no_kernel_of_sum()
@@ -153,9 +153,10 @@ def _products(gradient: jax.Array, t: jax.Array, *, axes: Axes) -> list[jax.Arra
 
 def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
     """It is linear in either."""
-    out = of_gradient(*primals, axes)
-    pairs = zip(reversed(primals), tangents, strict=True)
-    slopes = [of_gradient(other, t, axes) for other, t in pairs if type(t) is not ad.Zero]
+    gradient, t = primals
+    out = of_gradient(gradient, t, axes)
+    pairs = zip((t, gradient), tangents, strict=True)
+    slopes = [of_gradient(other, moved, axes) for other, moved in pairs if type(moved) is not ad.Zero]
     return [out], [sum(slopes[1:], slopes[0]) if slopes else zeros(out)]
 
 

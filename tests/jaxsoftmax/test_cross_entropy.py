@@ -579,6 +579,9 @@ def test_nothing_times_infinity_is_nothing() -> None:
     np.testing.assert_allclose(got, np.log1p(np.e) + 1 - 1.75, rtol=1e-6)
     np.testing.assert_allclose(gradient[0], [1 / (1 + np.e) - 0.25, np.e / (1 + np.e) - 0.75, 0], rtol=1e-5)
     np.testing.assert_array_equal(jaxsoftmax.softmax_cross_entropy(x, t)[1:], [INF, np.nan, np.nan])
+    of_each = jax.grad(lambda x: jaxsoftmax.softmax_cross_entropy(x, t).sum())(x)
+    assert np.isnan(of_each[2]).any()
+    np.testing.assert_allclose(of_each[0], gradient[0])
     assert jaxsoftmax.softmax_cross_entropy(x[0], jnp.array([0, 1, 0])) == ours(x[0], 1)
 
 
