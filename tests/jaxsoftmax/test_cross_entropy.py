@@ -656,7 +656,7 @@ def test_a_unit_cotangent_costs_no_pass(stand_ins: Any, dtype: Any) -> None:
     x, y = jnp.asarray(logits((64, 512)), dtype), labels((64,), 512)
 
     def passes(function: Any) -> int:
-        """Multiplications over the logits' size in what is left of the program without the kernel."""
+        """Multiplications and selections over the logits' size in what is left of the program without the kernel."""
         closed = jax.make_jaxpr(function)(x)
         (kernel,) = (e for e in closed.eqns if e.primitive.name == "cross_entropy_gradient")
         after = closed.jaxpr.replace(
@@ -666,10 +666,10 @@ def test_a_unit_cotangent_costs_no_pass(stand_ins: Any, dtype: Any) -> None:
         )
         run = jax.jit(lambda *xs: jax.core.eval_jaxpr(after, closed.consts, *xs))
         text = run.lower(x, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outvars)).compile().as_text()
-        return len(re.findall(r"\[64,512\]\S* multiply\(", text))
+        return len(re.findall(r"\[64,512\]\S* (?:multiply|select)\(", text))
 
     assert passes(jax.value_and_grad(lambda x: ours(x, y, weights=1 / 64).sum())) == 0
-    assert passes(jax.value_and_grad(lambda x: ours(x, y, weights=1.0).mean())) == 1
+    assert passes(jax.value_and_grad(lambda x: ours(x, y, weights=1.0).mean())) > 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
