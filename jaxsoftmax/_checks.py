@@ -154,6 +154,32 @@ def no_kernel_for_problem(op: str, reasons: Sequence[tuple[str, str]]) -> NotImp
     )
 
 
+def no_kernel_for_sharded_rows(op: str) -> NotImplementedError:
+    """A named kernel, of rows of which each device has some columns."""
+    return NotImplementedError(
+        f"{op}: implementation='mosaic_gpu' was asked for, but the rows are sharded along the axis that is reduced, "
+        "where a kernel finds their statistics and XLA computes the result from these. Pass implementation=None, or "
+        "shard another axis."
+    )
+
+
+def no_kernel_of_lse() -> NotImplementedError:
+    """The gradient of cross entropy, by a named kernel, where the logsumexp is used."""
+    return NotImplementedError(
+        "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but no kernel takes a "
+        "cotangent of the logsumexp that return_lse gives. Pass implementation=None to use XLA for this gradient, "
+        "z_loss for a penalty on the logsumexp, or jax.lax.stop_gradient(lse)."
+    )
+
+
+def no_kernel_of_sum() -> NotImplementedError:
+    """The gradient of cross entropy, by a named kernel, of logits that broadcast."""
+    return NotImplementedError(
+        "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but the logits are "
+        "broadcast over rows, and no kernel sums their gradients. Pass implementation=None to use XLA for these."
+    )
+
+
 def no_kernel_with_weights() -> NotImplementedError:
     """`logsumexp` with `b`, and a kernel named."""
     return NotImplementedError(

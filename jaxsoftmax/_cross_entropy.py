@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoftmax import _checks, _invariance
 from jaxsoftmax import _cross_entropy_checks as checks
 from jaxsoftmax._api import scaled
 from jaxsoftmax._checks import Axis
 from jaxsoftmax._cross_entropy_primitives import losses
+from jaxsoftmax._cross_entropy_tangents import weigh
 from jaxsoftmax._primitives import bind
+from jaxsoftmax._sharding import x64_for
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
 from pallas_kernels.reference import accumulator_dtype
@@ -55,17 +58,19 @@ def softmax_cross_entropy_with_integer_labels(
 
     A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
     with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
-    entirely gives 0. Where the label is no column, the loss and the gradient of its row are NaN; if the labels' values
-    are known (outside `jit`), that is an error, for which the labels are copied to the host. Empty arrays are fine.
+    entirely gives 0. Where the label is no column, the loss of its row is NaN, and so is its gradient; but that is 0
+    where the loss is not used, as in `jnp.where(labels >= 0, loss, 0)`. If the labels' values are known (outside
+    `jit`), such a label is an error, for which the labels are copied to the host. Empty arrays are fine.
 
     Source: as `softmax`; z-loss: Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311.
 
     Args:
         logits: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
-        labels: Integers of any dtype and of the logits' shape without `axis`: each row's right column. With several
-            axes, a label is an index into those axes flattened, in the order in which they are given.
+        labels: Integers of any dtype and of the logits' shape without `axis`, or of one of that rank that broadcasts
+            with it: each row's right column. With several axes, a label is an index into those axes flattened, in the
+            order in which they are given. 64 bits are compared before they are narrowed, of NumPy's integers too.
         axis: The axis or axes of a row; None for all.
-        where: A boolean mask of the logits' rank that broadcasts to them, or of the rows' rank, to include whole rows.
+        where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
             Entries where it is False are absent from the sums; the label's logit is taken even so.
         label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row.
         z_loss: A number: the factor of `lse**2`.
@@ -76,15 +81,19 @@ def softmax_cross_entropy_with_integer_labels(
             any, even 1, the gradient is written when the loss is computed.
         return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
             being known in the forward pass, the gradient is then written afterwards, by XLA, even if there are weights.
-        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`. No kernel computes the gradient of a vocabulary
+            that is sharded, of a logsumexp, or of logits that broadcast over labels: named, it is an error there.
 
     Returns:
-        The rows' losses, in the logits' shape without `axis`; or a pair of them and of `lse`, if `return_lse`.
+        The rows' losses, in the shape to which the logits without `axis`, `labels` and `where` broadcast; or a pair of
+        them and of `lse`, if `return_lse`.
 
     Raises:
         TypeError: `logits` is complex, `labels` are not integers, `where` is not boolean, or an option is not a number.
         ValueError: an argument does not fit, or labels that are known are out of range.
-        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled, or
+            for what a gradient alone lacks, when that is traced. In a mesh of `Auto` axes, where XLA shards the
+            vocabulary, a `jax.errors.JaxRuntimeError` contains the message.
 
     >>> import jax.numpy as jnp
     >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
@@ -94,17 +103,18 @@ def softmax_cross_entropy_with_integer_labels(
     x = _checks.floating(name, "logits", logits)
     listed = _checks.listed_axes(name, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
-    rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
     cols = math.prod(x.shape[d] for d in axes)
     factor = _checks.scale_factor(name, scale, x.shape, "the logits'")
     ignored = checks.ignore_index(name, ignore_index)
     wide = accumulator_dtype(x.dtype)
-    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights(name, weights, rows, wide)
-    mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
+    given, shape = checks.labels(name, labels, x.shape, axes)
+    mask = () if where is None else (checks.mask(name, where, shape, axes),)
+    shape = jnp.broadcast_shapes(shape, *(m.shape for m in mask))
+    rows = tuple(n for d, n in enumerate(shape) if d not in axes)
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
-    target = checks.labels(name, labels, rows, cols)
-    checks.labels_in_range(name, labels, cols, ignored, counts)
-    target, factors = _rows_to_read(target, factors, cols, ignored, counts)
+    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights(name, weights, rows, wide)
+    checks.labels_in_range(name, given, cols, ignored, counts)
+    target, factors = _rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
     # Weights in the primitive have the gradient written with the loss, which is what needs no cotangent.
     weighted = weights is not None and not return_lse
@@ -124,7 +134,7 @@ def softmax_cross_entropy_with_integer_labels(
         implementation=_checks.implementation(name, implementation),
         **_invariance.asked(),
     )
-    loss = loss if weighted else factors * loss
+    loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
 
 
@@ -143,8 +153,8 @@ def softmax_cross_entropy(
     that may depend on how many rows there are, `batch_invariant()` does not cover it.
 
     A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
-    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN. A row that is empty, or that `where` excludes
-    entirely, gives 0.
+    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN, as its gradient does. A row that is empty, or
+    that `where` excludes entirely, gives 0.
 
     Derivatives of every order in the logits and in the labels exist, in forward and reverse mode.
 
@@ -152,13 +162,13 @@ def softmax_cross_entropy(
 
     Args:
         logits: Logits of any real dtype and any shape, as above.
-        labels: Probabilities, or numbers of any real dtype, which broadcast to `logits`.
+        labels: Probabilities, or numbers of any real dtype, which broadcast with `logits`.
         axis: The axis or axes of a row; None for all.
-        where: A boolean mask of the logits' rank that broadcasts to them, or of the rows' rank, to include whole rows.
+        where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; the statistics' kernel.
 
     Returns:
-        The rows' losses, in the logits' shape without `axis`.
+        The rows' losses, in the shape to which all three broadcast, without `axis`.
 
     Raises:
         TypeError: `logits` or `labels` are complex, or `where` is not boolean.
@@ -172,9 +182,8 @@ def softmax_cross_entropy(
     name = "softmax_cross_entropy"
     x = _checks.floating(name, "logits", logits)
     axes = _checks.axes(name, axis, x.ndim, "logits")
-    target = _checks.floating(name, "labels", labels)
-    _checks.broadcastable(name, "labels", target.shape, x.shape, "the logits'")
-    mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
+    target, shape = checks.probabilities(name, labels, x.shape, axes)
+    mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = _checks.implementation(name, implementation)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation))
     wide = accumulator_dtype(x.dtype)
@@ -184,24 +193,29 @@ def softmax_cross_entropy(
     # What is absent may be anything, and so may its derivative; a row of nothing else has no logarithm.
     total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
     distance = jnp.where(absent, 0.0, jnp.expand_dims(stats.max, axes) - x.astype(wide))
-    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+    loss = jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+    # A loss of NaN has a gradient of NaN: where all logits are -inf, the distances would have one of -1.
+    return weigh(jnp.where(jnp.isnan(loss), jnp.nan, 1.0).astype(wide), loss)
 
 
 def _rows_to_read(
-    labels: jax.Array, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
+    given: jax.Array | np.ndarray, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
-    known, weights = jnp.iinfo(labels.dtype), jnp.broadcast_to(weights, labels.shape)
+    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither; both of the rows."""
+    known = jnp.iinfo(given.dtype)
     fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
-    near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
+    skipped = [] if counts is None else [~counts]
+    with x64_for(given):
+        labels = jnp.broadcast_to(given, weights.shape)
+        near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
+        if ignored is not None and known.min <= ignored <= known.max:
+            skipped.append(labels == jnp.asarray(ignored, labels.dtype))
     exists = (near >= 0) & (near < cols)
     target, wrong = jnp.where(exists, near, 0), ~exists
-    skipped = [] if counts is None else [~counts]
-    if ignored is not None and known.min <= ignored <= known.max:
-        skipped.append(labels == jnp.asarray(ignored, labels.dtype))
     for skip in skipped:
         target, weights, wrong = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights), wrong & ~skip
-    return target, jnp.where(wrong, jnp.nan, weights)
+    # A sum: the weights of such rows keep their derivative, which is the loss.
+    return target, weights + jnp.where(wrong, jnp.nan, 0.0).astype(weights.dtype)
 
 
 def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:

@@ -1,6 +1,7 @@
 """The arguments of the cross entropies, checked and brought to the primitives' form; every error says what to do."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ Shape = Sequence[int]
 
 def number(function: str, name: str, value: Any, low: float, high: float) -> float:
     """A finite Python or NumPy number between two bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         got = f"is {value!r}" if not isinstance(value, jax.Array) else f"is an array, {jax.typeof(value)}"
         raise TypeError(f"{function}: {name} {got}, expected a Python number; it is compiled into the program.")
-    if not (low <= float(value) <= high and math.isfinite(value)):
+    # An integer may be finite and yet no float.
+    if not (low <= value <= high and abs(value) <= sys.float_info.max):
         raise ValueError(f"{function}: {name} is {value}, expected a finite number from {low} to {high}.")
     return float(value)
 
@@ -44,35 +46,69 @@ def ignore_index(function: str, value: Any) -> int | None:
 
 
 def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
-    """`where` of the logits' rank; one of the rows' rank holds for rows."""
-    array = jnp.asarray(where)
+    """`where` of the logits' rank; one of the rows' rank holds for rows. Either may say that there are more rows."""
+    array = _checks.boolean(function, where)
     rows = [n for d, n in enumerate(shape) if d not in axes]
-    if array.ndim == len(rows) != len(shape):
-        _checks.broadcastable(function, "where", array.shape, rows, "the rows'")
-        array = jnp.expand_dims(array, tuple(axes))
-    if array.ndim != len(shape):
+    if array.ndim not in (len(rows), len(shape)):
         raise ValueError(
             f"{function}: where has shape {array.shape}, expected the rank of the logits, {len(shape)}, or of the "
             f"rows, {len(rows)}."
         )
-    return _checks.mask(function, array, shape, "the logits'")
+    full = jnp.expand_dims(array, tuple(axes)) if array.ndim < len(shape) else array
+    if _with_rows(full.shape, shape, axes) is None:
+        of, want = ("logits", tuple(shape)) if full is array else ("rows", tuple(rows))
+        raise ValueError(
+            f"{function}: where has shape {array.shape}, expected a shape that broadcasts with the {of}', {want}."
+        )
+    return full
 
 
-def labels(function: str, given: Any, rows: Shape, cols: Any) -> jax.Array:
-    """Labels as an array of integers, one for each row."""
-    array = jnp.asarray(given)
+def labels(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array | np.ndarray, Shape]:
+    """Labels as an array of integers, one for each row, and the logits' shape with as many rows as there are labels.
+
+    What NumPy or Python knows stays NumPy's, whose 64 bits an array of JAX may not have.
+    """
+    traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
+    array = jnp.asarray(given) if traced else np.asarray(given)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{function}: labels has dtype {array.dtype}, expected integers. Pass labels.astype(int), or use "
             "softmax_cross_entropy for probabilities."
         )
-    if array.shape != tuple(rows):
+    rows = tuple(n for d, n in enumerate(shape) if d not in axes)
+    extents = iter(array.shape)
+    expanded = [1 if d in axes else next(extents) for d in range(len(shape))] if array.ndim == len(rows) else None
+    full = None if expanded is None else _with_rows(expanded, shape, axes)
+    if full is None:
         raise ValueError(
-            f"{function}: labels has shape {array.shape}, expected that of the logits without axis, {tuple(rows)}."
+            f"{function}: labels has shape {array.shape}, expected that of the logits without axis, {rows}, or one of "
+            "that rank that broadcasts with it."
         )
+    cols = math.prod(shape[d] for d in axes)
     if isinstance(cols, int) and cols >= 2**31:
         raise ValueError(f"{function}: logits has {cols} columns along axis, expected fewer than 2^31.")
-    return array
+    return array, full
+
+
+def probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
+    """Probabilities, of at most the logits' rank, and the logits' shape with as many rows as there are of them."""
+    array = _checks.floating(function, "labels", given)
+    full = _with_rows((1,) * (len(shape) - array.ndim) + array.shape, shape, axes)
+    if full is None:
+        raise ValueError(
+            f"{function}: labels has shape {array.shape}, expected a shape that broadcasts with the logits', "
+            f"{tuple(shape)}."
+        )
+    return array, full
+
+
+def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | None:
+    """The logits' shape with the rows that an argument of that rank adds; None if it does not fit."""
+    try:
+        full = jnp.broadcast_shapes(tuple(extents), tuple(shape))
+    except ValueError:
+        return None
+    return full if len(full) == len(shape) and all(full[d] == shape[d] for d in axes) else None
 
 
 def labels_in_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
@@ -85,7 +121,8 @@ def labels_in_range(function: str, given: Any, cols: Any, ignored: int | None, c
     if ignored is not None:
         bad &= values != ignored
     if bad.any() and counts is not None:
-        bad &= np.asarray(counts)
+        bad = bad & np.asarray(counts)
+        values = np.broadcast_to(values, bad.shape)
     if not bad.any():
         return
     at = tuple(int(i) for i in np.argwhere(bad)[0])

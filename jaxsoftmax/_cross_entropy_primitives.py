@@ -17,7 +17,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax import _lowering
-from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, seen
+from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, of_weight, seen, weigh
 from jaxsoftmax._primitives import BY_OP, bind, higher_jvp, zeros
 from pallas_kernels.problem import Op
 
@@ -50,20 +50,23 @@ def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **param
     x, labels, weights, *where = primals
     t, _, of_weights, *_ = tangents
     axes, slopes = params["axes"], []
+    weight = weights.squeeze(axes)
     if type(t) is ad.Zero:
         (loss,) = losses(x, labels, *where, **_ALONE, **params)
     else:
         loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, *primals, **params)
         slopes.append(of_gradient(gradient, t, axes))
     if type(of_weights) is not ad.Zero:
-        slopes.append(of_weights.squeeze(axes) * loss)
-    value = weights.squeeze(axes) * loss
+        slopes.append(of_weight(weight, loss, of_weights.squeeze(axes)))
+    value = weigh(weight, loss)
     return [value], [sum(slopes[1:], slopes[0]) if slopes else zeros(value)]
 
 
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
-    x = seen(x, labels, where, row["axes"])
-    return _lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain(x, labels, weights, *where, **row)
+    x, wrong = seen(x, labels, where, row["axes"]), jnp.isnan(weights)
+    plain, finite = _lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain, jnp.where(wrong, 1.0, weights)
+    loss, gradient = plain(x, labels, finite, *where, **row)
+    return [loss, of_gradient(jnp.where(wrong, weights, 1.0), gradient, ()).astype(gradient.dtype)]
 
 
 def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax import _lowering
+from jaxsoftmax import _checks, _lowering
 from jaxsoftmax._cross_entropy_rows import of_this_device
-from jaxsoftmax._primitives import define, higher_jvp
+from jaxsoftmax._primitives import define, higher_jvp, zeros
 from jaxsoftmax._sharding import Cuts, lower_plain, unify_varying, x64_for
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -41,9 +42,36 @@ def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
 
 
 def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
-    """The tangent of what has that gradient."""
+    """The tangent of what has that gradient: `sum(gradient * t)`, in which 0 times anything is 0.
+
+    A row whose label is no column has a gradient of NaN, of which a cotangent of 0 leaves 0. JAX's own product would
+    leave NaN.
+    """
     (out,) = _OF_GRADIENT.bind(*unify_varying(gradient, t), axes=axes)
     return out
+
+
+@jax.custom_jvp
+def weigh(weights: jax.Array, loss: jax.Array) -> jax.Array:
+    """The loss times its weight, which is NaN where the label is no column."""
+    return weights * loss
+
+
+def _weigh_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    weights, loss = primals
+    of_weights, of_loss = tangents
+    slopes = [] if type(of_loss) is SymbolicZero else [of_gradient(weights, of_loss, ())]
+    if type(of_weights) is not SymbolicZero:
+        slopes.append(of_weight(weights, loss, of_weights))
+    return weigh(weights, loss), sum(slopes[1:], slopes[0])
+
+
+weigh.defjvp(_weigh_jvp, symbolic_zeros=True)
+
+
+def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
+    """The tangent of the weighted loss for one of the weights."""
+    return of_gradient(jnp.where(jnp.isnan(weights), weights, loss), t, ())
 
 
 def seen(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: Axes) -> jax.Array:
@@ -87,28 +115,49 @@ def _pull_loss(
     *rest: jax.Array,
     all_rows: bool,
     implementation: str | None,
+    summed: bool,
     **row: Any,
 ) -> jax.Array:
-    """The same by a kernel if there is one; it knows no cotangent of the logsumexp."""
+    """The same by a kernel if there is one; it knows no cotangent of the logsumexp, and rounds before a sum."""
     of_loss, *of_lse = cts
-    if of_loss is None or any(ct is not None for ct in of_lse):
-        return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
-    return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
-
-
-def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, *, axes: Axes) -> jax.Array:
-    (ct,) = cts
-    return gradient.astype(reference.accumulator_dtype(gradient.dtype)) * ct
+    with_lse = any(ct is not None for ct in of_lse)
+    if of_loss is not None and not summed and not with_lse:
+        return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
+    if implementation == "mosaic_gpu":
+        raise _checks.no_kernel_of_lse() if with_lse else _checks.no_kernel_of_sum()
+    return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
 
 
 def _push(
-    pull: Pull, *operands: jax.Array, axes: Axes, stats: bool = False, implementation: str | None = None, **row: Any
+    *operands: jax.Array, axes: Axes, stats: bool, implementation: str | None = None, **row: Any
 ) -> list[jax.Array]:
     """Each result is the product of the tangent with what a 1 for that result is pulled back to."""
     *residuals, t = operands
     one = jnp.ones((), reference.accumulator_dtype(t.dtype))
     units = [[one, None], [None, one]] if stats else [[one]]
-    return [(pull(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
+    return [(_pull_to_logits(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
+
+
+def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: Any) -> jax.Array:
+    (ct,) = cts
+    return of_gradient(gradient, ct, ())
+
+
+def _products(gradient: jax.Array, t: jax.Array, *, axes: Axes) -> list[jax.Array]:
+    dtype = reference.accumulator_dtype(gradient.dtype)
+    gradient, t = gradient.astype(dtype), t.astype(dtype)
+    # Said so that XLA drops all of it for a cotangent of 1.
+    nothing = (t == 0) | ((gradient == 0) & ~jnp.isfinite(t))
+    return [jnp.where(nothing, 0.0, gradient * t).sum(axes)]
+
+
+def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
+    """It is linear in either."""
+    gradient, t = primals
+    out = of_gradient(gradient, t, axes)
+    pairs = zip((t, gradient), tangents, strict=True)
+    slopes = [of_gradient(other, moved, axes) for other, moved in pairs if type(moved) is not ad.Zero]
+    return [out], [sum(slopes[1:], slopes[0]) if slopes else zeros(out)]
 
 
 @functools.partial(jax.jit, static_argnames=("primitive", "broadcast", "dtype", "params"))
@@ -116,9 +165,7 @@ def _pulled(
     cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
 ) -> jax.Array:
     """What cotangents are pulled back to, rounded once: one program, also where the backward pass is not compiled."""
-    # Of a sum, nothing is rounded before it.
-    pull = _pull_loss if primitive is _OF_LOGITS and not broadcast else _PULLS[primitive]
-    out = pull(cts, *residuals, **dict(params))
+    out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
     return (out.sum(broadcast, keepdims=True) if broadcast else out).astype(dtype)
 
 
@@ -154,14 +201,14 @@ def _without_states(operands: Sequence[Any]) -> list[Any]:
     return [*operands[:3], *operands[5:]]
 
 
-_PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_to_logits, _OF_GRADIENT: _pull_to_gradient}
+_PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
 
-for _primitive, _pull in _PULLS.items():
-    _pushes = functools.partial(_push, _pull)
+for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
     define(_primitive, lambda stats=False, **_: ("number",) * (1 + stats), many=True)
     mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
-    ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, _pushes, True)
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
+ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, True)
+ad.primitive_jvps[_OF_GRADIENT] = _products_jvp
 
 # The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is cut,
 # as where no kernel takes it, XLA uses those that are known.

@@ -122,7 +122,9 @@ def kernel_rule(
         return jax.tree.leaves(computation.whole(rows, *xs, **params))
 
     def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
-        rows = functools.partial(run, None, batch_invariant)
+        if implementation == "mosaic_gpu" and "row" in computation.results(**params):
+            raise _checks.no_kernel_for_sharded_rows(op)
+        rows = functools.partial(run, implementation, batch_invariant)
         return jax.tree.leaves(computation.across(cuts, inside, rows, *shards, **params))
 
     return _sharding.lower(ctx, _sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands)

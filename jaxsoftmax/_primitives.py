@@ -48,10 +48,11 @@ def define(primitive: Primitive, results: Results, *, many: bool) -> None:
 def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
     """The outputs' types: of the operands' common shape, or one number a row in the dtype of accumulation.
 
-    Mesh axes and weak types are the first operand's.
+    The weak type is the first operand's, and the mesh that of the first one on any.
     """
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    spec, mesh = common_spec([spec_of(x) for x in operands]), operands[0].sharding.mesh
+    spec, meshes = common_spec([spec_of(x) for x in operands]), [x.sharding.mesh for x in operands]
+    mesh = next((m for m in meshes if not m.empty), meshes[0])
     row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
     kept = [d for d in range(len(shape)) if d not in axes]
     number = row.update(

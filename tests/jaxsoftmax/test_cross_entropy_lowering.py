@@ -79,6 +79,53 @@ def test_a_declined_kernel_is_the_reference(stand_ins: Any) -> None:
             value_and_grad(X, Y, implementation="mosaic_gpu", **options)
 
 
+@pytest.mark.parametrize("weights", [None, 0.5])
+def test_a_named_kernel_takes_no_cotangent_of_the_logsumexp(stand_ins: Any, weights: float | None) -> None:
+    named = functools.partial(ours, labels=Y, weights=weights, return_lse=True, implementation="mosaic_gpu")
+    with pytest.raises(
+        NotImplementedError, match=r"integer_labels: .* no kernel takes a cotangent of the logsumexp .* Pass"
+    ):
+        jax.grad(lambda x: sum(map(jnp.sum, named(x))))(X)
+    gradient, logged = jax.grad(lambda x: (named(x)[0].sum(), named(x)[1]), has_aux=True)(X)
+    close(logged, oracle.logsumexp(X, -1))
+    close(gradient, oracle.cross_entropy(X, Y, weights=1.0 if weights is None else weights).gradient)
+    assert Op.CROSS_ENTROPY_GRADIENT in {p.op for p in stand_ins.problems}
+
+
+def test_a_named_kernel_sums_no_gradients_of_broadcast_logits(stand_ins: Any) -> None:
+    run = lambda x, name: jax.vmap(lambda y: ours(x, y, implementation=name))(Y).sum()
+    with pytest.raises(NotImplementedError, match=r"integer_labels: .* broadcast over rows"):
+        jax.grad(run)(X[0], "mosaic_gpu")
+    want = oracle.cross_entropy(np.broadcast_to(X[:1], X.shape), Y).gradient.sum(0)
+    close(jax.grad(run)(X[0], None), want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_named_kernel_of_a_sharded_vocabulary(stand_ins: Any, kind: AxisType) -> None:
+    # What is raised while XLA compiles comes from there.
+    error = jax.errors.JaxRuntimeError if kind is AxisType.Auto else NotImplementedError
+    named = functools.partial(ours, labels=Y, implementation="mosaic_gpu")
+    with jax.set_mesh(mesh(kind)):
+        x, y = jax.device_put(X, P(None, None, "m")), jax.device_put(X, P("d"))
+        close(jax.jit(named)(x), oracle.cross_entropy(X, Y).loss)
+        for weights in (None, 1.0):
+            run = jax.jit(jax.grad(lambda x, w=weights: named(x, weights=w).sum()))
+            close(run(y), oracle.cross_entropy(X, Y).gradient)
+            with pytest.raises(error, match=r"the rows are sharded along .* Pass"):
+                run(x)
+        with pytest.raises(error, match=r"softmax: .* the rows are sharded along the axis that is reduced"):
+            jax.jit(functools.partial(jaxsoftmax.softmax, implementation="mosaic_gpu"))(x)
+        close(
+            jax.jit(functools.partial(jaxsoftmax.logsumexp, axis=-1, implementation="mosaic_gpu"))(x),
+            oracle.logsumexp(X, -1),
+        )
+        stand_ins.accepts = lambda problem: problem.cols == SHAPE[-1]
+        jax.clear_caches()
+        with pytest.raises(error, match="no kernel takes this call"):
+            jax.jit(named)(x)
+        close(jax.jit(ours)(x, Y), oracle.cross_entropy(X, Y).loss)
+
+
 @pytest.mark.parametrize("options", [{}, {"where": MASK}, OPTIONS], ids=["plain", "masked", "all"])
 def test_any_cotangent_goes_through_the_kernel(stand_ins: Any, options: Any) -> None:
     cts = jnp.asarray(RNG.standard_normal(SHAPE[:2]), jnp.float32)
@@ -149,6 +196,49 @@ def test_labels_in_several_cut_axes(stand_ins: Any, axis: Any, spec: P) -> None:
     want = oracle.cross_entropy(X, y, axis, MASK, ignored=-1, **TRUTH)
     close(loss, want.loss)
     close(gradient, want.gradient)
+
+
+@pytest.mark.parametrize("weights, masked", [(None, False), (None, True), (1.0, False), (1.0, True)])
+def test_smoothing_counts_the_columns_of_every_device(stand_ins: Any, weights: float | None, masked: bool) -> None:
+    where = MASK if masked else None
+    want = oracle.cross_entropy(X, Y, where=where, smoothing=0.3)
+    run = jax.jit(functools.partial(value_and_grad, where=where, label_smoothing=0.3, weights=weights))
+    loss, gradient = run(jax.device_put(X, NamedSharding(mesh(), P(None, None, "m"))), Y)
+    close(loss, want.loss)
+    close(gradient, want.gradient)
+
+
+LSE: dict[str, Any] = {"return_lse": True, "z_loss": 1e-2}
+
+
+@pytest.mark.parametrize(
+    "spec, kind, options",
+    [
+        (P(), AxisType.Auto, {}),
+        (P(), AxisType.Auto, OPTIONS),
+        (P("d", None, "m"), AxisType.Auto, {}),
+        (P("d", None, "m"), AxisType.Auto, OPTIONS),
+        (P("d", None, "m"), AxisType.Auto, LSE),
+        (P("d", None, "m"), AxisType.Explicit, OPTIONS),
+    ],
+)
+def test_wrong_labels_by_kernels_and_on_a_sharded_vocabulary(
+    stand_ins: Any, spec: P, kind: AxisType, options: Any
+) -> None:
+    y = Y.copy()
+    y[0], y[1, :2] = (-1, 16, 2**30, 5), (-7, 3)
+
+    def total(x: jax.Array, y: jax.Array, used: jax.Array) -> jax.Array:
+        return jnp.where(used, jax.tree.leaves(ours(x, y, **options))[0], 0.0).sum()
+
+    with jax.set_mesh(mesh(kind)):
+        run, exists = jax.jit(jax.grad(total)), (y >= 0) & (y < 16)
+        x = jax.device_put(X, spec)
+        want = run(x, np.where(exists, y, 0), exists)
+        np.testing.assert_array_equal(run(x, y, exists), want)
+        assert exists.sum() == 28
+        assert not np.asarray(want)[~exists].any()
+        np.testing.assert_array_equal(np.isnan(run(x, y, np.ones_like(exists))).all(-1), ~exists)
 
 
 @pytest.mark.parametrize("spec, sums", [(P("d"), 1), (P(None, None, "d"), 2)], ids=str)

@@ -1,6 +1,7 @@
 """The primitives over the real kernels, on a Hopper GPU."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -135,6 +136,24 @@ def test_cross_entropy_masks_axes_and_transformations() -> None:
     np.testing.assert_allclose(
         jaxsoftmax.softmax_cross_entropy(x, t), -(t * oracle.log_softmax(x)).sum(-1), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": 0.5, "z_loss": 1e-3}], ids=["plain", "weighted"])
+def test_wrong_labels(options: dict[str, Any]) -> None:
+    """They show in loss and gradient, unless the loss is not used; and a unit cotangent costs no pass even so."""
+    x, _ = inputs((64, 4096), jnp.bfloat16)
+    y = np.arange(64) * 61
+    y[::3], y[1::9] = -1, 4096
+    exists = (y >= 0) & (y < 4096)
+    loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+    total = lambda x, y, used: jnp.where(used, loss(x, y, implementation="mosaic_gpu", **options), 0).sum()
+    run = jax.jit(jax.grad(total))
+    want = run(x, np.where(exists, y, 0), exists)
+    np.testing.assert_array_equal(run(x, y, exists), want)
+    np.testing.assert_array_equal(np.isnan(run(x, y, np.ones(64, bool))).all(-1), ~exists)
+    if options:
+        text = jax.jit(jax.grad(lambda x, y: loss(x, y, **options).sum())).lower(x, y).compile().as_text()
+        assert not re.findall(r"\[64,4096\]\S* (?:multiply|select)\(", text)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -77,10 +77,14 @@ def test_logsumexp() -> None:
         (ValueError, "labels has 3 at (1,), expected 0 <= label < 3", {"labels": [0, 3]}),
         (ValueError, "labels has -1 at (0,), expected 0 <= label < 3", {"labels": [-1, 0]}),
         (TypeError, "where has dtype float32, expected bool", {"where": X}),
-        (ValueError, "where has shape (3,), expected a shape that broadcasts to", {"where": np.ones(3, bool)}),
+        (ValueError, "where has shape (3,), expected a shape that broadcasts with the", {"where": np.ones(3, bool)}),
         (ValueError, "where has shape (), expected the rank of the logits, 2, or of the rows, 1", {"where": True}),
         (ValueError, "label_smoothing is 1.5, expected a finite number from 0.0 to 1.0", {"label_smoothing": 1.5}),
         (ValueError, "label_smoothing is nan", {"label_smoothing": float("nan")}),
+        (TypeError, "label_smoothing is 1j, expected a Python number", {"label_smoothing": 1j}),
+        (TypeError, "z_loss is np.complex64(1+2j), expected a Python number", {"z_loss": np.complex64(1 + 2j)}),
+        (TypeError, "logits_soft_cap is np.complex128(1+0j)", {"logits_soft_cap": np.complex128(1)}),
+        (ValueError, "z_loss is 1000", {"z_loss": 10**400}),
         (TypeError, "label_smoothing is an array, float32[], expected a Python", {"label_smoothing": jnp.ones(())}),
         (ValueError, "z_loss is inf, expected a finite number", {"z_loss": float("inf")}),
         (ValueError, "logits_soft_cap is 0, expected a positive number. Pass None", {"logits_soft_cap": 0}),
@@ -101,12 +105,12 @@ def test_cross_entropy(error: type[Exception], text: str, arguments: dict[str, A
 
 def test_cross_entropy_of_probabilities() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("labels has shape (2,), expected a shape that broadcasts to the log")
+        ValueError, match=re.escape("labels has shape (2,), expected a shape that broadcasts with the log")
     ):
         jaxsoftmax.softmax_cross_entropy(X, np.ones(2))
     with pytest.raises(TypeError, match="softmax_cross_entropy: labels has dtype complex64"):
         jaxsoftmax.softmax_cross_entropy(X, np.zeros((2, 3), np.complex64))
-    with pytest.raises(ValueError, match=re.escape("where has shape (3,), expected a shape that broadcasts to")):
+    with pytest.raises(ValueError, match=re.escape("where has shape (3,), expected a shape that broadcasts with")):
         jaxsoftmax.softmax_cross_entropy(X, X, where=np.ones(3, bool))
 
 
