@@ -74,9 +74,9 @@ def patch() -> Iterator[Calls]:
 
     A call that works without the patch works under it, with results of the same dtypes: a loss of bfloat16 logits is
     accumulated in float32 and rounded. Negative labels count from the end, as in optax. `implementation="cudnn"` means
-    None, "xla" means "xla", and the residual of attention is not differentiated. What ours does not take, as float8
-    queries, the original does; `Calls.fallbacks` counts that. One result differs on purpose: a query whose keys are
-    all masked gets 0, where `jax.nn` and Flax give the mean of all values.
+    None, "xla" means "xla", and the residual of attention is not differentiated. What ours does not take, as an einsum
+    for Flax, the original does; `Calls.fallbacks` counts that. One result differs on purpose: a query that sees no key
+    gets 0 and a logsumexp of -inf, where `jax.nn` and Flax give the mean of all values.
 
     Blocks nest, and an outer block counts what inner ones do. They hold in their own thread, as JAX's own context
     managers do: other threads call the originals, or are in blocks of their own. What `jax.jit` compiled outside is
@@ -174,7 +174,8 @@ def _substitute(name: str, ours: Function, original: Function) -> Function:
     return call
 
 
-_SUBSTITUTES = {name: _substitute(name, ours, operator.attrgetter(name[4:])(jax)) for name, ours in OF_JAX.items()}
+_ORIGINALS = {name: operator.attrgetter(name.removeprefix("jax."))(jax) for name in OF_JAX}
+_SUBSTITUTES = {name: (_substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[name]) for name, ours in OF_JAX.items()}
 
 
 class _Importer(importlib.abc.MetaPathFinder):
@@ -227,10 +228,13 @@ def _end() -> None:
 def _reach(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
     """Substitutes what a module holds."""
     name = module.__name__
-    for function, substitute in _SUBSTITUTES.items():
+    for function, (substitute, original) in _SUBSTITUTES.items():
         origin, _, attribute = function.rpartition(".")
-        if HOLDERS.get(name) == origin and attribute in vars(module):
-            undo.callback(_put_back, module, attribute, getattr(module, attribute), substitute)
+        held = vars(module).get(attribute)
+        # Elsewhere a function of the same name may be another one.
+        if name == origin or (HOLDERS.get(name) == origin and held in (original, substitute)):
+            # A module that was imported under the patch has found the substitute.
+            undo.callback(_put_back, module, attribute, original if held is substitute else held, substitute)
             setattr(module, attribute, substitute)
     for function, ours in OF_LIBRARIES.get(name, {}).items():
         _redirect(getattr(module, function.rpartition(".")[2]), function, ours, undo)
@@ -238,9 +242,8 @@ def _reach(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
 
 def _put_back(module: types.ModuleType, attribute: str, found: Any, substitute: Any) -> None:
     """Restores an attribute, unless someone else has set it since."""
-    if getattr(module, attribute, None) is substitute:
-        # A module that was imported under the patch has found the substitute.
-        setattr(module, attribute, substitute.__wrapped__ if found is substitute else found)
+    if vars(module).get(attribute) is substitute:
+        setattr(module, attribute, found)
 
 
 def _forward(*args: Any, _to: Function, **kwargs: Any) -> Any:
@@ -250,13 +253,17 @@ def _forward(*args: Any, _to: Function, **kwargs: Any) -> Any:
 
 def _redirect(function: types.FunctionType, name: str, ours: Function, undo: contextlib.ExitStack) -> None:
     """Exchanges a function's code, so that all who hold it are served: defaults of classes, layers, other modules."""
-    code, defaults = function.__code__, function.__kwdefaults__
-    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    original.__kwdefaults__ = defaults
+    if function.__code__ is _forward.__code__:  # put back by someone who found it so under an earlier patch
+        original = vars(function)["__wrapped__"]
+    else:
+        original = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
 
     def restore() -> None:
         if function.__code__ is _forward.__code__:
-            function.__code__, function.__kwdefaults__ = code, defaults
+            function.__code__, function.__kwdefaults__ = original.__code__, original.__kwdefaults__
             del vars(function)["__wrapped__"]
 
     undo.callback(restore)
