@@ -70,7 +70,7 @@ def patch() -> Iterator[Calls]:
       inside such blocks, and the original outside.
     - Functions of optax and Flax are served however they are held: as a default, in a layer, under another name.
       Neither library is imported for this; one that is imported inside is served too.
-    - A Pallas kernel whose body calls one of these cannot be traced inside.
+    - A Pallas kernel whose body calls one of these cannot be compiled inside.
 
     A call that works without the patch works under it, with results of the same dtypes: a loss of bfloat16 logits is
     accumulated in float32 and rounded. Negative labels count from the end, as in optax. `implementation="cudnn"` means

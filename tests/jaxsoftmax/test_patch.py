@@ -118,8 +118,8 @@ STOCK: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], bool]] = {
     "probabilities of 16 bits": ("optax.softmax_cross_entropy", (X.astype(jnp.bfloat16), LABELS[:, None]), {}, True),
     "labels": (
         "optax.softmax_cross_entropy_with_integer_labels",
-        (X.astype(jnp.bfloat16), LABELS.astype(jnp.int8)),
-        {"where": WHERE},
+        (jnp.tile(X, (1, 50)).astype(jnp.bfloat16), LABELS.astype(jnp.int8)),
+        {"where": jnp.tile(WHERE, (1, 50))},
         True,
     ),
     "labels over two axes": (
