@@ -4,8 +4,8 @@ NEWEST_JAX := 0.12.0.1
 OLDEST_JAX := 0.11.2
 
 PYTEST := -m pytest -n 3 --dist worksteal --durations=5
-comma := ,
-GPU_EXTRA := $(if $(shell command -v nvidia-smi),$(comma)gpu)
+# Of this JAX, not of the one that the extra `gpu` asks for.
+CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
 .PHONY: demo test venvs lint type test-new test-kernels test-old aot clean
 
@@ -45,7 +45,7 @@ aot: .venv-aot/ready
 	  -k "test_aot or harness or compiles or products"
 
 .venv-new/ready: pyproject.toml .ci/venv
-	.ci/venv .venv-new -e '.[test$(GPU_EXTRA)]' jax==$(NEWEST_JAX)
+	.ci/venv .venv-new -e '.[test]' 'jax$(CUDA)==$(NEWEST_JAX)'
 	touch $@
 
 .venv-old/ready: pyproject.toml .ci/venv

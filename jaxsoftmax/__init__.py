@@ -13,23 +13,31 @@ from jaxsoftmax._cross_entropy import (
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
 from jaxsoftmax._invariance import batch_invariant as batch_invariant
+from jaxsoftmax._patch import Calls as Calls
+from jaxsoftmax._patch import install as install
+from jaxsoftmax._patch import patch as patch
+from jaxsoftmax._patch import uninstall as uninstall
 from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calls",
     "Explanation",
     "Stats",
     "batch_invariant",
     "explain",
     "explain_attention",
     "flash_attention",
+    "install",
     "log_softmax",
     "logsumexp",
     "merge",
+    "patch",
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_with_integer_labels",
     "top_k_softmax",
+    "uninstall",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.special import logsumexp as _jax_logsumexp
 
 from jaxsoftmax import _checks, _invariance
 from jaxsoftmax._checks import Axis
@@ -230,5 +231,5 @@ def _weighted(
     """A logsumexp with weights, which come last, after the mask if there is one."""
     *where, b = others
     wide = accumulator_dtype(dtype)
-    out = jax.scipy.special.logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, sign, *where)
+    out = _jax_logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, sign, *where)
     return jax.tree.map(lambda part: part.astype(dtype), out)

@@ -6,6 +6,10 @@ import pathlib
 
 import jax
 
+# From this version on, JAX links kernels by nvJitLink if it finds it, which `jax[cuda13]` installs, and ptxas then
+# ignores `setmaxnreg`: it warns of it as C7504. The extra `gpu` of this package stays below this version.
+REGISTERS_LOST_SINCE = (0, 12)
+
 _LIBRARY = "libnvJitLink.so"
 
 
@@ -18,12 +22,9 @@ def nvjitlink(packages: str = "nvidia") -> pathlib.Path | None:
 
 @functools.cache
 def lost_registers() -> str | None:
-    """Why kernels whose warpgroups share out registers are compiled without those here, and what to do about it.
-
-    JAX 0.12 links kernels by nvJitLink if it finds it, and ptxas then ignores `setmaxnreg`: it warns of it as C7504.
-    """
+    """Why kernels whose warpgroups share out registers are compiled without those here, and what to do about it."""
     library = nvjitlink()
-    if jax.__version_info__ < (0, 12) or library is None:
+    if jax.__version_info__ < REGISTERS_LOST_SINCE or library is None:
         return None
     return (
         f"JAX {jax.__version__} compiles attention kernels with too few registers where it finds {library}: they are "

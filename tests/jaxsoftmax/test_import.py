@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _api, _attention, _attention_explain, _cross_entropy, _explain
+from jaxsoftmax import _api, _attention, _attention_explain, _cross_entropy, _explain, _patch
 
 
-def test_import_leaves_pallas_for_the_lowering() -> None:
-    program = "import sys, jaxsoftmax; print('jax.experimental.pallas' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False"]
+def test_import_leaves_pallas_for_the_lowering_and_libraries_for_their_users() -> None:
+    program = "import sys, jaxsoftmax; print(sorted({'jax.experimental.pallas', 'optax', 'flax'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["[]"]
 
 
 @pytest.mark.parametrize("name", jaxsoftmax.__all__)
@@ -38,7 +38,7 @@ def test_explanations_and_states_pickle() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [_api, _attention, _attention_explain, _cross_entropy, _explain], ids=lambda m: m.__name__
+    "module", [_api, _attention, _attention_explain, _cross_entropy, _explain, _patch], ids=lambda m: m.__name__
 )
 def test_examples_in_docstrings(module: object) -> None:
     result = doctest.testmod(module)

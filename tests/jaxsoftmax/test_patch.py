@@ -1,0 +1,373 @@
+"""`patch`: what is called under it, what it gives, and that nothing of it is left afterwards."""
+
+import functools
+import inspect
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import flax.core.nn
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jax.scipy.special
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxsoftmax
+from jaxsoftmax import _patch
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)
+Q = jnp.asarray(RNG.normal(size=(2, 5, 4, 8)), jnp.float32)
+LABELS = jnp.asarray([1, 5, -1, 0])
+WHERE = jnp.asarray(RNG.random((4, 6)) > 0.3).at[:, 0].set(True).at[3].set(False)
+ORIGINALS = {name: functools.reduce(getattr, name.split(".")[1:], jax) for name in list(jaxsoftmax.Calls())[:5]}
+ORIGINALS |= {name: getattr(optax, name[6:]) for name in jaxsoftmax.Calls() if name.startswith("optax")}
+ORIGINALS |= {"flax.linen.dot_product_attention": nn.dot_product_attention}
+
+
+def found(name: str) -> Callable[..., Any]:
+    """What a name means now."""
+    return functools.reduce(
+        getattr, name.split(".")[1:], {"jax": jax, "optax": optax, "flax": flax}[name.split(".")[0]]
+    )
+
+
+def bits(x: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf).tobytes() if hasattr(leaf, "dtype") else leaf, x)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    code = {name: f.__code__ for name, f in ORIGINALS.items() if hasattr(f, "__code__")}
+    importers = list(sys.meta_path)
+    yield
+    monkeypatch.undo()
+    assert {name: found(name) for name in ORIGINALS} == ORIGINALS
+    assert {name: f.__code__ for name, f in ORIGINALS.items() if name in code} == code
+    assert (nn.softmax, flax.core.nn.softmax, nnx.log_softmax) == (jax.nn.softmax, jax.nn.softmax, jax.nn.log_softmax)
+    assert not hasattr(nn.dot_product_attention, "__wrapped__")
+    assert sys.meta_path == importers
+    assert _patch._ON.value is None
+
+
+OURS = {
+    "softmax": lambda: jaxsoftmax.softmax(X, where=WHERE, scale=2.0),
+    "log_softmax": lambda: jaxsoftmax.log_softmax(X.astype(jnp.bfloat16)),
+    "logsumexp": lambda: jaxsoftmax.logsumexp(X, -1, return_sign=True),
+    "logsumexp of weights": lambda: jaxsoftmax.logsumexp(X, -1, b=X, where=WHERE, return_sign=True),
+    "merge": lambda: jaxsoftmax.merge(jaxsoftmax.Stats(X, X), jaxsoftmax.Stats(X, 2 * X)),
+    "labels": lambda: jaxsoftmax.softmax_cross_entropy_with_integer_labels(
+        X, LABELS, z_loss=0.1, weights=X[:, 0], ignore_index=-1, label_smoothing=0.1
+    ),
+    "probabilities": lambda: jaxsoftmax.softmax_cross_entropy(X, X**2),
+    "top-k": lambda: jaxsoftmax.top_k_softmax(X, 2),
+    "attention": lambda: jax.value_and_grad(
+        lambda q: jnp.sin(jaxsoftmax.flash_attention(q, Q, Q, sinks=Q[0, 0, :, 0], is_causal=True)).sum()
+    )(Q),
+    "attention with dropout": lambda: jaxsoftmax.flash_attention(
+        Q, Q, Q, dropout_rng=jax.random.key(0), dropout_rate=0.5, return_residual=True
+    ),
+    "explain": lambda: (str(jaxsoftmax.explain(X)), str(jaxsoftmax.explain_attention(Q, Q, Q))),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_functions_are_the_same_inside(name: str) -> None:
+    call = OURS[name] if name == "explain" else jax.jit(OURS[name])
+    outside = call()
+    with jaxsoftmax.patch() as calls:
+        inside = call()
+    assert bits(inside) == bits(outside)
+    assert not any([*calls.values(), *calls.fallbacks.values()])
+
+
+def test_every_public_function_is_compared_inside() -> None:
+    source = inspect.getsource(sys.modules[__name__]).partition("OURS = {")[2].partition("@pytest")[0]
+    public = {name for name in jaxsoftmax.__all__ if name[0].islower()} - {"patch", "install", "uninstall"}
+    assert not [name for name in public if f"jaxsoftmax.{name}(" not in source]
+
+
+# What is called, how, and whether ours takes it.
+STOCK: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], bool]] = {
+    "softmax": ("jax.nn.softmax", (X.astype(jnp.bfloat16), 0), {"where": WHERE}, True),
+    "of integers": ("jax.nn.logsumexp", (np.arange(6),), {}, True),
+    "log_softmax": ("jax.nn.log_softmax", (X,), {"axis": (0, 1)}, True),
+    "logsumexp": ("jax.nn.logsumexp", (X, 1), {"keepdims": True, "return_sign": True}, True),
+    "weights": ("jax.scipy.special.logsumexp", (X, 0, X), {"where": WHERE, "return_sign": True}, True),
+    "attention": (
+        "jax.nn.dot_product_attention",
+        (Q, Q[:, :, :2], Q[:, :, 2:], Q[0, :, 0, :5], jnp.ones((2, 1, 5, 5), bool).at[0, :, :, 3].set(False)),
+        {"scale": 0.3, "local_window_size": (2, 1), "implementation": "xla"},
+        True,
+    ),
+    "one sequence": ("jax.nn.dot_product_attention", (Q[0], Q[1], Q[0]), {"is_causal": True}, True),
+    "residual": (
+        "jax.nn.dot_product_attention",
+        (Q.astype(jnp.bfloat16), *[Q[..., :2, :].astype(jnp.bfloat16)] * 2),
+        {"key_value_seq_lengths": jnp.array([3, 5]), "return_residual": True},
+        True,
+    ),
+    "a batch of one": ("jax.nn.dot_product_attention", (Q[0], Q[:1], Q[:1]), {}, False),
+    "probabilities": ("optax.softmax_cross_entropy", (X.astype(jnp.bfloat16), X**2), {"where": WHERE.any(1)}, True),
+    "probabilities of 16 bits": ("optax.softmax_cross_entropy", (X.astype(jnp.bfloat16), LABELS[:, None]), {}, True),
+    "labels": (
+        "optax.softmax_cross_entropy_with_integer_labels",
+        (jnp.tile(X, (1, 50)).astype(jnp.bfloat16), LABELS.astype(jnp.int8)),
+        {"where": jnp.tile(WHERE, (1, 50))},
+        True,
+    ),
+    "labels over two axes": (
+        "optax.softmax_cross_entropy_with_integer_labels",
+        (Q[0], jnp.array([0, 31, -32, -1])),
+        {"axis": (0, 2)},
+        True,
+    ),
+    "linen": (
+        "flax.linen.dot_product_attention",
+        (*[Q.astype(jnp.bfloat16)] * 3, None, nn.make_causal_mask(Q[..., 0, 0]), True, None, 0.0, True),
+        {"force_fp32_for_softmax": True},
+        True,
+    ),
+    "linen, mixed": ("flax.linen.dot_product_attention", (Q, Q.astype(jnp.bfloat16), Q), {}, False),
+    "linen, einsum": (
+        "flax.linen.dot_product_attention",
+        (Q, Q, Q),
+        {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STOCK)
+def test_stock_calls_work_unchanged(case: str) -> None:
+    name, args, kwargs, taken = STOCK[case]
+    operand = jnp.asarray(args[0])
+    differentiable = operand.dtype.name in ("float32", "bfloat16")
+
+    def call(x: Any) -> Any:
+        return found(name)(x, *args[1:], **kwargs)
+
+    def total(x: jax.Array) -> Any:
+        return sum(
+            (y.astype(jnp.float32) * jnp.arange(y.size).reshape(y.shape)).sum() for y in jax.tree.leaves(call(x))
+        )
+
+    both = jax.jit(lambda x: (call(x), jax.grad(total)(x) if differentiable else None))
+    theirs = both(args[0])
+    with jaxsoftmax.patch() as calls:
+        ours = both(args[0])
+    assert (calls if taken else calls.fallbacks)[name] == 1 + differentiable
+    assert (calls.fallbacks if taken else calls)[name] == 0
+    assert bool(calls.reasons) is not taken
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        tol = 2e-5 if operand.dtype == jnp.float32 else 0.02
+        size = max(1.0, float(jnp.abs(want).max()))
+        np.testing.assert_allclose(got.astype(jnp.float32) / size, want.astype(jnp.float32) / size, rtol=tol, atol=tol)
+
+
+def test_the_implementation_of_attention() -> None:
+    with jaxsoftmax.patch() as calls:
+        named = [jax.nn.dot_product_attention(Q, Q, Q, implementation=name) for name in (None, "xla", "cudnn")]
+        with pytest.raises(ValueError, match="Unsupported implementation"):
+            jax.nn.dot_product_attention(Q, Q, Q, implementation="triton")  # type: ignore[arg-type]
+    assert bits(named[1:]) == bits(named[:1] * 2)
+    assert calls["jax.nn.dot_product_attention"] == 3
+    # A call that works nowhere is an error, and counts nowhere.
+    assert not any(calls.fallbacks.values())
+
+
+def test_a_query_without_keys() -> None:
+    mask = jnp.ones((1, 1, 5, 5), bool).at[..., 0, :].set(False)
+    mean = jax.nn.dot_product_attention(Q, Q, Q, mask=mask)
+    with jaxsoftmax.patch():
+        out = jax.nn.dot_product_attention(Q, Q, Q, mask=mask)
+    np.testing.assert_allclose(mean[:, 0], Q.mean(1), rtol=1e-5)
+    assert not out[:, 0].any()
+    np.testing.assert_allclose(out[:, 1:], mean[:, 1:], rtol=1e-4, atol=1e-5)
+
+
+def test_signatures_and_names_are_the_originals() -> None:
+    shown = lambda: [
+        (inspect.signature(f).parameters.keys(), f.__name__, f.__doc__) for f in map(found, jaxsoftmax.Calls())
+    ]
+    before = shown()
+    with jaxsoftmax.patch():
+        assert shown() == before
+
+
+def test_blocks_nest_and_end_with_an_error() -> None:
+    def fails() -> None:
+        with jaxsoftmax.patch():
+            jax.nn.softmax(X)
+            raise RuntimeError
+
+    with jaxsoftmax.patch() as outer:
+        with jaxsoftmax.patch() as inner:
+            jax.nn.softmax(X)
+        jax.nn.softmax(X)
+        with pytest.raises(RuntimeError):
+            fails()
+        jax.nn.softmax(X)
+    jax.nn.softmax(X)
+    assert (outer["jax.nn.softmax"], inner["jax.nn.softmax"]) == (4, 1)
+    with pytest.raises(RuntimeError):
+        fails()
+
+
+def test_a_block_decorates_a_function() -> None:
+    @jaxsoftmax.patch()
+    def names() -> bool:
+        return jax.nn.softmax is not ORIGINALS["jax.nn.softmax"] and bool(_patch._ON.value)
+
+    assert names()
+    assert names()
+
+
+def test_what_is_compiled_outside_is_traced_anew_inside() -> None:
+    row = lambda carry, x: (carry + jax.nn.logsumexp(x), None)
+    model = jax.jit(lambda x: jax.lax.scan(row, 0.0, jax.nn.softmax(x))[0])
+    used = lambda: {eqn.primitive.name for eqn in model.trace(X).jaxpr.eqns} & {"softmax"}
+    model(X)
+    assert not used()
+    with jaxsoftmax.patch() as calls:
+        model(X)
+        assert used()
+        count = calls["jax.nn.softmax"], calls["jax.nn.logsumexp"]
+        assert min(count) > 0
+        model(X)
+        assert (calls["jax.nn.softmax"], calls["jax.nn.logsumexp"]) == count
+    assert not used()
+
+
+def test_a_block_holds_in_its_own_thread() -> None:
+    seen = {}
+
+    def other(what: str) -> None:
+        jax.nn.softmax(X)
+        with jaxsoftmax.patch() as calls:
+            jax.nn.softmax(X)
+        seen[what] = calls["jax.nn.softmax"]
+
+    def in_thread(what: str) -> None:
+        thread = threading.Thread(target=other, args=(what,))
+        thread.start()
+        thread.join()
+
+    with jaxsoftmax.patch() as calls:
+        in_thread("under a block")
+        assert calls["jax.nn.softmax"] == 0
+        jax.nn.softmax(X)
+    calls_everywhere = jaxsoftmax.install()
+    in_thread("installed")
+    jaxsoftmax.uninstall()
+    in_thread("after")
+    assert seen == {"under a block": 1, "installed": 1, "after": 1}
+    assert calls["jax.nn.softmax"] == 1
+    assert calls_everywhere["jax.nn.softmax"] == 2
+
+
+def test_many_threads_in_blocks_of_their_own() -> None:
+    counts = []
+
+    def work() -> None:
+        for _ in range(20):
+            with jaxsoftmax.patch() as calls:
+                jax.nn.softmax(X)
+            counts.append(calls["jax.nn.softmax"])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert counts == [1] * 80
+
+
+def test_install_and_uninstall() -> None:
+    jaxsoftmax.uninstall()
+    calls = jaxsoftmax.install()
+    assert jaxsoftmax.install() is calls
+    with jaxsoftmax.patch() as inner:
+        jax.nn.softmax(X)
+    jax.nn.softmax(X)
+    jaxsoftmax.uninstall()
+    jax.nn.softmax(X)
+    assert (calls["jax.nn.softmax"], inner["jax.nn.softmax"]) == (2, 1)
+    with jaxsoftmax.patch() as block:
+        again = jaxsoftmax.install()
+        jaxsoftmax.uninstall()
+        jax.nn.softmax(X)
+    assert block["jax.nn.softmax"] == 1
+    assert again is not calls
+    assert not any(again.values())
+
+
+def test_what_someone_else_has_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, inside = (lambda x: x), (lambda x, y: x * y)
+    monkeypatch.setattr(jax.nn, "softmax", before)
+    with jaxsoftmax.patch() as calls:
+        jax.nn.softmax(X)
+        monkeypatch.setattr(jax.nn, "log_softmax", inside)
+        monkeypatch.setattr(optax.softmax_cross_entropy, "__code__", inside.__code__)
+    assert jax.nn.softmax is before
+    assert jax.nn.log_softmax is inside
+    assert optax.softmax_cross_entropy.__code__ is inside.__code__
+    assert (calls["jax.nn.softmax"], calls["jax.nn.log_softmax"]) == (1, 0)
+    # Someone else puts back what was there: ours, which are the originals outside, and as good as these for a block.
+    monkeypatch.undo()
+    assert jax.nn.log_softmax is not ORIGINALS["jax.nn.log_softmax"]
+    both = jax.jit(lambda x: (jax.nn.log_softmax(x), optax.softmax_cross_entropy(x, x)))
+    outside = both.trace(X).jaxpr
+    assert "log_softmax" not in {eqn.primitive.name for eqn in outside.eqns}
+    with jaxsoftmax.patch() as calls:
+        both(X)
+    assert (calls["jax.nn.log_softmax"], calls["optax.softmax_cross_entropy"]) == (1, 1)
+    assert jax.nn.log_softmax is ORIGINALS["jax.nn.log_softmax"]
+
+
+def test_names_imported_before_and_inside() -> None:
+    early = jax.nn.softmax
+    with jaxsoftmax.patch() as calls:
+        from jax.nn import softmax as late
+
+        early(X), late(X), nn.softmax(X), nnx.softmax(X), flax.core.nn.softmax(X)
+    outside = late(X)
+    with jaxsoftmax.patch() as again:
+        late(X)
+    assert (calls["jax.nn.softmax"], again["jax.nn.softmax"]) == (4, 1)
+    assert bits(outside) == bits(early(X))
+
+
+def test_libraries_imported_inside() -> None:
+    program = """
+import sys, jax, jaxsoftmax, jax.numpy as jnp
+with jaxsoftmax.patch() as calls:
+    assert not {"optax", "flax"} & {name.partition(".")[0] for name in sys.modules}
+    import optax
+    import flax.linen as nn
+    optax.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones((2, 3)))
+    nn.dot_product_attention(*[jnp.ones((2, 3, 4))] * 3)
+    nn.softmax(jnp.ones(3))
+assert nn.softmax is jax.nn.softmax and not hasattr(nn.dot_product_attention, "__wrapped__")
+optax.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones((2, 3)))
+print({name: n for name, n in calls.items() if n})
+"""
+    shown = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert eval(shown) == {
+        "optax.softmax_cross_entropy": 1,
+        "flax.linen.dot_product_attention": 1,
+        "jax.nn.softmax": 1,
+    }
+
+
+def test_a_library_that_cannot_be_reached_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 1.0
+    monkeypatch.setattr(optax.losses, "softmax_cross_entropy", lambda x: held * x)  # a closure: no other code fits it
+    with pytest.raises(ValueError, match="free vars"), jaxsoftmax.patch():
+        pass
+    assert jax.nn.softmax is ORIGINALS["jax.nn.softmax"]
