@@ -172,7 +172,7 @@ def softmax_cross_entropy(
     _checks.broadcastable(name, "labels", target.shape, x.shape, "the logits'")
     mask = () if where is None else (checks.mask(name, where, x.shape, axes),)
     implementation = _checks.implementation(name, implementation)
-    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation))
+    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
     wide = accumulator_dtype(x.dtype)
     target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
     absent = (target == 0) & (x == -jnp.inf)

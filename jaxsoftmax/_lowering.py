@@ -21,6 +21,17 @@ from pallas_kernels.problem import Op
 
 Asked = tuple[Sequence[Any], dict[str, Any]]
 
+# What errors call the operations: the public functions. Those that take a row's statistics say which they are.
+NAMES = {
+    Op.SOFTMAX: "softmax",
+    Op.SOFTMAX_TANGENT: "the derivative of softmax",
+    Op.LOG_SOFTMAX: "log_softmax",
+    Op.LOG_SOFTMAX_TANGENT: "the derivative of log_softmax",
+    Op.LOG_SOFTMAX_COTANGENT: "the derivative of log_softmax",
+    Op.CROSS_ENTROPY: "softmax_cross_entropy_with_integer_labels",
+    Op.CROSS_ENTROPY_GRADIENT: "the derivative of softmax_cross_entropy_with_integer_labels",
+}
+
 REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
 
 
@@ -89,25 +100,36 @@ def register(primitive: Primitive, computation: Computation) -> None:
 
 
 def reference_rule(
-    computation: Computation, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
+    computation: Computation,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    implementation: str | None,
+    function: str | None = None,
+    **params: Any,
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
-        raise _checks.no_kernel_on_platform(computation.op)
+        raise _checks.no_kernel_on_platform(function or NAMES[computation.op])
     return _sharding.lower_plain(computation.plain, ctx, *operands, **params)
 
 
 def kernel_rule(
-    computation: Computation, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
+    computation: Computation,
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    implementation: str | None,
+    function: str | None = None,
+    **params: Any,
 ) -> Any:
     """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
     avals, row = computation.asked(ctx.avals_in, **params)
     op, device = computation.op, hardware.current()
-    if implementation == "xla" or choose(op, implementation, avals, device, **row).decision is None:
+    named = (function or NAMES[op]) if implementation == "mosaic_gpu" else None
+    if implementation == "xla" or choose(op, named, avals, device, **row).decision is None:
         return reference_rule(computation, ctx, *operands, implementation=implementation, **params)
 
     def whole(*xs: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(computation.whole(functools.partial(run, implementation), *xs, **params))
+        return jax.tree.leaves(computation.whole(functools.partial(run, named), *xs, **params))
 
     def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(computation.across(cuts, inside, functools.partial(run, None), *shards, **params))
@@ -115,18 +137,17 @@ def kernel_rule(
     return _sharding.lower(ctx, _sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands)
 
 
-def choose(op: Op, implementation: str | None, operands: Sequence[Any], device: Device, **row: Any) -> Plan:
-    """The plan for a call; one without a kernel is an error if a kernel was named."""
-    named = implementation == "mosaic_gpu"
-    chosen = plan(op, [x.shape for x in operands], operands[0].dtype, device, may_transpose=named, **row)
-    if named and chosen.decision is None:
-        raise _checks.no_kernel_for_problem(op, chosen.declined)
+def choose(op: Op, named: str | None, operands: Sequence[Any], device: Device, **row: Any) -> Plan:
+    """The plan for a call; one without a kernel is an error of the function that is `named`, if it asked for one."""
+    chosen = plan(op, [x.shape for x in operands], operands[0].dtype, device, may_transpose=named is not None, **row)
+    if named is not None and chosen.decision is None:
+        raise _checks.no_kernel_for_problem(named, chosen.declined)
     return chosen
 
 
-def run(implementation: str | None, op: Op, *operands: jax.Array, **row: Any) -> Any:
+def run(named: str | None, op: Op, *operands: jax.Array, **row: Any) -> Any:
     """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
-    chosen = choose(op, implementation, operands, hardware.current(), **row)
+    chosen = choose(op, named, operands, hardware.current(), **row)
     if chosen.decision is None:
         return by_reference(op, *operands, **row)
     return chosen.launch(_launch, *operands)

@@ -56,7 +56,7 @@ def _in_units(x: jax.Array, scale: float, soft_cap: float | None = None) -> tupl
     """The logits as multiples of a unit above 0, and the unit: differences are exact before they are multiplied."""
     unit = abs(scale) if soft_cap is None else soft_cap
     info = jnp.finfo(accumulator_dtype(x.dtype))
-    if not info.tiny <= unit <= info.max:
+    if not float(info.tiny) <= unit <= float(info.max):
         return logits(x, scale, soft_cap), 1.0
     return (logits(x, math.copysign(1.0, scale)) if soft_cap is None else jnp.tanh(logits(x, scale) / soft_cap)), unit
 
