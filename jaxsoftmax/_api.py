@@ -208,6 +208,9 @@ def logsumexp(
         named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
         return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation, function=name))
+    if mask:
+        # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
+        stats = Stats(stats.max, jnp.where(operands[1].any(axes), stats.sum, jnp.ones_like(stats.sum)))
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
