@@ -56,8 +56,7 @@ def softmax(
         TypeError: `x` is no array of numbers, `scale` is complex, `where` is not boolean, or `axis` is not an integer
             or several.
         ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
-        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled, or
-            at once if `x` is complex.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
     >>> import jax.numpy as jnp
     >>> softmax(jnp.array([0.0, 0.0, -jnp.inf, 0.0]), where=jnp.array([True, True, True, False]))
@@ -99,8 +98,7 @@ def log_softmax(
         TypeError: `x` is no array of numbers, `scale` is complex, `where` is not boolean, or `axis` is not an integer
             or several.
         ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
-        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled, or
-            at once if `x` is complex.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
     >>> import jax.numpy as jnp
     >>> log_softmax(jnp.zeros(65536, jnp.float16))[0] == -jnp.log(65536.0).astype(jnp.float16)
