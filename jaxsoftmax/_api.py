@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxsoftmax import _checks
 from jaxsoftmax._checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._primitives import bind
+from jaxsoftmax._sharding import cut_alike
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
@@ -185,8 +186,7 @@ def logsumexp(
     Raises:
         TypeError: `a` or `b` is no array of numbers, `where` is not boolean, or `axis` is not an integer or several.
         ValueError: `axis`, `b`, `where` or `implementation` does not fit.
-        NotImplementedError: `implementation="mosaic_gpu"` with `b` or complex numbers, or where no kernel takes the
-            call.
+        NotImplementedError: `implementation="mosaic_gpu"` with `b`, complex numbers, or where no kernel fits.
 
     >>> import jax.numpy as jnp
     >>> logsumexp(jnp.array([[0.0, 0.0], [1000.0, -1000.0]]), axis=1)
@@ -208,7 +208,8 @@ def logsumexp(
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation, function=name))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
-        stats = Stats(stats.max, jnp.where(operands[1].any(axes), stats.sum, jnp.ones_like(stats.sum)))
+        has_any, total = cut_alike(operands[1].any(axes), stats.sum)
+        stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
@@ -287,7 +288,9 @@ def _has_infinity(dtype: jnp.dtype) -> bool:
 
 def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
     """The inexact dtype of exponents and weights together; `otherwise` for two of integers."""
-    dtype = jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in (a, b)))
+    dtype = jnp.result_type(
+        *(x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b))
+    )
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise
 
 

@@ -41,6 +41,9 @@ def as_array(function: str, name: str, x: ArrayLike) -> jax.Array:
 
 def inexact(function: str, name: str, x: ArrayLike) -> jax.Array:
     """`x` as a real or complex array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
+    if type(x) is int:
+        with contextlib.suppress(OverflowError):
+            x = np.int64(x)
     if isinstance(x, (np.ndarray, np.integer)) and x.dtype.kind in "iu":
         # As an array of JAX it would first lose the upper half of its 64 bits.
         x = x.astype(jax.eval_shape(jnp.exp, x).dtype)

@@ -209,7 +209,8 @@ def test_64_bit_integers_are_not_cut_to_32(dtype: Any) -> None:
     x = np.array([2**40, 0]).astype(dtype)
     np.testing.assert_array_equal(jaxsoftmax.softmax(x), [1, 0])
     np.testing.assert_array_equal(jaxsoftmax.log_softmax(x), [0, -(2.0**40)])
-    assert jaxsoftmax.logsumexp(x) == jaxsoftmax.logsumexp(x[0]) == 2.0**40
+    assert jaxsoftmax.logsumexp(x) == jaxsoftmax.logsumexp(x[0]) == jaxsoftmax.logsumexp(2**40) == 2.0**40
+    assert jaxsoftmax.logsumexp(2**40, b=2**40) == jax.nn.logsumexp(2**40, b=2.0**40)
 
 
 @pytest.mark.parametrize("op", OURS)
