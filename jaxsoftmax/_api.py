@@ -275,8 +275,7 @@ def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
     if isinstance(factor, float):
         if 0 < abs(factor) <= float(jnp.finfo(wide).max):
             # Not all floats of 8 bits have a sign.
-            x = x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)
-            return x, abs(factor)
+            return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
         factor = math.copysign(math.inf, factor) if factor else 0.0
     return x.astype(wide) * jnp.asarray(factor, wide), 1.0
 
@@ -288,9 +287,8 @@ def _has_infinity(dtype: jnp.dtype) -> bool:
 
 def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
     """The inexact dtype of exponents and weights together; `otherwise` for two of integers."""
-    dtype = jnp.result_type(
-        *(x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b))
-    )
+    given = [x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b)]
+    dtype = jnp.result_type(*given)
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise
 
 
