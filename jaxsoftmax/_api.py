@@ -2,21 +2,22 @@
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import logsumexp as _jax_logsumexp
 
 from jaxsoftmax import _checks, _invariance
-from jaxsoftmax._checks import Axis
+from jaxsoftmax._checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._primitives import bind
+from jaxsoftmax._sharding import cut_alike
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
 
-ArrayLike = jax.typing.ArrayLike
+# Bound once: a program may put this library's functions in their place.
+_JAX_NN = {Op.SOFTMAX: jax.nn.softmax, Op.LOG_SOFTMAX: jax.nn.log_softmax}
+_JAX_LOGSUMEXP = jax.scipy.special.logsumexp
 
 
 def softmax(
@@ -25,7 +26,7 @@ def softmax(
     where: ArrayLike | None = None,
     *,
     scale: ArrayLike = 1.0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`: `jax.nn.softmax`, by a Hopper kernel where it can.
 
@@ -33,7 +34,8 @@ def softmax(
     identical rows of a call give identical bits, and under `batch_invariant()` a row's bits are the same in any batch.
 
     An entry of -inf gives 0. A row of only -inf gives NaN, as does a row with +inf or NaN. A row that `where` excludes
-    entirely gives zeros. Empty arrays and rows of one element are fine.
+    entirely gives zeros. Empty arrays and rows of one element are fine. Complex arrays are handed to
+    `jax.nn.softmax`, which has no derivative of them.
 
     Derivatives of every order exist, in forward and reverse mode; the first costs one fused pass over `y` and the
     (co)tangent. Under `jax.checkpoint` the output has the name `"softmax_out"` for policies that save by name.
@@ -41,19 +43,20 @@ def softmax(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867.
 
     Args:
-        x: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
+        x: Logits of any dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
         axis: The axis or axes that sum to one; None for all.
         where: A boolean mask that broadcasts with `x`; entries where it is False count as absent.
         scale: The logits' factor, an inverse temperature. A positive number is fused into the kernel. Any other
             number, and an array that broadcasts to `x` (traced, or one factor per row), is multiplied in before it, in
-            the dtype of accumulation, and is differentiable.
+            the dtype of accumulation, and is differentiable. It is real, also where `x` is complex.
         implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back.
 
     Returns:
-        An array of `x`'s shape and (floating) dtype.
+        An array of `x`'s shape and (floating) dtype. Its type is not weak, even if that of `x` is.
 
     Raises:
-        TypeError: `x` is complex, `where` is not boolean, or `axis` is not an integer or several.
+        TypeError: `x` is no array of numbers, `scale` is complex, `where` is not boolean, or `axis` is not an integer
+            or several.
         ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
@@ -70,12 +73,13 @@ def log_softmax(
     where: ArrayLike | None = None,
     *,
     scale: ArrayLike = 1.0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """The logarithm of softmax, `scale * x - logsumexp(scale * x)` along `axis`: `jax.nn.log_softmax`.
 
     Accumulates as `softmax` does. An entry of -inf, or one that `where` excludes, gives -inf; rows of only -inf, and
-    rows with +inf or NaN, give NaN. Empty arrays are fine.
+    rows with +inf or NaN, give NaN. Empty arrays are fine. Complex arrays are handed to `jax.nn.log_softmax`,
+    which has no derivative of them.
 
     Derivatives of every order exist, in forward and reverse mode. The only residual of the first is `x` itself: the
     kernel takes the row's statistics again, which costs no memory and, as the row is on chip by then, no traffic.
@@ -90,10 +94,11 @@ def log_softmax(
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
 
     Returns:
-        An array of `x`'s shape and (floating) dtype.
+        An array of `x`'s shape and (floating) dtype. Its type is not weak, even if that of `x` is.
 
     Raises:
-        TypeError: `x` is complex, `where` is not boolean, or `axis` is not an integer or several.
+        TypeError: `x` is no array of numbers, `scale` is complex, `where` is not boolean, or `axis` is not an integer
+            or several.
         ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
@@ -104,6 +109,40 @@ def log_softmax(
     return _row_op(Op.LOG_SOFTMAX, x, axis, where, scale, implementation)
 
 
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis,
+    b: ArrayLike | None,
+    keepdims: bool,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -112,22 +151,33 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
     *,
-    implementation: str | None = None,
-) -> Any:
-    """`log(sum(exp(a)))` along `axis`: `jax.scipy.special.logsumexp`, for real numbers.
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`log(sum(exp(a)))` along `axis`: `jax.scipy.special.logsumexp`.
 
     Accumulates as `softmax` does. No entries (an empty axis, or all excluded) give -inf, as do only entries of -inf;
-    +inf gives +inf; NaN gives NaN. Derivatives of every order exist, in forward and reverse mode.
+    +inf gives +inf; NaN gives NaN. A dtype that has no infinity, as float8_e4m3fn, gives NaN for one, as in
+    `jax.scipy`. Derivatives of every order exist, in forward and reverse mode.
 
     Source: as `softmax`.
 
     Args:
-        a: Exponents of any real dtype and any shape.
+        a: Exponents of any dtype and any shape.
         axis: The axis or axes to sum over; None for all.
-        b: Weights of the exponentials, which may be negative; they broadcast with `a`. They are computed by
-            `jax.scipy.special.logsumexp` in the dtype of accumulation, not by a kernel.
+        b: Weights of the exponentials, which may be negative; they broadcast with `a`. A sum with weights, and one of
+            complex numbers, is computed by `jax.scipy.special.logsumexp` in the dtype of accumulation, not by a kernel.
         keepdims: Keeps the reduced axes, with extent 1.
-        return_sign: Returns `(log|sum|, sign of the sum)`.
+        return_sign: Returns `(log|sum|, sign of the sum)`; the sign of a complex sum is `sum / |sum|`.
         where: A boolean mask that broadcasts with `a`.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
 
@@ -135,28 +185,33 @@ def logsumexp(
         An array of `a`'s floating dtype, or a pair of them.
 
     Raises:
-        TypeError: `a` or `b` is complex, `where` is not boolean, or `axis` is not an integer or several.
+        TypeError: `a` or `b` is no array of numbers, `where` is not boolean, or `axis` is not an integer or several.
         ValueError: `axis`, `b`, `where` or `implementation` does not fit.
-        NotImplementedError: `implementation="mosaic_gpu"` with `b`, or where no kernel takes the call.
+        NotImplementedError: `implementation="mosaic_gpu"` with `b`, complex numbers, or where no kernel fits.
 
     >>> import jax.numpy as jnp
     >>> logsumexp(jnp.array([[0.0, 0.0], [1000.0, -1000.0]]), axis=1)
     Array([6.931472e-01, 1.000000e+03], dtype=float32)
     """
     name = "logsumexp"
-    x = _checks.floating(name, "a", a)
+    x = _checks.inexact(name, "a", a)
     implementation = _checks.implementation(name, implementation)
     mask = {} if where is None else {"where": _checks.boolean(name, where)}
-    weights = {} if b is None else {"b": _checks.floating(name, "b", b)}
+    weights = {} if b is None else {"b": _checks.inexact(name, "b", b)}
     operands = _checks.together(name, "a", x, **mask, **weights)
     axes = _checks.axes(name, axis, operands[0].ndim, "a")
-    if b is not None:
+    if weights or jnp.iscomplexobj(x):
         if implementation == "mosaic_gpu":
-            raise _checks.no_kernel_with_weights()
-        return _weighted(*operands, dtype=_promoted(a, b, x.dtype), axes=axes, keepdims=keepdims, sign=return_sign)
-    stats = Stats(
-        *bind(Op.STATS, *operands, axes=axes, scale=1.0, implementation=implementation, **_invariance.asked())
-    )
+            raise _checks.no_kernel_with_weights() if weights else _checks.no_kernel_for_complex(name, "a")
+        dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
+        named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
+        return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
+    how = {"implementation": implementation, "function": name, **_invariance.asked()}
+    stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
+    if mask:
+        # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
+        has_any, total = cut_alike(operands[1].any(axes), stats.sum)
+        stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
@@ -174,14 +229,14 @@ def merge(*states: Stats) -> Stats:
     Source: as `softmax`.
 
     Args:
-        *states: At least one state, of arrays that broadcast against each other.
+        *states: At least one state, of real arrays that broadcast against each other.
 
     Returns:
-        The merged state; differentiable.
+        The merged state, float64 if any part of a state is and float32 otherwise; differentiable.
 
     Raises:
-        TypeError: a state is not a pair of arrays.
-        ValueError: no state was given.
+        TypeError: a state is not a pair of real arrays.
+        ValueError: no state was given, or their shapes do not broadcast.
 
     >>> import jax.numpy as jnp
     >>> row = jnp.array([1.0, 2.0, 3.0, 4.0])
@@ -190,46 +245,58 @@ def merge(*states: Stats) -> Stats:
     >>> jnp.allclose(whole.max + jnp.log(whole.sum), logsumexp(row))
     Array(True, dtype=bool)
     """
-    if not states:
-        raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
-    return functools.reduce(combine, map(_checks.state, states))
+    return functools.reduce(combine, _checks.states(states))
 
 
 def _row_op(
     op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
 ) -> Any:
     """Softmax or log_softmax: what they share is everything but the operation."""
-    operand = _checks.floating(op, "x", x)
+    operand = _checks.inexact(op, "x", x)
     dtype = operand.dtype
     given = {} if where is None else {"where": _checks.boolean(op, where)}
-    operand, *mask = _checks.together(op, "x", operand, **given)
+    operand, *mask = _checks.together(op, "x", operand.astype(dtype), **given)  # a weak type does not outlast this
     axes = _checks.axes(op, axis, operand.ndim)
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
-    operand, factor = scaled(operand, _checks.scale_factor(op, scale, shape))
+    factor = _checks.scale_factor(op, scale, shape)
     implementation = _checks.implementation(op, implementation)
+    if jnp.iscomplexobj(operand):
+        if implementation == "mosaic_gpu":
+            raise _checks.no_kernel_for_complex(op, "x")
+        return _JAX_NN[op](jnp.broadcast_to(operand, shape) * jnp.asarray(factor, dtype), axes, *mask)
+    if mask and not _has_infinity(dtype):
+        operand = operand.astype(accumulator_dtype(dtype))  # -inf stands for what is excluded, in the derivatives
+    operand, factor = scaled(operand, factor)
     y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **_invariance.asked())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 
 def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
     """The operand and the factor that its primitive fuses: 1 where the operand had to be multiplied beforehand."""
-    if isinstance(factor, float) and 0 < abs(factor) < math.inf:
-        return (x if factor > 0 else -x), abs(factor)
     wide = accumulator_dtype(x.dtype)
+    if isinstance(factor, float):
+        if 0 < abs(factor) <= float(jnp.finfo(wide).max):
+            # Not all floats of 8 bits have a sign.
+            return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
+        factor = math.copysign(math.inf, factor) if factor else 0.0
     return x.astype(wide) * jnp.asarray(factor, wide), 1.0
 
 
+def _has_infinity(dtype: jnp.dtype) -> bool:
+    """Whether a floating dtype has -inf; some of 8 bits do not."""
+    return dtype.itemsize > 1 or dtype.name in ("float8_e3m4", "float8_e4m3", "float8_e5m2")
+
+
 def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
-    """The floating dtype of exponents and weights together; `otherwise` for two of integers."""
-    dtype = jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in (a, b)))
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else otherwise
+    """The inexact dtype of exponents and weights together; `otherwise` for two of integers."""
+    given = [x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b)]
+    dtype = jnp.result_type(*given)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise
 
 
-def _weighted(
-    x: jax.Array, *others: jax.Array, dtype: jnp.dtype, axes: Sequence[int], keepdims: bool, sign: bool
-) -> Any:
-    """A logsumexp with weights, which come last, after the mask if there is one."""
-    *where, b = others
-    wide = accumulator_dtype(dtype)
-    out = _jax_logsumexp(x.astype(wide), axes, b.astype(wide), keepdims, sign, *where)
-    return jax.tree.map(lambda part: part.astype(dtype), out)
+def _by_jax(x: jax.Array, dtype: jnp.dtype, b: jax.Array | None = None, **arguments: Any) -> Any:
+    """A logsumexp that `jax.scipy` computes, in the dtype of accumulation."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    wide = dtype if is_complex else accumulator_dtype(dtype)
+    out = _JAX_LOGSUMEXP(x.astype(wide), b=None if b is None else b.astype(wide), **arguments)
+    return out if is_complex else jax.tree.map(lambda part: part.astype(dtype), out)

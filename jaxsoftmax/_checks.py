@@ -3,34 +3,64 @@
 import contextlib
 import math
 import operator
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.monoid import Stats
+from pallas_kernels.reference import accumulator_dtype
 
+type ArrayLike = jax.typing.ArrayLike  # an alias with a name of its own, which is what help() prints
 Axis = int | Iterable[int] | None
+Implementation = Literal["xla", "mosaic_gpu"]
 
-IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
+IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
-def floating(function: str, name: str, x: jax.typing.ArrayLike) -> jax.Array:
-    """`x` as a floating-point array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
+def as_array(function: str, name: str, x: ArrayLike) -> jax.Array:
+    """`x` as an array of numbers or booleans."""
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"{function}: {name} is of type {type(x).__name__} and makes no array of numbers, expected an array, a "
+            "number that fits one, or nested lists of equal lengths of them."
+        ) from error
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
+        hint = " A random key draws numbers: jax.random.normal(key, shape) gives an array."
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype}, expected numbers."
+            + (hint if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else "")
+        )
+    return array
+
+
+def inexact(function: str, name: str, x: ArrayLike) -> jax.Array:
+    """`x` as a real or complex array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
+    if type(x) is int:
+        with contextlib.suppress(OverflowError):
+            x = np.int64(x)
     if isinstance(x, (np.ndarray, np.integer)) and x.dtype.kind in "iu":
         # As an array of JAX it would first lose the upper half of its 64 bits.
         x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    array = jnp.asarray(x)
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype}, expected a real dtype; a softmax of complex numbers has no "
-            f"order to take a maximum in. Pass {name}.real, or abs({name})."
-        )
-    if jnp.issubdtype(array.dtype, jnp.floating):
+    array = as_array(function, name, x)
+    if jnp.issubdtype(array.dtype, jnp.inexact):
         return array
     return array.astype(jax.eval_shape(jnp.exp, array).dtype)
+
+
+def floating(function: str, name: str, x: ArrayLike) -> jax.Array:
+    """`x` as a real array, as by `inexact`."""
+    array = inexact(function, name, x)
+    if jnp.iscomplexobj(array):
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype}, expected a real dtype. Pass {name}.real, or abs({name})."
+        )
+    return array
 
 
 def axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tuple[int, ...]:
@@ -84,32 +114,40 @@ def together(function: str, operand: str, x: jax.Array, **others: jax.Array) -> 
     ]
 
 
-def boolean(function: str, where: jax.typing.ArrayLike) -> jax.Array:
+def boolean(function: str, where: ArrayLike) -> jax.Array:
     """`where` as a boolean array."""
-    array = jnp.asarray(where)
+    array = as_array(function, "where", where)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{function}: where has dtype {array.dtype}, expected bool. Pass where.astype(bool).")
     return array
 
 
-def mask(function: str, where: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's") -> jax.Array:
+def mask(function: str, where: ArrayLike, shape: Sequence[int], of: str = "x's") -> jax.Array:
     """`where` as a boolean array of the operand's rank, each of whose extents is 1 or the operand's."""
     array = boolean(function, where)
     broadcastable(function, "where", array.shape, shape, of)
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
-def is_number(scale: Any) -> TypeGuard[int | float | np.number]:
-    """Whether a scale is known while the call is traced."""
-    return isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool)
+def is_number(scale: Any) -> TypeGuard[int | float | np.integer | np.floating]:
+    """Whether a scale is a real number that is known while the call is traced."""
+    return isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
 
 
-def scale_factor(
-    function: str, scale: jax.typing.ArrayLike, shape: Sequence[int], of: str = "x's"
-) -> float | jax.Array:
+def as_float(function: str, name: str, number: int | float | np.integer | np.floating) -> float:
+    """A Python or NumPy number as a float."""
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(
+            f"{function}: {name} is an integer beyond {sys.float_info.max:.1g}, expected a number that a float holds."
+        ) from None
+
+
+def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str = "x's") -> float | jax.Array:
     """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
     if is_number(scale):
-        factor = float(scale)
+        factor = as_float(function, "scale", scale)
         if math.isnan(factor):
             raise ValueError(f"{function}: scale is nan, expected a number.")
         return factor
@@ -118,23 +156,39 @@ def scale_factor(
     return array
 
 
-def implementation(function: str, name: str | None) -> str | None:
+def implementation(function: str, name: Any) -> Implementation | None:
     """`name` if it is one we have."""
-    if name not in IMPLEMENTATIONS:
+    for known in IMPLEMENTATIONS:
+        if isinstance(name, type(known)) and name == known:
+            return known
+    raise ValueError(
+        f"{function}: implementation={name!r}, expected one of None (the fastest there is), 'xla', 'mosaic_gpu'. Pass "
+        "None: it takes a Mosaic GPU kernel where there is one for the call, and XLA elsewhere, where 'mosaic_gpu' is "
+        "an error."
+    )
+
+
+def states(given: Sequence[Any]) -> list[Stats]:
+    """States to merge, as arrays of one shape, in the dtype of accumulation."""
+    if not given:
+        raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
+    for state in given:
+        if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
+            raise TypeError(
+                f"merge: got a {type(state).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
+                "Pass a sequence of states as merge(*states)."
+            )
+    pairs = [[floating("merge", name, part) for name, part in zip(Stats._fields, s, strict=True)] for s in given]
+    parts = [part for pair in pairs for part in pair]
+    try:
+        shape = jnp.broadcast_shapes(*(part.shape for part in parts))
+    except ValueError:
         raise ValueError(
-            f"{function}: implementation={name!r}, expected one of None (the fastest there is), 'xla', 'mosaic_gpu'."
-        )
-    return name
-
-
-def state(given: Any) -> Stats:
-    """A state to merge: a pair of numbers or arrays."""
-    if not isinstance(given, tuple) or len(given) != 2 or any(isinstance(part, (tuple, list)) for part in given):
-        raise TypeError(
-            f"merge: got a {type(given).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
-            "Pass a sequence of states as merge(*states)."
-        )
-    return Stats(*map(jnp.asarray, given))
+            f"merge: the states' arrays have the shapes {', '.join(str(part.shape) for part in parts)}, expected "
+            "shapes that broadcast against each other."
+        ) from None
+    wide = max((accumulator_dtype(part.dtype) for part in parts), key=lambda dtype: dtype.itemsize)
+    return [Stats(*(jnp.broadcast_to(part.astype(wide), shape) for part in pair)) for pair in pairs]
 
 
 def no_kernel_on_platform(op: str) -> NotImplementedError:
@@ -177,6 +231,14 @@ def no_kernel_of_sum() -> NotImplementedError:
     return NotImplementedError(
         "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but the logits are "
         "broadcast over rows, and no kernel sums their gradients. Pass implementation=None to use XLA for these."
+    )
+
+
+def no_kernel_for_complex(function: str, name: str) -> NotImplementedError:
+    """Complex numbers, and a kernel named."""
+    return NotImplementedError(
+        f"{function}: implementation='mosaic_gpu' was asked for, but the kernels take real numbers and {name} is "
+        "complex; pass implementation=None to hand it to jax."
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from jaxsoftmax import _checks, _invariance
 from jaxsoftmax import _cross_entropy_checks as checks
 from jaxsoftmax._api import scaled
-from jaxsoftmax._checks import Axis
+from jaxsoftmax._checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._cross_entropy_primitives import losses
 from jaxsoftmax._cross_entropy_tangents import weigh
 from jaxsoftmax._primitives import bind
@@ -20,9 +20,40 @@ from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
 from pallas_kernels.reference import accumulator_dtype
 
-ArrayLike = jax.typing.ArrayLike
 
-
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    scale: ArrayLike = 1.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    scale: ArrayLike = 1.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    return_lse: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -36,8 +67,23 @@ def softmax_cross_entropy_with_integer_labels(
     ignore_index: int | None = None,
     weights: ArrayLike | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
-) -> Any:
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    scale: ArrayLike = 1.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`logsumexp(logits) - logits[label]` of each row, `optax.softmax_cross_entropy_with_integer_labels`, and kin.
 
     With `z` the logits, scaled and capped, and `n` how many of them `where` includes, a row's loss is `weights` times
@@ -144,7 +190,7 @@ def softmax_cross_entropy(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
 
@@ -185,7 +231,7 @@ def softmax_cross_entropy(
     target, shape = checks.probabilities(name, labels, x.shape, axes)
     mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = _checks.implementation(name, implementation)
-    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation))
+    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
     wide = accumulator_dtype(x.dtype)
     target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
     absent = (target == 0) & (x == -jnp.inf)

@@ -1,7 +1,6 @@
 """The arguments of the cross entropies, checked and brought to the primitives' form; every error says what to do."""
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,13 @@ Shape = Sequence[int]
 
 def number(function: str, name: str, value: Any, low: float, high: float) -> float:
     """A finite Python or NumPy number between two bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if not _checks.is_number(value):
         got = f"is {value!r}" if not isinstance(value, jax.Array) else f"is an array, {jax.typeof(value)}"
-        raise TypeError(f"{function}: {name} {got}, expected a Python number; it is compiled into the program.")
-    # An integer may be finite and yet no float.
-    if not (low <= value <= high and abs(value) <= sys.float_info.max):
+        raise TypeError(f"{function}: {name} {got}, expected a Python number, and a real one; it is compiled in.")
+    result = _checks.as_float(function, name, value)
+    if not (low <= result <= high and math.isfinite(result)):
         raise ValueError(f"{function}: {name} is {value}, expected a finite number from {low} to {high}.")
-    return float(value)
+    return result
 
 
 def soft_cap(function: str, value: Any) -> float | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jaxsoftmax import _api, _checks, _invariance, _lowering
-from jaxsoftmax._checks import Axis
+from jaxsoftmax._checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._primitives import BY_OP
 from jaxsoftmax._rows import plan
@@ -23,7 +23,7 @@ from pallas_kernels.hardware import Device
 from pallas_kernels.problem import Op
 from pallas_kernels.vjp import RULES
 
-Abstract = jax.typing.ArrayLike | jax.ShapeDtypeStruct
+Abstract = ArrayLike | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,9 @@ def explain(
     axis: Axis = -1,
     where: Abstract | None = None,
     *,
-    scale: jax.typing.ArrayLike | jax.ShapeDtypeStruct = 1.0,
+    scale: Abstract = 1.0,
     op: str = "softmax",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     device: Device | None = None,
     **options: Any,
 ) -> Explanation:
@@ -121,7 +121,7 @@ def explain(
         why: implementation='xla'
         moves: nothing can move less than 32.0 kB
     """
-    if op not in _CALLS:
+    if not isinstance(op, str) or op not in _CALLS:
         raise ValueError(f"explain: op={op!r}, expected one of {', '.join(_CALLS)}.")
     if not isinstance(device, Device | None):
         raise TypeError(f"explain: device is {device!r}, expected a pallas_kernels.hardware.Device or None.")
@@ -131,7 +131,10 @@ def explain(
         arrays["b"] = options.pop("b")
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
-    if op != "logsumexp":
+    if op == "logsumexp":
+        if not (_checks.is_number(scale) and scale == 1):
+            raise TypeError(f"explain: scale is {scale}, but logsumexp has no scale. Multiply x by it beforehand.")
+    else:
         is_number = _checks.is_number(scale)
         (static if is_number else arrays)["scale"] = scale
         if not (is_number and 0 < scale < math.inf):
@@ -141,13 +144,14 @@ def explain(
     target = device or present or hardware.H200
     if op == "top_k":
         return _selection(jaxpr, axis, target, target == present, notes)
-    if "b" in arrays:
+    if "b" in arrays or jnp.iscomplexobj(jaxpr.in_avals[0]):
+        theirs = "jax.scipy.special.logsumexp" if op == "logsumexp" else "jax.nn"
         return Explanation(
-            f"logsumexp of {jaxpr.in_avals[0].str_short()} with weights b",
+            f"{op} of {jaxpr.in_avals[0].str_short()}" + (" with weights b" if "b" in arrays else ""),
             "xla",
             target == present,
             target,
-            "weights are computed by jax.scipy.special.logsumexp, not by a kernel",
+            f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
             (NOT_INVARIANT,) if _invariance.enabled() else (),
         )
@@ -194,6 +198,7 @@ def _explanation(
     avals = [var.aval for var in eqn.invars]
     params = dict(eqn.params)
     implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
+    params.pop("function", None)
     operands, row = _lowering.BY_OP[op].asked(avals, **params)
     say = functools.partial(
         Explanation,

@@ -21,6 +21,17 @@ from pallas_kernels.problem import Op
 
 Asked = tuple[Sequence[Any], dict[str, Any]]
 
+# What errors call the operations: the public functions. Those that take a row's statistics say which they are.
+NAMES = {
+    Op.SOFTMAX: "softmax",
+    Op.SOFTMAX_TANGENT: "the derivative of softmax",
+    Op.LOG_SOFTMAX: "log_softmax",
+    Op.LOG_SOFTMAX_TANGENT: "the derivative of log_softmax",
+    Op.LOG_SOFTMAX_COTANGENT: "the derivative of log_softmax",
+    Op.CROSS_ENTROPY: "softmax_cross_entropy_with_integer_labels",
+    Op.CROSS_ENTROPY_GRADIENT: "the derivative of softmax_cross_entropy_with_integer_labels",
+}
+
 REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
 
 
@@ -94,11 +105,12 @@ def reference_rule(
     *operands: Any,
     implementation: str | None,
     batch_invariant: bool = False,
+    function: str | None = None,
     **params: Any,
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
-        raise _checks.no_kernel_on_platform(computation.op)
+        raise _checks.no_kernel_on_platform(function or NAMES[computation.op])
     return _sharding.lower_plain(computation.plain, ctx, *operands, **params)
 
 
@@ -108,40 +120,40 @@ def kernel_rule(
     *operands: Any,
     implementation: str | None,
     batch_invariant: bool = False,
+    function: str | None = None,
     **params: Any,
 ) -> Any:
     """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
     avals, row = computation.asked(ctx.avals_in, **params)
     op, device = computation.op, hardware.current()
-    chosen = functools.partial(choose, op, implementation, avals, device, batch_invariant=batch_invariant)
+    named = (function or NAMES[op]) if implementation == "mosaic_gpu" else None
+    chosen = functools.partial(choose, op, named, avals, device, batch_invariant=batch_invariant)
     if implementation == "xla" or chosen(**row).decision is None:
         return reference_rule(computation, ctx, *operands, implementation=implementation, **params)
+    rows = functools.partial(run, named, batch_invariant)
 
     def whole(*xs: jax.Array) -> list[jax.Array]:
-        rows = functools.partial(run, implementation, batch_invariant)
         return jax.tree.leaves(computation.whole(rows, *xs, **params))
 
     def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
-        if implementation == "mosaic_gpu" and "row" in computation.results(**params):
-            raise _checks.no_kernel_for_sharded_rows(op)
-        rows = functools.partial(run, implementation, batch_invariant)
+        if named and "row" in computation.results(**params):
+            raise _checks.no_kernel_for_sharded_rows(named)
         return jax.tree.leaves(computation.across(cuts, inside, rows, *shards, **params))
 
     return _sharding.lower(ctx, _sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands)
 
 
-def choose(op: Op, implementation: str | None, operands: Sequence[Any], device: Device, **row: Any) -> Plan:
-    """The plan for a call; one without a kernel is an error if a kernel was named."""
-    named = implementation == "mosaic_gpu"
-    chosen = plan(op, [x.shape for x in operands], operands[0].dtype, device, may_transpose=named, **row)
-    if named and chosen.decision is None:
-        raise _checks.no_kernel_for_problem(op, chosen.declined)
+def choose(op: Op, named: str | None, operands: Sequence[Any], device: Device, **row: Any) -> Plan:
+    """The plan for a call; one without a kernel is an error of the function that is `named`, if it asked for one."""
+    chosen = plan(op, [x.shape for x in operands], operands[0].dtype, device, may_transpose=named is not None, **row)
+    if named is not None and chosen.decision is None:
+        raise _checks.no_kernel_for_problem(named, chosen.declined)
     return chosen
 
 
-def run(implementation: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
+def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
     """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
-    chosen = choose(op, implementation, operands, hardware.current(), batch_invariant=batch_invariant, **row)
+    chosen = choose(op, named, operands, hardware.current(), batch_invariant=batch_invariant, **row)
     if chosen.decision is None:
         return by_reference(op, *operands, **row)
     return chosen.launch(_launch, *operands)

@@ -90,9 +90,17 @@ def _batch(
     return out, ats if primitive.multiple_results else at
 
 
-def _keep(where: Sequence[jax.Array], x: jax.Array, otherwise: float = 0.0) -> jax.Array:
+def _keep(where: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     """`x` where the mask, if there is one, is True."""
-    return jnp.where(where[0], x, jnp.asarray(otherwise, x.dtype)) if where else x
+    return jnp.where(where[0], x, jnp.zeros((), x.dtype)) if where else x
+
+
+def _without_excluded(where: Sequence[jax.Array], x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """`x` with -inf for what the mask excludes; with 0 in a row of nothing else, whose probabilities would be NaN."""
+    if not where:
+        return x
+    absent = jnp.where(where[0].any(axes, keepdims=True), jnp.asarray(-jnp.inf, x.dtype), jnp.zeros((), x.dtype))
+    return jnp.where(where[0], x, absent)
 
 
 def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -104,7 +112,7 @@ def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **pa
         y = checkpoint_name(y, SAVED_NAME)
     if type(tangents[0]) is ad.Zero:
         return y, zeros(y)
-    residual = y if rule.residual == "output" else _keep(where, x, -jnp.inf)
+    residual = y if rule.residual == "output" else _without_excluded(where, x, params["axes"])
     # Both selections: a tangent may be anything where x is masked out, and so may a cotangent, which comes back.
     return y, _keep(where, bind(rule.tangent, residual, _keep(where, tangents[0]), **params))
 

@@ -31,6 +31,8 @@ _AT_ONCE = 1024
 _ORDER, _STATE, _UNALIGNED, _COPY = 8.0, 4.0, 0.5, 2.0
 _VECTOR = 8
 
+_lax_top_k = jax.lax.top_k  # bound once, as a program may put another function in its place
+
 
 @functools.cache
 def chunk_size(n: Any, k: int) -> Any:
@@ -61,7 +63,7 @@ def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`jax.lax.top_k` of what is comparable, for long rows chunk by chunk."""
     c = chunk_size(keys.shape[-1], k)
     if c == keys.shape[-1]:
-        return jax.lax.top_k(keys, k)
+        return _lax_top_k(keys, k)
     chunks = chunked(keys, c)
     return largest_in(chunks, chunks.max(-1), k)
 
@@ -97,7 +99,7 @@ def select(
     If it `normalizes`, their probabilities too, which may then take a kernel less. `may_count`: see `_counting`. If
     `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that of chunks as suits it.
     """
-    state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation)
+    state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation, function="top_k_softmax")
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)
     if batch_invariant:
         values, indices = largest(comparable(x, scale), k)
@@ -107,7 +109,7 @@ def select(
     if may_count and k > 1 and c < n and (few := _counting.chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True
     if c == n:
-        values, indices = jax.lax.top_k(comparable(x, scale), k)
+        values, indices = _lax_top_k(comparable(x, scale), k)
         row = Stats(*state(x, axes=(x.ndim - 1,)))
     else:
         chunks = chunked(x, c)
@@ -143,6 +145,6 @@ def select_across(
     mine[1] += first
     values, indices, *stats = from_all(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
-    values, at = jax.lax.top_k(values, k)
+    values, at = _lax_top_k(values, k)
     found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
     return _completed(found, normalizes, x.dtype)

@@ -6,10 +6,9 @@ places k numbers, of the state's sum, and of the probabilities as a function of 
 """
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _checks, _invariance, _sharding
+from jaxsoftmax._api import scaled
+from jaxsoftmax._checks import ArrayLike, Implementation
 from jaxsoftmax._primitives import bind, zeros
 from jaxsoftmax._selection import probabilities, select, select_across
 from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
@@ -27,20 +28,21 @@ from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
 
 NAME = "top_k_softmax"
-NORMALIZE = ("all", "top_k")
+Normalize = Literal["all", "top_k"]
 
 TOP_K = Primitive("softmax_top_k")
 _RESULTS: Sequence[_sharding.Result] = ("selected", "selected", "number", "number", "selected")
 
 
 def top_k_softmax(
-    logits: jax.typing.ArrayLike,
+    logits: ArrayLike,
     k: int,
     *,
     axis: int = -1,
-    normalize: str = "all",
-    scale: jax.typing.ArrayLike = 1.0,
-    implementation: str | None = None,
+    is_stable: bool = True,
+    normalize: Normalize = "all",
+    scale: ArrayLike = 1.0,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The k largest of `softmax(scale * logits)` along `axis` and their indices, without the softmax being written.
 
@@ -61,6 +63,7 @@ def top_k_softmax(
         logits: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
         k: How many to select, at most as many as there are along `axis`.
         axis: The axis to select along. Any but the last is moved there first, which costs a copy.
+        is_stable: Taken as `jax.lax.top_k` takes it; of equal logits the one of lower index comes first either way.
         normalize: "all" for probabilities among all logits of a row, as in sampling from a vocabulary; "top_k" for
             probabilities among the k selected, which sum to one, as in a router to experts.
         scale: The logits' factor, an inverse temperature, as for `softmax`.
@@ -72,7 +75,7 @@ def top_k_softmax(
         with k entries along `axis`.
 
     Raises:
-        TypeError: `logits` is complex, or `k` or `axis` is not an integer.
+        TypeError: `logits` is complex or no array of numbers, or `k` or `axis` is not an integer.
         ValueError: `k`, `axis`, `normalize`, `scale` or `implementation` does not fit.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
 
@@ -80,19 +83,19 @@ def top_k_softmax(
     >>> top_k_softmax(jnp.array([0.0, 1.0, -jnp.inf, 1.0, 0.0]), 3, normalize="top_k")[1]
     Array([1, 3, 0], dtype=int32)
     """
+    del is_stable
     x = _checks.floating(NAME, "logits", logits)
     if x.ndim == 0:
         raise ValueError(f"{NAME}: logits is a scalar, expected at least one axis to select along.")
-    (along,) = _checks.axes(NAME, operator.index(axis), x.ndim, "logits")
+    (along,) = _checks.axes(NAME, _integer("axis", axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
-    if normalize not in NORMALIZE:
+    if normalize not in get_args(Normalize):
         raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
     factor = _checks.scale_factor(NAME, scale, x.shape, "the logits'")
     implementation = _checks.implementation(NAME, implementation)
-    dtype, wide = x.dtype, accumulator_dtype(x.dtype)
-    if not isinstance(factor, float) or not 0 < factor < math.inf:
-        x, factor = x.astype(wide) * jnp.asarray(factor, wide), 1.0
-    x = x.astype(wide) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf to fill chunks with
+    dtype = x.dtype
+    x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf for chunks
+    x, factor = scaled(x, factor)
     how = {"implementation": implementation, **_invariance.asked()}
     values, indices, _, total, *y = TOP_K.bind(
         jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, **how
@@ -107,9 +110,18 @@ def top_k_softmax(
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        raise TypeError(
+            f"{NAME}: {name} is {value!r}, expected one integer. If it is traced, make it a static argument of jax.jit."
+        ) from None
+
+
 def _checked_k(k: int, n: Any, axis: int) -> int:
     """`k` as a number of entries that there are."""
-    count = operator.index(k)
+    count = _integer("k", k)
     if count < 0 or (isinstance(n, int) and count > n):
         raise ValueError(f"{NAME}: k={count}, expected 0 <= k <= {n}, the number of logits along axis {axis}.")
     return count

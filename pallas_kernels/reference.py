@@ -56,7 +56,7 @@ def _in_units(x: jax.Array, scale: float, soft_cap: float | None = None) -> tupl
     """The logits as multiples of a unit above 0, and the unit: differences are exact before they are multiplied."""
     unit = abs(scale) if soft_cap is None else soft_cap
     info = jnp.finfo(accumulator_dtype(x.dtype))
-    if not info.tiny <= unit <= info.max:
+    if not float(info.tiny) <= unit <= float(info.max):
         return logits(x, scale, soft_cap), 1.0
     return (logits(x, math.copysign(1.0, scale)) if soft_cap is None else jnp.tanh(logits(x, scale) / soft_cap)), unit
 
@@ -120,10 +120,9 @@ def stats_tangent(
     """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
     maximum = jnp.expand_dims(maximum, axes)
     z, t = _logits_below(x, where, maximum, scale), logits(t, scale)
-    keep = lambda x: x if where is None else jnp.where(where, x, jnp.zeros((), x.dtype))
-    # Both selections: a tangent may be anything where x is masked out, and the cotangent of a row of none is infinite.
-    out = decay(z, maximum) * keep(t)
-    return keep(out).sum(axes)
+    # A tangent may be anything where x is masked out.
+    t = t if where is None else jnp.where(where, t, jnp.zeros((), t.dtype))
+    return (decay(z, maximum) * t).sum(axes)
 
 
 def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:
@@ -258,9 +257,6 @@ def cross_entropy_slope(
     """
     z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
     weights = decay(_logits_below(x, where, known.max, scale, soft_cap), known.max)
-    if where is not None:
-        # Where nothing is held the logsumexp in `of_p` is -inf; 0 for `p` alone would leave 0 * inf of infinite rows.
-        of_p = jnp.where(known.max == -jnp.inf, 0.0, of_p)
     # One division a row: XLA would do one for each element.
     by_p = weights * (of_p / known.sum)
     by_p = by_p if where is None else jnp.where(where, by_p, 0.0)

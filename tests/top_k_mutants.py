@@ -29,8 +29,8 @@ _counted = functools.partial(Mutant, counts=True)
 MUTANTS = (
     Mutant("the chosen chunks stay in the order of their maxima", "jnp.sort(largest(maxima, k)[1], -1)",
            "largest(maxima, k)[1]"),
-    Mutant("of equal logits the last comes first", "values, indices = jax.lax.top_k(comparable(x, scale), k)",
-           "values, indices = jax.lax.top_k(comparable(x[..., ::-1], scale), k); indices = x.shape[-1] - 1 - indices",
+    Mutant("of equal logits the last comes first", "values, indices = _lax_top_k(comparable(x, scale), k)",
+           "values, indices = _lax_top_k(comparable(x[..., ::-1], scale), k); indices = x.shape[-1] - 1 - indices",
            n=300),
     Mutant("of equal candidates the last comes first", "* c + at % c", "* c + c - 1 - at % c"),
     Mutant("one chunk too few", "jnp.sort(largest(maxima, k)[1], -1)",

@@ -126,7 +126,7 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) 
 def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> Any:
     """How many more keys than queries each sequence has, `[*batch, 1, 1, 1, 1]`."""
     counts = [
-        chunk.length if lengths is None else jnp.clip(lengths, 0, chunk.length)[..., None, None, None, None]
+        chunk.length if lengths is None else jnp.minimum(lengths, chunk.length)[..., None, None, None, None]
         for lengths, chunk in ((ops.key_lengths, cols), (ops.query_lengths, rows))
     ]
     return counts[0] - counts[1]

@@ -55,6 +55,15 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     assert forward["impls"]["ours"]["temp_bytes"] >= 0
 
 
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.attention"])
+def test_without_absl_the_extra_is_named(module):
+    hidden = "import runpy, sys; sys.modules['absl'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hidden, module], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "absl is not installed" in done.stderr.splitlines()[-1]
+    assert "pip install 'jaxsoftmax[bench]'" in done.stderr.splitlines()[-1]
+
+
 def test_a_name_that_is_no_implementation_is_refused():
     assert "--impl takes ours, xla" in _run("--impl=quak", "--list", expect=1)
 

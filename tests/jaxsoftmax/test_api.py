@@ -21,6 +21,7 @@ OURS = {"softmax": jaxsoftmax.softmax, "log_softmax": jaxsoftmax.log_softmax}
 TRUTH = {"softmax": oracle.softmax, "log_softmax": oracle.log_softmax}
 THEIRS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 
+COMPLEX = np.array([[1 + 2j, 0.5 - 1j, -0.3], [0, 1j, 2]], np.complex64)
 SPECIAL_ROWS = np.array(
     [[0.0, 1.0, -INF, 2.0], [-INF] * 4, [INF, 0.0, 1.0, 2.0], [np.nan, 0.0, 1.0, 2.0], [1e4, 1e4, 0.0, -1e4]],
     np.float32,
@@ -80,6 +81,32 @@ def test_gradient_where_masked(op: str) -> None:
     got = jax.grad(functools.partial(loss, OURS[op]))(x)
     want = jax.grad(functools.partial(loss, THEIRS[op]))(jnp.where(mask, x, 0.0))
     np.testing.assert_allclose(got, np.where(mask, want, 0.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", OURS)
+def test_nan_debugging_where_a_row_is_excluded(op: str) -> None:
+    mask = jnp.array([[True, False, True], [False] * 3])
+    x = jnp.arange(6.0).reshape(2, 3)
+    function = functools.partial(OURS[op], where=mask)
+    loss = lambda x: (x * jnp.where(mask, function(x), 0.0)).sum()
+    with jax.debug_nans(True):
+        for mode in (lambda f: f, jax.jit):
+            np.testing.assert_array_equal(mode(jax.grad(loss))(x)[1], 0.0)
+            np.testing.assert_array_equal(mode(lambda x: jax.jvp(function, (x,), (x,))[1])(x)[1], 0.0)
+            np.testing.assert_array_equal(mode(lambda x: jax.jvp(jax.grad(loss), (x,), (x,))[1])(x)[1], 0.0)
+
+
+def test_nan_debugging_of_logsumexp_where_a_row_is_excluded() -> None:
+    mask = jnp.array([[True, False, True], [False] * 3])
+    x = jnp.arange(6.0).reshape(2, 3)
+    function = functools.partial(jaxsoftmax.logsumexp, axis=1, where=mask)
+    want = np.float32(oracle.softmax(x, where=mask))
+    with jax.debug_nans(True):
+        for loss in (lambda x: function(x).sum(), lambda x: function(x)[0]):
+            for mode in (lambda f: f, jax.jit):
+                np.testing.assert_allclose(mode(jax.grad(loss))(x), want, rtol=1e-6)
+        y, t = jax.jvp(function, (x,), (jnp.where(mask, x, jnp.inf),))
+    np.testing.assert_allclose((y, t), (oracle.logsumexp(x, 1, where=mask), (want * x).sum(1)), rtol=1e-6)
 
 
 def test_gradient_of_logsumexp_where_masked() -> None:
@@ -182,7 +209,8 @@ def test_64_bit_integers_are_not_cut_to_32(dtype: Any) -> None:
     x = np.array([2**40, 0]).astype(dtype)
     np.testing.assert_array_equal(jaxsoftmax.softmax(x), [1, 0])
     np.testing.assert_array_equal(jaxsoftmax.log_softmax(x), [0, -(2.0**40)])
-    assert jaxsoftmax.logsumexp(x) == jaxsoftmax.logsumexp(x[0]) == 2.0**40
+    assert jaxsoftmax.logsumexp(x) == jaxsoftmax.logsumexp(x[0]) == jaxsoftmax.logsumexp(2**40) == 2.0**40
+    assert jaxsoftmax.logsumexp(2**40, b=2**40) == jax.nn.logsumexp(2**40, b=2.0**40)
 
 
 @pytest.mark.parametrize("op", OURS)
@@ -209,6 +237,36 @@ def test_float8(dtype: Any) -> None:
         assert errors.max_error(y, TRUTH[op](x)) <= 1
 
 
+@pytest.mark.parametrize("op", OURS)
+def test_float8_without_a_sign(op: str) -> None:
+    x = np.array([[1.0, 2.0, 4.0], [8.0, 0.5, 1.0]], ml_dtypes.float8_e8m0fnu)
+    for scale in (-1.0, -0.25):
+        got = OURS[op](x, scale=scale)
+        assert got.dtype == x.dtype
+        if op == "softmax":  # a logarithm has the sign that the dtype lacks
+            np.testing.assert_array_equal(got, jnp.asarray(oracle.softmax(x, scale=scale), jnp.float32).astype(x.dtype))
+    probabilities, indices = jaxsoftmax.top_k_softmax(x, 2, scale=-1.0)
+    np.testing.assert_array_equal(indices, [[0, 1], [1, 2]])
+    assert np.isfinite(probabilities.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=lambda d: d.__name__)
+def test_float8_of_nothing(dtype: Any) -> None:
+    """One of the two has an infinity; the other has NaN for it, as in `jax.nn`."""
+    x, nothing = RNG.normal(size=(2, 4)).astype(dtype), np.zeros(4, bool)
+    for got in (jaxsoftmax.logsumexp(x[:, :0], 1), jaxsoftmax.logsumexp(x, 1, where=nothing)):
+        with np.errstate(invalid="ignore"):
+            theirs = jax.nn.logsumexp(x[:, :0], 1)
+        for result in (got, theirs):
+            np.testing.assert_array_equal(result.astype(np.float32), -INF if dtype is ml_dtypes.float8_e5m2 else np.nan)
+    mask = np.array([[True, False, True, True], [False] * 4])
+    for op in OURS:
+        grad = jax.grad(lambda x, op=op: OURS[op](x, where=mask)[0, 0].astype(jnp.float32))(jnp.asarray(x))
+        want = jax.grad(lambda x, op=op: OURS[op](x, where=mask)[0, 0])(x.astype(np.float32))
+        np.testing.assert_allclose(grad.astype(np.float32), want, atol=0.1)
+        assert grad.dtype == dtype
+
+
 @pytest.mark.parametrize("shape, axis", [((0,), 0), ((3, 0), 1), ((0, 3), 1), ((0, 0), None), ((3, 0), ())], ids=str)
 def test_zero_size(shape: tuple[int, ...], axis: Any) -> None:
     x = jnp.zeros(shape)
@@ -228,16 +286,65 @@ def test_scalars_and_rows_of_one() -> None:
     np.testing.assert_array_equal(jaxsoftmax.softmax(np.array([[2.0], [np.nan], [-INF]])), [[1], [np.nan], [np.nan]])
 
 
-def test_weak_types() -> None:
-    x = jnp.full(3, 2.0)
-    assert x.weak_type
-    assert jaxsoftmax.softmax(x).weak_type
-    assert (jaxsoftmax.softmax(x) * jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
-    assert (jax.jit(jaxsoftmax.log_softmax)(x) * jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
-    assert (
-        jax.grad(lambda x: jaxsoftmax.softmax(x)[0])(x).weak_type
-        == jax.grad(lambda x: jax.nn.softmax(x)[0])(x).weak_type
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("fill", [2.0, 2, True], ids=["float", "int", "bool"])
+def test_weak_types(fill: Any, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        x, narrow = jnp.full(3, fill), jnp.ones(3, jnp.bfloat16)
+        assert x.weak_type == (fill is not True)  # whose type is not weak
+        want = type_of(jax.nn.logsumexp(x))
+        assert not want[1]
+        if isinstance(fill, float):
+            assert want == type_of(jax.nn.softmax(x)) == type_of(jax.nn.log_softmax(x, where=x > 1))
+        for ours in (*OURS.values(), jaxsoftmax.logsumexp):
+            assert type_of(ours(x)) == type_of(jax.jit(ours)(x)) == type_of(ours(x, where=x > 1)) == want
+            assert (ours(x) * narrow).dtype == want[0]
+        for op in OURS if isinstance(fill, float) else ():
+            for derivative in (lambda f: jax.grad(lambda x: f(x)[0])(x), lambda f: jax.jvp(f, (x,), (x,))[1]):
+                assert type_of(derivative(OURS[op])) == type_of(derivative(THEIRS[op]))
+
+
+def type_of(x: jax.Array) -> tuple[Any, bool]:
+    return x.dtype, x.weak_type
+
+
+@pytest.mark.parametrize(
+    "axis, where", [(-1, None), ((0, 1), [True, False, True]), (None, None), (0, np.ones((4, 2, 3), bool))], ids=str
+)
+@pytest.mark.parametrize("op", OURS)
+def test_complex_is_as_in_jax_nn(op: str, axis: Any, where: Any) -> None:
+    whole = jnp.broadcast_to(COMPLEX, np.broadcast_shapes((2, 3), np.shape(where)))
+    arguments: dict[str, Any] = {} if where is None else {"where": jnp.asarray(where)}
+    for scale in (0.5, np.array([[0.5], [-2.0]], np.float32)):
+        got = OURS[op](COMPLEX, axis, scale=scale, **arguments)
+        np.testing.assert_allclose(got, THEIRS[op](whole * scale, axis, **arguments), rtol=1e-6)
+        assert got.dtype == jnp.complex64
+    with jax.enable_x64(True):
+        assert OURS[op](COMPLEX.astype(np.complex128)).dtype == np.complex128
+
+
+@pytest.mark.parametrize(
+    "a, b, sign, where",
+    [
+        ("complex", None, False, None),
+        ("complex", None, True, [[True, False, True]]),
+        ("complex", "real", True, None),
+        ("real", "complex", True, [[True, False, True]]),
+        ("complex", "complex", False, [[True, False, True]]),
+    ],
+)
+def test_logsumexp_of_complex_is_as_in_jax_scipy(a: str, b: str | None, sign: bool, where: Any) -> None:
+    x = COMPLEX if a == "complex" else COMPLEX.real.astype(jnp.bfloat16)
+    weights = {None: None, "complex": COMPLEX[:1], "real": np.array([1.0, -2.0, 0.5], np.float32)}[b]
+    mask = None if where is None else jnp.asarray(where)
+    got, want = (f(x, -1, weights, True, sign, mask) for f in (jaxsoftmax.logsumexp, jax.nn.logsumexp))
+    jax.tree.map(lambda ours, theirs: np.testing.assert_equal(ours.dtype, theirs.dtype), got, want)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+    grad, theirs = (
+        jax.grad(lambda x, f=f: jax.tree.leaves(f(x, -1, weights, where=mask))[0].sum().real)(COMPLEX)
+        for f in (jaxsoftmax.logsumexp, jax.nn.logsumexp)
     )
+    np.testing.assert_allclose(grad, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [2, 0.125, np.float32(3), np.int64(2)], ids=repr)
@@ -270,6 +377,17 @@ def test_scale_that_is_not_positive(op: str, scale: float) -> None:
     )
     grad = jax.grad(lambda x: OURS[op](x, scale=scale, where=mask).sum(where=mask))(x)
     assert np.isfinite(grad).all()
+
+
+def test_a_scale_beyond_the_dtype_is_infinite() -> None:
+    """Any warning is an error here, NumPy's of a cast that overflows too."""
+    x = np.array([0.0, 1.0], np.float32)
+    for scale in (1e300, -1e300, INF):
+        for got in (OURS["softmax"](x, scale=scale), OURS["log_softmax"](x, scale=scale)):
+            np.testing.assert_array_equal(got, [np.nan, np.nan])
+        assert np.isnan(jaxsoftmax.top_k_softmax(x, 1, scale=scale)[0])
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(OURS["softmax"](x.astype(np.float64), scale=1e300), [0, 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
@@ -354,3 +472,25 @@ def test_merge() -> None:
     ):
         np.testing.assert_allclose(merged.max + jnp.log(merged.sum), oracle.logsumexp(x, 1), rtol=1e-6)
     np.testing.assert_array_equal(jaxsoftmax.merge(parts[0]).sum, parts[0].sum)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn], ids=lambda d: d.__name__)
+def test_merge_accumulates_in_float32(dtype: Any) -> None:
+    part = Stats(jnp.array([1.0, 448.0], dtype), jnp.full(2, 448.0 if dtype is jnp.float8_e4m3fn else 60000.0, dtype))
+    merged = jaxsoftmax.merge(part, part, part)
+    assert merged.max.dtype == merged.sum.dtype == jaxsoftmax.merge(part).sum.dtype == jnp.float32
+    np.testing.assert_array_equal(merged.max, part.max.astype(jnp.float32))
+    np.testing.assert_array_equal(merged.sum, 3 * part.sum.astype(jnp.float32))
+    assert jax.grad(lambda m: jaxsoftmax.merge(part, Stats(m, part.sum)).sum.sum())(part.max).dtype == dtype
+
+
+def test_merge_of_other_types_and_shapes() -> None:
+    with jax.enable_x64(True):
+        assert jaxsoftmax.merge(Stats(0.0, np.float32(1)), Stats(np.float64(0), 1)).sum.dtype == jnp.float64
+    column, row = Stats(np.zeros((2, 1)), np.ones((2, 1))), Stats(np.arange(3), 1)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        merged = jaxsoftmax.merge(column, row, Stats(np.float16(1), 2))
+    want = np.log(1 + np.exp(np.arange(3)) + 2 * np.e)
+    np.testing.assert_allclose(merged.max + jnp.log(merged.sum), np.broadcast_to(want, (2, 3)), rtol=1e-6)
+    assert merged.max.dtype == jnp.float32
+    assert jaxsoftmax.merge(row).sum.shape == (3,)

@@ -71,8 +71,16 @@ def test_weights_of_a_logsumexp_have_no_kernel() -> None:
     assert "weights are computed by jax.scipy.special.logsumexp" in str(found)
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "logsumexp"])
+def test_complex_numbers_have_no_kernel(op: str) -> None:
+    found = jaxsoftmax.explain(jax.ShapeDtypeStruct((8, 16), jnp.complex64), op=op)
+    assert (found.implementation, found.kernel) == ("xla", None)
+    assert str(found).startswith(f"{op} of complex64[8,16]")
+    assert "complex numbers are computed by jax." in found.reason
+
+
 def test_device_is_a_device() -> None:
-    for device in ("H100", jax.devices("cpu")[0]):
+    for device in ("H100", 3, jax.devices("cpu")[0]):
         with pytest.raises(TypeError, match=r"explain: device is .*, expected a pallas_kernels\.hardware\.Device"):
             jaxsoftmax.explain(X, device=device)
 

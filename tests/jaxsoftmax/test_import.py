@@ -2,10 +2,13 @@
 
 import doctest
 import pickle
+import pydoc
 import subprocess
 import sys
+import typing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,3 +62,35 @@ def test_signatures_are_those_of_jax() -> None:
             assert ours[parameter].default == want.default
         positional = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
         assert [p.name for p in positional] == list(inspect.signature(theirs).parameters)
+
+
+@pytest.mark.parametrize("name", sorted({*jaxsoftmax.__all__} - {"Explanation", "Stats", "explain_attention",
+                                                                 "flash_attention", "merge"}))  # fmt: skip
+def test_help_is_readable(name: str) -> None:
+    function = getattr(jaxsoftmax, name)
+    shown = pydoc.render_doc(function, renderer=pydoc.plaintext).splitlines()[2]
+    assert shown.startswith((f"{name}(x: ArrayLike", f"{name}(a: ArrayLike", f"{name}(logits: ArrayLike"))
+    assert "implementation: Optional[Literal['xla', 'mosaic_gpu']] = None" in shown
+    assert len(shown) < 600
+    assert typing.get_type_hints(function)["implementation"] == typing.Literal["xla", "mosaic_gpu"] | None
+
+
+def test_functions_may_stand_in_for_those_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `jaxsoftmax` takes from JAX it takes when it is imported."""
+    x = np.array([[1.0, 2.0, 0.5], [0.0, 1.0, 1.0]], np.float32)
+    calls = lambda: (
+        jaxsoftmax.softmax(x + 1j),
+        jaxsoftmax.log_softmax(x + 1j),
+        jaxsoftmax.logsumexp(x, 1, b=x),
+        jaxsoftmax.logsumexp(x + 1j, 1),
+        *jaxsoftmax.top_k_softmax(x, 2),
+        *jaxsoftmax.top_k_softmax(jnp.asarray(np.tile(x, (1, 500))), 2),
+    )
+    want = calls()
+    monkeypatch.setattr(jax.nn, "softmax", jaxsoftmax.softmax)
+    monkeypatch.setattr(jax.nn, "log_softmax", jaxsoftmax.log_softmax)
+    monkeypatch.setattr(jax.nn, "logsumexp", jaxsoftmax.logsumexp)
+    monkeypatch.setattr(jax.scipy.special, "logsumexp", jaxsoftmax.logsumexp)
+    monkeypatch.setattr(jax.lax, "top_k", jaxsoftmax.top_k_softmax)
+    jax.clear_caches()
+    jax.tree.map(np.testing.assert_array_equal, calls(), want)

@@ -1,6 +1,7 @@
 """`top_k_softmax`: values and indices against NumPy float64, derivatives against plain JAX's, and its messages."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -242,10 +243,26 @@ def test_messages(error: type[Exception], text: str, arguments: dict[str, Any]) 
     assert str(raised.value).startswith("top_k_softmax: " + text)
 
 
-def test_other_types_of_arguments() -> None:
-    for arguments in ({"k": 1.0}, {"k": 1, "axis": (0,)}, {"k": 1, "axis": None}):
-        with pytest.raises(TypeError):
-            top_k_softmax(np.zeros((2, 3), np.float32), **arguments)
+@pytest.mark.parametrize("name, value", [("k", 1.0), ("k", None), ("k", (1,)), ("axis", (0,)), ("axis", None)])
+def test_integers_are_integers(name: str, value: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+        top_k_softmax(np.zeros((2, 3), np.float32), **{"k": 1, name: value})
+    assert str(raised.value).startswith(f"top_k_softmax: {name} is {value!r}, expected one integer. If it is traced")
+
+
+def test_a_traced_k() -> None:
+    with pytest.raises(TypeError, match=r"top_k_softmax: k is JitTracer.*, expected one integer\..* static argument"):
+        jax.jit(top_k_softmax)(np.zeros((2, 3), np.float32), 1)
+
+
+def test_it_is_called_as_jax_lax_top_k() -> None:
+    ours, theirs = (inspect.signature(f).parameters for f in (top_k_softmax, jax.lax.top_k))
+    for (mine, parameter), name in zip(list(ours.items())[: len(theirs)], theirs, strict=True):
+        assert (parameter.kind, parameter.default) == (theirs[name].kind, theirs[name].default)
+        assert mine == ("logits" if name == "operand" else name)
+    x = np.array([[1.0, 3.0, 3.0, 0.0]], np.float32)
+    for is_stable in (True, False):
+        np.testing.assert_array_equal(top_k_softmax(x, 3, axis=-1, is_stable=is_stable)[1], [[1, 2, 0]])
 
 
 def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
