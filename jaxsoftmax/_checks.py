@@ -115,7 +115,7 @@ def scale_factor(
         return factor
     array = floating(function, "scale", scale)
     broadcastable(function, "scale", array.shape, shape, of)
-    return array
+    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
 def implementation(function: str, name: str | None) -> str | None:
