@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _attention_lowering as lowering
 from jaxsoftmax._attention_lowering import Part
-from jaxsoftmax._attention_sharding import agreed, layout
-from jaxsoftmax._sharding import place, spec_of, unify_varying
+from jaxsoftmax._attention_sharding import agreed, layout_of
+from jaxsoftmax._sharding import mesh_of, on_mesh_of, place, settings_for, spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.reference import accumulator_dtype
 
@@ -58,21 +58,19 @@ def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[s
     return lowering.kinds(Part(primitive.name), names, **params)
 
 
-def _typed(like: Any, shape: tuple[Any, ...], spec: P, dtype: Any) -> Any:
-    sharding = NamedSharding(like.sharding.mesh, spec)
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+def _typed(like: Any, mesh: Any, shape: tuple[Any, ...], spec: P, dtype: Any) -> Any:
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=NamedSharding(mesh, spec))
 
 
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
-    of = _kinds(primitive, **params)
-    cut = layout(of, [x.shape for x in avals], [spec_of(x) for x in avals], query.sharding.mesh.shape)
+    cut, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
     length, heads, _ = query.shape[-3:]
     out, lse = (*cut.full, length, heads, value.shape[-1]), (*cut.full, heads, length)
     return [
-        _typed(query, out, cut.spec("out", out), query.dtype),
-        _typed(query, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
+        _typed(query, mesh, out, cut.spec("out", out), query.dtype),
+        _typed(query, mesh, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
     ]
 
 
@@ -84,11 +82,10 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
-    of = _kinds(GRADIENTS, names)
-    cut = layout(of, [x.shape for x in avals], [spec_of(x) for x in avals], avals[0].sharding.mesh.shape)
+    cut, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = lowering.gradient_shapes(names, avals, wrt, kept)
     return [
-        _typed(avals[names.index(name)], shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
+        _typed(avals[names.index(name)], mesh, shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
         for (name, shape), axes in zip(shapes.items(), kept, strict=True)
     ]
 
@@ -130,7 +127,8 @@ def _tangent_transpose(
     known, linear = operands[: len(names) + 2], operands[len(names) + 2 :]
     if all(type(ct) is ad.Zero for ct in cts):
         return [None] * len(known) + [ad.Zero(t.aval) for t in linear]
-    known_and_cts = unify_varying(*known, *map(ad.instantiate_zeros, cts))
+    likes = zip(known[-2:], cts, strict=True)
+    known_and_cts = unify_varying(*known, *(jnp.zeros_like(x) if type(ct) is ad.Zero else ct for x, ct in likes))
     full = jax.typeof(known_and_cts[-2]).shape[:-3]
     kept = tuple(tuple(d for d, n in enumerate(full) if t.aval.shape[d] == n) for t in linear)
     found = GRADIENTS.bind(*known_and_cts, names=names, wrt=moving, kept=kept, **params)
@@ -138,7 +136,7 @@ def _tangent_transpose(
 
 
 def _reference_jvp(
-    primitive: Primitive, part: Part, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+    primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     """Higher orders: what is linear stays the primitive, the rest is the reference's derivative."""
     found = primitive.bind(*primals, **params)
@@ -151,16 +149,24 @@ def _reference_jvp(
         return found, primitive.bind(*unify_varying(*primals[:linear], *cotangents), **params)
     moving = [i for i, zero in enumerate(still) if not zero]
     params.pop("implementation")
+    specs = tuple(P(*spec_of(jax.typeof(x))) for x in found)
 
     def reference(*moved: jax.Array) -> Any:
         operands = list(primals)
         for i, x in zip(moving, moved, strict=True):
             operands[i] = x
-        whole = agreed(_kinds(primitive, **params), operands, may_share=False)
-        results = lowering.REFERENCE[part](*whole, **params)
-        return [place(x, P(*spec_of(jax.typeof(like)))) for x, like in zip(results, found, strict=True)]
+        return _by_reference(*operands, primitive=primitive, params=tuple(params.items()), specs=specs)
 
     return found, jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+@functools.partial(jax.jit, static_argnames=("primitive", "params", "specs"))
+def _by_reference(*operands: jax.Array, primitive: Primitive, params: Any, specs: Sequence[P]) -> list[jax.Array]:
+    """A primitive's results by the reference, as one program, whose results are cut by `specs`."""
+    with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
+        whole = agreed(_kinds(primitive, **dict(params)), operands, in_parts=False)
+        results = lowering.REFERENCE[Part(primitive.name)](*whole, **dict(params))
+        return [place(x, spec) for x, spec in zip(results, specs, strict=True)]
 
 
 def _register() -> None:
@@ -176,7 +182,7 @@ def _register() -> None:
     ad.primitive_transposes[TANGENT] = _tangent_transpose
     mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
     for part in (Part.TANGENT, Part.GRADIENTS):
-        ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part], part)
+        ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part])
     for part, primitive in BY_PART.items():
         lowering.register(primitive, part)
 

@@ -24,6 +24,7 @@ from jaxsoftmax._sharding import (
     common_spec,
     is_explicit,
     mesh_axes,
+    mesh_of,
     place,
     spec_of,
 )
@@ -76,18 +77,25 @@ def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec],
     return Layout(full, lead, None, None, False)
 
 
-def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, may_share: bool = True) -> list[jax.Array]:
+def layout_of(kinds: Sequence[str], avals: Sequence[Any]) -> Layout:
+    """The cut that suits operands of these types."""
+    return layout(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], mesh_of(avals).shape)
+
+
+def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
     """Arrays whose types say how they are cut, all cut as `layout` says; a gradient has its operand's type only then.
 
-    Unless devices may share a key head, heads that are cut more finely than the key's are made whole.
+    What is not computed `in_parts` must be cut so before, also where its type names no mesh, and devices cannot share a
+    key head there: heads that are cut more finely than the key's are made whole.
     """
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
         return list(arrays)
-    cut = layout(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], avals[0].sharding.mesh.shape)
-    if cut.shares and not may_share:
+    cut = layout_of(kinds, avals)
+    if cut.shares and not in_parts:
         cut = dataclasses.replace(cut, heads=None, shares=False)
-    return [place(x, cut.spec(kind, x.shape)) for kind, x in zip(kinds, arrays, strict=True)]
+    mesh = None if in_parts else mesh_of(avals)
+    return [place(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

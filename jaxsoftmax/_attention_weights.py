@@ -15,7 +15,7 @@ from pallas_kernels.attention.operands import Operands, Rules
 def attend(operands: Operands, rules: Rules, dropout: Dropout | None, module: Any) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp as the primitive gives them, but for dropout; the same random numbers as Flax's."""
     names = operands.present
-    whole = agreed(names, [getattr(operands, name) for name in names], may_share=False)
+    whole = agreed(names, [getattr(operands, name) for name in names], in_parts=False)
     operands = operands._replace(**dict(zip(names, whole, strict=True)))
     _, lse = flash(operands, rules, "xla")
     weights = reference.weights(operands, rules, lse)

@@ -153,7 +153,7 @@ def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str 
         return factor
     array = floating(function, "scale", scale)
     broadcastable(function, "scale", array.shape, shape, of)
-    return array
+    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
 def implementation(function: str, name: Any) -> Implementation | None:

@@ -41,13 +41,17 @@ def softmax_tangent(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.
     return reference.softmax_tangent(y, t, **row, slope=slope)
 
 
-def log_softmax_tangent(names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+def log_softmax_tangent(
+    names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, *, axes: tuple[int, ...], scale: float
+) -> jax.Array:
     """This device's columns of log_softmax's tangent."""
-    local = local_stats(x, **row)
-    slope = reference.stats_tangent(x, None, t, local.max, **row)
+    local = local_stats(x, axes=axes, scale=scale)
+    slope = reference.stats_tangent(x, None, t, local.max, axes=axes, scale=scale)
     maximum, total, slope = from_all(names, *local, slope)
     merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
-    return reference.log_softmax_tangent(x, t, **row, slope=merged.sum[..., 1] / merged.sum[..., 0])
+    slope = merged.sum[..., 1] / merged.sum[..., 0]
+    # The scale is in the slope already.
+    return reference.log_softmax_tangent(x, reference.logits(t, scale), axes=axes, slope=slope).astype(t.dtype)
 
 
 def log_softmax_cotangent(names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:

@@ -118,7 +118,7 @@ def _is_of_rank(keys: jax.Array, places: jax.Array, k: int) -> jax.Array:
     a, b = ((part[..., :, None], part[..., None, :]) for part in (keys, places))
     (mine, other), (here, there) = a, b
     ranks = ((other > mine) | ((other == mine) & (there < here))).sum(-1, dtype=jnp.int32)
-    return ranks[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
+    return ranks[..., None, :] == jnp.arange(k, dtype=jnp.int32).reshape((1,) * (ranks.ndim - 1) + (k, 1))
 
 
 def _places(keys: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxsoftmax._checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._cross_entropy_primitives import losses
 from jaxsoftmax._cross_entropy_tangents import weigh
 from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import x64_for
+from jaxsoftmax._sharding import settings_for
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
 from pallas_kernels.reference import accumulator_dtype
@@ -251,7 +251,7 @@ def _rows_to_read(
     known = jnp.iinfo(given.dtype)
     fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
     skipped = [] if counts is None else [~counts]
-    with x64_for(given):
+    with settings_for(given):
         labels = jnp.broadcast_to(given, weights.shape)
         near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
         if ignored is not None and known.min <= ignored <= known.max:

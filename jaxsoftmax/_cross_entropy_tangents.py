@@ -19,7 +19,7 @@ from jax.interpreters import ad, mlir
 from jaxsoftmax import _checks, _lowering
 from jaxsoftmax._cross_entropy_rows import of_this_device
 from jaxsoftmax._primitives import define, higher_jvp, zeros
-from jaxsoftmax._sharding import Cuts, lower_plain, unify_varying, x64_for
+from jaxsoftmax._sharding import Cuts, lower_plain, on_mesh_of, settings_for, unify_varying
 from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.problem import IGNORED, Op
@@ -165,7 +165,8 @@ def _pulled(
     cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
 ) -> jax.Array:
     """What cotangents are pulled back to, rounded once: one program, also where the backward pass is not compiled."""
-    out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
+    with on_mesh_of([jax.typeof(x) for x in residuals]):
+        out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
     return (out.sum(broadcast, keepdims=True) if broadcast else out).astype(dtype)
 
 
@@ -178,7 +179,7 @@ def _transpose(
     if all(type(ct) is ad.Zero for ct in cts):
         return [*still, ad.Zero(t.aval)]
     params = (("axes", axes), *row.items())
-    with x64_for(t.aval):
+    with settings_for(t.aval):
         numbers = [None if type(ct) is ad.Zero else jnp.expand_dims(ct, axes) for ct in cts]
         shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
         broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])

@@ -20,7 +20,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _lowering
-from jaxsoftmax._sharding import Result, common_spec, cut_alike, spec_of, unify_varying
+from jaxsoftmax._sharding import (
+    Result,
+    common_spec,
+    cut_alike,
+    mesh_of,
+    on_mesh_of,
+    settings_for,
+    spec_of,
+    unify_varying,
+)
 from pallas_kernels import reference
 from pallas_kernels.problem import Op
 from pallas_kernels.vjp import RULES, TRANSPOSE
@@ -48,11 +57,10 @@ def define(primitive: Primitive, results: Results, *, many: bool) -> None:
 def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
     """The outputs' types: of the operands' common shape, or one number a row in the dtype of accumulation.
 
-    The weak type is the first operand's, and the mesh that of the first one on any.
+    Weak types, and the mesh axes over which devices differ, are the first operand's.
     """
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    spec, meshes = common_spec([spec_of(x) for x in operands]), [x.sharding.mesh for x in operands]
-    mesh = next((m for m in meshes if not m.empty), meshes[0])
+    spec, mesh = common_spec([spec_of(x) for x in operands]), mesh_of(operands)
     row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
     kept = [d for d in range(len(shape)) if d not in axes]
     number = row.update(
@@ -148,13 +156,21 @@ def higher_jvp(
         return out, zeros(out)
     if linear and moving == [len(primals) - 1]:
         return out, primitive.bind(*unify_varying(*primals[:-1], tangents[-1]), **params)
-    row = {name: value for name, value in params.items() if name not in ("implementation", "batch_invariant")}
+    dropped = ("implementation", "batch_invariant")
+    row = tuple((name, value) for name, value in params.items() if name not in dropped)
 
     def compute(*moved: jax.Array) -> Any:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return plain(*operands.values(), **row)
+        return _plainly(*operands.values(), plain=plain, row=row)
 
     return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+@functools.partial(jax.jit, static_argnames=("plain", "row"))
+def _plainly(*operands: jax.Array, plain: Callable[..., Any], row: tuple[tuple[str, Any], ...]) -> Any:
+    """A plain function as one program: outside of any, no operation but on an array's own mesh knows its devices."""
+    with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
+        return plain(*operands, **dict(row))
 
 
 def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:

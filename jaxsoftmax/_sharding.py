@@ -5,9 +5,10 @@ region that is manual already, calls the kernel directly. Rows are cut without c
 cut exchange a few numbers each (`_collective`).
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -160,18 +161,32 @@ def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
     return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
 
 
+def mesh_of(avals: Sequence[Any]) -> AbstractMesh:
+    """The mesh that types name; one without axes if none does, as of arrays on one device."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
 def cut_alike(*operands: jax.Array) -> Sequence[jax.Array]:
-    """Operands that broadcast against each other, cut alike where types say how and a context says by what mesh."""
+    """Operands that broadcast against each other, cut alike where their types say how."""
     avals = [jax.typeof(x) for x in operands]
-    if not is_explicit(avals) or jax.sharding.get_abstract_mesh().empty:
+    if not is_explicit(avals):
         return operands
     full = common_spec([spec_of(a) for a in avals])
     return [place(x, broadcast_spec(full, a.shape)) for x, a in zip(operands, avals, strict=True)]
 
 
-def place(x: jax.Array, spec: P) -> jax.Array:
-    """An array whose type says how it is cut, cut so."""
-    return x if spec_of(jax.typeof(x)) == tuple(spec) else jax.reshard(x, spec)
+def place(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:
+    """An array whose type names a mesh, cut so on it; another only if it is told by what `mesh`.
+
+    Outside `jit` nothing but a context could say what devices that has. Lowering knows, and cuts the others too.
+    """
+    aval = jax.typeof(x)
+    has_mesh = not aval.sharding.mesh.empty
+    target = aval.sharding.mesh if has_mesh else mesh
+    if target is None or (has_mesh and spec_of(aval) == tuple(spec)):
+        return x
+    return jax.reshard(x, NamedSharding(target, spec))
 
 
 def unify_varying(*operands: jax.Array) -> list[jax.Array]:
@@ -192,9 +207,10 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
         if _is_local(ctx):
             return op.whole(*xs)
         if is_explicit(avals):
-            mesh = avals[0].sharding.mesh
+            mesh = mesh_of(avals)
             ins, outs, run = op.piece([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            return jax.shard_map(run, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*map(place, xs, ins))
+            cut = [place(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
+            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*cut)
         return _partitioned(op)(*xs)
 
     return lower_plain(pieces, _with_mesh(ctx), *operands)
@@ -203,13 +219,34 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
 def lower_plain(compute: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     """Lowers to what a function of arrays does."""
     avals: Sequence[Any] = ctx.avals_in
-    with x64_for(*avals):
+    with settings_for(*avals), on_mesh_of(avals):
         return mlir.lower_fun(lambda *xs: jax.tree.leaves(compute(*xs, **params)))(ctx, *operands)
 
 
-def x64_for(*avals: Any) -> Any:
-    """The `enable_x64` context that float64 operands need: lowering and transposing may run outside the caller's."""
-    return jax.enable_x64(jax.config.jax_enable_x64 or any(aval.dtype.itemsize == 8 for aval in avals))
+@contextlib.contextmanager
+def settings_for(*avals: Any) -> Iterator[None]:
+    """JAX's settings for what we trace ourselves, which may be outside the caller's context: the operands decide.
+
+    A caller's strictness is about the caller's own code, and kernels count in 32 bits.
+    """
+    with (
+        jax.enable_x64(any(aval.dtype.itemsize == 8 for aval in avals)),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.check_tracer_leaks(False),
+    ):
+        yield
+
+
+def on_mesh_of(avals: Sequence[Any]) -> Any:
+    """A context for tracing that names the mesh of explicit axes that operands' types name, where the user's does not.
+
+    Types alone would leave what is not computed of an operand, such as indices, to be cut by the compiler, in any way.
+    """
+    mesh = mesh_of(avals)
+    if not is_explicit(avals) or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def is_explicit(avals: Sequence[Any]) -> bool:
@@ -236,7 +273,7 @@ def _partitioned(op: Cuttable) -> Any:
 
         def shard(*operands: jax.Array) -> list[jax.Array]:
             # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), x64_for(*operands):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), settings_for(*operands):
                 return run(*operands)
 
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)

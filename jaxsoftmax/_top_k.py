@@ -22,7 +22,7 @@ from jaxsoftmax._api import scaled
 from jaxsoftmax._checks import ArrayLike, Implementation
 from jaxsoftmax._primitives import bind, zeros
 from jaxsoftmax._selection import probabilities, select, select_across
-from jaxsoftmax._sharding import mesh_axes, spec_of, unify_varying
+from jaxsoftmax._sharding import mesh_axes, mesh_of, spec_of, unify_varying
 from pallas_kernels import reference
 from pallas_kernels.problem import Op
 from pallas_kernels.reference import accumulator_dtype
@@ -187,7 +187,8 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
         return jax.lax.psum(jnp.where(is_here, found, 0), names)
 
     selected = P(*spec[:-1], None)
-    return jax.shard_map(own, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
+    mesh = mesh_of([jax.typeof(t)])
+    return jax.shard_map(own, mesh=mesh, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
 
 
 TOP_K.multiple_results = True

@@ -169,7 +169,7 @@ def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, f
     """The spans of all blocks of keys, `[B|1, K|1, blocks, 4]`, of pairs of blocks of keys and of queries."""
     found = pairs.of_group(found, problem.query_heads // problem.key_heads)
     met = pairs.spans(found, -(-problem.query_length // config.block_q))
-    first_keys = jnp.arange(0, problem.key_length, config.block_kv)
+    first_keys = jnp.arange(0, problem.key_length, config.block_kv)[None, None, :]
     span = _span(problem, config, first_keys, sequence_at(problem, config, ops, (slice(None), None, None)))
     return jnp.stack(span.narrowed(Span(*(met[..., i] for i in range(4)))), axis=3)
 

@@ -59,7 +59,7 @@ def without_keys(problem: Attention, ops: SimpleNamespace) -> jax.Array:
     """Which rows, `[B, N, T]`, get no gradient: nothing is seen from there, or it is past the length."""
     nothing = ops.lse == -jnp.inf
     if problem.query_lengths:
-        nothing |= (jnp.arange(problem.query_length) >= ops.query_lengths[:, None])[:, None, :]
+        nothing |= (jnp.arange(problem.query_length)[None, :] >= ops.query_lengths[:, None])[:, None, :]
     return nothing
 
 
@@ -167,7 +167,7 @@ def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array)
 
 def sinks_gradient(ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array) -> jax.Array:
     """The sinks' weights in their rows' sums, times delta."""
-    weight = jnp.where(nothing, 0.0, monoid.decay(ops.sinks[:, None], ops.lse))
+    weight = jnp.where(nothing, 0.0, monoid.decay(ops.sinks[None, :, None], ops.lse))
     return (weight * delta).sum((0, 2)).astype(ops.sinks.dtype)
 
 

@@ -49,7 +49,7 @@ def _adders(block: Block, i: jax.Array) -> tuple[Any, Any]:
 
 def of_spans(problem: Attention, config: AnyBackwardConfig, spans: jax.Array) -> jax.Array:
     """`before` of each block of keys and each of queries, from the spans `[B|1, K|1, blocks of keys, 4]`."""
-    i = jnp.arange(-(-problem.query_length // config.block_q))
+    i = jnp.arange(-(-problem.query_length // config.block_q))[None, None, None, :]
     adds = ((spans[..., :1] <= i) & (i < spans[..., 3:])).astype(jnp.int32)
     return lax.cumsum(adds, axis=2, reverse=latest_first(problem, config)) - adds
 

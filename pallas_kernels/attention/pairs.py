@@ -37,7 +37,7 @@ def spans(pairs: Pairs, columns: int) -> jax.Array:
     like the row, which may be empty.
     """
     meet, alike = (jnp.broadcast_to(x, (*x.shape[:3], columns)) for x in pairs)
-    column = jnp.arange(columns)
+    column = jnp.arange(columns)[None, None, None, :]
     # Minima and maxima, which XLA finds in one pass, and not `argmax`.
     first, inner_first = (jnp.where(x, column, columns).min(3) for x in (meet, alike))
     first, inner_first = (jnp.where(x == columns, 0, x) for x in (first, inner_first))

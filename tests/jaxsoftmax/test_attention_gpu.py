@@ -96,11 +96,12 @@ def test_transformations() -> None:
         np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", [("d",), (None, None, "d")], ids=str)
-def test_two_gpus(spec: tuple[str | None, ...]) -> None:
+def test_two_gpus(spec: tuple[str | None, ...], kind: str) -> None:
     if len(jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
-    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("d",), (getattr(jax.sharding.AxisType, kind),))
     arrays = operands(128, 128, jnp.bfloat16)
     mask = jnp.asarray(CALLS["mask"]["mask"])
     run = jax.jit(

@@ -181,11 +181,12 @@ def test_masks_scale_axes_and_transformations() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", [("d",), (None, "d")], ids=str)
-def test_two_gpus(spec: tuple[str | None, ...]) -> None:
+def test_two_gpus(spec: tuple[str | None, ...], kind: str) -> None:
     if len(jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
-    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("d",), (getattr(jax.sharding.AxisType, kind),))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     x, ct = inputs((64, 8192), jnp.float32)
     run = jax.jit(lambda x, ct: (jaxsoftmax.softmax(x), jax.vjp(jaxsoftmax.log_softmax, x)[1](ct)[0]))

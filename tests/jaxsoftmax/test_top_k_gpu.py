@@ -62,11 +62,12 @@ def test_gradients(normalize: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", [("d",), (None, "d")], ids=str)
-def test_two_gpus(spec: tuple[str | None, ...]) -> None:
+def test_two_gpus(spec: tuple[str | None, ...], kind: str) -> None:
     if len(jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
-    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("d",), (getattr(jax.sharding.AxisType, kind),))
     x = jax.random.normal(jax.random.key(2), (64, 32000))
     cut = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
     top_k_oracle.check(lambda x, k, **keywords: SELECT(cut, k, **keywords), x, 8)

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import strict
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_cuda13_plugin") is None else None
@@ -73,7 +74,8 @@ class Report:
 
 def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> tuple[Report, ...]:
     """Compiles `f` and reports on each Mosaic kernel in it."""
-    lowered = jax.jit(lambda *args: f(*args)).lower(*on_h200(operands))
+    with strict.settings():
+        lowered = jax.jit(lambda *args: f(*args)).lower(*on_h200(operands))
     smem = _shared_memory(lowered.compiler_ir())
     reports = tuple(_report(*words, smem) for words in _SAID.findall(_output_of(lowered.compile)))
     assert {report.name for report in reports} == set(smem)
@@ -140,11 +142,11 @@ def _h200() -> NamedSharding:
 
 
 @functools.cache
-def two_gpus() -> Mesh:
+def two_gpus(kind: AxisType = AxisType.Auto) -> Mesh:
     """Two H200, along the axis `d`."""
     _h200()
     topology = topologies.get_topology_desc(platform="cuda", target_config=_TARGET.read_text(), topology="1x2x1")
-    return Mesh(np.array(topology.devices), ("d",))
+    return Mesh(np.array(topology.devices), ("d",), axis_types=(kind,))
 
 
 def _report(ptx: str, log: str, smem: dict[str, int]) -> Report:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 import toy
 from cases import DTYPES, Op, Problem
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from pallas_kernels import dispatch, heuristics
@@ -254,10 +254,17 @@ def test_spills_are_seen():
     assert report.spill_bytes > 0
 
 
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+@KINDS
 @pytest.mark.parametrize("spec", [PartitionSpec("d"), PartitionSpec(None, None, "d")], ids=["batch", "heads"])
-def test_attention_over_two_gpus_needs_no_collective(spec):
-    """The partitioner lowers what a device does anew, and takes no kernel that has an effect."""
-    mesh = aot.two_gpus()
+def test_attention_over_two_gpus_needs_no_collective(spec, kind):
+    """The partitioner lowers what a device does anew, and takes no kernel that has an effect.
+
+    A mesh of explicit axes is in the operands' types, and in no context.
+    """
+    mesh = aot.two_gpus(kind)
     x = jax.ShapeDtypeStruct((4, 256, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     by_batch = PartitionSpec(*spec[:1])
     mask = jax.ShapeDtypeStruct((4, 1, 256, 256), jnp.bool_, sharding=NamedSharding(mesh, by_batch))
@@ -270,10 +277,31 @@ def test_attention_over_two_gpus_needs_no_collective(spec):
     assert not [word for word in COLLECTIVES if word in hlo]
 
 
-def test_rows_over_two_gpus_need_no_collective():
+@KINDS
+def test_rows_over_two_gpus_need_no_collective(kind):
     """Of a kernel whose blocks meet in device memory."""
-    mesh = aot.two_gpus()
+    mesh = aot.two_gpus(kind)
     x = jax.ShapeDtypeStruct((64, 2**20), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
     hlo = jax.jit(jaxsoftmax.softmax).lower(x).compile().as_text()
     assert "softmax_team" in hlo
     assert not [word for word in COLLECTIVES if word in hlo]
+
+
+@KINDS
+@pytest.mark.parametrize("spec, exchanges", [(("d",), set()), ((None, "d"), {"all-reduce"})], ids=["rows", "columns"])
+def test_losses_and_selections_over_two_gpus(spec, exchanges, kind):
+    """In a program of 64 bits, too, whose kernels count in 32."""
+    mesh = aot.two_gpus(kind)
+    x = jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    labels = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(*spec[:1])))
+
+    def both(x, labels):
+        total = lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, labels).sum(keepdims=True)
+        return jax.vjp(total, x)[1](jnp.ones(1, jnp.float32)), jaxsoftmax.top_k_softmax(x, 4)
+
+    with jax.enable_x64(True):
+        hlo = jax.jit(lambda x, labels: both(x, labels)[1]).lower(x, labels).compile().as_text()
+        gradient = jax.jit(lambda x, labels: both(x, labels)[0]).lower(x, labels).compile().as_text()
+    for text in (hlo, gradient):
+        assert "mosaic_gpu" in text
+        assert {word for word in COLLECTIVES if word in text} <= exchanges

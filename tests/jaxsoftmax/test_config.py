@@ -1,0 +1,179 @@
+"""JAX's settings: a user's, however strict, break no call of ours, and reach nothing that we trace ourselves."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(4, 6, 16)), jnp.float32)
+MASK = jnp.asarray(RNG.random(16) < 0.7)
+LABELS = jnp.asarray(RNG.integers(0, 16, (4, 6)), jnp.int32)
+Q, K, V = (jnp.asarray(RNG.normal(size=(2, n, h, 8)), jnp.float32) for n, h in ((5, 4), (7, 2), (7, 2)))
+BIAS, SINKS = jnp.asarray(RNG.normal(size=(4, 5, 7)), jnp.float32), jnp.asarray(RNG.normal(size=4), jnp.float32)
+IDS = [jnp.asarray(np.sort(RNG.integers(0, 2, (2, n))), jnp.int32) for n in (5, 7)]
+LENGTHS = jnp.asarray([5, 3], jnp.int32)
+
+
+def cross_entropy(x: jax.Array, **options: Any) -> Any:
+    return jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, LABELS, **options)
+
+
+def top_k(x: jax.Array, **options: Any) -> jax.Array:
+    return jaxsoftmax.top_k_softmax(x, 3, **options)[0]
+
+
+def attention(q: jax.Array, **options: Any) -> jax.Array:
+    return jaxsoftmax.flash_attention(q, K, V, **options)
+
+
+def attention_of_all(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+    return jaxsoftmax.flash_attention(
+        q, k, v, bias, MASK[:7], sinks=sinks, key_value_seq_lengths=LENGTHS, query_segment_ids=IDS[0],
+        key_value_segment_ids=IDS[1], return_residual=True,
+    )  # fmt: skip
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
+    "softmax": (functools.partial(jaxsoftmax.softmax, where=MASK), (X,)),
+    "softmax of rows scaled": (lambda x, s: jaxsoftmax.softmax(x, (0, 2), scale=s), (X, X[0, 0])),
+    "log_softmax": (functools.partial(jaxsoftmax.log_softmax, axis=1, scale=0.5), (X,)),
+    "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1, where=MASK), (X,)),
+    "logsumexp with weights": (lambda x, b: jaxsoftmax.logsumexp(x, -1, jnp.exp(b)), (X, X[0, 0])),
+    "cross entropy": (
+        functools.partial(cross_entropy, where=MASK[None, None], label_smoothing=0.1, ignore_index=3, return_lse=True),
+        (X,),
+    ),
+    "weighted cross entropy": (
+        lambda x, w: cross_entropy(x, weights=jnp.exp(w), logits_soft_cap=3.0, label_smoothing=0.1),
+        (X, X[0, :, 0]),
+    ),
+    "cross entropy of probabilities": (
+        lambda x, y: jaxsoftmax.softmax_cross_entropy(x, jnp.exp(y), where=MASK[None, None]),
+        (X, X[0, 0]),
+    ),
+    "top k": (top_k, (X,)),
+    "router": (functools.partial(top_k, axis=1, normalize="top_k", scale=2.0), (X,)),
+    "attention": (functools.partial(attention, is_causal=True, local_window_size=2, logits_soft_cap=5.0), (Q,)),
+    "attention from the end": (
+        functools.partial(
+            attention,
+            is_causal=True,
+            causal_alignment="bottom_right",
+            key_value_seq_lengths=LENGTHS,
+            query_seq_lengths=LENGTHS,
+        ),
+        (Q,),
+    ),
+    "attention of everything": (attention_of_all, (Q, K, V, BIAS, SINKS)),
+    "attention of scaled heads": (lambda q, s: attention(q, scale=s), (Q, X[0, 0, :8])),
+    "dropout": (functools.partial(attention, dropout_rate=0.5, dropout_rng=jax.random.key(0), is_causal=True), (Q,)),
+}
+
+
+STRICT: dict[str, Callable[[], Any]] = {
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "checks": lambda: jax.enable_checks(True),
+    "leaks": jax.checking_leaks,
+    "64 bits": lambda: jax.enable_x64(True),
+}
+OTHER: dict[str, Callable[[], Any]] = {
+    "no NaN": lambda: jax.debug_nans(True),
+    "no jit": jax.disable_jit,
+    "device": lambda: jax.default_device(jax.devices("cpu")[3]),
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "random numbers": lambda: jax.default_prng_impl("rbg"),
+    "64 bits": STRICT["64 bits"],
+}
+
+
+@pytest.fixture(params=[False, True], ids=["reference", "stand-ins"])
+def kernels(request: pytest.FixtureRequest) -> None:
+    if request.param:
+        request.getfixturevalue("stand_ins")
+        request.getfixturevalue("attention_stand_ins")
+
+
+def everything(name: str, *xs: jax.Array) -> Any:
+    """What a call gives, its tangent, its gradient, the gradient's tangent, and what it gives for two at once."""
+    call = CALLS[name][0]
+
+    def gradient(*xs: jax.Array) -> Any:
+        out, pull = jax.vjp(call, *xs)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    return jax.jvp(gradient, xs, xs), jax.jvp(call, xs, xs), jax.vmap(call)(*(jnp.stack([x, x]) for x in xs))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("setting", STRICT)
+def test_every_call_lowers(setting: str) -> None:
+    jax.clear_caches()
+    with STRICT[setting]():
+        for name, (_, operands) in CALLS.items():
+            jax.jit(functools.partial(everything, name)).lower(*operands)
+    jax.clear_caches()
+
+
+def gradients() -> Any:
+    found = {}
+    for name in ("softmax", "weighted cross entropy", "router", "attention"):
+        call, operands = CALLS[name]
+        out, pull = jax.vjp(call, *operands)
+        found[name] = out, pull(jnp.cos(out))
+    return found
+
+
+@functools.cache
+def expected() -> Any:
+    """What they are where nothing is set."""
+    return jax.tree.map(np.asarray, gradients())
+
+
+@pytest.mark.parametrize("setting", OTHER)
+def test_results_are_the_same(stand_ins: Any, attention_stand_ins: Any, setting: str) -> None:
+    want = expected()
+    jax.clear_caches()
+    with OTHER[setting]():
+        got = gradients()
+    jax.clear_caches()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
+
+
+def test_kernels_lower_in_all_of_them_at_once() -> None:
+    """For CUDA; which of a kernel's parts is traced where is Pallas' choice."""
+    shape = jax.ShapeDtypeStruct
+    half, logits = shape((2, 256, 8, 64), jnp.bfloat16), shape((64, 4096), jnp.bfloat16)
+    more = {
+        "mask": shape((2, 1, 256, 256), jnp.bool_),
+        "bias": shape((8, 256, 256), jnp.float32),
+        "sinks": shape((8,), jnp.float32),
+        "key_value_seq_lengths": shape((2,), jnp.int32),
+        "query_segment_ids": shape((2, 256), jnp.int32),
+    }
+
+    def of_attention(q: jax.Array, more: dict[str, jax.Array]) -> Any:
+        call = lambda q: jaxsoftmax.flash_attention(q, q, q, **more, local_window_size=64)
+        return jax.vjp(call, q)[1](q)
+
+    def of_rows(x: jax.Array) -> Any:
+        total = lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(64, jnp.int32)).sum()
+        return jax.vjp(jaxsoftmax.softmax, x)[1](x), jax.grad(total)(x), jaxsoftmax.top_k_softmax(x, 4)
+
+    jax.clear_caches()
+    with contextlib.ExitStack() as settings:
+        for setting in STRICT.values():
+            settings.enter_context(setting())
+        for function, operands, kernels in ((of_attention, (half, more), 2), (of_rows, (logits,), 5)):
+            text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("@mosaic_gpu") >= kernels
+    jax.clear_caches()
