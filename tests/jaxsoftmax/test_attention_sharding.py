@@ -151,6 +151,49 @@ def test_vmap_of_a_sharded_axis(attention_stand_ins: Any) -> None:
     agree(jax.jit(mapped)(put(qs, P("d")))[2], expected("forward"))
 
 
+QUERIES_MAPPED = (0, None, None), (P("d", None, None, "m"), P(), P())
+KEYS_MAPPED = (None, 0, 0), (P("d", None, "m"), P(None, "d", None, "m"), P(None, "d", None, "m"))
+VALUES_MAPPED = (None, None, 0), (P(None, None, "m"), P(None, None, "m"), P("d", None, None, "m"))
+
+
+@pytest.mark.parametrize(
+    "mapped, kind, kernels",
+    [
+        (QUERIES_MAPPED, AxisType.Auto, True),
+        (QUERIES_MAPPED, AxisType.Explicit, False),
+        (KEYS_MAPPED, AxisType.Explicit, True),
+        (VALUES_MAPPED, AxisType.Auto, False),
+    ],
+    ids=[
+        "queries, auto, stand-in",
+        "queries, explicit, reference",
+        "keys, explicit, stand-in",
+        "values, auto, reference",
+    ],
+)
+def test_cotangents_that_are_not_mapped(
+    request: pytest.FixtureRequest, mapped: tuple[Any, Any], kind: AxisType, kernels: bool
+) -> None:
+    axes, specs = mapped
+
+    def gradients(*operands: jax.Array) -> Any:
+        call = lambda *a: jaxsoftmax.flash_attention(*a, is_causal=True, return_residual=True)
+        losses = (lambda *a: sum(x.sum() for x in call(*a))), (lambda *a: call(*a)[1].sum())
+        return [jax.grad(loss, (0, 1, 2))(*operands) for loss in losses]
+
+    operands = [x if d is None else jnp.stack([x, -x, 2 * x, 0.5 * x]) for x, d in zip((Q, K, V), axes, strict=True)]
+    each = [
+        jax.jit(gradients)(*(x if d is None else x[i] for x, d in zip(operands, axes, strict=True))) for i in range(4)
+    ]
+    want = jax.tree.map(lambda *xs: np.stack(xs), *each)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    on = mesh(kind)
+    with jax.set_mesh(on):
+        placed = [put(x, spec, on) for x, spec in zip(operands, specs, strict=True)]
+        agree(jax.jit(jax.vmap(gradients, axes))(*placed), want)
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
 @pytest.mark.parametrize("mode", MODES)
 def test_shard_map_with_checks(request: pytest.FixtureRequest, mode: str, kernels: bool) -> None:
