@@ -4,7 +4,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ import numpy as np
 
 from pallas_kernels.monoid import Stats
 
+type ArrayLike = jax.typing.ArrayLike  # an alias with a name of its own, which is what help() prints
 Axis = int | Iterable[int] | None
+Implementation = Literal["xla", "mosaic_gpu"]
 
-IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
+IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
 def floating(function: str, name: str, x: jax.typing.ArrayLike) -> jax.Array:

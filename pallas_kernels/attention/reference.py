@@ -236,7 +236,7 @@ def _summed(x: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
     """`x` summed over what the operand is broadcast along; the axes of tiles keep the tile's extent."""
     core = x.shape[-3:]
     if name == "bias":
-        core = tuple(min(n, wanted) for n, wanted in zip(core, shape[-3:], strict=True))
+        core = tuple(1 if wanted == 1 else n for n, wanted in zip(core, shape[-3:], strict=True))
     return sum_to(x, (*shape[:-3], *core))
 
 

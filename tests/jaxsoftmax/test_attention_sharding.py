@@ -126,6 +126,23 @@ def test_more_devices_than_key_heads(request: pytest.FixtureRequest, shared: int
     agree(jax.jit(pulled_back)(q, k, v, ct, LENGTHS), want)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_devices_that_share_a_key_head_read_the_right_one(attention_stand_ins: Any, kind: AxisType) -> None:
+    """Eight heads on four devices, of which two read each key head: as many as query heads read it, but no more."""
+    q, ct = (jnp.concatenate([x, 0.5 * x[..., ::-1, :]], 2) for x in (Q, CT))
+    attention_stand_ins.accepts = lambda _: False
+    want = jax.jit(pulled_back)(q, K, V, ct, LENGTHS), jax.jit(forward)(q, K, V, ct, LENGTHS)
+    attention_stand_ins.accepts = lambda _: True
+    jax.clear_caches()
+    on = mesh(kind)
+    with jax.set_mesh(on):
+        cut = P(None, None, "d")
+        specs = (q, cut), (K, P()), (V, P()), (ct, cut), (LENGTHS, P())
+        operands = [put(x, spec, on) for x, spec in specs]
+        agree((jax.jit(pulled_back)(*operands), jax.jit(forward)(*operands)), want)
+    assert {(p.query_heads, p.key_heads) for p in attention_stand_ins.problems} >= {(2, 1)}
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
 def test_gradients_of_what_devices_share_are_summed(request: pytest.FixtureRequest, kernels: bool) -> None:
     def gradients(q: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
