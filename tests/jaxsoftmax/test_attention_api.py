@@ -430,7 +430,8 @@ def test_lengths_of_any_width(dtype: str) -> None:
     lengths = np.array([limits.max, 3], dtype)
     want = call(np.array([7, 3], np.int32))
     np.testing.assert_array_equal(call(lengths), want)
-    np.testing.assert_array_equal(call(lengths.tolist()), want)
+    if limits.max < 2**63:
+        np.testing.assert_array_equal(call(lengths.tolist()), want)
     with jax.enable_x64(limits.bits == 64):
         np.testing.assert_array_equal(jax.jit(call)(lengths), want)
         if limits.min < 0:
@@ -461,9 +462,7 @@ def test_segment_ids_of_any_width(ids: np.ndarray, key_ids: np.ndarray) -> None:
         for run in (call, jax.jit(call), lambda *a: jax.vmap(call)(*(x[None] for x in a))[0]):
             np.testing.assert_allclose(run(*pairs), want, rtol=1e-5, atol=1e-6)
     if wide:
-        with pytest.raises(
-            ValueError, match="query_segment_ids has ids that u?int32 cannot hold.* Number the segments"
-        ):
+        with pytest.raises(ValueError, match=r"query_segment_ids has ids that u?int32 cannot hold.* Number"):
             call(*pairs)
 
 

@@ -135,7 +135,7 @@ IDS = np.zeros((2, 5), int)
         (TypeError, "value has dtype key<fry>, expected an array of numbers", {"value": jax.random.key(0)}),
         (TypeError, "bias is of type list, expected an array of numbers", {"bias": [[1.0], [1.0, 2.0]]}),
         (TypeError, "sinks is of type str, expected an array of numbers", {"sinks": "none"}),
-        (TypeError, "key_value_seq_lengths is of type dict, expected an array", {"key_value_seq_lengths": {"a": Q}}),
+        (TypeError, "key_value_seq_lengths is of type str, expected an array", {"key_value_seq_lengths": "all"}),
         (TypeError, "key_value_seq_lengths has dtype object, expected integers", {"key_value_seq_lengths": [2**64, 1]}),
         (ValueError, "scale is an integer that no float holds, expected a smaller", {"scale": 10**400}),
         (
