@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import x64_for
+from jaxsoftmax._sharding import common_spec, place, spec_of, x64_for
 from pallas_kernels.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -138,11 +139,13 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     dtypes = {query_ids.dtype, key_ids.dtype}
     if max(dtype.itemsize for dtype in dtypes) < 8 and (len(dtypes) == 1 or jnp.dtype("uint32") not in dtypes):
         return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
+    cut = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
+    query_ids, key_ids = place(query_ids, cut), place(key_ids, cut)
     with x64_for(query_ids, key_ids):
         widest = jnp.uint64 if any(dtype.itemsize == 8 for dtype in dtypes) else jnp.uint32
         signs = jnp.concatenate([query_ids < 0, key_ids < 0], -1)
         both = signs, jnp.concatenate([query_ids.astype(widest), key_ids.astype(widest)], -1)
-        places = jax.lax.broadcasted_iota(jnp.int32, signs.shape, signs.ndim - 1)
+        places = jnp.cumsum(jnp.ones_like(signs), -1, dtype=jnp.int32)  # cut over devices as the ids are
         *ordered, at = jax.lax.sort((*both, places), num_keys=2)
         differs = [x[..., 1:] != x[..., :-1] for x in ordered]
         ranks = jnp.cumsum(differs[0] | differs[1], -1, dtype=jnp.int32)

@@ -277,6 +277,17 @@ def test_explicit_meshes_and_what_is_shared(attention_stand_ins: Any) -> None:
         agree(got, want)
 
 
+@pytest.mark.parametrize("spec", [P("d"), P("d", "m")], ids=str)
+def test_wide_segment_ids_cut_over_explicit_meshes(spec: P) -> None:
+    ids = 2**32 * np.sort(RNG.integers(0, 3, (8, 6)), -1)
+    call = jax.jit(lambda q, k, ids: jaxsoftmax.flash_attention(q, k, k, query_segment_ids=ids))
+    k = Q[:, :, :2]
+    want = call(Q, k, (ids >> 32).astype(np.int32))
+    on = mesh(AxisType.Explicit)
+    with jax.enable_x64(True), jax.set_mesh(on):
+        agree(call(put(Q, P("d"), on), put(k, P(), on), put(jnp.asarray(ids), spec, on)), want)
+
+
 def test_partly_manual_regions(attention_stand_ins: Any) -> None:
     mapped = jax.shard_map(attention, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
     agree(jax.jit(mapped)(*(put(x, P("d", None, "m")) for x in ARRAYS[:3]), LENGTHS), expected("forward"))
