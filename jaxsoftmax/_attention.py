@@ -1,19 +1,82 @@
 """The public function of attention: canonicalise, validate, bind."""
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoftmax import _attention_checks as checks
-from jaxsoftmax import _attention_weights, _invariance
+from jaxsoftmax import _attention_weights, _checks, _invariance
+from jaxsoftmax._attention_checks import CausalAlignment
 from jaxsoftmax._attention_primitives import attend
+from jaxsoftmax._checks import ArrayLike, Implementation
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.reference import accumulator_dtype
 
-ArrayLike = jax.typing.ArrayLike
+
+class _Keywords(TypedDict, total=False):
+    """The keywords that every overload has."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: Implementation | None
+    causal_alignment: CausalAlignment
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    deterministic_gradients: bool
+    precision: Any
+    dtype: Any
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    broadcast_dropout: bool
+    deterministic: bool
+    module: Any
+    force_fp32_for_softmax: bool
+    qk_attn_weights_einsum: Any
+    attn_weights_value_einsum: Any
+    einsum_dot_general: Any
+    promote_dtype: Any
+    input_positions: Any
 
 
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **rest: Unpack[_Keywords],
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **rest: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **rest: Unpack[_Keywords],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -27,8 +90,8 @@ def flash_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     return_residual: bool = False,
-    implementation: str | None = None,
-    causal_alignment: str = "top_left",
+    implementation: Implementation | None = None,
+    causal_alignment: CausalAlignment = "top_left",
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
@@ -44,8 +107,10 @@ def flash_attention(
     force_fp32_for_softmax: bool = False,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
+    einsum_dot_general: Any = None,
+    promote_dtype: Any = None,
     input_positions: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention, `softmax(scale * query key^T + bias) value`: `jax.nn.dot_product_attention`, by Hopper kernels.
 
     Below, T is the number of queries, S that of keys, N and K the heads of query and key, H and D the head dimensions
@@ -91,7 +156,8 @@ def flash_attention(
         scale: The logits' factor, `1 / sqrt(H)` by default. A number is fused in. An array that broadcasts to query
             (traced, or one factor per head) is multiplied into it beforehand, rounded to its dtype, and differentiable.
         is_causal: Whether a query sees only keys up to its own position, as `causal_alignment` counts it.
-        query_seq_lengths: Integers `[*batch]`: how many queries count.
+        query_seq_lengths: Integers `[*batch]` of any width: how many queries count. More than T count as T, fewer than
+            none as none.
         key_value_seq_lengths: Integers `[*batch]`: how many keys and values count.
         local_window_size: How many keys to each side of its position a query sees: one number, or `(left, right)`, in
             which None is unbounded.
@@ -104,7 +170,8 @@ def flash_attention(
         logits_soft_cap: Bends logits before bias and mask, to `cap * tanh(logits / cap)`.
         sinks: A logit for each query head, `[N]`, which joins the denominator only.
         query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences: the
-            kernels skip the tiles of other documents than theirs, all of them if each document is in one piece.
+            kernels skip the tiles of other documents than theirs, all of them if each document is in one piece. Ids of
+            64 bits are compared as such; they are sorted first, which int32 saves.
         key_value_segment_ids: Integers `[*batch, S]`; those of the queries by default, if T = S.
         deterministic_gradients: Whether the kernel's gradients come out the same, bit by bit, every time. Without it
             the query's gradient is summed in whatever order blocks finish: it varies by roundings of float32, and comes
@@ -116,9 +183,13 @@ def flash_attention(
         broadcast_dropout: Whether batch and heads drop the same weights.
         deterministic: Whether nothing is dropped (Flax's name; see also `deterministic_gradients`).
         module: A Flax module in which to sow the weights, as "attention_weights".
-        force_fp32_for_softmax: Accepted for Flax; the softmax is float32 or wider in any case.
+        force_fp32_for_softmax: Whether the weights are sown in float32, in place of the inputs' dtype. The softmax is
+            float32 or wider in any case.
         qk_attn_weights_einsum: Accepted for Flax; must be None.
         attn_weights_value_einsum: Accepted for Flax; must be None.
+        einsum_dot_general: Accepted for Flax; must be None or `jax.lax.dot_general`.
+        promote_dtype: Accepted for Flax; must be None or Flax's own function, which gives query, key and value one
+            dtype.
         input_positions: Accepted for Flax; must be None. Rotate query and key before the call.
 
     Returns:
@@ -126,8 +197,9 @@ def flash_attention(
         logits (natural logarithm, sinks included), `[*batch, T, N]`, float32, or float64 for float64.
 
     Raises:
-        TypeError: a dtype is not one of the above, or query, key and value differ in theirs.
-        ValueError: an argument's shape or value does not fit.
+        TypeError: a dtype is not one of the above, query, key and value differ in theirs, or an argument is of no type
+            that fits, as a traced `is_causal`.
+        ValueError: an argument's shape or value does not fit, or NumPy's segment ids do not fit into JAX's integers.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call, raised when it is compiled; or
             a Flax argument that attention in one kernel cannot honour.
 
@@ -137,11 +209,11 @@ def flash_attention(
     >>> out.shape, lse.shape
     ((2, 5, 4, 8), (2, 5, 4))
     """
-    q, k, v = checks.inputs(query, key, value, dtype)
+    checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum, einsum_dot_general)
+    q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
     batch = q.shape[:-3]
-    checks.choice("causal_alignment", causal_alignment, checks.ALIGNMENTS)
-    checks.choice("implementation", implementation, checks.IMPLEMENTATIONS)
-    checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum)
+    checks.choice("causal_alignment", causal_alignment, get_args(CausalAlignment))
+    is_causal, module = checks.is_causal(is_causal), checks.sown_in(module)
     dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
     given = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     lengths = [None if x is None else checks.lengths(name, x, batch) for name, x in given.items()]
@@ -181,9 +253,10 @@ def flash_attention(
         sinks=sink,
     )
     if dropout is None and module is None:
-        out, lse = attend(operands, rules, implementation)
+        out, lse = attend(operands, rules, _checks.implementation(checks.NAME, implementation))
     elif implementation == "mosaic_gpu":
         raise checks.no_kernel_shows_weights("there is dropout" if dropout else "the weights are to be sown")
     else:
-        out, lse = _attention_weights.attend(operands, rules, dropout, module)
+        sown_dtype = jnp.float32 if force_fp32_for_softmax else q.dtype
+        out, lse = _attention_weights.attend(operands, rules, dropout, module, sown_dtype)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out

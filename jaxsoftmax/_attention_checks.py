@@ -2,28 +2,34 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._sharding import common_spec, place, spec_of, x64_for
 from pallas_kernels.reference import accumulator_dtype
+
+CausalAlignment = Literal["top_left", "bottom_right"]
 
 NAME = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-IMPLEMENTATIONS = (None, "xla", "mosaic_gpu")
-ALIGNMENTS = ("top_left", "bottom_right")
 
 Shape = tuple[Any, ...]
 
 
 def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value of one floating dtype and of shapes that fit."""
-    given = {"query": jnp.asarray(query), "key": jnp.asarray(key), "value": jnp.asarray(value)}
+    given = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     if dtype is not None:
-        if jnp.dtype(dtype).name not in DTYPES:
-            raise TypeError(f"{NAME}: dtype={jnp.dtype(dtype).name}, expected one of {', '.join(DTYPES)}.")
+        try:
+            wanted = jnp.dtype(dtype).name
+        except TypeError:
+            wanted = repr(dtype)
+        if wanted not in DTYPES:
+            raise TypeError(f"{NAME}: dtype={wanted}, expected one of {', '.join(DTYPES)}.")
         given = {name: x.astype(dtype) for name, x in given.items()}
     for name, x in given.items():
         if x.dtype.name not in DTYPES:
@@ -51,7 +57,7 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
 def logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """A bias or mask with the rank of the logits, each extent 1 or the logits'."""
     want = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
-    array = jnp.asarray(x)
+    array = _array(name, x)
     shape = array.shape
     while len(shape) > len(want) and shape[0] == 1:
         shape = shape[1:]
@@ -83,13 +89,15 @@ def mask(x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def lengths(name: str, x: Any, batch: Shape) -> jax.Array:
-    """Sequence lengths, one for each element of the batch."""
+    """Sequence lengths, one for each element of the batch; one that int32 cannot hold is as good as its largest."""
     array = _integers(name, x)
     if not batch and array.shape == (1,):
         array = array.reshape(())
     if array.shape != batch:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {batch}, a length for each sequence.")
-    return array
+    own, narrow = jnp.iinfo(array.dtype), jnp.iinfo(jnp.int32)
+    with x64_for(array):
+        return jnp.asarray(array.clip(max(own.min, narrow.min), min(own.max, narrow.max)).astype(jnp.int32))
 
 
 def segments(query_ids: Any, key_ids: Any, q: jax.Array, k: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
@@ -106,18 +114,50 @@ def segments(query_ids: Any, key_ids: Any, q: jax.Array, k: jax.Array) -> tuple[
                 f"here there are {q.shape[-3]} queries and {k.shape[-3]} keys. Pass key_value_segment_ids too."
             )
         key_ids = query_ids
-    found: list[jax.Array] = []
+    found: list[Any] = []
     for (name, shape), x in zip(want.items(), (query_ids, key_ids), strict=True):
         array = _integers(name, x)
         if array.shape != shape:
             raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {shape}, a number for each position.")
-        found.append(array)
-    return found[0], found[1]
+        found.append(_kept_whole(name, array))
+    return _narrow(*found)
+
+
+def _kept_whole(name: str, ids: Any) -> jax.Array:
+    """Ids as an array of JAX; raises if that has too few bits for them."""
+    array = jnp.asarray(ids)
+    if isinstance(ids, np.ndarray) and not np.array_equal(ids.astype(array.dtype), ids):
+        raise ValueError(
+            f"{NAME}: {name} has ids that {array.dtype} cannot hold, and JAX has no wider integers now. Number the "
+            "segments anew, as by np.unique(ids, return_inverse=True)[1], or enable jax_enable_x64."
+        )
+    return array
+
+
+def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids as int32 that are equal where the ids are: those of more bits, or of a sign beside none, by their ranks."""
+    dtypes = {query_ids.dtype, key_ids.dtype}
+    if max(dtype.itemsize for dtype in dtypes) < 8 and (len(dtypes) == 1 or jnp.dtype("uint32") not in dtypes):
+        return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
+    cut = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
+    query_ids, key_ids = place(query_ids, cut), place(key_ids, cut)
+    with x64_for(query_ids, key_ids):
+        widest = jnp.uint64 if any(dtype.itemsize == 8 for dtype in dtypes) else jnp.uint32
+        signs = jnp.concatenate([query_ids < 0, key_ids < 0], -1)
+        both = signs, jnp.concatenate([query_ids.astype(widest), key_ids.astype(widest)], -1)
+        places = jnp.cumsum(jnp.ones_like(signs), -1, dtype=jnp.int32)  # cut over devices as the ids are
+        *ordered, at = jax.lax.sort((*both, places), num_keys=2)
+        differs = [x[..., 1:] != x[..., :-1] for x in ordered]
+        ranks = jnp.cumsum(differs[0] | differs[1], -1, dtype=jnp.int32)
+        ranks = jnp.pad(ranks, [(0, 0)] * (ranks.ndim - 1) + [(1, 0)])
+        ranks = jax.lax.sort((at, ranks), num_keys=1)[1]
+    queries = query_ids.shape[-1]
+    return ranks[..., :queries], ranks[..., queries:]
 
 
 def sinks(x: Any, q: jax.Array) -> jax.Array:
     """A logit for each query head."""
-    array = jnp.asarray(x)
+    array = _array("sinks", x)
     if array.shape != (q.shape[-2],) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"{NAME}: sinks is {array.dtype} of shape {array.shape}, expected a float for each query head, of shape "
@@ -130,12 +170,12 @@ def scale(x: Any, q: jax.Array) -> float | jax.Array:
     """A number as a float; anything else as an array of the query's rank that broadcasts to it."""
     if x is None:
         return float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
-    number = _number(x)
+    number = _number("scale", x)
     if number is not None:
         if math.isnan(number):
             raise ValueError(f"{NAME}: scale is nan, expected a number.")
         return number
-    array = jnp.asarray(x)
+    array = _array("scale", x)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{NAME}: scale has dtype {array.dtype}, expected real numbers.")
     if array.ndim > q.ndim or any(got not in (1, n) for got, n in zip(array.shape[::-1], q.shape[::-1], strict=False)):
@@ -150,7 +190,7 @@ def soft_cap(x: Any) -> float | None:
     """A positive number."""
     if x is None:
         return None
-    cap = _number(x)
+    cap = _number("logits_soft_cap", x)
     if cap is None or isinstance(x, bool) or not 0 < cap < math.inf:
         raise ValueError(f"{NAME}: logits_soft_cap={x!r}, expected a positive number, or None for no cap.")
     return cap
@@ -173,9 +213,20 @@ def window(x: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
+def is_causal(x: Any) -> bool:
+    """A bool that is known while the call is traced."""
+    if isinstance(x, (bool, int, np.bool_)):
+        return bool(x)
+    shown = f" is an array of {x.dtype}" if isinstance(x, (jax.Array, np.ndarray)) else f"={x!r}"
+    raise TypeError(
+        f"{NAME}: is_causal{shown}, expected True or False, known when the call is traced. Make it a static argument "
+        "of jax.jit, or pass mask=jnp.tri(T, S, dtype=bool) | ~is_causal."
+    )
+
+
 def choice(name: str, x: Any, among: tuple[Any, ...]) -> Any:
     """One of a few values."""
-    if x not in among:
+    if not isinstance(x, str) or x not in among:
         raise ValueError(f"{NAME}: {name}={x!r}, expected one of {', '.join(map(repr, among))}.")
     return x
 
@@ -190,7 +241,9 @@ class Dropout(NamedTuple):
 
 def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None:
     """What to drop, or None for nothing."""
-    number = _number(rate)
+    number = _number("dropout_rate", rate)
+    if number is None and not (isinstance(rate, jax.Array) and rate.shape == () and _is_real(rate.dtype)):
+        raise TypeError(f"{NAME}: dropout_rate={rate!r}, expected a number, 0 <= dropout_rate < 1.")
     if number is not None:
         if not 0 <= number < 1:
             raise ValueError(f"{NAME}: dropout_rate={rate}, expected 0 <= dropout_rate < 1.")
@@ -200,10 +253,23 @@ def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None
         raise ValueError(
             f"{NAME}: dropout_rate={rate} needs a dropout_rng. Pass one, or deterministic=True for no dropout."
         )
+    try:
+        jax.random.key_data(rng)
+    except TypeError:
+        raise TypeError(f"{NAME}: dropout_rng={rng!r}, expected a random key, as of jax.random.key(0).") from None
     return Dropout(rng, rate, broadcast)
 
 
-def absent(input_positions: Any, qk_attn_weights_einsum: Any, attn_weights_value_einsum: Any) -> None:
+def sown_in(module: Any) -> Any:
+    """A Flax module, or None."""
+    if module is not None and not callable(getattr(module, "sow", None)):
+        raise TypeError(f"{NAME}: module={module!r}, expected a Flax module in which to sow the weights, or None.")
+    return module
+
+
+def absent(
+    input_positions: Any, qk_attn_weights_einsum: Any, attn_weights_value_einsum: Any, einsum_dot_general: Any
+) -> None:
     """Raises for what Flax may pass and attention in one kernel cannot honour."""
     if input_positions is not None:
         raise NotImplementedError(
@@ -211,16 +277,29 @@ def absent(input_positions: Any, qk_attn_weights_einsum: Any, attn_weights_value
             "call: attention_fn=lambda q, k, v, *, input_positions, **rest: "
             "flash_attention(rotate(q, input_positions), rotate(k, input_positions), v, **rest)."
         )
-    einsums = {
+    products = {
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
+        "einsum_dot_general": None if einsum_dot_general is jax.lax.dot_general else einsum_dot_general,
     }
-    for name, einsum in einsums.items():
-        if einsum is not None:
+    for name, product in products.items():
+        if product is not None:
             raise NotImplementedError(
-                f"{NAME}: {name} was given, but the products are inside the kernel, where no other einsum can take "
-                "their place. Leave it out, or use flax.linen.dot_product_attention."
+                f"{NAME}: {name} was given, but the products are inside the kernel, where no other can take their "
+                "place. Leave it out, or use flax.linen.dot_product_attention."
             )
+
+
+def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value as Flax's own function promotes them; raises if it is another."""
+    if promote_dtype is None:
+        return query, key, value
+    if getattr(promote_dtype, "__module__", None) != "flax.nnx.nn.dtypes":
+        raise NotImplementedError(
+            f"{NAME}: promote_dtype was given, but no dtypes other than one for query, key and value go into a kernel. "
+            "Convert them before the call, pass dtype=, or use flax.nnx.dot_product_attention."
+        )
+    return promote_dtype((query, key, value), dtype=dtype)
 
 
 def no_kernel_shows_weights(why: str) -> NotImplementedError:
@@ -231,18 +310,39 @@ def no_kernel_shows_weights(why: str) -> NotImplementedError:
     )
 
 
-def _number(x: Any) -> float | None:
+def _number(name: str, x: Any) -> float | None:
     """A number of Python's or NumPy's, as a float; None for anything else."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
-    return float(x) if isinstance(x, (int, float, np.integer, np.floating)) else None
+    try:
+        return float(x) if isinstance(x, (int, float, np.integer, np.floating)) else None
+    except OverflowError:
+        raise ValueError(f"{NAME}: {name} is an integer that no float holds, expected a smaller number.") from None
 
 
-def _integers(name: str, x: Any) -> jax.Array:
-    array = jnp.asarray(x)
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    """Numbers or bools as an array."""
+    try:
+        # Some strings JAX takes for dtypes.
+        array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{NAME}: {name} is of type {type(x).__name__}, expected an array of numbers.") from error
+    if array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
+        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected an array of numbers.")
+    return array
+
+
+def _integers(name: str, x: Any) -> Any:
+    """Integers with all their bits: NumPy's, and Python's, stay NumPy's, as an array of JAX may have fewer."""
+    on_host = all(isinstance(leaf, (int, np.ndarray, np.generic)) for leaf in jax.tree.leaves(x))
+    array = np.asarray(x) if on_host else _array(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected integers.")
-    return array.astype(jnp.int32)
+    return array
 
 
 def _shape(name: str, x: jax.Array, want: tuple[Any, ...], why: str) -> None:

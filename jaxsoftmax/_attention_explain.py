@@ -50,7 +50,7 @@ def explain_attention(
         An `Explanation`, whose `str()` is meant to be read.
 
     Raises:
-        TypeError: as the call itself would.
+        TypeError: as the call itself would, or `device` is no `Device`.
         ValueError: as the call itself would, or `op` is not one of the above.
 
     >>> import jax, jax.numpy as jnp
@@ -61,8 +61,13 @@ def explain_attention(
         why: implementation='xla'
         moves: nothing can move less than 16.8 MB
     """
-    if op not in _PARTS:
+    if not isinstance(op, str) or op not in _PARTS:
         raise ValueError(f"explain_attention: op={op!r}, expected one of {', '.join(_PARTS)}.")
+    if not isinstance(device, Device | None):
+        raise TypeError(
+            f"explain_attention: device={device!r}, expected a pallas_kernels.hardware.Device, or None for the first "
+            "CUDA device."
+        )
     part = _PARTS[op]
     # NumPy's numbers and dtypes have shapes too, but the call takes them for numbers and dtypes.
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {

@@ -17,7 +17,7 @@ from jaxsoftmax._attention_fold import Plan, Shape, plan
 from jaxsoftmax._attention_sharding import Heads
 from pallas_kernels import compat, hardware
 from pallas_kernels.attention import reference
-from pallas_kernels.attention.operands import Operands, Rules, sum_to
+from pallas_kernels.attention.operands import Operands, Rules, leading, sum_to
 from pallas_kernels.attention.problem import Op
 from pallas_kernels.hardware import Device
 
@@ -39,11 +39,16 @@ def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any
     return (*names, *extra[part])
 
 
+def leading_extents(names: Sequence[str], avals: Sequence[Any]) -> Shape:
+    """What the leading axes of everything that gradients depend on broadcast to; a cotangent may lack a mapped axis."""
+    return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Part.GRADIENTS, names))))
+
+
 def gradient_shapes(
     names: Sequence[str], avals: Sequence[Any], wrt: Sequence[str], kept: Sequence[tuple[int, ...]], **_: Any
 ) -> dict[str, Shape]:
     """The shapes of gradients, which are summed along the leading axes that are not kept."""
-    full = avals[-2].shape[:-3]
+    full = leading_extents(names, avals)
     found: dict[str, Shape] = {}
     for name, axes in zip(wrt, kept, strict=True):
         lead = tuple(n if d in axes else 1 for d, n in enumerate(full))
@@ -113,7 +118,8 @@ def choose(part: Part, implementation: str | None, avals: Sequence[Any], device:
     dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
     shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
     if part is Part.GRADIENTS:
-        shapes |= gradient_shapes(avals=avals, **params) | {"out": tuple(avals[-2].shape)}
+        out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
+        shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
     found = plan(OPS[part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
     if implementation == "mosaic_gpu" and found.decision is None:
         raise _checks.no_kernel_for_problem(NAME, found.declined)

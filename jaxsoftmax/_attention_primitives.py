@@ -114,8 +114,6 @@ def _residuals_jvp(
     out, lse = RESIDUALS.bind(*primals, names=names, **params)
     by_name = dict(zip(names, tangents[: len(names)], strict=True))
     moving = tuple(name for name in DIFFERENTIABLE if name in by_name and type(by_name[name]) is not ad.Zero)
-    if not moving:
-        return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
     operands = unify_varying(*primals[: len(names)], out, lse, *(by_name[name] for name in moving))
     return [out, lse], TANGENT.bind(*operands, names=names, moving=moving, **params)
 
@@ -125,8 +123,6 @@ def _tangent_transpose(
 ) -> Any:
     """The backward half of the derivative."""
     known, linear = operands[: len(names) + 2], operands[len(names) + 2 :]
-    if all(type(ct) is ad.Zero for ct in cts):
-        return [None] * len(known) + [ad.Zero(t.aval) for t in linear]
     likes = zip(known[-2:], cts, strict=True)
     known_and_cts = unify_varying(*known, *(jnp.zeros_like(x) if type(ct) is ad.Zero else ct for x, ct in likes))
     full = jax.typeof(known_and_cts[-2]).shape[:-3]
@@ -141,8 +137,6 @@ def _reference_jvp(
     """Higher orders: what is linear stays the primitive, the rest is the reference's derivative."""
     found = primitive.bind(*primals, **params)
     still = [type(t) is ad.Zero for t in tangents]
-    if all(still):
-        return found, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in found]
     linear = len(params["names"]) + 2
     if all(still[:linear]):
         cotangents = [ad.instantiate_zeros(t) for t in tangents[linear:]]

@@ -12,8 +12,13 @@ from pallas_kernels.attention import reference
 from pallas_kernels.attention.operands import Operands, Rules
 
 
-def attend(operands: Operands, rules: Rules, dropout: Dropout | None, module: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp as the primitive gives them, but for dropout; the same random numbers as Flax's."""
+def attend(
+    operands: Operands, rules: Rules, dropout: Dropout | None, module: Any, sown_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp as the primitive gives them, but for dropout; the same random numbers as Flax's.
+
+    Weights are sown in the dtype `sown_dtype`.
+    """
     names = operands.present
     whole = agreed(names, [getattr(operands, name) for name in names], in_parts=False)
     operands = operands._replace(**dict(zip(names, whole, strict=True)))
@@ -21,7 +26,7 @@ def attend(operands: Operands, rules: Rules, dropout: Dropout | None, module: An
     weights = reference.weights(operands, rules, lse)
     if module is not None:
         # Both of Flax's module systems know this collection; nnx's type for it has the same name.
-        module.sow("intermediates", "attention_weights", weights.astype(operands.value.dtype))
+        module.sow("intermediates", "attention_weights", weights.astype(sown_dtype))
     if dropout is not None:
         keep = 1.0 - dropout.rate
         shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if dropout.broadcast else weights.shape

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 
 class Operands(NamedTuple):
@@ -59,11 +58,6 @@ class Rules:
 def leading(x: Any, name: str) -> tuple[int, ...]:
     """The leading extents of an operand."""
     return tuple(x.shape[: len(x.shape) - RANK[name]])
-
-
-def all_leading(operands: Operands) -> tuple[int, ...]:
-    """The leading extents that the operands broadcast to."""
-    return jnp.broadcast_shapes(*(leading(getattr(operands, name), name) for name in operands.present))
 
 
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

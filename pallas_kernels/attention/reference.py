@@ -67,7 +67,8 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """The gradients of the operands that `shapes` names, each summed to the shape given there."""
     wide = accumulator_dtype(operands.query.dtype)
-    alive = lse != -jnp.inf
+    # A cotangent may be the same along a leading axis; what is summed along it counts once for each index.
+    alive = jnp.broadcast_to(lse != -jnp.inf, jnp.broadcast_shapes(lse.shape, d_lse.shape))
     d_out = jnp.where(jnp.swapaxes(alive, -1, -2)[..., None], d_out, jnp.zeros((), d_out.dtype))
     inner = jnp.swapaxes((out.astype(wide) * d_out.astype(wide)).sum(-1), -1, -2)
     delta = jnp.where(alive, inner - d_lse.astype(wide), 0)
@@ -235,7 +236,7 @@ def _summed(x: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
     """`x` summed over what the operand is broadcast along; the axes of tiles keep the tile's extent."""
     core = x.shape[-3:]
     if name == "bias":
-        core = tuple(min(n, wanted) for n, wanted in zip(core, shape[-3:], strict=True))
+        core = tuple(1 if wanted == 1 else n for n, wanted in zip(core, shape[-3:], strict=True))
     return sum_to(x, (*shape[:-3], *core))
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import pydoc
 import re
+import typing
 from typing import Any
 
 import jax
@@ -350,6 +352,16 @@ def test_decoding_at_the_bottom_right() -> None:
         np.testing.assert_allclose(late, whole[:, -new:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [(1, 0), (0, 2), (None, 1)], ids=str)
+def test_a_window_at_the_bottom_right_needs_no_causality(window: tuple[int | None, int | None]) -> None:
+    operands = inputs(np.random.default_rng(0), queries=3, keys=7)
+    left, right = (99 if side is None else side for side in window)
+    place, key = np.arange(3)[:, None] + 4, np.arange(7)
+    mask = (place - left <= key) & (key <= place + right)
+    got = jaxsoftmax.flash_attention(*operands, local_window_size=window, causal_alignment="bottom_right")
+    np.testing.assert_allclose(got, jaxsoftmax.flash_attention(*operands, mask=mask), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**40])
 def test_a_window_as_wide_as_integers_go_is_none(far: int) -> None:
     operands = inputs(np.random.default_rng(0))
@@ -392,6 +404,68 @@ def test_empty_shapes() -> None:
         assert all((np.asarray(x) == 0).all() for x in pull((out, lse)))
 
 
+@pytest.mark.parametrize(
+    "batch, queries, keys, bias",
+    [
+        (2, 3, 0, (1, 1, 3, 1)),
+        (2, 0, 4, (1, 4, 1, 4)),
+        (2, 0, 4, (2, 1, 1, 1)),
+        (0, 3, 4, (1, 4, 3, 4)),
+    ],
+    ids=str,
+)
+def test_a_bias_that_broadcasts_along_an_empty_axis(batch: int, queries: int, keys: int, bias: tuple[int, ...]) -> None:
+    q, k, v = inputs(np.random.default_rng(0), batch=batch, queries=queries, keys=keys)
+    loss = lambda bias: sum(x.sum() for x in jaxsoftmax.flash_attention(q, k, v, bias, return_residual=True))
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        np.testing.assert_array_equal(gradient(jnp.ones(bias)), np.zeros(bias))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32", "int8"])
+def test_lengths_of_any_width(dtype: str) -> None:
+    """As many as there are, where that is fewer; NumPy's are not cut, whatever JAX's integers are."""
+    operands = inputs(np.random.default_rng(0))
+    call = lambda lengths: jaxsoftmax.flash_attention(*operands, key_value_seq_lengths=lengths)
+    limits = np.iinfo(dtype)
+    lengths = np.array([limits.max, 3], dtype)
+    want = call(np.array([7, 3], np.int32))
+    np.testing.assert_array_equal(call(lengths), want)
+    if limits.max < 2**63:
+        np.testing.assert_array_equal(call(lengths.tolist()), want)
+    with jax.enable_x64(limits.bits == 64):
+        np.testing.assert_array_equal(jax.jit(call)(lengths), want)
+        if limits.min < 0:
+            assert not np.asarray(jax.jit(call)(np.array([limits.min, 3], dtype)))[0].any()
+
+
+@pytest.mark.parametrize(
+    "ids, key_ids",
+    [
+        (np.array([1, 2**32 + 1, -1, 2**32 - 1, -(2**40)]), np.array([2**32 + 1, 1, -(2**40), 5, -1, 1, 2**32 - 1])),
+        (np.array([2**64 - 1, 0, 2**32, 1, 2**63], np.uint64), np.array([-1, 0, 1, -(2**63), 0, 2**32, 7])),
+        (np.array([2**32 - 1, 3, 0, 2**31, 3], np.uint32), np.array([-1, 3, 0, -(2**31), 0, 3, 9], np.int32)),
+        (np.array([2**32 - 1, 3, 0, 2**31, 3], np.uint32), np.array([2**32 - 1, 3, 0, 2**31, 0, 3, 9], np.uint32)),
+    ],
+    ids=["int64", "uint64 and int64", "uint32 and int32", "uint32"],
+)
+def test_segment_ids_of_any_width(ids: np.ndarray, key_ids: np.ndarray) -> None:
+    operands = inputs(np.random.default_rng(0))
+    wide = max(ids.itemsize, key_ids.itemsize) == 8
+    pairs = [x.reshape(1, -1).repeat(2, 0) for x in (ids, key_ids)]
+    same = np.array([[a == b for b in key_ids.tolist()] for a in ids.tolist()])
+    want = jaxsoftmax.flash_attention(*operands, mask=same)
+
+    def call(ids: Any, key_ids: Any) -> jax.Array:
+        return jaxsoftmax.flash_attention(*operands, query_segment_ids=ids, key_value_segment_ids=key_ids)
+
+    with jax.enable_x64(wide):
+        for run in (call, jax.jit(call), lambda *a: jax.vmap(call)(*(x[None] for x in a))[0]):
+            np.testing.assert_allclose(run(*pairs), want, rtol=1e-5, atol=1e-6)
+    if wide:
+        with pytest.raises(ValueError, match=r"query_segment_ids has ids that u?int32 cannot hold.* Number"):
+            call(*pairs)
+
+
 def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(np.random.default_rng(0))
     text = lambda *a, **kw: str(jax.jit(lambda *x: jaxsoftmax.flash_attention(*x, **kw)).lower(*a).as_text())
@@ -407,6 +481,25 @@ def test_the_signature_is_jax_nns_and_more() -> None:
     for name, theirs in inspect.signature(jax.nn.dot_product_attention).parameters.items():
         assert ours[name].default == theirs.default
         assert ours[name].kind == theirs.kind
+
+
+def test_types_for_people() -> None:
+    text = pydoc.plain(pydoc.render_doc(jaxsoftmax.flash_attention))
+    assert "(query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None" in text
+    assert "Literal['top_left', 'bottom_right'] = 'top_left'" in text
+    assert "Literal['xla', 'mosaic_gpu']" in text
+    parameters = inspect.signature(jaxsoftmax.flash_attention).parameters
+    keywords = {name: p.annotation for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert keywords.pop("return_residual") is bool
+    returns = {}
+    for overload in typing.get_overloads(jaxsoftmax.flash_attention):
+        *positional, flag, rest = inspect.signature(overload).parameters.values()
+        assert positional == list(parameters.values())[: len(positional)]
+        (typed_dict,) = typing.get_args(rest.annotation)
+        assert typing.get_type_hints(typed_dict) == keywords
+        returns[flag.annotation] = inspect.signature(overload).return_annotation
+    pair = tuple[jax.Array, jax.Array]
+    assert returns == {typing.Literal[False]: jax.Array, typing.Literal[True]: pair, bool: jax.Array | pair}
 
 
 @pytest.mark.slow

@@ -104,11 +104,39 @@ def test_linen_dropout_sowing_and_remat() -> None:
     close(*gradients)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_linen_sows_float32_if_forced_to(force: bool) -> None:
+    build = functools.partial(
+        nn.MultiHeadDotProductAttention, num_heads=4, dtype=jnp.bfloat16, force_fp32_for_softmax=force
+    )
+    variables = build().init(jax.random.key(0), X)
+    ours, theirs = (
+        layer.apply(variables, X, sow_weights=True, mutable=["intermediates"])[1]
+        for layer in (build(attention_fn=jaxsoftmax.flash_attention), build())
+    )
+    close(ours, theirs, 1e-2)
+    of = lambda sown: {x.dtype for x in jax.tree.leaves(sown)}
+    assert of(ours) == of(theirs) == {jnp.dtype("float32" if force else "bfloat16")}
+
+
+@pytest.mark.parametrize("theirs", [nn.dot_product_attention, nnx.dot_product_attention], ids=["linen", "nnx"])
+def test_flaxs_defaults_may_be_passed_on(theirs: Any) -> None:
+    """As a wrapper does that names all of their parameters; `promote_dtype` gives the operands one dtype."""
+    parameters = inspect.signature(theirs).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    q, k, v = (x.reshape(2, 6, 4, 4) for x in (X, 2 * X, -X))
+    close(jaxsoftmax.flash_attention(q, k, v, **defaults), theirs(q, k, v, **defaults))
+    if "promote_dtype" in defaults:
+        ours = jaxsoftmax.flash_attention(q.astype(jnp.bfloat16), k, v, **defaults)
+        assert ours.dtype == jnp.float32
+    jaxsoftmax.flash_attention(q, k, v, einsum_dot_general=jax.lax.dot_general)
+
+
 def test_everything_that_flax_passes_is_named() -> None:
     """Linen passes on only what the signature names: a parameter that is not there would be lost without a word."""
     ours = set(inspect.signature(jaxsoftmax.flash_attention).parameters)
-    linen = set(inspect.signature(nn.dot_product_attention).parameters) - {"einsum_dot_general"}
-    plain = set(inspect.signature(nnx.dot_product_attention).parameters) - {"promote_dtype"}
+    linen = set(inspect.signature(nn.dot_product_attention).parameters)
+    plain = set(inspect.signature(nnx.dot_product_attention).parameters)
     assert linen | plain | {"input_positions"} <= ours
     kinds = {p.kind for p in inspect.signature(jaxsoftmax.flash_attention).parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds

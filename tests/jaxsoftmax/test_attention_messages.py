@@ -1,6 +1,7 @@
 """What `flash_attention` says of arguments that do not fit: which, what was got, what was wanted, what to do."""
 
 import re
+import types
 from typing import Any
 
 import jax
@@ -100,7 +101,11 @@ IDS = np.zeros((2, 5), int)
             "key_value_segment_ids has shape (2, 5), expected (2, 7), a number for each position",
             {"query_segment_ids": IDS, "key_value_segment_ids": IDS},
         ),
-        (ValueError, "implementation='cudnn', expected one of None, 'xla', 'mosaic_gpu'", {"implementation": "cudnn"}),
+        (
+            ValueError,
+            "implementation='cudnn', expected one of None (the fastest there is), 'xla', 'mosaic_gpu'",
+            {"implementation": "cudnn"},
+        ),
         (ValueError, "dropout_rate=1.5, expected 0 <= dropout_rate < 1", {"dropout_rate": 1.5}),
         (ValueError, "dropout_rate=1.5, expected 0 <= dropout_rate < 1", {"dropout_rate": np.float32(1.5)}),
         (ValueError, "dropout_rate=0.5 needs a dropout_rng. Pass one, or deterministic=True", {"dropout_rate": 0.5}),
@@ -118,13 +123,54 @@ IDS = np.zeros((2, 5), int)
         (
             NotImplementedError,
             "but the weights are to be sown, and no kernel has",
-            {"module": object(), "implementation": "mosaic_gpu"},
+            {"module": types.SimpleNamespace(sow=print), "implementation": "mosaic_gpu"},
         ),
+        (NotImplementedError, "einsum_dot_general was given, but the products", {"einsum_dot_general": jnp.dot}),
+        (
+            NotImplementedError,
+            "promote_dtype was given, but no dtypes other than one for query, key and value go into a kernel. Convert",
+            {"promote_dtype": lambda arrays, dtype: arrays},
+        ),
+        (TypeError, "query is of type str, expected an array of numbers", {"query": "q"}),
+        (TypeError, "value has dtype key<fry>, expected an array of numbers", {"value": jax.random.key(0)}),
+        (TypeError, "bias is of type list, expected an array of numbers", {"bias": [[1.0], [1.0, 2.0]]}),
+        (TypeError, "sinks is of type str, expected an array of numbers", {"sinks": "none"}),
+        (TypeError, "key_value_seq_lengths is of type str, expected an array", {"key_value_seq_lengths": "all"}),
+        (TypeError, "key_value_seq_lengths has dtype object, expected integers", {"key_value_seq_lengths": [2**64, 1]}),
+        (ValueError, "scale is an integer that no float holds, expected a smaller", {"scale": 10**400}),
+        (
+            TypeError,
+            "is_causal is an array of bool, expected True or False, known when",
+            {"is_causal": jnp.array(True)},
+        ),
+        (TypeError, "is_causal is an array of bool, expected True or False", {"is_causal": np.ones((5, 7), bool)}),
+        (TypeError, "is_causal='yes', expected True or False", {"is_causal": "yes"}),
+        (TypeError, "module=3, expected a Flax module in which to sow the weights, or None", {"module": 3}),
+        (TypeError, "dropout_rate='half', expected a number, 0 <= dropout_rate < 1", {"dropout_rate": "half"}),
+        (TypeError, "dropout_rate=Array([0.5], dtype=float32), expected a number", {"dropout_rate": jnp.array([0.5])}),
+        (
+            TypeError,
+            "dropout_rng=3, expected a random key, as of jax.random.key(0)",
+            {"dropout_rng": 3, "dropout_rate": 0.5},
+        ),
+        (TypeError, "dtype='float33', expected one of bfloat16, float16, float32, float64", {"dtype": "float33"}),
     ],
 )
 def test_arguments(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(error, match="^flash_attention: .*" + re.escape(text)):
         jaxsoftmax.flash_attention(**{"query": Q, "key": K, "value": K, **arguments})
+
+
+def test_a_traced_is_causal() -> None:
+    with pytest.raises(
+        TypeError, match=r"^flash_attention: is_causal is an array of bool, .* static argument of jax.jit, or"
+    ):
+        jax.jit(lambda causal: jaxsoftmax.flash_attention(Q, K, K, is_causal=causal))(True)
+
+
+def test_explain_takes_a_device_of_ours() -> None:
+    with pytest.raises(TypeError, match=r"^explain_attention: device=3, expected a pallas_kernels.hardware.Device, or"):
+        jaxsoftmax.explain_attention(Q, K, K, device=3)
 
 
 def test_dropout_is_no_kernels() -> None:

@@ -126,6 +126,23 @@ def test_more_devices_than_key_heads(request: pytest.FixtureRequest, shared: int
     agree(jax.jit(pulled_back)(q, k, v, ct, LENGTHS), want)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_devices_that_share_a_key_head_read_the_right_one(attention_stand_ins: Any, kind: AxisType) -> None:
+    """Eight heads on four devices, of which two read each key head: as many as query heads read it, but no more."""
+    q, ct = (jnp.concatenate([x, 0.5 * x[..., ::-1, :]], 2) for x in (Q, CT))
+    attention_stand_ins.accepts = lambda _: False
+    want = jax.jit(pulled_back)(q, K, V, ct, LENGTHS), jax.jit(forward)(q, K, V, ct, LENGTHS)
+    attention_stand_ins.accepts = lambda _: True
+    jax.clear_caches()
+    on = mesh(kind)
+    with jax.set_mesh(on):
+        cut = P(None, None, "d")
+        specs = (q, cut), (K, P()), (V, P()), (ct, cut), (LENGTHS, P())
+        operands = [put(x, spec, on) for x, spec in specs]
+        agree((jax.jit(pulled_back)(*operands), jax.jit(forward)(*operands)), want)
+    assert {(p.query_heads, p.key_heads) for p in attention_stand_ins.problems} >= {(2, 1)}
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
 def test_gradients_of_what_devices_share_are_summed(request: pytest.FixtureRequest, kernels: bool) -> None:
     def gradients(q: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
@@ -149,6 +166,49 @@ def test_vmap_of_a_sharded_axis(attention_stand_ins: Any) -> None:
     mapped = jax.vmap(lambda q: attention(q, K, V, LENGTHS))
     assert collectives(mapped, put(qs, P("d"))) == {}
     agree(jax.jit(mapped)(put(qs, P("d")))[2], expected("forward"))
+
+
+QUERIES_MAPPED = (0, None, None), (P("d", None, None, "m"), P(), P())
+KEYS_MAPPED = (None, 0, 0), (P("d", None, "m"), P(None, "d", None, "m"), P(None, "d", None, "m"))
+VALUES_MAPPED = (None, None, 0), (P(None, None, "m"), P(None, None, "m"), P("d", None, None, "m"))
+
+
+@pytest.mark.parametrize(
+    "mapped, kind, kernels",
+    [
+        (QUERIES_MAPPED, AxisType.Auto, True),
+        (QUERIES_MAPPED, AxisType.Explicit, False),
+        (KEYS_MAPPED, AxisType.Explicit, True),
+        (VALUES_MAPPED, AxisType.Auto, False),
+    ],
+    ids=[
+        "queries, auto, stand-in",
+        "queries, explicit, reference",
+        "keys, explicit, stand-in",
+        "values, auto, reference",
+    ],
+)
+def test_cotangents_that_are_not_mapped(
+    request: pytest.FixtureRequest, mapped: tuple[Any, Any], kind: AxisType, kernels: bool
+) -> None:
+    axes, specs = mapped
+
+    def gradients(*operands: jax.Array) -> Any:
+        call = lambda *a: jaxsoftmax.flash_attention(*a, is_causal=True, return_residual=True)
+        losses = (lambda *a: sum(x.sum() for x in call(*a))), (lambda *a: call(*a)[1].sum())
+        return [jax.grad(loss, (0, 1, 2))(*operands) for loss in losses]
+
+    operands = [x if d is None else jnp.stack([x, -x, 2 * x, 0.5 * x]) for x, d in zip((Q, K, V), axes, strict=True)]
+    each = [
+        jax.jit(gradients)(*(x if d is None else x[i] for x, d in zip(operands, axes, strict=True))) for i in range(4)
+    ]
+    want = jax.tree.map(lambda *xs: np.stack(xs), *each)
+    if kernels:
+        request.getfixturevalue("attention_stand_ins")
+    on = mesh(kind)
+    with jax.set_mesh(on):
+        placed = [put(x, spec, on) for x, spec in zip(operands, specs, strict=True)]
+        agree(jax.jit(jax.vmap(gradients, axes))(*placed), want)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
@@ -215,6 +275,17 @@ def test_explicit_meshes_and_what_is_shared(attention_stand_ins: Any) -> None:
         ks = jax.device_put(k, P("d", None, None, None))
         got = jax.jit(gradients)(q, ks, jax.device_put(BIAS, P()), jax.device_put(SINKS, P("m")))
         agree(got, want)
+
+
+@pytest.mark.parametrize("spec", [P("d"), P("d", "m")], ids=str)
+def test_wide_segment_ids_cut_over_explicit_meshes(spec: P) -> None:
+    ids = 2**32 * np.sort(RNG.integers(0, 3, (8, 6)), -1)
+    call = jax.jit(lambda q, k, ids: jaxsoftmax.flash_attention(q, k, k, query_segment_ids=ids))
+    k = Q[:, :, :2]
+    want = call(Q, k, (ids >> 32).astype(np.int32))
+    on = mesh(AxisType.Explicit)
+    with jax.enable_x64(True), jax.set_mesh(on):
+        agree(call(put(Q, P("d"), on), put(k, P(), on), put(jnp.asarray(ids), spec, on)), want)
 
 
 def test_partly_manual_regions(attention_stand_ins: Any) -> None:

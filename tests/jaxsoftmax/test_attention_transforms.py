@@ -1,6 +1,7 @@
 """Every JAX transformation of `flash_attention`, against the same transformation of plain `jax.numpy`."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,24 @@ def loss(f: Function) -> Function:
     return lambda *operands: sum(jnp.sin(x).sum() for x in f(*operands))
 
 
+WEIGHTS = normal(2, 3, 4, 6)
+
+# Losses whose cotangents vmap does not map, though operands are mapped, and which may reach only one of the results.
+FLAT: dict[str, Function] = {
+    "sums": lambda out, lse: out.sum() + lse.sum(),
+    "the mean of the output": lambda out, lse: out.mean(),
+    "a linear head": lambda out, lse: (out * WEIGHTS).sum(),
+    "the sum of the logsumexp": lambda out, lse: lse.sum(),
+    "the logsumexp's sum, and the output": lambda out, lse: jnp.sin(out).sum() + lse.sum(),
+    "the output's sum, and the logsumexp": lambda out, lse: out.sum() + jnp.sin(lse).sum(),
+    "the logsumexp": lambda out, lse: jnp.sin(lse).sum(),
+}
+
+
+def flat(f: Function, name: str) -> Function:
+    return lambda *operands: FLAT[name](*f(*operands))
+
+
 def dot(xs: Any, ys: Any) -> jax.Array:
     return sum((x * y).sum() for x, y in zip(jax.tree.leaves(xs), jax.tree.leaves(ys), strict=True))
 
@@ -67,6 +86,10 @@ def check(transformed: Callable[[Function], Any], tol: float = 3e-4) -> None:
 
 SMALL = tuple(x[:1] for x in OPERANDS[:3]) + OPERANDS[3:]
 STACKED = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), OPERANDS)
+
+
+def pulled(f: Function, cotangents: Any) -> Any:
+    return jax.vjp(f, *OPERANDS)[1](cotangents)
 
 
 def scanned(f: Function, q: jax.Array) -> jax.Array:
@@ -97,6 +120,17 @@ UNARY: dict[str, Callable[[Function], Any]] = {
     "grad of jvp": lambda f: jax.grad(lambda *a: loss(lambda *b: jax.jvp(f, b, TANGENTS)[1])(*a), ALL)(*OPERANDS),
     "third": lambda f: jax.jvp(lambda *a: jax.jvp(jax.grad(loss(f), ALL), a, TANGENTS)[1], OPERANDS, OPERANDS)[1],
     "vmap of grad": lambda f: jax.vmap(jax.grad(loss(f), ALL))(*STACKED),
+    **{
+        f"vmap of grad of {name}": lambda f, name=name: jax.vmap(jax.grad(flat(f, name), ALL))(*STACKED)
+        for name in FLAT
+    },
+    "vmap of hvp of sums": lambda f: jax.vmap(lambda *a: jax.jvp(jax.grad(flat(f, "sums"), ALL), a, OPERANDS)[1])(
+        *STACKED
+    ),
+    "vmap of one cotangent": lambda f: [
+        jax.vmap(lambda out: pulled(f, (out, TANGENTS[0][..., 0])))(jnp.stack([WEIGHTS, -WEIGHTS])),
+        jax.vmap(lambda lse: pulled(f, (WEIGHTS, lse)))(jnp.stack([TANGENTS[0][..., 0], TANGENTS[0][..., 1]])),
+    ],
     "grad of vmap": lambda f: jax.grad(lambda *a: loss(jax.vmap(f))(*a), ALL)(*STACKED),
     "vmap of jvp": lambda f: jax.vmap(lambda *t: jax.jvp(f, OPERANDS, t)[1])(*STACKED),
     "jvp of vmap": lambda f: jax.jvp(jax.vmap(f), STACKED, STACKED)[1],
@@ -142,8 +176,8 @@ AXES = [
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("axes", AXES, ids=str)
-def test_vmap_axes(request: pytest.FixtureRequest, axes: tuple[int | None, ...], kernels: bool) -> None:
+@pytest.mark.parametrize("axes, also", list(zip(AXES, itertools.cycle(FLAT), strict=False)), ids=str)
+def test_vmap_axes(request: pytest.FixtureRequest, axes: tuple[int | None, ...], also: str, kernels: bool) -> None:
     if kernels:
         request.getfixturevalue("attention_stand_ins")
     mapped = tuple(
@@ -155,6 +189,7 @@ def test_vmap_axes(request: pytest.FixtureRequest, axes: tuple[int | None, ...],
         return (
             jax.vmap(f, axes, (1, 0))(*mapped),
             jax.vmap(jax.grad(loss(f), ALL), axes)(*mapped),
+            jax.vmap(jax.grad(flat(f, also), ALL), axes)(*mapped),
             jax.grad(lambda *a: loss(jax.vmap(f, axes))(*a), ALL)(*mapped),
             jax.jvp(jax.vmap(f, axes), mapped, mapped)[1],
         )
@@ -173,7 +208,10 @@ def test_nested_vmap(request: pytest.FixtureRequest, kernels: bool) -> None:
         both = jax.vmap(jax.vmap(f, (None, 0, None, None, None)), (0, None, None, None, None))
         other = jax.vmap(jax.vmap(f, (0, None, None, None, None)), (None, 0, None, None, None))
         mapped = qs, ks, *OPERANDS[2:]
-        return [(g(*mapped), jax.grad(loss(g), ALL)(*mapped)) for g in (both, other)]
+        outer = jax.vmap(
+            jax.vmap(jax.grad(flat(f, "sums"), ALL), (None, 0, None, None, None)), (0, None, None, None, None)
+        )
+        return [(g(*mapped), jax.grad(loss(g), ALL)(*mapped)) for g in (both, other)], outer(*mapped)
 
     check(everything, tol=2e-3)
 
@@ -310,9 +348,11 @@ def test_vmap_over_lengths_that_align(request: pytest.FixtureRequest, axes: Any,
     mapped = [jnp.stack([x, 2 * x, -x], d) if d is not None else x for x, d in zip((Q, K), axes, strict=False)]
     lengths = pairs if axes[2] == 0 else pairs.T if axes[2] == 1 else pairs[0]
 
+    @jax.jit
     def gradients(q: jax.Array, k: jax.Array, lengths: jax.Array) -> Any:
         rules = {"is_causal": True, "causal_alignment": "bottom_right", "key_value_seq_lengths": lengths}
-        return jax.grad(lambda *a: jnp.sin(jaxsoftmax.flash_attention(*a, V, **rules)).sum(), (0, 1))(q, k)
+        call = lambda *a: jaxsoftmax.flash_attention(*a, V, **rules)
+        return [jax.grad(lambda *a, f=f: f(call(*a)).sum(), (0, 1))(q, k) for f in (jnp.sin, jnp.asarray)]
 
     got = jax.vmap(gradients, axes)(*mapped, lengths)
     for i in range(3):

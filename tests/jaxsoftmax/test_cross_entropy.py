@@ -443,6 +443,47 @@ def test_return_lse_and_its_gradient(options: str, where: str) -> None:
     np.testing.assert_allclose(of_jvp, of_grad + gradient, rtol=1e-3, atol=1e-5)
 
 
+def plain_lse(x: jax.Array, *_: Any) -> jax.Array:
+    return jax.nn.logsumexp(x, -1)
+
+
+# Ours and theirs, as functions of logits, labels and weights.
+WAYS: dict[str, tuple[Any, Any]] = {
+    "loss": (lambda x, y, w: ours(x, y), lambda x, y, w: theirs(x, y)),
+    "weighted": (lambda x, y, w: ours(x, y, weights=w), lambda x, y, w: w * theirs(x, y)),
+    "loss of two": (lambda x, y, w: ours(x, y, return_lse=True)[0], lambda x, y, w: theirs(x, y)),
+    "lse of two": (lambda x, y, w: ours(x, y, weights=w, return_lse=True)[1], plain_lse),
+    "both": (
+        lambda x, y, w: jnp.stack(ours(x, y, weights=w, return_lse=True)),
+        lambda x, y, w: jnp.stack([w * theirs(x, y), plain_lse(x)]),
+    ),
+    "probabilities": (
+        lambda x, y, w: jaxsoftmax.softmax_cross_entropy(x, jax.nn.one_hot(y, 5) * w[:, None]),
+        lambda x, y, w: optax.softmax_cross_entropy(x, jax.nn.one_hot(y, 5) * w[:, None]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("way", WAYS)
+def test_cotangents_that_are_not_mapped(request: pytest.FixtureRequest, way: str, kernels: bool) -> None:
+    if kernels:
+        request.getfixturevalue("stand_ins")
+    x, y, w = jnp.asarray(logits((3, 4, 5))), jnp.asarray(labels((3, 4), 5)), jnp.asarray(logits((3, 4)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def everything(f: Any) -> Any:
+        total = lambda x, y, w: f(x, y, w).sum()
+        hvp = lambda x, y, w: jax.jvp(lambda x: jax.grad(total)(x, y, w), (x,), (x,))[1]
+        gradients = jax.grad(total, (0, 2))
+        only = {0: (0, None, None), 1: (None, 0, None), 2: (None, None, 0)}
+        operands = {i: [a if i == j else a[0] for j, a in enumerate((x, y, w))] for i in only}
+        return jax.vmap(hvp)(x, y, w), [jax.vmap(gradients, axes)(*operands[i]) for i, axes in only.items()]
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
+    jax.tree.map(close, *map(everything, WAYS[way]))
+
+
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize(
     "weights", [0.3, np.array([0.5, 0.0, -1.0, 2.0]), np.ones((3, 1))], ids=["one", "column", "row"]

@@ -324,6 +324,12 @@ def test_remat_runs_the_loss_and_then_the_gradient(weights: float | None) -> Non
 
 
 def test_remat_where_only_the_weights_are_mapped() -> None:
+    """There is one loss for all weights then, so `cross_entropy` cannot stand in for what gives one for each."""
     w = jnp.asarray(RNG.normal(size=(3, *SHAPE[:2])), jnp.float32)
-    run = lambda x: jax.vmap(jax.checkpoint(lambda w: ours(x, Y, weights=w)))(w)
-    close(jax.grad(lambda x: jnp.sin(run(x)).sum())(X), jax.grad(lambda x: jnp.sin(w * ours(x, Y)).sum())(X))
+    call = lambda x, w: ours(x, Y, weights=w)
+    run = lambda x: jax.vmap(lambda w: jax.checkpoint(call)(x, w))(w)
+    # Without the checks of types, an operation that runs by itself broadcasts what is too small.
+    with jax.enable_checks(True):
+        got = jax.grad(lambda x: jnp.sin(run(x)).sum())(X)
+    close(got, jax.grad(lambda x: jnp.sin(w * ours(x, Y)).sum())(X))
+    close(jax.jit(jax.vmap(lambda w: jax.jvp(lambda x: call(x, w), (X,), (X,))[0]))(w), w * ours(X, Y))

@@ -136,12 +136,13 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
     "vmap_last": lambda f, x, t: jax.vmap(f, -1, 1)(x.transpose(0, 2, 1)),
     "vmap_of_nothing": lambda f, x, t: jax.vmap(lambda s: f(x) + s)(jnp.arange(2.0)),
     "vmap_of_grad": lambda f, x, t: jax.vmap(jax.grad(loss(f)), 1)(x),
+    "vmap_of_grad_of_a_sum": lambda f, x, t: jax.vmap(jax.grad(lambda x: (f(x) * jnp.arange(3)).sum()), 1)(x),
     "grad_of_vmap": lambda f, x, t: jax.grad(loss(jax.vmap(f, 1)))(x),
     "vmap_of_tangents": lambda f, x, t: jax.vmap(lambda t: jax.jvp(f, (x,), (t,))[1])(jnp.stack([t, 2 * t])),
     "checkpoint": lambda f, x, t: jax.grad(jax.checkpoint(loss(f)))(x),
     "scan": lambda f, x, t: jax.lax.scan(lambda c, x: (c + f(x).sum(), f(x)), 0.0, x),
 }
-SOME = ("hessian", "vmap_last", "vmap_of_grad")
+SOME = ("hessian", "vmap_last", "vmap_of_grad", "vmap_of_grad_of_a_sum")
 
 
 @functools.cache

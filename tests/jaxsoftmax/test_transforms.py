@@ -63,6 +63,11 @@ def loss(function: Function) -> Function:
     return lambda x: (jnp.sin(y := function(x)) * WEIGHTS.ravel()[: y.size].reshape(y.shape)).sum()
 
 
+def linear(function: Function) -> Function:
+    """A scalar with a cotangent that is known, so that vmap does not map it."""
+    return lambda x: ((y := function(x)) * WEIGHTS.ravel()[: y.size].reshape(y.shape)).sum()
+
+
 UNARY = {
     "eager": lambda f: f(X),
     "jit": lambda f: jax.jit(f)(X),
@@ -84,6 +89,8 @@ UNARY = {
     "jacfwd_of_jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f))(X[0]),
     "third": lambda f: jax.jvp(lambda x: jax.jvp(jax.grad(loss(f)), (x,), (T,))[1], (X,), (X,))[1],
     "vmap_of_grad": lambda f: jax.vmap(jax.grad(loss(f)))(X),
+    "vmap_of_grad_of_linear": lambda f: jax.vmap(jax.grad(linear(f)))(X),
+    "vmap_of_hvp_of_linear": lambda f: jax.vmap(lambda x: jax.jvp(jax.grad(linear(f)), (x,), (T[0],))[1])(X),
     "grad_of_vmap": lambda f: jax.grad(lambda x: (jax.vmap(loss(f))(x)).sum())(X),
     "vmap_of_jvp": lambda f: jax.vmap(lambda t: jax.jvp(f, (X,), (t,))[1])(jnp.stack([T, 2 * T])),
     "jvp_of_vmap": lambda f: jax.jvp(jax.vmap(f), (X,), (T,)),
@@ -138,6 +145,7 @@ def test_vmap_axes(op: str, in_axis: int, out_axis: int) -> None:
         return (
             jax.vmap(f, in_axis, out_axis)(X),
             jax.vmap(jax.grad(lambda x: jnp.sin(f(x)).sum()), in_axis, out_axis)(X),
+            jax.vmap(jax.grad(linear(f)), in_axis, out_axis)(X),
             jax.grad(lambda x: jnp.sin(jax.vmap(f, in_axis)(x)).sum())(X),
         )
 
@@ -166,6 +174,7 @@ def test_vmap_with_a_mask(op: str, axes: tuple[int | None, int | None]) -> None:
         return (
             jax.vmap(masked(f), axes)(x, mask),
             jax.vmap(jax.grad(lambda x, m: jnp.sin(masked(f)(x, m)).sum()), axes)(x, mask),
+            jax.vmap(jax.grad(lambda x, m: linear(functools.partial(masked(f), m=m))(x)), axes)(x, mask),
             jax.grad(lambda x: jnp.sin(jax.vmap(masked(f), axes)(x, mask)).sum())(x),
         )
 
