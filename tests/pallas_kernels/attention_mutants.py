@@ -20,7 +20,10 @@ NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock report
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
 UNORDERED = "wrong numbers or a race"
 NOT_FINITE = "infinities in a product"
+NOT_ONCE, TOO_LARGE = "a tile that is not taken once", "a config that is too large for shared memory"
+BY_SIZES = (NOT_ONCE, TOO_LARGE)  # of models: no kernel runs
 NO_KERNELS = ("reference", "tiles", "seeds")
+FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Mutant:
         """That function with the fault."""
         text = textwrap.dedent(inspect.getsource(self.original)).replace(self.code, self.becomes)
         names: dict[str, Any] = {}
-        exec(compile(text, f"<{self.name}>", "exec"), self.original.__globals__, names)
+        exec(compile(text, f"<{self.name}>", "exec"), inspect.unwrap(self.original).__globals__, names)
         return names[self.original.__name__]
 
     def fault(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -77,7 +80,7 @@ class Mutant:
         return self.faulty(*arguments, **keywords)
 
 
-def _functions(op: Op) -> Iterator[types.FunctionType]:
+def _functions(op: Op) -> Iterator[Callable[..., Any]]:
     """The functions and methods that only this operation's kernel, or both, are made of."""
     other = "backward" if op is Op.FORWARD else "forward"
     for info in pkgutil.iter_modules(attention.__path__):
@@ -87,12 +90,13 @@ def _functions(op: Op) -> Iterator[types.FunctionType]:
         own = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
         for holder in [module, *(x for x in own if isinstance(x, type))]:
             for x in vars(holder).values():
-                if isinstance(x, types.FunctionType) and x.__module__ == module.__name__ and _has_source(x):
+                if isinstance(x, FUNCTIONS) and x.__module__ == module.__name__ and _has_source(x):
                     yield x
 
 
-def _has_source(function: types.FunctionType) -> bool:
-    return function.__code__.co_filename == inspect.getfile(importlib.import_module(function.__module__))
+def _has_source(function: Callable[..., Any]) -> bool:
+    code = inspect.unwrap(function).__code__
+    return code.co_filename == inspect.getfile(importlib.import_module(function.__module__))
 
 
 _forward = functools.partial(Mutant, Op.FORWARD)
@@ -386,6 +390,42 @@ MUTANTS = (
         "if True:",
         "key-lengths",
     ),
+    _forward(
+        "section_dropped",
+        "the last section of heads is left out",
+        "range(0, heads, section)",
+        "range(0, max(heads - section, 1), section)",
+        rejected_by=NOT_ONCE,
+    ),
+    _forward(
+        "section_too_far",
+        "a section of heads begins where the one before it ends, and one later",
+        "in_turn[start : start + section]",
+        "in_turn[start : start + section - (start > 0)]",
+        rejected_by=NOT_ONCE,
+    ),
+    _forward(
+        "tile_dealt_to_nobody",
+        "the last tile that is dealt to a block is not counted",
+        "[len(mine), *mine]",
+        "[max(len(mine) - 1, 1), *mine]",
+        rejected_by=NOT_ONCE,
+    ),
+    _forward(
+        "wide_tiles_of_wide_heads",
+        "tiles of 128 keys are taken for heads of any size",
+        "if problem.head_dim + problem.value_dim <= 320:",
+        "if True:",
+        rejected_by=TOO_LARGE,
+    ),
+    _forward(
+        "bias_not_counted",
+        "the bias is not counted in shared memory",
+        "(c for c in copied if memory.shared_bytes(problem, c) <= device.smem_per_cta)",
+        "(c for c in copied)",
+        "bias",
+        rejected_by=TOO_LARGE,
+    ),
     _drawn("ticket_skipped", "nobody draws the first ticket", "scopes.tickets(blocks)", "scopes.tickets(blocks + 1)"),
     _drawn(
         "last_ticket_dropped",
@@ -456,6 +496,22 @@ MUTANTS = (
         "plgpu.barrier_arrive(block.key_empty.at[slot(i)])",
         "pass",
         rejected_by=DEADLOCK,
+    ),
+    _backward(
+        "together_left_over",
+        "heads are started together that are no multiple of those that there are",
+        "if heads % g == 0",
+        "if heads >= g",
+        "causal",
+        rejected_by=NOT_ONCE,
+    ),
+    _backward(
+        "bias_not_counted",
+        "the bias is not counted in shared memory",
+        "backward_memory.shared_bytes(problem, copied) <= device.smem_per_cta",
+        "copied.bias_slots",
+        "bias",
+        rejected_by=TOO_LARGE,
     ),
     _backward(
         "causal_by_one", "a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"

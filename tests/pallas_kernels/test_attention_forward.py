@@ -397,12 +397,3 @@ def test_spans_of_long_sequences():
     p = problem_of("full", (length, length), (64, 64), "bfloat16")
     span = jax.jit(lambda row: schedule.span(p, 128, row, 64, length, length))(jnp.int32(0))
     assert (int(span.first), int(span.end)) == (0, length // 128)
-
-
-@pytest.mark.parametrize("kind", ["full", "causal", "window"])
-def test_every_tile_is_dealt_once(kind):
-    p = problem_of(kind, (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    config = ForwardConfig(block_kv=128, warpgroups=2, stages=2)
-    table = schedule.deal(p, config, 7)
-    dealt = np.concatenate([row[1 : 1 + row[0]] for row in table])
-    np.testing.assert_array_equal(np.sort(dealt), np.arange(2 * 6 * 8))
