@@ -19,6 +19,7 @@ from pallas_kernels.attention.problem import Op
 NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
 UNORDERED = "wrong numbers or a race"
+UNDER_WAY = "a product under way, whose numbers or operands are touched"
 NOT_FINITE = "infinities in a product"
 NOT_ONCE, TOO_LARGE = "a tile that is not taken once", "a config that is too large for shared memory"
 BY_SIZES = (NOT_ONCE, TOO_LARGE)  # of models: no kernel runs
@@ -496,6 +497,100 @@ MUTANTS = (
         "plgpu.barrier_arrive(block.key_empty.at[slot(i)])",
         "pass",
         rejected_by=DEADLOCK,
+    ),
+    _forward(
+        "scores_not_awaited",
+        "scores are read while they may be under way",
+        "plgpu.wgmma_wait(later)",
+        "plgpu.wgmma_wait(later + 1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _forward(
+        "output_not_awaited",
+        "the output is read, and the values' slot freed, while a product adds to it",
+        "plgpu.wgmma_accumulator_load(out, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(out, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "gradients_of_weights_not_awaited",
+        "dP is read while its product may be under way",
+        "plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)",
+        "plgpu.wgmma_accumulator_load(dp_sum, wait_n=2)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "dq_not_awaited",
+        "dQ is read while its last product may be under way",
+        "wait_n=2 if config.ahead else 1",
+        "wait_n=3 if config.ahead else 2",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "dk_not_awaited",
+        "the queries' slot is freed while the product for dK reads it",
+        "begun = products.finish(begun, later=0)",
+        "begun = products.finish(begun, later=1)",
+        "lengths",
+        rejected_by=UNDER_WAY,
+    ),
+    _backward(
+        "dk_not_awaited_alone",
+        "the same where no scores are found ahead",
+        "        plgpu.wgmma_wait(0)\n",
+        "        plgpu.wgmma_wait(1)\n",
+        "bias",
+        rejected_by=UNDER_WAY,
+        dims=(128, 128),
+    ),
+    _wide_backward(
+        "wide_scores_not_awaited",
+        "scores are read while they may be under way",
+        "plgpu.wgmma_accumulator_load(logits, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(logits, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _wide_backward(
+        "wide_dv_not_awaited",
+        "the cotangents' slot is freed while the product for dV reads it",
+        "    plgpu.wgmma_wait(0)\n    plgpu.barrier_arrive(refs.d_out_empty",
+        "    plgpu.wgmma_wait(1)\n    plgpu.barrier_arrive(refs.d_out_empty",
+        rejected_by=UNDER_WAY,
+    ),
+    _wide_backward(
+        "wide_gradients_of_weights_not_awaited",
+        "dP is read while its product may be under way",
+        "plgpu.wgmma_accumulator_load(dp, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(dp, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _wide_backward(
+        "wide_dk_not_awaited",
+        "the queries' slot is freed while the product for dK reads it",
+        "    plgpu.wgmma_wait(0)\n    plgpu.barrier_arrive(refs.query_empty",
+        "    plgpu.wgmma_wait(1)\n    plgpu.barrier_arrive(refs.query_empty",
+        rejected_by=UNDER_WAY,
+    ),
+    _wide_backward(
+        "wide_dq_not_awaited",
+        "dQ is read while its product may be under way",
+        "plgpu.wgmma_accumulator_load(dq, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(dq, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
     ),
     _backward(
         "together_left_over",

@@ -18,6 +18,7 @@ from attention_mutants import (
     NUMBERS,
     RACE,
     TOO_LARGE,
+    UNDER_WAY,
     UNORDERED,
 )
 from interpreter import Deadlock, RaceDetected, interpret
@@ -40,6 +41,7 @@ REJECTIONS = {
     NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
     NOT_WAITED_FOR: (RaceDetected, jax.errors.JaxRuntimeError),
     DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
+    UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
     NOT_ONCE: (AssertionError,),
     TOO_LARGE: (AssertionError,),
 }
