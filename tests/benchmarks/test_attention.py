@@ -284,8 +284,11 @@ def test_the_best_peer_is_the_fastest():
 
 def test_documents_come_from_results(results):
     (text,) = docs.pages(results).values()
-    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error |" in text
-    assert "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 |" in text
+    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error | measured |" in text
+    assert (
+        "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 | 2026-11-20 abc |"
+        in text
+    )
     assert "| backward, D 64, S 2048, full | WRONG | - |" in text
     assert "cuDNN 91900" in text
     assert "attention_fwd_causal_d64_s2048_b8_h32" in text
@@ -297,9 +300,8 @@ def test_results_of_attention_are_not_results_of_softmax(results):
 
 
 def test_without_results_nothing_is_claimed(tmp_path):
-    empty = Results(tmp_path)
-    assert docs.pages(empty) == {}
-    assert attention_docs.comparison([], empty) == NOT_MEASURED
+    assert docs.pages(Results(tmp_path)) == {}
+    assert attention_docs.comparison([]) == NOT_MEASURED
 
 
 def test_the_committed_page_is_the_generated_one():
