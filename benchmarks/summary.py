@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import attention_rules, peers, report
@@ -61,7 +61,7 @@ def table(results: Results) -> str:
     )
 
 
-def _row(label: str, records: list[Record]) -> list[str]:
+def _row(label: str, records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     share = (record["impls"]["ours"].get("fraction_of_copy") for record in records)
@@ -75,7 +75,7 @@ def _row(label: str, records: list[Record]) -> list[str]:
     ]
 
 
-def _attention_row(label: str, records: list[Record]) -> list[str]:
+def _attention_row(label: str, records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     speeds = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
@@ -89,7 +89,7 @@ def _attention_row(label: str, records: list[Record]) -> list[str]:
     ]
 
 
-def _count(records: list[Record]) -> str:
+def _count(records: Sequence[Record]) -> str:
     wrong = sum(record["impls"]["ours"]["status"] != "ok" for record in records)
     return f"{len(records)}, {wrong} WRONG" if wrong else str(len(records))
 
