@@ -34,16 +34,25 @@ def page(results: Results) -> str:
     left_out = dict.fromkeys(name for header in results.headers() for name in header.get("left_out", ()))
     missing = [name for name in left_out if results.case(name) is None]
     note = f"\nLeft out, as the time was up: {', '.join(f'`{name}`' for name in missing)}.\n" if missing else ""
-    return PAGE.format(table=comparison(_ordered(results), results), left_out=note)
+    return PAGE.format(table=comparison(_ordered(results)), left_out=note)
 
 
-def comparison(records: Sequence[Record], results: Results) -> str:
+def comparison(records: Sequence[Record]) -> str:
     """One row for each case."""
     if not records:
         return NOT_MEASURED
     peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
-    heads = ["attention", "us", "TFLOP/s", "direct", "of matmul", *(f"x {PEERS[peer]}" for peer in peers), "error"]
-    return report.markdown(heads, [_row(record, peers) for record in records]) + "\n\n" + _caption(records, results)
+    heads = [
+        "attention",
+        "us",
+        "TFLOP/s",
+        "direct",
+        "of matmul",
+        *(f"x {PEERS[peer]}" for peer in peers),
+        "error",
+        "measured",
+    ]
+    return report.markdown(heads, [_row(record, peers) for record in records]) + "\n\n" + _caption(records)
 
 
 def title(case: Mapping[str, Any]) -> str:
@@ -107,6 +116,7 @@ def _row(record: Record, peers: Iterable[str]) -> list[str]:
         _number(share, ".2f"),
         *(_against(record, peer) for peer in peers),
         _number(ours.get("error"), ".1e"),
+        record["run"]["when"],
     ]
 
 
@@ -118,17 +128,15 @@ def _against(record: Record, name: str) -> str:
     return "-" if status in ("ok", "declined", "not installed") else status
 
 
-def _caption(records: Sequence[Record], results: Results) -> str:
-    headers = results.headers()
-    header, versions = headers[0], headers[0]["versions"]
-    commits = ", ".join(dict.fromkeys(str(h["commit"])[:12] for h in headers))
-    names = {"jax": "JAX", "cudnn": "cuDNN", "tokamax": "tokamax"}
-    used = ", ".join(f"{names[name]} {versions[name]}" for name in names if name in versions)
+def _caption(records: Sequence[Record]) -> str:
+    names = {"cudnn": "cuDNN", "tokamax": "tokamax"}
+    runs = [record["run"]["versions"] for record in records]
+    versions = {name: dict.fromkeys(str(run[name]) for run in runs if name in run) for name in names}
+    used = "".join(f", {names[name]} {' and '.join(found)}" for name, found in versions.items() if found)
     products = [record["matmul"]["tflop_per_s"] for record in records]
     clocks = ", ".join(dict.fromkeys(record["clock"] for record in records))
     return (
-        f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}, {used}, "
-        f"{header['timestamp'][:10]}, commit {commits}; medians of interleaved runs, {clocks} clock. In brackets the "
+        f"{report.setting(records)}{used}; medians of interleaved runs, {clocks} clock. In brackets the "
         f"peer's TFLOP/s; matrix products of 8192³ in the same run: {min(products):.0f} to {max(products):.0f}."
         + _torch_side(records)
     )

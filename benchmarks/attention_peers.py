@@ -81,7 +81,7 @@ def _checked(
         for program in programs.values():
             got = program()
             named = zip(attention_rules.NAMES[len(got)], got, strict=True)
-            verdicts.append(_judge(case, {output: x.detach() for output, x in named}, truths))
+            verdicts.append(_judge(torch, case, {output: x.detach() for output, x in named}, truths))
             del got
         entry = attention_rules.worst(verdicts).entry() | {"process": "torch", "version": version}
         return entry, programs if entry["status"] == "ok" else {}
@@ -138,19 +138,21 @@ def _programs(torch: Any, attend: Attend, operands: Sequence[Any], pass_: str) -
     return {"fwd": forward, "value_and_vjp": value_and_vjp, "direct": direct}
 
 
-def _slice(case: Mapping[str, Any], name: str, x: Any) -> Any:
-    """The last sequence, its last key head or the query heads that share it: `[heads, length, dim]` in float32."""
-    heads = 1 if name in ("key", "value", "d_key", "d_value") else case["heads"] // case["key_heads"]
-    return x[-1, :, -heads:].swapaxes(0, 1).float()
+def _by_pair(case: Mapping[str, Any], x: Any) -> list[Any]:
+    """For each sequence and key head `[heads, length, dim]`: the key head, or the query heads that share it."""
+    group = x.shape[2] // case["key_heads"]
+    return [of[:, i : i + group].swapaxes(0, 1) for of in x for i in range(0, x.shape[2], group)]
 
 
 def _truths(torch: Any, case: Mapping[str, Any], operands: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
-    """For each output, its slice in float32, and with every array rounded to 16 bits."""
-    sliced = [_slice(case, name, x) for name, x in zip(("query", "key", "value", "d_out"), operands, strict=True)]
-    seen = _seen(torch, case)
-    plain = _attention(torch, seen, sliced, lambda x: x.to(torch.bfloat16).float())
-    exact = _attention(torch, seen, sliced, lambda x: x)
-    return {name: (exact[name], plain[name]) for name in exact}
+    """For each output, by sequence and key head, it in float32, and with every array rounded to 16 bits."""
+    seen, found = _seen(torch, case), []
+    for arrays in zip(*(_by_pair(case, x) for x in operands), strict=True):
+        mine = [x.float() for x in arrays]
+        exact = _attention(torch, seen, mine, lambda x: x)
+        plain = _attention(torch, seen, mine, lambda x: x.to(torch.bfloat16).float())
+        found.append((exact, plain))
+    return {name: ([x[name] for x, _ in found], [x[name] for _, x in found]) for name in attention_rules.NAMES[4]}
 
 
 def _attention(torch: Any, seen: Any, operands: Sequence[Any], rounded: Callable[[Any], Any]) -> dict[str, Any]:
@@ -185,15 +187,22 @@ def _seen(torch: Any, case: Mapping[str, Any]) -> Any:
     return seen
 
 
-def _judge(case: Mapping[str, Any], got: Mapping[str, Any], truths: Mapping[str, tuple[Any, Any]]) -> Any:
-    size = lambda x: math.sqrt(float((x * x).mean()))
+def _judge(torch: Any, case: Mapping[str, Any], got: Mapping[str, Any], truths: Mapping[str, tuple[Any, Any]]) -> Any:
+    def errors(name: str) -> list[Any]:
+        exact, plain = truths[name]
+        mine = [x.float() for x in _by_pair(case, got[name])]
+        found = [torch.stack([_error(torch, *x) for x in zip(kind, exact, strict=True)]) for kind in (mine, plain)]
+        return [x.reshape((case["batch"], -1)).tolist() for x in found]
 
-    def verdict(name: str) -> attention_rules.Verdict:
-        want, plain = truths[name]
-        mine = _slice(case, name, got[name])
-        return attention_rules.Verdict(name, size(mine - want) / size(want), size(plain - want) / size(want))
+    return attention_rules.worst_head({name: errors(name) for name in got})
 
-    return attention_rules.worst(map(verdict, got))
+
+def _error(torch: Any, got: Any, want: Any) -> Any:
+    """The relative error of each head, as `attention_truth` has it."""
+    rows, sizes = ((x * x).mean(-1) for x in (got - want, want))
+    size = sizes.mean(-1)
+    worst_row = (rows / torch.maximum(sizes, size[:, None])).amax(-1)
+    return torch.maximum(rows.mean(-1) / size, worst_row * attention_rules.ROW_WEIGHT**2) ** 0.5
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NAMES = {1: ("out",), 3: ("d_query", "d_key", "d_value"), 4: ("out", "d_query", "d_key", "d_value")}
+ROW_WEIGHT = 1 / 16  # of the worst row of a head: a row that is missing or another's errs by a third at least
 _SLACK = 2.0**-8  # half of bfloat16's epsilon
 
 
@@ -16,6 +17,7 @@ class Verdict:
     output: str
     error: float
     plain_error: float
+    place: str = ""  # the sequence and the head
 
     @property
     def allowed(self) -> float:
@@ -26,7 +28,8 @@ class Verdict:
         return self.error <= self.allowed  # false for NaN
 
     def describe(self) -> str:
-        return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e}"
+        place = f" in {self.place}" if self.place else ""
+        return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e}{place}"
 
     def as_json(self) -> dict[str, Any]:
         error = self.error if math.isfinite(self.error) else None
@@ -42,6 +45,16 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """One that is wrong, or the one that is nearest to it."""
     verdicts = list(verdicts)
     return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error / v.allowed))
+
+
+def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]]) -> Verdict:
+    """The verdict on `[2, batch, heads]` of each output: the errors of what is judged and of the plain program's."""
+    return worst(
+        Verdict(name, error, plain_error, f"sequence {b}, head {h}")
+        for name, both in errors.items()
+        for b, of_sequence in enumerate(zip(*both, strict=True))
+        for h, (error, plain_error) in enumerate(zip(*of_sequence, strict=True))
+    )
 
 
 def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) -> dict[str, Any]:

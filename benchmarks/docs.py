@@ -72,8 +72,9 @@ def targets(results: Results) -> str:
     rows = [_target_row(target, results) for target in TARGETS]
     if not any(row[-1] != "-" for row in rows):
         return NOT_MEASURED
-    heads = ["promise", "must", "goal", "worst", "", "at", "cases"]
-    return report.markdown(heads, rows) + "\n\n" + _caption(results, torchs.NAMES)
+    heads = ["promise", "must", "goal", "worst", "", "at", "cases", "measured"]
+    shown = [record for target in TARGETS if (record := _worst(target, results)) is not None]
+    return report.markdown(heads, rows) + "\n\n" + _caption(shown, torchs.NAMES)
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
@@ -94,7 +95,9 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
             rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
-        return report.markdown(heads, rows) + "\n\nMicroseconds (TB/s of the least traffic). " + _caption(results)
+        when = report.measured((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
+        caption = _caption([record for _, record in found])
+        return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {when}."
 
     return make
 
@@ -139,7 +142,7 @@ def _comparison(
     peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
     judged = [peer for peer in peers if peer in errors_of]
     heads = ["case", "us", *facts, *(f"x {PEERS[peer]}" for peer in peers), "error, ulp"]
-    heads += [f"of {PEERS[peer]}" for peer in judged]
+    heads += [*(f"of {PEERS[peer]}" for peer in judged), "measured"]
     rows = []
     for record in records:
         ours = record["impls"]["ours"]
@@ -150,8 +153,9 @@ def _comparison(
             *(_against(record, peer) for peer in peers),
             _number(ours.get("max_error_ulp"), ".1f"),
             *(_error(report.loss_error(record, peer)) for peer in judged),
+            record["run"]["when"],
         ])  # fmt: skip
-    return report.markdown(heads, rows) + "\n\n" + _caption(results, peers)
+    return report.markdown(heads, rows) + "\n\n" + _caption(records, peers)
 
 
 def title(case: Mapping[str, Any]) -> str:
@@ -171,15 +175,24 @@ def _against(record: Mapping[str, Any], peer: str) -> str:
 
 def _target_row(target: Target, results: Results) -> list[str]:
     must, goal = _number(target.must, ".3g"), _number(target.goal, ".3g")
-    measured = target.measured(results)
-    if measured is None:
-        return [target.label, must, goal, "-", "-", "-", "-"]
+    measured, record = target.measured(results), _worst(target, results)
+    if measured is None or record is None:
+        return [target.label, must, goal, "-", "-", "-", "-", "-"]
     worst, name, count = measured
     if target.must is not None and not target.reached(worst, target.must):
         verdict = "**missed**"
     else:
         verdict = "goal" if target.reached(worst, target.goal) else "kept" if target.must else "below goal"
-    return [target.label, must, goal, _unrounded(worst, target), verdict, f"`{name}`", str(count)]
+    found = [_unrounded(worst, target), verdict, f"`{name}`", str(count), record["run"]["when"]]
+    return [target.label, must, goal, *found]
+
+
+def _worst(target: Target, results: Results) -> Mapping[str, Any] | None:
+    """The record of a promise's worst case."""
+    measured = target.measured(results)
+    if measured is None:
+        return None
+    return results.case(measured[1]) or results.about("attention").case(measured[1])
 
 
 def _unrounded(worst: float, target: Target) -> str:
@@ -207,13 +220,10 @@ def _time_and_speed(entry: Mapping[str, Any]) -> str:
     return f"{entry['us']:.0f} ({entry['tb_per_s']:.2f})"
 
 
-def _caption(results: Results, shown: Iterable[str] = ()) -> str:
-    """Where the newest figures come from, and how peers that are `shown` were measured."""
-    header = results.headers()[0]
-    commits = ", ".join(dict.fromkeys(str(h["commit"])[:12] for h in results.headers()))
-    where = f"{header['device'].get('name')}, driver {header['device'].get('driver_version')}"
-    when = f"JAX {header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {commits}"
-    return f"{where}, {when}; medians of interleaved runs." + (_TORCH if set(shown) & set(torchs.NAMES) else "")
+def _caption(records: Iterable[Mapping[str, Any]], shown: Iterable[str] = ()) -> str:
+    """With what the records shown were measured, and how peers that are `shown` were."""
+    where = report.setting(records)
+    return f"{where}; medians of interleaved runs." + (_TORCH if set(shown) & set(torchs.NAMES) else "")
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -118,6 +118,21 @@ def write(path: pathlib.Path, header: Mapping[str, Any], records: Iterable[Recor
 def read(path: pathlib.Path) -> dict[str, Any]:
     """The result file as `{"header": ..., "records": [...]}`."""
     return json.loads(path.read_text())
+
+
+def setting(records: Iterable[Record]) -> str:
+    """The devices, drivers and versions of JAX with which the records shown were measured."""
+    runs = [record["run"] for record in records]
+    each = lambda part, name: ", ".join(dict.fromkeys(str(run[part].get(name)) for run in runs))
+    return f"{each('device', 'name')}, driver {each('device', 'driver_version')}, JAX {each('versions', 'jax')}"
+
+
+def measured(records: Iterable[Record], name: Callable[[Record], str]) -> str:
+    """The days and commits of the records shown, each with the names of its own."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        found.setdefault(record["run"]["when"], []).append(name(record))
+    return "; ".join(f"{when}: {', '.join(names)}" for when, names in found.items())
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> str:

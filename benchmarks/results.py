@@ -19,6 +19,7 @@ class Results:
         self._folder = folder
         files = (report.read(path) for path in sorted(folder.glob("*.json")))
         files = (file for file in files if file["header"].get("topic") == topic)
+        files = ({**file, "records": [r | {"run": _run(file["header"])} for r in file["records"]]} for file in files)
         self._files = sorted(files, key=lambda file: file["header"]["timestamp"], reverse=True)
 
     def __bool__(self) -> bool:
@@ -59,6 +60,12 @@ class Results:
             for record in file["records"]:
                 if record["case"]["name"] == name and any(map(wanted, record["impls"])):
                     yield record
+
+
+def _run(header: Mapping[str, Any]) -> dict[str, Any]:
+    """On which day a record was measured, of which commit, and with what."""
+    when = f"{header['timestamp'][:10]} {str(header['commit'])[:12]}"
+    return {"when": when, "device": header["device"], "versions": header["versions"]}
 
 
 def _product(matmul: Mapping[str, Any]) -> dict[str, Any]:

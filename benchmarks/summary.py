@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import attention_rules, peers, report
@@ -42,24 +42,26 @@ ATTENTION = (("`flash_attention`", "fwd"), ("its gradient", "bwd"))
 
 def table(results: Results) -> str:
     """One row for each operation, and where the figures come from."""
-    rows = [_row(line.label, [r for r in results.records() if line.takes(r["case"])]) for line in LINES]
     attention = results.about("attention")
-    for label, pass_ in ATTENTION:
-        rows.append(_attention_row(label, [r for r in attention.records() if r["case"]["pass"] == pass_]))
+    shown = [[r for r in results.records() if line.takes(r["case"])] for line in LINES]
+    shown += [[r for r in attention.records() if r["case"]["pass"] == pass_] for _, pass_ in ATTENTION]
+    rows = [_row(line.label, records) for line, records in zip(LINES, shown, strict=False)]
+    rows += [_attention_row(label, records) for (label, _), records in zip(ATTENTION, shown[len(LINES) :], strict=True)]
     rows = [row for row in rows if row]
     if not rows:
         return NOT_MEASURED
     heads = ["operation", "cases", "of the floor", "x XLA", "x best other"]
-    header = (results.headers() or attention.headers())[0]
+    records = [record for of_row in shown for record in of_row]
     return (
-        f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case) on one {header['device'].get('name')}, JAX "
-        f"{header['versions'].get('jax')}, {header['timestamp'][:10]}. The floor is the time of a copy of the same "
-        "bytes, for attention that of as large a product of square matrices. Others: torch, torch.compile, Liger and "
-        "quack; of attention cuDNN, JAX's `attention_mgpu`, tokamax and flash-attn-4, where they take the call."
+        f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case) on one {report.setting(records)}; day and "
+        "commit of each case stand in docs/results.md and docs/attention_results.md. The floor is the time of a copy "
+        "of the same bytes, for attention that of as large a product of square matrices. Others: torch, torch.compile, "
+        "Liger and quack; of attention cuDNN, JAX's `attention_mgpu`, tokamax and flash-attn-4, where they take the "
+        "call."
     )
 
 
-def _row(label: str, records: list[Record]) -> list[str]:
+def _row(label: str, records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     share = (record["impls"]["ours"].get("fraction_of_copy") for record in records)
@@ -73,7 +75,7 @@ def _row(label: str, records: list[Record]) -> list[str]:
     ]
 
 
-def _attention_row(label: str, records: list[Record]) -> list[str]:
+def _attention_row(label: str, records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     speeds = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
@@ -87,7 +89,7 @@ def _attention_row(label: str, records: list[Record]) -> list[str]:
     ]
 
 
-def _count(records: list[Record]) -> str:
+def _count(records: Sequence[Record]) -> str:
     wrong = sum(record["impls"]["ours"]["status"] != "ok" for record in records)
     return f"{len(records)}, {wrong} WRONG" if wrong else str(len(records))
 

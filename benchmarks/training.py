@@ -184,13 +184,13 @@ def table(results: Results) -> str:
         for name, words in VARIANTS.items():
             entry = record["impls"].get(name)
             if entry is not None:
-                rows.append([f"{words}, {case['rows']} x {case['length']}", *_cells(entry, ours)])
-    heads = ["GPT", "tokens/s", "x", "ms a step", "peak, GB", "temporary, GB", "last loss"]
-    header, case = results.headers()[0], records[0]["case"]
+                name = f"{words}, {case['rows']} x {case['length']}"
+                rows.append([name, *_cells(entry, ours), record["run"]["when"]])
+    heads = ["GPT", "tokens/s", "x", "ms a step", "peak, GB", "temporary, GB", "last loss", "measured"]
+    case = records[0]["case"]
     gap = max(record["loss_gap"] for record in records)
     return report.markdown(heads, rows) + (
-        f"\n\n{header['device'].get('name')}, driver {header['device'].get('driver_version')}, JAX "
-        f"{header['versions'].get('jax')}, {header['timestamp'][:10]}, commit {header['commit']}; "
+        f"\n\n{report.setting(records)}; "
         f"{case['parameters'] / 1e6:.0f} million parameters, {case['layers']} layers, heads {case['heads']}/"
         f"{case['key_heads']} of {case['head_dim']}, vocabulary {case['vocabulary']}, {case['dtype']}; rows x tokens, "
         f'the mean of {case["steps"]} steps by wall clock. "x" says how many times faster ours is. The loss curves are '

@@ -41,6 +41,23 @@ def assert_accurate(
     )
 
 
+def assert_rows_accurate(got: ArrayLike, rounded: ArrayLike, truth: ArrayLike) -> None:
+    """Attention's rule, for each row, `[..., dim]`: `error(got) <= 2 * error(rounded) + a unit of the row's largest`.
+
+    `rounded` has its weights and itself rounded to the dtype of `got`, as XLA's attention rounds them. Of a long row
+    the output is small: the bound is relative to it, and to no other row's.
+    """
+    got, rounded, truth = np.asarray(got), np.asarray(rounded), np.asarray(truth, np.float64)
+    assert got.shape == truth.shape, f"shape {got.shape}, expected {truth.shape}"
+    error, allowed = (np.abs(x.astype(np.float64) - truth).max(-1, initial=0.0) for x in (got, rounded))
+    unit = float(ml_dtypes.finfo(got.dtype).eps)
+    bound = 2 * allowed + unit * np.maximum(np.abs(truth).max(-1, initial=0.0), _FLOAT32_TINY)
+    wrong = ~(error <= bound)  # NaN too
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(f"{wrong.sum()} rows are off, the first at {at}: {error[at]:.3g}, allowed {bound[at]:.3g}")
+
+
 def _errors(got: ArrayLike, truth: ArrayLike, magnitude: ArrayLike | None) -> np.ndarray:
     got, truth = np.asarray(got), np.asarray(truth, np.float64)
     assert got.shape == truth.shape, f"shape {got.shape}, expected {truth.shape}"

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxsoftmax", "pallas_kernels")
-SHIMS = ("tests/pallas_kernels/interpreter_shim.py", "tests/pallas_kernels/simulated_gpu.py")
+SHIMS = tuple(f"tests/pallas_kernels/{name}.py" for name in ("interpreter_shim", "simulated_gpu", "in_flight"))
 
 # benchmarks -> jaxsoftmax -> pallas_kernels -> jax
 OURS_BELOW = {

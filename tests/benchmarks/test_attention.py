@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_cases, attention_docs, attention_impls, attention_truth, docs, report
+from benchmarks import (
+    attention,
+    attention_cases,
+    attention_docs,
+    attention_impls,
+    attention_rules,
+    attention_truth,
+    docs,
+    report,
+)
 from benchmarks.attention_cases import Case, Shape, square
 from benchmarks.attention_impls import IMPLS
 from benchmarks.attention_rules import against_best
@@ -126,18 +135,52 @@ def test_wrong_results_do_not_pass(fault):
     assert json.loads(json.dumps(verdict.as_json(), allow_nan=False))["output"] == "out"
 
 
-def test_a_wrong_implementation_has_no_time(monkeypatch):
-    wrong = dataclasses.replace(
-        IMPLS["xla"], call=lambda shape, operands: operands["value"][:, :, :1] + operands["query"]
-    )
+def _stopped(operands, name):
+    """The operands, of which the first head of one has no gradient."""
+    first = (jnp.arange(operands[name].shape[2]) == 0)[:, None]
+    stopped = jax.lax.stop_gradient(operands[name])
+    return {**operands, name: jnp.where(first, stopped, operands[name])}
+
+
+FAULTS = {
+    "another function": ("fwd", lambda call, x: x["value"][:, :, :1] + x["query"]),
+    "no first head": ("fwd", lambda call, x: call(x).at[:, :, 0].set(0)),
+    "no first head of the first sequence": ("fwd", lambda call, x: call(x).at[0, :, 0].set(0)),
+    "sequences exchanged": ("fwd", lambda call, x: call(x)[::-1]),
+    "one NaN": ("fwd", lambda call, x: call(x).at[0, 3, 1, 2].set(jnp.nan)),
+    "no first head's d_query": ("value_and_vjp", lambda call, x: call(_stopped(x, "query"))),
+    "no first head's d_key": ("value_and_vjp", lambda call, x: call(_stopped(x, "key"))),
+    "no first head's d_value": ("bwd", lambda call, x: call(_stopped(x, "value"))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_implementation_has_no_time(fault, monkeypatch):
+    pass_, spoil = FAULTS[fault]
+    right = IMPLS["xla"]
+    wrong = dataclasses.replace(right, call=lambda shape, x: spoil(lambda x: right.call(shape, x), x))
     monkeypatch.setitem(IMPLS, "ours", wrong)
-    bench, case = Bench(Options(("ours", "xla"), rounds=1)), _case(TINY)
+    monkeypatch.setattr(Shape, "shrunk", lambda shape: shape)
+    bench, case = Bench(Options(("ours", "xla"), rounds=1)), _case(TINY, pass_)
     bench.prepare([case])
     record = bench.run(case)
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
-    assert "WRONG: out: relative error" in attention.lines(record)
-    assert record["impls"]["xla"]["us"] > 0
+    output = fault.split()[-1] if "d_" in fault else "out"
+    assert f"WRONG: {output}: relative error" in attention.lines(record)
+    assert "sequence 0, head" in attention.lines(record)
+    assert record["impls"]["xla"]["status"] in ("ok", "unresolved")
+
+
+def test_a_row_is_not_lost_in_the_mean():
+    want = jax.random.normal(jax.random.key(0), (1, 16384, 8))
+    near = want * (1 + 2.0**-8 * jax.random.normal(jax.random.key(1), want.shape))
+    plain, missing, others = (
+        float(attention_truth._error(x, want)[0]) for x in (near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8]))
+    )
+    assert plain < 2.0**-7
+    assert not attention_rules.Verdict("out", missing, plain).right
+    assert not attention_rules.Verdict("out", others, plain).right
 
 
 def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
@@ -241,8 +284,11 @@ def test_the_best_peer_is_the_fastest():
 
 def test_documents_come_from_results(results):
     (text,) = docs.pages(results).values()
-    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error |" in text
-    assert "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 |" in text
+    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error | measured |" in text
+    assert (
+        "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 | 2026-11-20 abc |"
+        in text
+    )
     assert "| backward, D 64, S 2048, full | WRONG | - |" in text
     assert "cuDNN 91900" in text
     assert "attention_fwd_causal_d64_s2048_b8_h32" in text
@@ -254,9 +300,8 @@ def test_results_of_attention_are_not_results_of_softmax(results):
 
 
 def test_without_results_nothing_is_claimed(tmp_path):
-    empty = Results(tmp_path)
-    assert docs.pages(empty) == {}
-    assert attention_docs.comparison([], empty) == NOT_MEASURED
+    assert docs.pages(Results(tmp_path)) == {}
+    assert attention_docs.comparison([]) == NOT_MEASURED
 
 
 def test_the_committed_page_is_the_generated_one():

@@ -71,6 +71,19 @@ def test_the_newest_measurement_counts(folder):
     assert len(results.records()) == 1
 
 
+def test_each_row_says_when_it_was_measured_and_of_which_commit(folder):
+    """Not when the newest of all was."""
+    folder("new", "2026-11-09T01:02", _record(SHORT, _entry(30.0, 0.99)))
+    results = Results(folder("old", "2026-11-01", _record(LONG, _entry(900.0, 0.96), rung_naive=_entry(70.0))))
+    found = {line.split(" | ")[0]: line.split(" | ")[-1] for line in docs.everything(results).splitlines()}
+    assert found["| softmax f16 32768 x 1024"] == "2026-11-09 new |"
+    assert found["| softmax f16 4096 x 131072"] == "2026-11-01 old |"
+    assert "2026-11-09" not in docs.everything(results).splitlines()[-1]
+    worst = next(line for line in docs.targets(results).splitlines() if "| 0.960 |" in line)
+    assert worst.endswith(f"| `{LONG}` | 2 | 2026-11-01 old |")
+    assert "2026-11-01 old: N = 131072." in docs.TABLES["ladder_forward_f16"](results)
+
+
 def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
     folder("jax", "2026-11-02", _record(SHORT, _entry(30.0, 1.0), xla=_entry(45.0, 0.7)))
     peers = _record(SHORT, quack=_entry(20.0, 0.8, "torch"), liger={"status": "declined", "reason": "no"})
@@ -79,7 +92,7 @@ def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
     assert report.ratio(record, "xla") == 1.5
     assert report.ratio(record, "quack") == 1.25
     row = docs.everything(results).splitlines()[2]
-    assert row == "| softmax f16 32768 x 1024 | 30.0 | 4.47 | 1.00 | 1.50 | refuses | 1.25 | 0.5 |"
+    assert row == "| softmax f16 32768 x 1024 | 30.0 | 4.47 | 1.00 | 1.50 | refuses | 1.25 | 0.5 | 2026-11-02 jax |"
 
 
 def test_a_wrong_result_has_no_time_and_keeps_no_promise(folder):
@@ -118,8 +131,8 @@ def test_a_loss_is_counted_in_passes_over_the_logits(folder):
     results = Results(folder("run", "2026-11-02", _loss(0.8), _record(SELECTION, _entry(10.0), xla=_entry(70.0))))
     assert report.units(results.case(LOSS), "ours") == 2.5
     table = docs.TABLES["cross_entropy"](results)
-    assert "| case | us | units | extra memory | XLA's | x XLA | x Liger | error, ulp | of XLA |" in table
-    assert "bf16 8192 x 32000 | 100.0 | 2.50 | 0.00% | 200% | 4.00 | 2.00 | 0.5 | 0.5 |" in table
+    assert "| case | us | units | extra memory | XLA's | x XLA | x Liger | error, ulp | of XLA | measured |" in table
+    assert "bf16 8192 x 32000 | 100.0 | 2.50 | 0.00% | 200% | 4.00 | 2.00 | 0.5 | 0.5 | 2026-11-02 run |" in table
     assert docs.TABLES["top_k"](results).splitlines()[2].startswith("| top_k bf16 64 x 32000, k 8 | 10.0 | 7.00 |")
     assert "cross_entropy" not in docs.everything(results)
     assert "top_k" not in docs.everything(results)
@@ -132,10 +145,10 @@ def test_a_loss_stands_beside_both_formulas(folder):
     record["impls"]["xla_f32"] = _entry(800.0)
     results = Results(folder("run", "2026-11-02", *records))
     lines = docs.TABLES["cross_entropy"](results).splitlines()
-    assert "| x XLA | x XLA, float32 | x Liger | error, ulp | of XLA | of XLA, float32 |" in lines[0]
+    assert "| x XLA | x XLA, float32 | x Liger | error, ulp | of XLA | of XLA, float32 | measured |" in lines[0]
     # A bfloat16 loss is off by half a unit of its last place, which is 65536 of a float32 loss's.
-    assert lines[2].endswith("| 3.00 | 9.00 | - | 0.5 | 32768 | 0.5 |")
-    assert lines[3].endswith("| 4.00 | 8.00 | 2.00 | 0.5 | 0.5 | 0.5 |")
+    assert lines[2].endswith("| 3.00 | 9.00 | - | 0.5 | 32768 | 0.5 | 2026-11-02 run |")
+    assert lines[3].endswith("| 4.00 | 8.00 | 2.00 | 0.5 | 0.5 | 0.5 | 2026-11-02 run |")
     promises = [target.measured(results)[0] for target in TARGETS if "against XLA, optax" in target.label]
     assert promises == [4.0, 8.0]
 

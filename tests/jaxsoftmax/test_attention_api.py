@@ -305,6 +305,17 @@ def test_scale_as_an_array() -> None:
         np.testing.assert_array_equal(call(scales), out)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 6, 6), (1, 4, 6, 1), (1, 4, 1, 6)])
+def test_the_gradient_of_a_bias_of_as_many_queries_as_keys(shape: tuple[int, ...]) -> None:
+    """Where a gradient of keys by queries has the right shape."""
+    rng = np.random.default_rng(0)
+    q, k, v = inputs(rng, queries=6, keys=6)
+    bias, d_out = rng.normal(size=shape).astype(np.float32), rng.normal(size=q.shape).astype(np.float32)
+    got = jax.grad(lambda b: (jaxsoftmax.flash_attention(q, k, v, b, is_causal=True) * d_out).sum())(jnp.asarray(bias))
+    want = attention_oracle.gradients(q, k, v, bias, d_out=d_out, is_causal=True)["bias"]
+    np.testing.assert_allclose(got, want, rtol=5e-4, atol=5e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_integers_of_a_bias_are_not_rounded(dtype: str) -> None:
     """Distances, as ALiBi adds them, have more digits than 16-bit floats, and -100000 is no float16."""

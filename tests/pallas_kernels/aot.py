@@ -76,7 +76,7 @@ def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> 
     """Compiles `f` and reports on each Mosaic kernel in it."""
     with strict.settings():
         lowered = jax.jit(lambda *args: f(*args)).lower(*on_h200(operands))
-    smem = _shared_memory(lowered.compiler_ir())
+    smem = shared_memory(lowered.compiler_ir())
     reports = tuple(_report(*words, smem) for words in _SAID.findall(_output_of(lowered.compile)))
     assert {report.name for report in reports} == set(smem)
     return reports
@@ -98,7 +98,7 @@ def _output_of(f: Callable[[], Any]) -> str:
         return file.read()
 
 
-def _shared_memory(program: ir.Module) -> dict[str, int]:
+def shared_memory(program: ir.Module) -> dict[str, int]:
     """What the host's code asks for when it launches a kernel, by the kernels' names."""
     found = {}
 

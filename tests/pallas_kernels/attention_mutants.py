@@ -19,8 +19,12 @@ from pallas_kernels.attention.problem import Op
 NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
 UNORDERED = "wrong numbers or a race"
+UNDER_WAY = "a product under way, whose numbers or operands are touched"
 NOT_FINITE = "infinities in a product"
+NOT_ONCE, TOO_LARGE = "a tile that is not taken once", "a config that is too large for shared memory"
+BY_SIZES = (NOT_ONCE, TOO_LARGE)  # of models: no kernel runs
 NO_KERNELS = ("reference", "tiles", "seeds")
+FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Mutant:
         """That function with the fault."""
         text = textwrap.dedent(inspect.getsource(self.original)).replace(self.code, self.becomes)
         names: dict[str, Any] = {}
-        exec(compile(text, f"<{self.name}>", "exec"), self.original.__globals__, names)
+        exec(compile(text, f"<{self.name}>", "exec"), inspect.unwrap(self.original).__globals__, names)
         return names[self.original.__name__]
 
     def fault(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -77,7 +81,7 @@ class Mutant:
         return self.faulty(*arguments, **keywords)
 
 
-def _functions(op: Op) -> Iterator[types.FunctionType]:
+def _functions(op: Op) -> Iterator[Callable[..., Any]]:
     """The functions and methods that only this operation's kernel, or both, are made of."""
     other = "backward" if op is Op.FORWARD else "forward"
     for info in pkgutil.iter_modules(attention.__path__):
@@ -87,12 +91,13 @@ def _functions(op: Op) -> Iterator[types.FunctionType]:
         own = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
         for holder in [module, *(x for x in own if isinstance(x, type))]:
             for x in vars(holder).values():
-                if isinstance(x, types.FunctionType) and x.__module__ == module.__name__ and _has_source(x):
+                if isinstance(x, FUNCTIONS) and x.__module__ == module.__name__ and _has_source(x):
                     yield x
 
 
-def _has_source(function: types.FunctionType) -> bool:
-    return function.__code__.co_filename == inspect.getfile(importlib.import_module(function.__module__))
+def _has_source(function: Callable[..., Any]) -> bool:
+    code = inspect.unwrap(function).__code__
+    return code.co_filename == inspect.getfile(importlib.import_module(function.__module__))
 
 
 _forward = functools.partial(Mutant, Op.FORWARD)
@@ -386,6 +391,42 @@ MUTANTS = (
         "if True:",
         "key-lengths",
     ),
+    _forward(
+        "section_dropped",
+        "the last section of heads is left out",
+        "range(0, heads, section)",
+        "range(0, max(heads - section, 1), section)",
+        rejected_by=NOT_ONCE,
+    ),
+    _forward(
+        "section_too_far",
+        "a section of heads begins where the one before it ends, and one later",
+        "in_turn[start : start + section]",
+        "in_turn[start : start + section - (start > 0)]",
+        rejected_by=NOT_ONCE,
+    ),
+    _forward(
+        "tile_dealt_to_nobody",
+        "the last tile that is dealt to a block is not counted",
+        "[len(mine), *mine]",
+        "[max(len(mine) - 1, 1), *mine]",
+        rejected_by=NOT_ONCE,
+    ),
+    _forward(
+        "wide_tiles_of_wide_heads",
+        "tiles of 128 keys are taken for heads of any size",
+        "if problem.head_dim + problem.value_dim <= 320:",
+        "if True:",
+        rejected_by=TOO_LARGE,
+    ),
+    _forward(
+        "bias_not_counted",
+        "the bias is not counted in shared memory",
+        "(c for c in copied if memory.shared_bytes(problem, c) <= device.smem_per_cta)",
+        "(c for c in copied)",
+        "bias",
+        rejected_by=TOO_LARGE,
+    ),
     _drawn("ticket_skipped", "nobody draws the first ticket", "scopes.tickets(blocks)", "scopes.tickets(blocks + 1)"),
     _drawn(
         "last_ticket_dropped",
@@ -456,6 +497,116 @@ MUTANTS = (
         "plgpu.barrier_arrive(block.key_empty.at[slot(i)])",
         "pass",
         rejected_by=DEADLOCK,
+    ),
+    _forward(
+        "scores_not_awaited",
+        "scores are read while they may be under way",
+        "plgpu.wgmma_wait(later)",
+        "plgpu.wgmma_wait(later + 1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _forward(
+        "output_not_awaited",
+        "the output is read, and the values' slot freed, while a product adds to it",
+        "plgpu.wgmma_accumulator_load(out, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(out, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "gradients_of_weights_not_awaited",
+        "dP is read while its product may be under way",
+        "plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)",
+        "plgpu.wgmma_accumulator_load(dp_sum, wait_n=2)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "dq_not_awaited",
+        "dQ is read while its last product may be under way",
+        "wait_n=2 if config.ahead else 1",
+        "wait_n=3 if config.ahead else 2",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "dk_not_awaited",
+        "the queries' slot is freed while the product for dK reads it",
+        "begun = products.finish(begun, later=0)",
+        "begun = products.finish(begun, later=1)",
+        "lengths",
+        rejected_by=UNDER_WAY,
+    ),
+    _backward(
+        "dk_not_awaited_alone",
+        "the same where no scores are found ahead",
+        "        plgpu.wgmma_wait(0)\n",
+        "        plgpu.wgmma_wait(1)\n",
+        "bias",
+        rejected_by=UNDER_WAY,
+        dims=(128, 128),
+    ),
+    _wide_backward(
+        "wide_scores_not_awaited",
+        "scores are read while they may be under way",
+        "plgpu.wgmma_accumulator_load(logits, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(logits, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _wide_backward(
+        "wide_dv_not_awaited",
+        "the cotangents' slot is freed while the product for dV reads it",
+        "    plgpu.wgmma_wait(0)\n    plgpu.barrier_arrive(refs.d_out_empty",
+        "    plgpu.wgmma_wait(1)\n    plgpu.barrier_arrive(refs.d_out_empty",
+        rejected_by=UNDER_WAY,
+    ),
+    _wide_backward(
+        "wide_gradients_of_weights_not_awaited",
+        "dP is read while its product may be under way",
+        "plgpu.wgmma_accumulator_load(dp, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(dp, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _wide_backward(
+        "wide_dk_not_awaited",
+        "the queries' slot is freed while the product for dK reads it",
+        "    plgpu.wgmma_wait(0)\n    plgpu.barrier_arrive(refs.query_empty",
+        "    plgpu.wgmma_wait(1)\n    plgpu.barrier_arrive(refs.query_empty",
+        rejected_by=UNDER_WAY,
+    ),
+    _wide_backward(
+        "wide_dq_not_awaited",
+        "dQ is read while its product may be under way",
+        "plgpu.wgmma_accumulator_load(dq, wait_n=0)",
+        "plgpu.wgmma_accumulator_load(dq, wait_n=1)",
+        rejected_by=UNDER_WAY,
+        batch=1,
+        heads=(1, 1),
+    ),
+    _backward(
+        "together_left_over",
+        "heads are started together that are no multiple of those that there are",
+        "if heads % g == 0",
+        "if heads >= g",
+        "causal",
+        rejected_by=NOT_ONCE,
+    ),
+    _backward(
+        "bias_not_counted",
+        "the bias is not counted in shared memory",
+        "backward_memory.shared_bytes(problem, copied) <= device.smem_per_cta",
+        "copied.bias_slots",
+        "bias",
+        rejected_by=TOO_LARGE,
     ),
     _backward(
         "causal_by_one", "a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"
@@ -635,6 +786,27 @@ MUTANTS = (
         "segments",
         rejected_by=DEADLOCK,
         deterministic=True,
+    ),
+    _backward(
+        "turns_from_first_keys",
+        "under a window turns are counted from the first keys of all",
+        "0 if left is None else div(i * block_q + left, block_kv)",
+        "0",
+        "window-left",
+        batch=1,
+        heads=(1, 1),
+        deterministic=True,
+        dims=(128, 64),
+        keys=300,
+        rejected_by=DEADLOCK,
+    ),
+    _backward(
+        "square_bias_untransposed",
+        "of as many queries as keys the bias' gradient is keys by queries",
+        "problem.query_length], 2, 3)",
+        "problem.query_length], 2, 3 if problem.query_length != problem.key_length else 2)",
+        "bias",
+        keys=200,
     ),
     _backward(
         "d_bias_scaled",

@@ -1,7 +1,7 @@
 """Teaches Mosaic's GPU interpreter what our Hopper kernels use beyond it.
 
-Only this module and `simulated_gpu` import `jax._src`. An inline-assembly operation says what it means by an attribute
-of the function given to `plgpu.inline_mgpu` (`models` says it for those that have none):
+Only this module, `simulated_gpu` and `in_flight` import `jax._src`. An inline-assembly operation says what it means by
+an attribute of the function given to `plgpu.inline_mgpu` (`models` says it for those that have none):
 
 * `f.interpret = lambda *values: (writes, results)`: a function of values. Every argument comes as an array (references
   are read in full); `writes` maps an argument's position to that reference's new value; `results` lists the results.
@@ -9,9 +9,10 @@ of the function given to `plgpu.inline_mgpu` (`models` says it for those that ha
   there. It gets a `simulated_gpu.Machine`, references as handles, arrays as arrays. None means no results.
 Models run when the kernel is lowered: they may close over static values only, never over traced arrays.
 
-Also added: reads of a cluster peer's shared memory, `async_store_smem`, TMA copies that add, predicated ones (which
-pipelines with outputs need), `run_state`, and WGMMA with its left operand in registers. Grid points run one after
-another in the interpreter, the threads and CTAs of one cluster concurrently.
+Also added: products that are under way until they are waited for (`in_flight`), reads of a cluster peer's shared
+memory, `async_store_smem`, TMA copies that add, predicated ones (which pipelines with outputs need), `run_state`, and
+WGMMA with its left operand in registers. Grid points run one after another in the interpreter, the threads and CTAs of
+one cluster concurrently.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import functools
 import inspect
 from typing import Any
 
+import in_flight
 import jax
 import jax.numpy as jnp
 import models
@@ -49,6 +51,8 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             gpu_primitives.async_store_smem_p: self._async_store_smem,
             gpu_primitives.wgmma_accumulator_store_p: self._store_accumulator,
             gpu_primitives.wgmma_ref_p: self._multiply_registers,
+            gpu_primitives.wgmma_wait_p: self._wait_for_products,
+            lax.optimization_barrier_p: self._settle,
             discharge.run_state_p: self._run_state,
         }
         if not any(_is_ours(eqn, ours) for eqn in jaxpr.eqns):
@@ -100,6 +104,9 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
                 token, value = self._in_registers(eqn, token, value)
             refs.append(value)
         token, _ = self.interpret(eqn.params["jaxpr"], token, *refs)
+        machine = Machine(self, token, eqn.source_info)
+        in_flight.wait(machine, 0)  # as Mosaic does, whose accumulators these are
+        token = machine.token
         for variable, ref in zip(eqn.invars, refs, strict=True):
             if not isinstance(variable.aval, state_types.AbstractRef):
                 machine = Machine(self, token, eqn.source_info)
@@ -114,9 +121,36 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
         token, results = self._interpret_wgmma_ref_p(eqn, token, lambda: [total, left, *rest])
         return self._forget(eqn, token, left), results
 
-    def _store_accumulator(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+    def _interpret_wgmma_ref_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, list[Any]]:
+        accumulator, left, right, *leaves = values = get_invals()
+        token, results = super()._interpret_wgmma_ref_p(eqn, token, lambda: values)
+        trees = [eqn.params[f"{name}_transforms_tree"] or jax.tree.structure([]) for name in ("acc", "a", "b")]
+        _, *transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+        placed = zip(eqn.invars[1:3], (left, right), transforms, strict=True)
+        shared = [_place(v.aval, x, t) for v, x, t in placed if isinstance(v.aval, state_types.AbstractRef)]
         machine = Machine(self, token, eqn.source_info)
-        machine.set_registers(Ref(values[0], (), eqn.invars[1].aval), values[1])
+        in_flight.begin(machine, shared, Ref(accumulator, (), eqn.invars[0].aval))
+        return machine.token, results
+
+    def _interpret_wgmma_accumulator_deref_p(self, eqn: Any, token: Token, get_invals: Any) -> tuple[Token, Any]:
+        machine, values = Machine(self, token, eqn.source_info), get_invals()
+        in_flight.wait(machine, eqn.params["wait_n"], Ref(values[0], (), eqn.invars[0].aval))
+        return super()._interpret_wgmma_accumulator_deref_p(eqn, machine.token, lambda: values)
+
+    def _wait_for_products(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        machine = Machine(self, token, eqn.source_info)
+        in_flight.wait(machine, eqn.params["n"])
+        return machine.token, []
+
+    def _settle(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        machine = Machine(self, token, eqn.source_info)
+        result = in_flight.settled(machine, values[0])
+        return machine.token, [result]
+
+    def _store_accumulator(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        machine, accumulator = Machine(self, token, eqn.source_info), Ref(values[0], (), eqn.invars[1].aval)
+        in_flight.wait(machine, None, accumulator)
+        machine.set_registers(accumulator, values[1])
         return machine.token, [values[1]]
 
     def _async_store_smem(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
@@ -209,6 +243,8 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
 def _is_ours(eqn: Any, ours: Any) -> bool:
     if eqn.primitive is gpu_primitives.wgmma_ref_p:  # only with a left operand in registers
         return not isinstance(eqn.invars[1].aval, state_types.AbstractRef)
+    if eqn.primitive is lax.optimization_barrier_p:  # only where a product may have begun in registers
+        return len(eqn.invars) == 1 and eqn.invars[0].aval.ndim == 2 and eqn.invars[0].aval.dtype == jnp.float32
     return eqn.primitive in ours
 
 
@@ -220,6 +256,11 @@ def _hardware_exp2(x: jax.Array) -> jax.Array:
     for part in (low, n - low):
         y *= lax.bitcast_convert_type((part.astype(jnp.int32) + 127) << 23, jnp.float32)
     return jnp.where(y < jnp.finfo(jnp.float32).tiny, 0.0, y)
+
+
+def _place(aval: Any, value: Any, transforms: Any) -> Ref:
+    """A reference of which the type after its transforms does not matter."""
+    return Ref(*jaxpr_interpret.resolve_ref(aval, value, tuple(transforms)), aval)
 
 
 def _ref(aval: Any, value: Any, transforms: Any) -> Ref:

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import in_flight
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -445,7 +446,7 @@ def _keep_rolled(machine: Any, static: Any) -> None:
 
 def _begin_product(machine: Any, static: Any, *refs: Any) -> list[Any]:
     *left, right = (machine.load_as_product(ref).astype(jnp.float32) for ref in refs)
-    return [jnp.concatenate(left, axis=1) @ right.T]
+    return [in_flight.begin_in_registers(machine, list(refs), jnp.concatenate(left, axis=1) @ right.T)]
 
 
 def _wait_for_numbers(machine: Any, static: Any, x: Any) -> None:

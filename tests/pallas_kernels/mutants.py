@@ -93,7 +93,7 @@ class KernelMutant:
 
     name: str
     words: str
-    original: Callable[..., Any]
+    original: Callable[..., Any] | property
     fault: Callable[..., Any]
     rungs: tuple[str, ...]
     op: Op = Op.SOFTMAX
@@ -164,6 +164,11 @@ def _only_arrived(release, barrier):
 
 def _in_one_turn(clear, exchange, slots, warpgroups):
     return clear(exchange, slots, exchange.slots)
+
+
+def _by_one_vector(is_inside, share):
+    last = share.granule(jnp.int32(share.steps - 1)) + share.config.granule - 1
+    return jnp.logical_and(share.block > 0, last <= share.whole)
 
 
 def _swapped(read, exchange, slots):
@@ -329,6 +334,14 @@ KERNEL_MUTANTS = (
         rungs=_TEAM,
         config=TeamConfig(3, 1, 1, 3, 2, patience=0),
     ),
+    KernelMutant(
+        "inside_by_one",
+        "a share that ends a vector past its row is taken for one that lies in it",
+        share.Share.is_inside,
+        _by_one_vector,
+        rungs=_TEAM,
+        form=(("cols", 1023),),
+    ),
     KernelMutant("first_of_grid", "a row is its first block's", scopes.from_grid, _first_member, rungs=_GRID),
     KernelMutant(
         "own_warp_in_cluster", "the same in a cluster", scopes.across_cluster, _own_numbers_only, rungs=_CLUSTER
@@ -433,7 +446,8 @@ def _kernel_killer(mutant: KernelMutant) -> str:
     return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.blocks} blocks"] if mutant.config else [])])
 
 
-def _qualified(function: Callable[..., Any]) -> str:
+def _qualified(function: Callable[..., Any] | property) -> str:
+    function = function.fget if isinstance(function, property) else function
     return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__qualname__}"
 
 

@@ -42,8 +42,8 @@ class Machine:
     def __init__(self, interpreter: jaxpr_interpret.JaxprInterpreter, token: Token, source_info: Any):
         self.token = token
         self._interpreter = interpreter
-        self._where = dict(mesh_location=interpreter.mesh_location, thread=interpreter.thread)
-        self._source_info = source_info
+        self.where = dict(mesh_location=interpreter.mesh_location, thread=interpreter.thread)
+        self.source_info = source_info
         self.warpgroup = interpreter.mesh_location.thread_id
 
     def load(self, ref: Ref) -> jax.Array:
@@ -53,17 +53,17 @@ class Machine:
             result_shape_and_dtype=jax.ShapeDtypeStruct(ref.shape, ref.dtype),
             allocation_key_as_array=ref.key,
             transforms=ref.transforms,
-            source_info=self._source_info,
-            **self._where,
+            source_info=self.source_info,
+            **self.where,
         )
         return value
 
     def load_as_product(self, ref: Ref) -> jax.Array:
         """Reads all of `ref` as WGMMA does: in order with copies, without a fence."""
         result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(ref.shape, ref.dtype)
-        step = functools.partial(_load_as_product, source_info=self._source_info)
+        step = functools.partial(_load_as_product, source_info=self.source_info)
         places = dict(key=ref.key, transforms=ref.transforms)
-        self.token, value = callback.io_callback(step, result, token=self.token, **places, **self._where)
+        self.token, value = callback.io_callback(step, result, token=self.token, **places, **self.where)
         return value
 
     def store(self, ref: Ref, value: jax.Array) -> None:
@@ -75,27 +75,27 @@ class Machine:
             transforms=ref.transforms,
             val=value,
             mask=None,
-            source_info=self._source_info,
-            **self._where,
+            source_info=self.source_info,
+            **self.where,
         )
 
     def store_copied(self, ref: Ref, value: jax.Array) -> None:
         """Overwrites all of `ref` as an asynchronous copy does: in order with generic accesses only behind a fence."""
-        step = functools.partial(_store_copied, source_info=self._source_info)
+        step = functools.partial(_store_copied, source_info=self.source_info)
         self._call(step, key=ref.key, transforms=ref.transforms, value=value)
 
     def gather(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, fill: Any) -> jax.Array:
         """`ref[index]` where `inside`, and `fill` elsewhere: nothing outside is touched."""
         index = jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1]
         result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(index[0].shape, ref.dtype))
-        step = functools.partial(_gather, fill=fill, source_info=self._source_info)
+        step = functools.partial(_gather, fill=fill, source_info=self.source_info)
         self.token, value = self._touch(step, result, ref, index=jnp.stack(index), inside=inside)
         return value
 
     def scatter(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, value: jax.Array) -> None:
         """Writes `value` to `ref[index]` where `inside`."""
         index = jnp.stack(jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1])
-        step = functools.partial(_scatter, source_info=self._source_info)
+        step = functools.partial(_scatter, source_info=self.source_info)
         self.token = self._touch(step, gpu_callbacks.TOKEN_SHAPE_DTYPE, ref, index=index, inside=inside, value=value)
 
     def atomic_add(self, ref: Ref, value: Any) -> jax.Array:
@@ -103,18 +103,18 @@ class Machine:
         value = jnp.asarray(value, ref.dtype)
         result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(value.shape, ref.dtype))
         self.token, before = callback.io_callback(
-            _atomic_add, result, token=self.token, key=ref.key, transforms=ref.transforms, value=value, **self._where
+            _atomic_add, result, token=self.token, key=ref.key, transforms=ref.transforms, value=value, **self.where
         )
         return before
 
     def copy_added(self, source: Ref, target: Ref) -> None:
         """A TMA copy from shared memory that adds to global memory: done at once, in whatever order."""
         places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
-        self._call(functools.partial(_copy_added, source_info=self._source_info), **places)
+        self._call(functools.partial(_copy_added, source_info=self.source_info), **places)
 
     def await_copies_read(self) -> None:
         """Waits until the thread's copies to global memory have read what they copy."""
-        wait = functools.partial(gpu_callbacks.wait_smem_to_gmem, source_info=self._source_info)
+        wait = functools.partial(gpu_callbacks.wait_smem_to_gmem, source_info=self.source_info)
         self._call(wait, n=jnp.int32(0), wait_read_only=jnp.bool_(True))
 
     def set_registers(self, ref: Ref, value: Any) -> None:
@@ -147,7 +147,7 @@ class Machine:
         key = jaxpr_interpret._get_barrier_allocation_key_from_inval(
             barrier.key, jax.tree.structure(barrier.transforms), jax.tree.leaves(barrier.transforms)
         )
-        arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self._source_info)
+        arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self.source_info)
         self._call(arrive, allocation_key_as_array=key)
 
     def start_barriers(self, ref: Ref, arrivals: tuple[int, ...]) -> None:
@@ -198,12 +198,12 @@ class Machine:
 
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
-        self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self._source_info))
+        self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self.source_info))
 
     def block_sync(self, barrier_id: int, warpgroups: int) -> None:
         """`bar.sync barrier_id, 128 * warpgroups`."""
         self.token = gpu_callbacks.call_named_barrier(
-            self.token, barrier_id=barrier_id, num_threads=128 * warpgroups, sync=True, **self._where
+            self.token, barrier_id=barrier_id, num_threads=128 * warpgroups, sync=True, **self.where
         )
 
     def cluster_arrive(self) -> None:
@@ -229,7 +229,7 @@ class Machine:
             transforms=ref.transforms,
             index=index,
             inside=jnp.broadcast_to(inside, shape),
-            **self._where,
+            **self.where,
             **operands,
         )
 
@@ -238,7 +238,7 @@ class Machine:
         result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(operand.shape, ref.dtype))
         places = dict(key=ref.key, transforms=ref.transforms, at=jnp.int32(at), active=jnp.asarray(active))
         self.token, words = callback.io_callback(
-            functools.partial(_words, action=action), result, token=self.token, operand=operand, **places, **self._where
+            functools.partial(_words, action=action), result, token=self.token, operand=operand, **places, **self.where
         )
         return words
 
@@ -247,7 +247,7 @@ class Machine:
         places = dict(key=ref.key, transforms=ref.transforms, at=at, numbers=numbers, row=jnp.int32(row))
         step = functools.partial(_posted, action=action)
         self.token, words = callback.io_callback(
-            step, result, token=self.token, active=jnp.asarray(active), **places, **self._where
+            step, result, token=self.token, active=jnp.asarray(active), **places, **self.where
         )
         return words
 
@@ -257,7 +257,7 @@ class Machine:
 
     def _call(self, step: Any, **operands: Any) -> None:
         self.token = callback.io_callback(
-            step, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=self.token, **self._where, **operands
+            step, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=self.token, **self.where, **operands
         )
 
 
@@ -424,11 +424,11 @@ def _as_a_copy(thread: Any, key: Any, transforms: Any, source_info: Any, *, is_w
     if shared.detect_races:
         races = gpu_callbacks.get_races()
         check = races.check_write if is_write else races.check_read
-        check(thread, _async_clock(shared, thread), key, interpret_utils.Access(view), source_info=source_info)
+        check(thread, async_clock(shared, thread), key, interpret_utils.Access(view), source_info=source_info)
     return shared, key, view
 
 
-def _async_clock(shared: Any, thread: Any) -> Any:
+def async_clock(shared: Any, thread: Any) -> Any:
     """Of an access to shared memory by the tensor cores or the copy engine; later than what the thread waited for."""
     with shared.lock:
         clock = shared.clocks[thread]

@@ -192,6 +192,8 @@ INTERPRETED = {
     "causal": ("causal", (130, 130), (64, 64), {"deterministic": True, "heads": (2, 1)}),
     "turns": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
+    "left-in-turns": ("window-left", (200, 300), (128, 64), {"deterministic": True, "heads": (1, 1), "batch": 1}),
+    "square-bias": ("bias", (90, 90), (64, 64), {"heads": (1, 1), "batch": 1}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
     "one-block": ("full", (140, 90), (64, 64), {"deterministic": False, "heads": (2, 1)}),

@@ -7,7 +7,20 @@ import jax
 import pytest
 import test_attention_backward
 import test_attention_forward
-from attention_mutants import DEADLOCK, MUTANTS, NOT_FINITE, NOT_WAITED_FOR, NUMBERS, RACE, UNORDERED
+import test_attention_schedule
+from attention_mutants import (
+    BY_SIZES,
+    DEADLOCK,
+    MUTANTS,
+    NOT_FINITE,
+    NOT_ONCE,
+    NOT_WAITED_FOR,
+    NUMBERS,
+    RACE,
+    TOO_LARGE,
+    UNDER_WAY,
+    UNORDERED,
+)
 from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
@@ -28,6 +41,9 @@ REJECTIONS = {
     NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
     NOT_WAITED_FOR: (RaceDetected, jax.errors.JaxRuntimeError),
     DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
+    UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
+    NOT_ONCE: (AssertionError,),
+    TOO_LARGE: (AssertionError,),
 }
 
 
@@ -47,6 +63,16 @@ def check(op, kind, batch, heads, slack, early, tiles, deterministic, dims, mask
             test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run, mask=mask)
 
 
+def check_sizes(mutant):
+    """Of the problem's kind, what is decided from the sizes of models."""
+    if mutant.rejected_by == TOO_LARGE:
+        return test_attention_schedule.check_memory(mutant.op, test_attention_schedule.MEMORY_KINDS[mutant.kind])
+    for shape in test_attention_schedule.SHAPES:
+        test_attention_schedule.check_tiles(
+            test_attention_schedule.problem_of(mutant.op, test_attention_schedule.KINDS[mutant.kind], shape)
+        )
+
+
 @pytest.fixture
 def fresh():
     """Nothing traced or scheduled is kept from before or for later."""
@@ -64,7 +90,7 @@ def fresh():
 def cases():
     """The mutants' cases, but for those that are a part of another, of more sequences or heads."""
     largest = {}
-    for op, kind, batch, heads, *facts in (mutant.case for mutant in MUTANTS):
+    for op, kind, batch, heads, *facts in (m.case for m in MUTANTS if m.rejected_by not in BY_SIZES):
         case = (batch * heads[0], (op, kind, batch, heads, *facts))
         key = (op, kind, *facts)
         largest[key] = max(largest.get(key, case), case)
@@ -81,8 +107,12 @@ def test_without_a_fault_the_check_passes(case):
 def test_planted_fault_is_rejected(mutant, monkeypatch):
     calls = plant(monkeypatch, mutant)
     expected = REJECTIONS[mutant.rejected_by]
+    limit_s = DEADLOCK_S if mutant.rejected_by == DEADLOCK else 20.0
+    rejects = functools.partial(check, *mutant.case, limit_s=limit_s)
+    if mutant.rejected_by in BY_SIZES:
+        rejects = functools.partial(check_sizes, mutant)
     with pytest.raises(expected) as caught:
-        check(*mutant.case, limit_s=DEADLOCK_S if mutant.rejected_by == DEADLOCK else 20.0)
+        rejects()
     assert calls
     assert caught.type in expected, f"rejected for another reason than {mutant.rejected_by}: {caught.value}"
 

@@ -32,20 +32,23 @@ AT_WORK = {
 
 def plant(monkeypatch, mutant):
     """Puts the fault in the place of what it replaces, wherever that was imported to; the result counts its calls."""
-    calls = []
+    calls, is_property = [], isinstance(mutant.original, property)
+    original = mutant.original.fget if is_property else mutant.original
 
-    @functools.wraps(mutant.original)
+    @functools.wraps(original)
     def faulty(*arguments, **keywords):
         calls.append(mutant.name)
-        return mutant.fault(mutant.original, *arguments, **keywords)
+        return mutant.fault(original, *arguments, **keywords)
 
     for name, module in list(sys.modules.items()):
         if name.startswith("pallas_kernels"):
             for attribute, value in list(vars(module).items()):
                 if value is mutant.original:
                     monkeypatch.setattr(module, attribute, faulty)
-                elif isinstance(value, type) and vars(value).get(mutant.original.__name__) is mutant.original:
-                    monkeypatch.setattr(value, mutant.original.__name__, faulty)
+                for member in (
+                    [k for k, x in vars(value).items() if x is mutant.original] if isinstance(value, type) else []
+                ):
+                    monkeypatch.setattr(value, member, property(faulty) if is_property else faulty)
     return calls
 
 
@@ -57,7 +60,7 @@ def plant(monkeypatch, mutant):
 def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
     calls = plant(monkeypatch, mutant)
     config, cols = AT_WORK[rung.name]
-    problem = Problem(mutant.op, cols=cols, dtype=DTYPES[2], **{"rows": ROWS, **dict(mutant.form)})
+    problem = Problem(mutant.op, dtype=DTYPES[2], **{"rows": ROWS, "cols": cols, **dict(mutant.form)})
     config = mutant.config or config or rung.configs(problem, H200)[0]
     run = lambda *operands: rung.run(problem, config, *operands)
     run = at_once(run) if getattr(config, "patience", 0) else run

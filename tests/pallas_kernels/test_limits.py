@@ -1,6 +1,7 @@
 """Sizes at the edge of what the kernels can hold or count: declined in words, never refused by the compiler."""
 
 import dataclasses
+import itertools
 
 import attention_cases
 import pytest
@@ -10,7 +11,9 @@ from pallas_kernels import dispatch, heuristics
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER, grid
+from pallas_kernels.softmax import LADDER, grid, staged, team
+
+LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
 
 
 def declined(problem):
@@ -43,6 +46,24 @@ def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
         taken.append(fits)
     assert True in taken
     assert False in taken
+
+
+SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid, "team": team}
+
+
+@pytest.mark.parametrize("name", SHARED_BYTES)
+@pytest.mark.parametrize("op", Op)
+def test_every_config_of_rows_fits_in_shared_memory(op, name):
+    """Of all that a rung takes; what Mosaic allocates for it is compared in test_aot.py."""
+    taken = 0
+    for dtype, rows, cols, where in itertools.product(DTYPES, (1, 64, 4096), LENGTHS, ("none", "full")):
+        problem = Problem(op, rows, cols, dtype, where=where)
+        if (op.is_linear and where != "none") or LADDER[name].unsupported(problem, H200) is not None:
+            continue
+        for config in LADDER[name].configs(problem, H200):
+            assert SHARED_BYTES[name].shared_bytes(problem, config) < H200.smem_per_cta, (problem, config)
+            taken += 1
+    assert taken or (name == "team" and (op.has_labels or not op.gives_rows))
 
 
 def test_few_long_rows_are_not_walked_by_a_block_each():
