@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import common_spec, place, spec_of, x64_for
+from jaxsoftmax._sharding import common_spec, place, spec_of, settings_for
 from pallas_kernels.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -96,7 +96,7 @@ def lengths(name: str, x: Any, batch: Shape) -> jax.Array:
     if array.shape != batch:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {batch}, a length for each sequence.")
     own, narrow = jnp.iinfo(array.dtype), jnp.iinfo(jnp.int32)
-    with x64_for(array):
+    with settings_for(array):
         return jnp.asarray(array.clip(max(own.min, narrow.min), min(own.max, narrow.max)).astype(jnp.int32))
 
 
@@ -141,7 +141,7 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
         return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
     cut = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
     query_ids, key_ids = place(query_ids, cut), place(key_ids, cut)
-    with x64_for(query_ids, key_ids):
+    with settings_for(query_ids, key_ids):
         widest = jnp.uint64 if any(dtype.itemsize == 8 for dtype in dtypes) else jnp.uint32
         signs = jnp.concatenate([query_ids < 0, key_ids < 0], -1)
         both = signs, jnp.concatenate([query_ids.astype(widest), key_ids.astype(widest)], -1)

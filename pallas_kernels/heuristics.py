@@ -89,8 +89,8 @@ def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         StagedConfig(n, 2, registers, slots=1, rows=1, in_registers=kept)
         for n in (16, 8, 6, 4, 2)
         for kept in range(_most_in_registers(problem, n), -1, -1)
-        # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1. H100,
-        # bf16, N = 300001, 204 us with 2 and 215 with 1.
+        # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1.
+        # H100: softmax, bf16, N = 300001, 204 us with 2 and 215 with 1.
         for registers in ((2, 1) if problem.op.has_labels or not _whole_vectors(problem) else (1,))
     ]
     configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
