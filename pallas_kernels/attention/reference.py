@@ -99,18 +99,17 @@ def _tile_gradients(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shap
     """A tile's contributions to the gradients, each with the leading extents and heads of its shape in `shapes`."""
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.query.dtype
-    d_out = by_rows(arrays["d_out"], groups)
     z, slope = tiles.logits(ops, rules, rows, cols)
     p = _weights(z, _by_row(arrays["lse"], ops))
-    d_z = p * (scores(d_out, ops.value, rules) - _by_row(arrays["delta"], ops))
+    d_z = p * (scores(by_rows(arrays["d_out"], groups), ops.value, rules) - _by_row(arrays["delta"], ops))
     d_scores = ((d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)).astype(narrow)
     found: Arrays = {}
     if "query" in shapes:
         found["query"] = of_rows(weighted(d_scores, ops.key, rules), groups)
     if "key" in shapes:
-        found["key"] = by_key(d_scores, by_rows(ops.query, groups), rules)
+        found["key"] = by_key(d_scores, ops.query, rules)
     if "value" in shapes:
-        found["value"] = by_key(p.astype(narrow), d_out, rules)
+        found["value"] = by_key(p.astype(narrow), arrays["d_out"], rules)
     if "bias" in shapes:
         found["bias"] = by_head(d_z, groups)
     return {name: _summed(x, shapes[name], name) for name, x in found.items()}

@@ -70,13 +70,16 @@ def weighted(weights: jax.Array, values: jax.Array, rules: Rules) -> jax.Array:
     return einsum("...krs,...skd->...krd", weights, values, rules)
 
 
-def by_key(weights: jax.Array, rows: jax.Array, rules: Rules) -> jax.Array:
-    """The sums over rows `[*batch, K, R, H]` by weights `[*batch, K, R, s]`: `[*batch, s, K, H]`."""
-    if _is_few(rows):
-        wide = accumulator_dtype(rows.dtype)
+def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
+    """The sums over rows of `[*batch, t, N, H]` by weights `[*batch, K, R, s]`: `[*batch, s, K, H]`."""
+    heads = weights.shape[-3]
+    x = jnp.moveaxis(grouped(queries, queries.shape[-2] // heads, -2), -2, -4)
+    x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
+    if _is_few(weights):
+        wide = accumulator_dtype(x.dtype)
         factors = jnp.moveaxis(weights, -1, -3)[..., None].astype(wide)
-        return (factors * rows[..., None, :, :, :].astype(wide)).sum(-2)
-    return einsum("...krs,...krh->...skh", weights, rows, rules)
+        return (factors * jnp.moveaxis(x, -3, -2)[..., None, :, :, :].astype(wide)).sum(-2)
+    return jnp.moveaxis(einsum("...rkh,...krs->...khs", x, weights, rules), -1, -3)
 
 
 def _is_few(rows: jax.Array) -> bool:
