@@ -42,7 +42,8 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 class Rules:
     """What is static of a call; `problem.Attention` says what the fields mean.
 
-    `precision` is of the matrix products in the references, in JAX's terms; None: as exact as the dtype.
+    `precision` is of the matrix products in the references, in JAX's terms; None: as exact as the dtype. `is_local`
+    says that one device holds the operands, so that the references may mix heads that a partitioner keeps apart.
     """
 
     scale: float = 1.0
@@ -53,6 +54,7 @@ class Rules:
     align_ends: bool = False
     deterministic: bool = False
     precision: Any = None
+    is_local: bool = False
 
 
 def leading(x: Any, name: str) -> tuple[int, ...]:

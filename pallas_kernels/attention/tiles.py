@@ -56,7 +56,7 @@ def einsum(formula: str, a: jax.Array, b: jax.Array, rules: Rules) -> jax.Array:
 
 def scores(rows: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
     """Rows `[*batch, K, R, H]` with keys `[*batch, s, K, H]`: `[*batch, K, R, s]`."""
-    if _is_few(rows):
+    if _is_few(rows, rules):
         pairs = einsum("...sjh,...krh->...sjkr", keys, rows, rules)
         return jnp.swapaxes(jnp.diagonal(pairs, axis1=-3, axis2=-2), -1, -3)
     return einsum("...krh,...skh->...krs", rows, keys, rules)
@@ -64,7 +64,7 @@ def scores(rows: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
 
 def weighted(weights: jax.Array, values: jax.Array, rules: Rules) -> jax.Array:
     """The sums over keys of values `[*batch, s, K, D]` by weights `[*batch, K, R, s]`: `[*batch, K, R, D]`."""
-    if _is_few(weights):
+    if _is_few(weights, rules):
         pairs = einsum("...krs,...sjd->...krjd", weights, values, rules)
         return jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
     return einsum("...krs,...skd->...krd", weights, values, rules)
@@ -75,21 +75,20 @@ def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
     heads = weights.shape[-3]
     x = jnp.moveaxis(grouped(queries, queries.shape[-2] // heads, -2), -2, -4)
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
-    if _is_few(weights):
+    if _is_few(weights, rules):
         wide = accumulator_dtype(x.dtype)
         factors = jnp.moveaxis(weights, -1, -3)[..., None].astype(wide)
         return (factors * jnp.moveaxis(x, -3, -2)[..., None, :, :, :].astype(wide)).sum(-2)
     return jnp.moveaxis(einsum("...rkh,...krs->...khs", x, weights, rules), -1, -3)
 
 
-def _is_few(rows: jax.Array) -> bool:
+def _is_few(rows: jax.Array, rules: Rules) -> bool:
     """Whether rows, or their weights, are so few that copying the keys head by head would take longer than products.
 
     Then every row meets the keys of every head, which lie in memory as they come, and its own head's are kept.
     """
     heads, count = rows.shape[-3:-1]
-    cut = any(entry is not None for entry in jax.typeof(rows).sharding.spec)
-    return isinstance(count, int) and 1 < heads <= heads * count <= FEW_ROWS and not cut
+    return rules.is_local and isinstance(count, int) and 1 < heads <= heads * count <= FEW_ROWS
 
 
 def grouped(x: jax.Array, groups: int, axis: int) -> jax.Array:
