@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import common_spec, place, spec_of, settings_for
+from jaxsoftmax._sharding import common_spec, place, settings_for, spec_of
 from pallas_kernels.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]

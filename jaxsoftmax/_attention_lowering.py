@@ -1,5 +1,6 @@
 """From primitive to program: the chunked reference on every platform, and on CUDA the kernel that `dispatch` picks."""
 
+import dataclasses
 import enum
 import functools
 import warnings
@@ -93,6 +94,7 @@ def reference_rule(
     if implementation == "mosaic_gpu" and part in OPS:
         raise _checks.no_kernel_on_platform(NAME)
     avals: Sequence[Any] = ctx.avals_in
+    params["rules"] = dataclasses.replace(params["rules"], is_local=_sharding.is_local(ctx))
     run = functools.partial(REFERENCE[part], **params)
     if _sharding.is_explicit(avals):
         return _sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)

@@ -204,7 +204,7 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
 
     def pieces(*xs: jax.Array) -> list[jax.Array]:
         avals = [jax.typeof(x) for x in xs]
-        if _is_local(ctx):
+        if is_local(ctx):
             return op.whole(*xs)
         if is_explicit(avals):
             mesh = mesh_of(avals)
@@ -254,7 +254,8 @@ def is_explicit(avals: Sequence[Any]) -> bool:
     return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))
 
 
-def _is_local(ctx: mlir.LoweringRuleContext) -> bool:
+def is_local(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether one device holds all of the operands, so that nothing is partitioned afterwards."""
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         return context.manual_axes == frozenset(context.mesh.axis_names)

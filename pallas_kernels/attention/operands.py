@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Operands(NamedTuple):
@@ -41,7 +42,8 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 class Rules:
     """What is static of a call; `problem.Attention` says what the fields mean.
 
-    `precision` is of the matrix products in the references, in JAX's terms; None: as exact as the dtype.
+    `precision` is of the matrix products in the references, in JAX's terms; None: as exact as the dtype. `is_local`
+    says that one device holds the operands, so that the references may mix heads that a partitioner keeps apart.
     """
 
     scale: float = 1.0
@@ -53,11 +55,17 @@ class Rules:
     deterministic: bool = False
     batch_invariant: bool = False
     precision: Any = None
+    is_local: bool = False
 
 
 def leading(x: Any, name: str) -> tuple[int, ...]:
     """The leading extents of an operand."""
     return tuple(x.shape[: len(x.shape) - RANK[name]])
+
+
+def all_leading(operands: Operands) -> tuple[int, ...]:
+    """The leading extents that the operands broadcast to."""
+    return jnp.broadcast_shapes(*(leading(getattr(operands, name), name) for name in operands.present))
 
 
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import tiles
-from pallas_kernels.attention.operands import Operands, Rules, sum_to
-from pallas_kernels.attention.tiles import Arrays, Chunk, by_row, einsum, grouped, ungrouped
-from pallas_kernels.monoid import Stats, combine, decay, log_normalizer
+from pallas_kernels.attention.operands import RANK, Operands, Rules, all_leading, leading, sum_to
+from pallas_kernels.attention.tiles import Arrays, Chunk, by_head, by_key, by_rows, of_rows, scores, spread, weighted
+from pallas_kernels.monoid import Stats, combine, decay, decay_to_finite, log_normalizer
 from pallas_kernels.reference import accumulator_dtype
 
 
@@ -29,30 +29,31 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
             ops = _tile_operands(arrays, rows, cols)
             z = tiles.logits(ops, rules, rows, cols).z
-            m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=-jnp.inf))
-            weights = decay(z, m)
-            o = einsum("...kgts,...skd->...kgtd", weights.astype(ops.value.dtype), ops.value, rules)
+            m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
+            weights = decay_to_finite(z, m)
+            o = weighted(weights.astype(ops.value.dtype), ops.value, rules)
             return (m, weights.sum(-1, keepdims=True), o), None
 
         state, _ = tiles.over_keys(tile, arrays, tiles.SOFTMAX)
-        return None, _finish(state, operands)
+        return None, _finish(state, operands, rows.size)
 
     _, (out, lse) = tiles.over_queries(rows_of, _arrays(operands), tiles.SUM)
     return tiles.joined(out, -3, length), tiles.joined(lse, -1, length)
 
 
-def _finish(state: Any, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _finish(state: Any, operands: Operands, length: Any) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp from what the keys left; a sink is one more key, whose value is 0."""
-    sees_none = state[0] == -jnp.inf
+    sees_none = state[1] == 0
     if operands.sinks is not None:
-        sink = _sink_rows(operands)
+        sink = _sink_rows(operands, length)
         state = combine(state, (sink, jnp.ones_like(sink), jnp.zeros_like(sink)))
     m, total, o = state
     total = jnp.where(sees_none, jnp.ones_like(total), total)
     out = jnp.where(sees_none, jnp.zeros_like(o), o / total)
     lse = jnp.where(sees_none, jnp.full_like(total, -jnp.inf), log_normalizer(Stats(m, total)))
     lse = jnp.broadcast_to(lse, (*out.shape[:-1], 1))
-    return ungrouped(jnp.moveaxis(out, -2, -4), -3).astype(operands.query.dtype), ungrouped(lse[..., 0], -3)
+    groups = _groups(operands)
+    return of_rows(out, groups).astype(operands.query.dtype), by_head(lse, groups)[..., 0]
 
 
 def backward(
@@ -67,8 +68,10 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """The gradients of the operands that `shapes` names, each summed to the shape given there."""
     wide = accumulator_dtype(operands.query.dtype)
-    # A cotangent may be the same along a leading axis; what is summed along it counts once for each index.
-    alive = jnp.broadcast_to(lse != -jnp.inf, jnp.broadcast_shapes(lse.shape, d_lse.shape))
+    # Where a cotangent is the same for all, an operand that differs has a gradient for each of them all the same.
+    full = jnp.broadcast_shapes(all_leading(operands), leading(d_out, "out"), leading(d_lse, "lse"))
+    d_out, d_lse = (jnp.broadcast_to(x, (*full, *x.shape[-RANK[of] :])) for x, of in ((d_out, "out"), (d_lse, "lse")))
+    alive = lse != -jnp.inf
     d_out = jnp.where(jnp.swapaxes(alive, -1, -2)[..., None], d_out, jnp.zeros((), d_out.dtype))
     inner = jnp.swapaxes((out.astype(wide) * d_out.astype(wide)).sum(-1), -1, -2)
     delta = jnp.where(alive, inner - d_lse.astype(wide), 0)
@@ -88,32 +91,28 @@ def backward(
         added, stacked = tiles.over_queries(rows_of, arrays, tiles.SUM)
         sums = {name: _joined(name, x, operands) for name, x in (added | stacked).items()}
     if "sinks" in shapes:
-        groups = operands.query.shape[-2] // operands.key.shape[-2]
-        by_rows = _sink_weights(operands, by_row(lse, groups)) * -by_row(delta, groups)
-        sums["sinks"] = sum_to(ungrouped(by_rows.sum((-1, -2)), -2), shapes["sinks"])
+        of_each = _sink_weights(operands, _by_row(lse, operands), lse.shape[-1]) * -_by_row(delta, operands)
+        sums["sinks"] = sum_to(by_head(of_each, _groups(operands)).sum((-1, -2)), shapes["sinks"])
     return tuple(sums[name].astype(getattr(operands, name).dtype) for name in shapes)
 
 
 def _tile_gradients(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, Any]) -> Arrays:
     """A tile's contributions to the gradients, each with the leading extents and heads of its shape in `shapes`."""
     ops = _tile_operands(arrays, rows, cols)
-    groups = ops.query.shape[-2]
-    lse, delta = by_row(arrays["lse"], groups), by_row(arrays["delta"], groups)
-    d_out = grouped(arrays["d_out"], groups, -2)
+    groups, narrow = _groups(ops), ops.query.dtype
     z, slope = tiles.logits(ops, rules, rows, cols)
-    p = decay(z, lse)
-    d_z = p * (einsum("...tkgd,...skd->...kgts", d_out, ops.value, rules) - delta)
-    d_scores = (d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)
-    narrow = ops.query.dtype
+    p = _weights(z, _by_row(arrays["lse"], ops))
+    d_z = p * (scores(by_rows(arrays["d_out"], groups), ops.value, rules) - _by_row(arrays["delta"], ops))
+    d_scores = ((d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)).astype(narrow)
     found: Arrays = {}
     if "query" in shapes:
-        found["query"] = ungrouped(einsum("...kgts,...skh->...tkgh", d_scores.astype(narrow), ops.key, rules), -3)
+        found["query"] = of_rows(weighted(d_scores, ops.key, rules), groups)
     if "key" in shapes:
-        found["key"] = einsum("...kgts,...tkgh->...skh", d_scores.astype(narrow), ops.query, rules)
+        found["key"] = by_key(d_scores, ops.query, rules)
     if "value" in shapes:
-        found["value"] = einsum("...kgts,...tkgd->...skd", p.astype(narrow), d_out, rules)
+        found["value"] = by_key(p.astype(narrow), arrays["d_out"], rules)
     if "bias" in shapes:
-        found["bias"] = ungrouped(d_z, -4)
+        found["bias"] = by_head(d_z, groups)
     return {name: _summed(x, shapes[name], name) for name, x in found.items()}
 
 
@@ -122,7 +121,7 @@ def tangent(
 ) -> tuple[jax.Array, jax.Array]:
     """The tangents of output and logsumexp for tangents of some operands, by their names."""
     length = operands.query.shape[-3]
-    groups = operands.query.shape[-2] // operands.key.shape[-2]
+    groups = _groups(operands)
     moving = {f"d_{name}": t for name, t in tangents.items()}
 
     def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
@@ -130,14 +129,13 @@ def tangent(
             return _tile_tangents(arrays, rules, rows, cols), None
 
         (d_lse, d_sum), _ = tiles.over_keys(tile, arrays, tiles.SUM)
-        lse = by_row(arrays["lse"], groups)
-        out = jnp.moveaxis(grouped(arrays["out"].astype(d_sum.dtype), groups, -2), -4, -2)
+        lse, out = _by_row(arrays["lse"], operands), by_rows(arrays["out"].astype(d_sum.dtype), groups)
         if "sinks" in tangents:
-            d_sink = grouped(tangents["sinks"].astype(d_lse.dtype), groups, -1)[..., None, None]
-            d_lse = d_lse + _sink_weights(operands, lse) * d_sink
-        d_out = jnp.moveaxis(d_sum - out * d_lse, -2, -4)
+            d_sinks = _sink_rows(operands._replace(sinks=tangents["sinks"]), rows.size)
+            d_lse = d_lse + _sink_weights(operands, lse, rows.size) * d_sinks
+        d_out = d_sum - out * d_lse
         shape = jnp.broadcast_shapes(d_lse.shape, (*d_sum.shape[:-1], 1))
-        return None, (ungrouped(d_out, -3), ungrouped(jnp.broadcast_to(d_lse, shape)[..., 0], -3))
+        return None, (of_rows(d_out, groups), by_head(jnp.broadcast_to(d_lse, shape), groups)[..., 0])
 
     arrays = _arrays(operands) | dict(out=out, lse=lse) | moving
     _, (d_out, d_lse) = tiles.over_queries(rows_of, arrays, tiles.SUM)
@@ -147,38 +145,38 @@ def tangent(
 def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tuple[jax.Array, jax.Array]:
     """`sum(p dz)` and `sum(p dz v + p dv)` over a tile's keys."""
     ops = _tile_operands(arrays, rows, cols)
-    groups = ops.query.shape[-2]
+    groups, narrow = _groups(ops), ops.value.dtype
     z, slope = tiles.logits(ops, rules, rows, cols)
-    p = decay(z, by_row(arrays["lse"], groups))
+    p = _weights(z, _by_row(arrays["lse"], ops))
     moved = _moved(arrays, ops, rows, cols)
     d_z = jnp.zeros_like(p)
     if "query" in moved:
-        d_z = d_z + einsum("...tkgh,...skh->...kgts", moved["query"], ops.key, rules)
+        d_z = d_z + scores(by_rows(moved["query"], groups), ops.key, rules)
     if "key" in moved:
-        d_z = d_z + einsum("...tkgh,...skh->...kgts", ops.query, moved["key"], rules)
+        d_z = d_z + scores(by_rows(ops.query, groups), moved["key"], rules)
     d_z = (d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, p.dtype)
     if "bias" in moved:
-        d_z = d_z + grouped(moved["bias"], groups, -3).astype(p.dtype)
-    weights = p * d_z
-    narrow = ops.value.dtype
-    d_sum = einsum("...kgts,...skd->...kgtd", weights.astype(narrow), ops.value, rules)
+        d_z = d_z + spread(moved["bias"], groups, rows.size).astype(p.dtype)
+    of_each = p * d_z
+    d_sum = weighted(of_each.astype(narrow), ops.value, rules)
     if "value" in moved:
-        d_sum = d_sum + einsum("...kgts,...skd->...kgtd", p.astype(narrow), moved["value"], rules)
-    return weights.sum(-1, keepdims=True), d_sum
+        d_sum = d_sum + weighted(p.astype(narrow), moved["value"], rules)
+    return of_each.sum(-1, keepdims=True), d_sum
 
 
 def weights(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
     """The attention weights themselves, `[*batch, N, T, S]` in the dtype of accumulation."""
     ops, rows, cols = _whole(operands)
     z = tiles.logits(ops, rules, rows, cols).z
-    return ungrouped(decay(z, by_row(lse, ops.query.shape[-2])), -4)
+    return by_head(_weights(z, _by_row(lse, ops)), _groups(ops))
 
 
 def weigh(weights: jax.Array, operands: Operands, rules: Rules) -> jax.Array:
     """The values' sums by given weights, `[*batch, T, N, D]`."""
-    ops, _, _ = _whole(operands)
-    p = grouped(weights.astype(ops.value.dtype), ops.query.shape[-2], -3)
-    return ungrouped(einsum("...kgts,...skd->...tkgd", p, ops.value, rules), -3).astype(ops.value.dtype)
+    ops, rows, _ = _whole(operands)
+    groups = _groups(ops)
+    p = spread(weights.astype(ops.value.dtype), groups, rows.size)
+    return of_rows(weighted(p, ops.value, rules), groups).astype(ops.value.dtype)
 
 
 def _whole(operands: Operands) -> tuple[Operands, Chunk, Chunk]:
@@ -193,9 +191,8 @@ def _arrays(operands: Operands) -> Arrays:
 
 def _tile_operands(arrays: Arrays, rows: Chunk, cols: Chunk) -> Operands:
     ops = Operands(**{name: x for name, x in arrays.items() if name in Operands._fields})
-    groups = ops.query.shape[-2] // ops.key.shape[-2]
     return ops._replace(
-        query=grouped(tiles.without_padding(ops.query, ops.query_lengths, rows), groups, -2),
+        query=tiles.without_padding(ops.query, ops.query_lengths, rows),
         key=tiles.without_padding(ops.key, ops.key_lengths, cols),
         value=tiles.without_padding(ops.value, ops.key_lengths, cols),
     )
@@ -205,9 +202,7 @@ def _moved(arrays: Arrays, ops: Operands, rows: Chunk, cols: Chunk) -> Arrays:
     """A tile's tangents by operand; those of padding are 0, as whatever is there does not count."""
     moved = {name.removeprefix("d_"): x for name, x in arrays.items() if name.startswith("d_")}
     if "query" in moved:
-        moved["query"] = grouped(
-            tiles.without_padding(moved["query"], ops.query_lengths, rows), ops.query.shape[-2], -2
-        )
+        moved["query"] = tiles.without_padding(moved["query"], ops.query_lengths, rows)
     for name in {"key", "value"} & set(moved):
         moved[name] = tiles.without_padding(moved[name], ops.key_lengths, cols)
     return moved
@@ -240,12 +235,32 @@ def _summed(x: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
     return sum_to(x, (*shape[:-3], *core))
 
 
-def _sink_rows(operands: Operands) -> jax.Array:
+def _groups(operands: Operands) -> int:
+    """How many query heads read a key head."""
+    return operands.query.shape[-2] // operands.key.shape[-2]
+
+
+def _by_row(x: jax.Array, operands: Operands) -> jax.Array:
+    """`[*batch, N, t]` as `[*batch, K, R, 1]`."""
+    return spread(x[..., None], _groups(operands), x.shape[-1])
+
+
+def _lowest(z: jax.Array) -> Any:
+    """The least finite number: the maximum of a row that sees no key, against which its weights are 0."""
+    return jnp.finfo(z.dtype).min
+
+
+def _weights(z: jax.Array, lse: jax.Array) -> jax.Array:
+    """A tile's probabilities; 0 in a row that sees no key."""
+    return decay_to_finite(z, jnp.maximum(lse, _lowest(z)))
+
+
+def _sink_rows(operands: Operands, length: Any) -> jax.Array:
+    """The sinks as logits of a chunk's rows, `[*batch, K, R, 1]`."""
     wide = accumulator_dtype(operands.query.dtype)
-    groups = operands.query.shape[-2] // operands.key.shape[-2]
-    return grouped(operands.sinks.astype(wide), groups, -1)[..., None, None]
+    return spread(operands.sinks.astype(wide)[..., None, None], _groups(operands), length)
 
 
-def _sink_weights(operands: Operands, lse: jax.Array) -> jax.Array:
-    """The sinks' probabilities, `[*batch, K, G, T, 1]`; 0 in a row that sees no key."""
-    return jnp.where(lse == -jnp.inf, jnp.zeros((), lse.dtype), decay(_sink_rows(operands), lse))
+def _sink_weights(operands: Operands, lse: jax.Array, length: Any) -> jax.Array:
+    """The sinks' probabilities, `[*batch, K, R, 1]`; 0 in a row that sees no key."""
+    return jnp.where(lse == -jnp.inf, jnp.zeros((), lse.dtype), decay(_sink_rows(operands, length), lse))

@@ -1,7 +1,9 @@
 """Attention in tiles, in plain `jax.numpy`: who sees whom, a tile's logits, and the loops over chunks of a length.
 
-A tile is a chunk of queries against a chunk of keys. Query heads are grouped by the key head they read, so that keys
-and values are never repeated: logits are `[*batch, K, G, t, s]`, and what a row has besides, `[*batch, K, G, t, 1]`.
+A tile is a chunk of queries against a chunk of keys. The rows that read a key head are those of its G query heads,
+R = G * t of them, so that keys and values are never repeated: logits are `[*batch, K, R, s]`, and what a row has
+besides, `[*batch, K, R, 1]`. XLA writes a product of such rows with keys in this order; of queries as they come, with
+their heads behind the positions, it would write another, and transpose it.
 """
 
 import functools
@@ -15,7 +17,8 @@ from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.monoid import combine
 from pallas_kernels.reference import accumulator_dtype
 
-CHUNK = 512  # a tile's logits are a quarter of a million numbers for each head, whatever the lengths
+CHUNK = 512  # a tile's logits are at most a quarter of a million numbers for each head, whatever the lengths
+FEW_ROWS = 32  # so many rows of all heads together are multiplied with every head's keys, see `_is_few`
 
 QUERY_AXIS = dict(query=-3, out=-3, bias=-2, mask=-2, query_segments=-1, lse=-1, delta=-1)
 KEY_AXIS = dict(key=-3, value=-3, bias=-1, mask=-1, key_segments=-1)
@@ -51,6 +54,43 @@ def einsum(formula: str, a: jax.Array, b: jax.Array, rules: Rules) -> jax.Array:
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=wide)
 
 
+def scores(rows: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
+    """Rows `[*batch, K, R, H]` with keys `[*batch, s, K, H]`: `[*batch, K, R, s]`."""
+    if _is_few(rows, rules):
+        pairs = einsum("...sjh,...krh->...sjkr", keys, rows, rules)
+        return jnp.swapaxes(jnp.diagonal(pairs, axis1=-3, axis2=-2), -1, -3)
+    return einsum("...krh,...skh->...krs", rows, keys, rules)
+
+
+def weighted(weights: jax.Array, values: jax.Array, rules: Rules) -> jax.Array:
+    """The sums over keys of values `[*batch, s, K, D]` by weights `[*batch, K, R, s]`: `[*batch, K, R, D]`."""
+    if _is_few(weights, rules):
+        pairs = einsum("...krs,...sjd->...krjd", weights, values, rules)
+        return jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
+    return einsum("...krs,...skd->...krd", weights, values, rules)
+
+
+def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
+    """The sums over rows of `[*batch, t, N, H]` by weights `[*batch, K, R, s]`: `[*batch, s, K, H]`."""
+    heads = weights.shape[-3]
+    x = jnp.moveaxis(grouped(queries, queries.shape[-2] // heads, -2), -2, -4)
+    x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
+    if _is_few(weights, rules):
+        wide = accumulator_dtype(x.dtype)
+        factors = jnp.moveaxis(weights, -1, -3)[..., None].astype(wide)
+        return (factors * jnp.moveaxis(x, -3, -2)[..., None, :, :, :].astype(wide)).sum(-2)
+    return jnp.moveaxis(einsum("...rkh,...krs->...khs", x, weights, rules), -1, -3)
+
+
+def _is_few(rows: jax.Array, rules: Rules) -> bool:
+    """Whether rows, or their weights, are so few that copying the keys head by head would take longer than products.
+
+    Then every row meets the keys of every head, which lie in memory as they come, and its own head's are kept.
+    """
+    heads, count = rows.shape[-3:-1]
+    return rules.is_local and isinstance(count, int) and 1 < heads <= heads * count <= FEW_ROWS
+
+
 def grouped(x: jax.Array, groups: int, axis: int) -> jax.Array:
     """Splits the axis of query heads, counted from the end, in key heads and the query heads that read each."""
     axis += x.ndim
@@ -65,9 +105,33 @@ def ungrouped(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def by_row(x: jax.Array, groups: int) -> jax.Array:
-    """`[*batch, N, t]` as `[*batch, K, G, t, 1]`."""
-    return grouped(x, groups, -2)[..., None]
+def by_rows(x: jax.Array, groups: int) -> jax.Array:
+    """`[*batch, t, N, H]` as `[*batch, K, R, H]`."""
+    return _merged(jnp.moveaxis(grouped(x, groups, -2), -4, -2))
+
+
+def of_rows(x: jax.Array, groups: int) -> jax.Array:
+    """The inverse of `by_rows`."""
+    return jnp.swapaxes(by_head(x, groups), -2, -3)
+
+
+def by_head(x: jax.Array, groups: int) -> jax.Array:
+    """`[*batch, K, R, n]` as `[*batch, N, t, n]`."""
+    *lead, heads, rows, last = x.shape
+    return ungrouped(x.reshape(*lead, heads, groups, rows // groups, last), -4)
+
+
+def spread(x: jax.Array, groups: int, length: int) -> jax.Array:
+    """`[*batch, N, t, n]` as `[*batch, K, R, n]`, where N and t may be 1; both are if what results is the same."""
+    x = grouped(x, groups, -3)
+    if x.shape[-3:-1] != (1, 1):
+        x = jnp.broadcast_to(x, (*x.shape[:-3], groups, length, x.shape[-1]))
+    return _merged(x)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """`[*batch, K, G, t, n]` as `[*batch, K, R, n]`."""
+    return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
 
 def without_padding(x: jax.Array, lengths: jax.Array | None, chunk: Chunk) -> jax.Array:
@@ -79,25 +143,25 @@ def without_padding(x: jax.Array, lengths: jax.Array | None, chunk: Chunk) -> ja
 
 
 def logits(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> Logits:
-    """The logits of a tile whose operands are `ops`, with the query grouped."""
+    """The logits of a tile whose operands are `ops`."""
     wide = accumulator_dtype(ops.query.dtype)
-    groups = ops.query.shape[-2]
-    z = einsum("...tkgh,...skh->...kgts", ops.query, ops.key, rules) * jnp.asarray(rules.scale, wide)
+    groups = ops.query.shape[-2] // ops.key.shape[-2]
+    z = scores(by_rows(ops.query, groups), ops.key, rules) * jnp.asarray(rules.scale, wide)
     slope = None
     if rules.soft_cap is not None:
         cap = jnp.asarray(rules.soft_cap, wide)
         bent = jnp.tanh(z / cap)
         z, slope = cap * bent, 1 - bent * bent
     if ops.bias is not None:
-        z = z + grouped(ops.bias, groups, -3).astype(wide)
-    seen = visible(ops, rules, rows, cols, groups)
+        z = z + spread(ops.bias, groups, rows.size).astype(wide)
+    seen = visible(ops, rules, rows, cols)
     if seen is not None:
-        z = jnp.where(seen, z, jnp.asarray(-jnp.inf, wide))
+        z = jnp.where(spread(seen, groups, rows.size), z, jnp.asarray(-jnp.inf, wide))
     return Logits(z, slope)
 
 
-def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) -> jax.Array | None:
-    """Which queries of a tile see which keys, `[*batch, K|1, G|1, t|1, s|1]`; None: all see all."""
+def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array | None:
+    """Which queries of a tile see which keys, `[*batch, N|1, t|1, s|1]`; None: all see all."""
     rank = ops.query.ndim
     i, j = rows.along(-2, rank), cols.along(-1, rank)
     left, right = rules.window
@@ -114,19 +178,19 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk, groups: int) 
             conditions.append(index < chunk.length)
     for lengths, index in ((ops.query_lengths, i), (ops.key_lengths, j)):
         if lengths is not None:
-            conditions.append(index < lengths[..., None, None, None, None])
+            conditions.append(index < lengths[..., None, None, None])
     if ops.query_segments is not None:
         same = ops.query_segments[..., :, None] == ops.key_segments[..., None, :]
-        conditions.append(same[..., None, None, :, :])
+        conditions.append(same[..., None, :, :])
     if ops.mask is not None:
-        conditions.append(grouped(ops.mask, groups, -3).astype(bool))
+        conditions.append(ops.mask.astype(bool))
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
 def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> Any:
-    """How many more keys than queries each sequence has, `[*batch, 1, 1, 1, 1]`."""
+    """How many more keys than queries each sequence has, `[*batch, 1, 1, 1]`."""
     counts = [
-        chunk.length if lengths is None else jnp.minimum(lengths, chunk.length)[..., None, None, None, None]
+        chunk.length if lengths is None else jnp.minimum(lengths, chunk.length)[..., None, None, None]
         for lengths, chunk in ((ops.key_lengths, cols), (ops.query_lengths, rows))
     ]
     return counts[0] - counts[1]
@@ -156,33 +220,40 @@ Tile = Callable[[Arrays, Chunk], tuple[Any, Any]]
 
 def over_queries(tile: Tile, arrays: Arrays, monoid: Monoid) -> tuple[Any, Any]:
     """`tile(arrays, chunk)` for each chunk of queries: its states merged, and its other results stacked in front."""
-    return _over(tile, arrays, monoid, QUERY_AXIS, arrays["query"].shape[-3])
+    return _over(tile, arrays, monoid, QUERY_AXIS, arrays["query"].shape[-3], CHUNK)
 
 
 def over_keys(tile: Tile, arrays: Arrays, monoid: Monoid) -> tuple[Any, Any]:
-    """`tile(arrays, chunk)` for each chunk of keys: its states merged, and its other results stacked in front."""
-    return _over(tile, arrays, monoid, KEY_AXIS, arrays["key"].shape[-3])
+    """`tile(arrays, chunk)` for each chunk of keys: its states merged, and its other results stacked in front.
+
+    Fewer queries meet more keys: one query of `CHUNK` squared keys is a single tile.
+    """
+    queries = arrays["query"].shape[-3]
+    most = CHUNK * CHUNK // max(queries, 1) if isinstance(queries, int) else CHUNK
+    return _over(tile, arrays, monoid, KEY_AXIS, arrays["key"].shape[-3], most)
 
 
-def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], length: Any) -> tuple[Any, Any]:
-    if not isinstance(length, int) or length <= CHUNK:
+def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], length: Any, most: int) -> tuple[Any, Any]:
+    """Chunks of equal size, `most` at most: 513 are two of 257 and not two of 512."""
+    if not isinstance(length, int) or length <= most:
         state, out = tile(arrays, Chunk(0, length, length))
         return state, jax.tree.map(lambda x: x[None], out)
-    count = -(-length // CHUNK)
+    count = -(-length // most)
+    size = -(-length // count)
     cut = {name: axes[_kind(name)] for name, x in arrays.items() if is_cut(name, x, axes)}
-    pieces = {name: _pieces(arrays[name], axis, count) for name, axis in cut.items()}
+    pieces = {name: _pieces(arrays[name], axis, count, size) for name, axis in cut.items()}
     whole = {name: x for name, x in arrays.items() if name not in cut}
 
     # The derivative recomputes a tile from its operands, and states enter only the merge: of sums, nothing is kept.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def one(first: jax.Array, piece: Arrays) -> tuple[Any, Any]:
-        return tile(whole | piece, Chunk(first, CHUNK, length))
+        return tile(whole | piece, Chunk(first, size, length))
 
     def step(state: Any, at: Any) -> tuple[Any, Any]:
         new, out = one(*at)
         return monoid.merge(state, new), out
 
-    firsts = jnp.arange(count, dtype=jnp.int32) * CHUNK
+    firsts = jnp.arange(count, dtype=jnp.int32) * size
     state, _ = jax.eval_shape(one, firsts[0], {name: x[0] for name, x in pieces.items()})
     return jax.lax.scan(step, varying_like(monoid.identity(state), arrays), (firsts, pieces))
 
@@ -207,13 +278,13 @@ def _kind(name: str) -> str:
     return name.removeprefix("d_")
 
 
-def _pieces(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """`[..., length, ...]` as `[count, ..., CHUNK, ...]`, zeros at the end."""
+def _pieces(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
+    """`[..., length, ...]` as `[count, ..., size, ...]`, zeros at the end."""
     at = axis + x.ndim
-    short = count * CHUNK - x.shape[at]
+    short = count * size - x.shape[at]
     if short:
         x = jnp.pad(x, [(0, short if d == at else 0) for d in range(x.ndim)])
-    return jnp.moveaxis(x.reshape(*x.shape[:at], count, CHUNK, *x.shape[at + 1 :]), at, 0)
+    return jnp.moveaxis(x.reshape(*x.shape[:at], count, size, *x.shape[at + 1 :]), at, 0)
 
 
 def varying_like(tree: Any, like: Any) -> Any:

@@ -66,7 +66,8 @@ def problem_of(op: Op, rules: Rules, operands: Operands) -> Attention:
     """The static facts of a call."""
     batch, length, heads, dim = operands.query.shape
     _, keys, key_heads, value_dim = operands.value.shape
-    static = {name: x for name, x in dataclasses.asdict(rules).items() if name != "precision"}
+    of_references = ("precision", "is_local")
+    static = {name: x for name, x in dataclasses.asdict(rules).items() if name not in of_references}
     has = {name: getattr(operands, name) is not None for name in ("query_lengths", "key_lengths", "sinks")}
     return Attention(
         op,
