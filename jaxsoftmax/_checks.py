@@ -24,7 +24,8 @@ IMPLEMENTATIONS = (None, *get_args(Implementation))
 def as_array(function: str, name: str, x: ArrayLike) -> jax.Array:
     """`x` as an array of numbers or booleans."""
     try:
-        array = jnp.asarray(x)
+        # Some strings JAX takes for dtypes.
+        array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{function}: {name} is of type {type(x).__name__} and makes no array of numbers, expected an array, a "

@@ -238,10 +238,11 @@ def softmax_cross_entropy(
     absent = absent | ~mask[0] if mask else absent
     # What is absent may be anything, and so may its derivative; a row of nothing else has no logarithm.
     total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
-    distance = jnp.where(absent, 0.0, jnp.expand_dims(stats.max, axes) - x.astype(wide))
-    loss = jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
-    # A loss of NaN has a gradient of NaN: where all logits are -inf, the distances would have one of -1.
-    return weigh(jnp.where(jnp.isnan(loss), jnp.nan, 1.0).astype(wide), loss)
+    maximum = jnp.expand_dims(stats.max, axes)
+    # A loss of NaN has a gradient of NaN: where all logits are -inf, the distance would have one of -1.
+    factor = jnp.where(absent | (maximum != -jnp.inf), 1.0, jnp.nan).astype(wide)
+    distance = jnp.where(absent, 0.0, maximum - factor * x.astype(wide))
+    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
 
 
 def _rows_to_read(

@@ -131,7 +131,7 @@ def test_lists_of_traced_numbers() -> None:
         (TypeError, "label_smoothing is 1j, expected a Python number", {"label_smoothing": 1j}),
         (TypeError, "z_loss is np.complex64(1+2j), expected a Python number", {"z_loss": np.complex64(1 + 2j)}),
         (TypeError, "logits_soft_cap is np.complex128(1+0j)", {"logits_soft_cap": np.complex128(1)}),
-        (ValueError, "z_loss is 1000", {"z_loss": 10**400}),
+        (ValueError, "z_loss is an integer beyond", {"z_loss": 10**400}),
         (TypeError, "label_smoothing is an array, float32[], expected a Python", {"label_smoothing": jnp.ones(())}),
         (
             TypeError,
