@@ -4,7 +4,7 @@ Few rows and many of the same length, where the choice without it differs, rows 
 row, and attention; both on the same operands, interleaved. A case whose results differ by more than roundings is not
 timed.
 
-    python -m benchmarks.invariance --json=benchmarks/results/h200/invariance.json --commit=SHA
+    python -m benchmarks.invariance --json=benchmarks/results/h100/invariance.json --commit=SHA
 """
 
 import dataclasses
