@@ -179,6 +179,10 @@ def _base_2(exp_for, dtype, unit):
     return lambda d: jnp.exp2(d)
 
 
+def _without_tail(wrap, raw, gmem, row, staged, tail, *arguments):
+    return wrap(raw, gmem, row, staged, None, *arguments)
+
+
 def _next_label(store_element, ref, row, column, *arguments, **keywords):
     return store_element(ref, row, column + 1, *arguments, **keywords)
 
@@ -261,6 +265,14 @@ KERNEL_MUTANTS = (
         _nothing_kept,
         rungs=_CLUSTER,
         config=StagedConfig(2, 2, 1, 1, 1, in_registers=1),
+        form=(("cols", 2504),),
+    ),
+    KernelMutant(
+        "tail_left_out",
+        "the elements in which a share's last row vector ends, in the next share, are left out",
+        asynchronous.wrap,
+        _without_tail,
+        rungs=(*_CLUSTER, *_GRID),
     ),
     KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
     KernelMutant(
@@ -340,7 +352,7 @@ KERNEL_MUTANTS = (
         share.Share.is_inside,
         _by_one_vector,
         rungs=_TEAM,
-        form=(("cols", 1023),),
+        form=(("cols", 1020),),
     ),
     KernelMutant("first_of_grid", "a row is its first block's", scopes.from_grid, _first_member, rungs=_GRID),
     KernelMutant(
