@@ -70,6 +70,8 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
     except Exception as error:
         if expired.is_set():
             raise Deadlock(str(error)) from error
+        if "under way" in str(error):
+            raise RaceDetected(str(error)) from error  # with a product, see `in_flight`
         raise
     finally:
         ended.set()
