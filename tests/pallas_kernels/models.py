@@ -142,6 +142,22 @@ def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:
     machine.wait_parity(ref, parity)
 
 
+def _release_stage(machine: Any, static: Any, ref: Any) -> list[Any]:
+    return [machine.arrive_last(ref, 4)]
+
+
+def _first_warp(machine: Any, static: Any) -> list[Any]:
+    return [jnp.int32(machine.warpgroup == 0)]
+
+
+def _expect_copies(machine: Any, static: Any, ref: Any, count: Any) -> None:
+    machine.expect_bytes(ref, count)
+
+
+def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
+    machine.copy_tile(source, static.sizes, starts, to, full)
+
+
 def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
     """The copy is done at once, if not before a fence; what it leaves undefined becomes NaN."""
     span, v = static.span, static.span.tile.vector

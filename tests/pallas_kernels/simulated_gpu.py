@@ -162,6 +162,20 @@ class Machine:
         """`mbarrier.arrive` by so many of the warpgroup's threads."""
         self._on_barriers(ref, "arrive", threads)
 
+    def arrive_last(self, ref: Ref, warps: int) -> jax.Array:
+        """`mbarrier.arrive` by so many of the warpgroup's warps; whether their arrivals completed the phase."""
+        result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), np.int32)
+        places = dict(key=ref.key, transforms=ref.transforms, operand=jnp.int32(warps))
+        self.token, last = callback.io_callback(_arrive_last, result, token=self.token, **places, **self.where)
+        return last
+
+    def copy_tile(self, source: Ref, sizes: Any, starts: Any, to: Ref, barrier: Ref) -> None:
+        """A TMA copy that is done at once: see `pipeline.copy`."""
+        step = functools.partial(_copy_tile, sizes=sizes, source_info=self.source_info)
+        places = dict(source=source.key, from_=source.transforms, target=to.key, to=to.transforms)
+        self._call(step, starts=jnp.stack([jnp.int32(i) for i in starts]), **places)
+        self.complete_bytes(barrier, np.prod(to.shape) * to.dtype.itemsize)
+
     def complete_bytes(self, ref: Ref, count: Any) -> None:
         """What an asynchronous copy does to its barrier when its bytes have come."""
         self._on_barriers(ref, "complete", count)
@@ -602,6 +616,53 @@ def _mbarrier(
             barrier.clock.update(clock)
             arrivals = {"expect": 1, "arrive": operand}.get(action, 0)
             barrier.add(arrivals, {"expect": operand, "complete": -operand}.get(action, 0))
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _arrive_last(*, operand: Any, **where: Any) -> Any:
+    """The last to arrive sees what the others have done before their arrivals."""
+    shared, key, view = _resolve(where["key"], where["transforms"])
+    at = view[0] if isinstance(view[0], int) else view[0].start
+    phase = shared.mbarriers[key, at].phase
+    token = _mbarrier(operand=operand, action="arrive", **where)
+    with shared.lock:
+        barrier = shared.mbarriers[key, at]
+        last = barrier.phase != phase
+        if last:
+            shared.clocks[where["thread"]].update(barrier.clock)
+    return token, np.int32(last)
+
+
+@gpu_callbacks.fail_on_exception
+def _copy_tile(
+    *,
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    source: Any,
+    from_: Any,
+    target: Any,
+    to: Any,
+    starts: Any,
+    sizes: Any,
+    source_info: Any,
+) -> Any:
+    del mesh_location
+    shared, source, view = _resolve(source, from_)
+    content, following, ranges = shared.mem[source].content[view], iter(np.asarray(starts).tolist()), []
+    for extent, size in zip(content.shape, sizes, strict=True):
+        start = 0 if size is None else next(following)
+        ranges.append((start, extent if size is None else size or 1))
+    part = tuple(
+        slice(start, min(start + size, extent)) for (start, size), extent in zip(ranges, content.shape, strict=True)
+    )
+    value = np.zeros([size for _, size in ranges], content.dtype)
+    value[tuple(slice(0, piece.stop - piece.start) for piece in part)] = content[part]
+    shared, target, place = _as_a_copy(thread, target, to, source_info, is_write=True)
+    with shared.lock:
+        goal = shared.mem[target].content[place]
+        shared.mem[target].content[place] = value.reshape(goal.shape)
     return token
 
 

@@ -1,0 +1,118 @@
+"""A TMA pipeline without a producer: the last warp to release a stage refills it.
+
+A stage is a place in shared memory with two mbarriers. `full` completes when the stage's copies have landed, `empty`
+when every warp has read the stage. Each warp arrives at `empty`; the one whose arrival completes the phase issues the
+stage's next copies. No warp waits for another one's release, and every warpgroup computes.
+Source: PTX ISA, "mbarrier": an arrival returns the state before it, of which "mbarrier.pending_count" is a part.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels import asynchronous, emit
+from pallas_kernels.attention import memory
+from pallas_kernels.emit import INTEGER, SPLAT, Index
+
+WARPS = 4  # of a warpgroup
+TMA_ROWS = 8  # of a swizzled tile
+
+barriers = asynchronous.barriers
+start = asynchronous.start_barriers
+
+
+def wait(full: jax.Ref, n: Index, stages: int) -> None:
+    """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
+    fill = lax.div(jnp.int32(n), jnp.int32(stages))
+    asynchronous.wait(full.at[lax.rem(jnp.int32(n), jnp.int32(stages))], lax.rem(fill, jnp.int32(2)))
+
+
+def release(empty: jax.Ref) -> jax.Array:
+    """Each warp arrives once; 1 in the warp whose arrival is the phase's last, and 0 in the others."""
+
+    def release_stage(ctx, empty):
+        # A vote, rather than a shuffle, tells the compiler that the result is the same in all lanes: it then keeps the
+        # descriptors of the products beside the branch in uniform registers.
+        text = (
+            "{ .reg .b32 lane, pending; .reg .b64 state; .reg .pred first, last; mov.u32 lane, %laneid; "
+            "setp.eq.u32 first, lane, 0; mov.b32 pending, 0; bar.warp.sync 0xffffffff; "
+            "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 pending, state; "
+            "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
+        )
+        address = emit.shared_address(empty)
+        last = llvm.inline_asm(emit.i32(), [address], text, "=r,r,~{memory}", has_side_effects=True)
+        return emit.integer(last)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(release_stage)(empty)
+
+
+def is_first_warp() -> jax.Array:
+    """1 in the first warp of the CTA, and 0 in the others."""
+
+    def first_warp(ctx):
+        text = (
+            "{ .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32; "
+            "vote.sync.any.pred first, first, 0xffffffff; selp.u32 $0, 1, 0, first; }"
+        )
+        return emit.integer(llvm.inline_asm(emit.i32(), [], text, "=r", has_side_effects=True))
+
+    return plgpu.inline_mgpu(arg_types=(), return_type=INTEGER)(first_warp)()
+
+
+def expect(full: jax.Ref, count: Index) -> None:
+    """Announces `count` bytes of the stage's next copies, and arrives; by the calling warp."""
+
+    def expect_copies(ctx, full, count):
+        elected = utils.single_thread_predicate(utils.ThreadSubset.WARP)
+        operands = [emit.shared_address(full), emit.scalar(count), elected]
+        emit.ptx("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(expect_copies)(full, jnp.int32(count))
+
+
+def size(ref: Any) -> int:
+    """Bytes of a part of shared memory."""
+    return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
+
+
+def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
+    """The calling warp issues a TMA copy of `source[at]` into shared memory; the copy counts its bytes at `full`.
+
+    `at`: for each axis an index, a `pl.ds` of static size, or `slice(None)`. Places outside of `source` become zeros.
+    """
+    starts = [i.start if isinstance(i, pl.Slice) else i for i in at if not isinstance(i, slice)]
+    sizes = [None if isinstance(i, slice) else i.size if isinstance(i, pl.Slice) else 0 for i in at]
+    dtype, tiled = jnp.dtype(source.dtype), len(to.shape) > 1
+    columns = memory.columns_of_tile(to.shape[-1], dtype) if tiled else 0
+
+    def copy_tile(ctx, source, to, full, *starts):
+        index, following = [], iter(starts)
+        for extent in sizes:
+            if extent is None:
+                index.append(slice(None))
+                continue
+            first = arith.index_cast(ir.IndexType.get(), emit.scalar(next(following)))
+            index.append(mgpu.ds(first, extent) if extent else first)
+        ctx.async_copy(
+            src_ref=source,
+            dst_ref=to,
+            gmem_slice=tuple(index),
+            gmem_transform=(mgpu.TileTransform((TMA_ROWS, columns)),) if tiled else (),
+            swizzle=columns * dtype.itemsize if tiled else None,
+            barrier=mgpu.BarrierRef(utils.memref_ptr(full), emit.c32(0), None, 1),
+            arrive=False,
+            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
+        )
+
+    target = plgpu.RefType(memory.transforms(columns, dtype) if tiled else ())
+    arguments = plgpu.RefType(), target, plgpu.RefType(), *[SPLAT] * len(starts)
+    plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
