@@ -165,7 +165,7 @@ class Machine:
     def arrive_last(self, ref: Ref, warps: int) -> jax.Array:
         """`mbarrier.arrive` by so many of the warpgroup's warps; whether their arrivals completed the phase."""
         result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), np.int32)
-        places = dict(key=ref.key, transforms=ref.transforms, operand=jnp.int32(warps))
+        places = dict(key=ref.key, transforms=ref.transforms, warps=jnp.int32(warps))
         self.token, last = callback.io_callback(_arrive_last, result, token=self.token, **places, **self.where)
         return last
 
@@ -620,17 +620,17 @@ def _mbarrier(
 
 
 @gpu_callbacks.fail_on_exception
-def _arrive_last(*, operand: Any, **where: Any) -> Any:
+def _arrive_last(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, warps: Any) -> Any:
     """The last to arrive sees what the others have done before their arrivals."""
-    shared, key, view = _resolve(where["key"], where["transforms"])
-    at = view[0] if isinstance(view[0], int) else view[0].start
-    phase = shared.mbarriers[key, at].phase
-    token = _mbarrier(operand=operand, action="arrive", **where)
+    del mesh_location
+    shared, key, view = _resolve(key, transforms)
     with shared.lock:
-        barrier = shared.mbarriers[key, at]
-        last = barrier.phase != phase
+        barrier = shared.mbarriers[key, view[0] if isinstance(view[0], int) else view[0].start]
+        barrier.clock.update(shared.incr_clock(thread, take_lock=False))
+        last = barrier.missing == int(warps)
+        barrier.add(int(warps), 0)
         if last:
-            shared.clocks[where["thread"]].update(barrier.clock)
+            shared.clocks[thread].update(barrier.clock)
     return token, np.int32(last)
 
 
