@@ -7,6 +7,7 @@ Source: PTX ISA, "mbarrier": an arrival returns the state before it, of which "m
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from pallas_kernels.attention import memory
 from pallas_kernels.emit import INTEGER, SPLAT, Index
 
 WARPS = 4  # of a warpgroup
+LANES = 32  # of a warp
+VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
 
 barriers = asynchronous.barriers
@@ -66,6 +69,23 @@ def is_first_warp() -> jax.Array:
         return emit.integer(llvm.inline_asm(emit.i32(), [], text, "=r", has_side_effects=True))
 
     return plgpu.inline_mgpu(arg_types=(), return_type=INTEGER)(first_warp)()
+
+
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when` of what is the same in all lanes of a warp, and of which a vote tells the compiler so.
+
+    Beside a branch that lanes might take alone, the compiler would not keep descriptors in uniform registers.
+    """
+
+    def vote_any(ctx, x):
+        text = (
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
+        )
+        return emit.integer(llvm.inline_asm(emit.i32(), [emit.scalar(x)], text, "=r,r", has_side_effects=True))
+
+    vote_any.interpret = lambda x: ({}, [x])
+    operation = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(vote_any)
+    return pl.when(operation(jnp.asarray(condition).astype(jnp.int32)) != 0)
 
 
 def expect(full: jax.Ref, count: Index) -> None:
@@ -116,3 +136,26 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     target = plgpu.RefType(memory.transforms(columns, dtype) if tiled else ())
     arguments = plgpu.RefType(), target, plgpu.RefType(), *[SPLAT] * len(starts)
     plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
+
+
+def zero_rows(ref: Any, first: Index) -> None:
+    """The calling warp zeroes the rows of swizzled shared memory from `first` on, before a product reads them."""
+    rows, columns = ref.shape
+    dtype = jnp.dtype(ref.dtype)
+    tile = memory.columns_of_tile(columns, dtype)
+    row_bytes, tile_bytes = tile * dtype.itemsize, TMA_ROWS * tile * dtype.itemsize
+
+    def zero_from(ctx, ref, first):
+        text = ["{ .reg .b32 row, at; .reg .pred zero; mov.u32 row, %laneid;"]
+        for start in range(0, rows, LANES):
+            text.append(f"setp.ge.s32 zero, row, $1; div.u32 at, row, {TMA_ROWS};")
+            text.append(f"mad.lo.u32 at, at, {columns // tile * tile_bytes}, $0;")
+            text.append(f"{{ .reg .b32 within; rem.u32 within, row, {TMA_ROWS}; mad.lo.u32 at, within, {row_bytes}, at; }}")
+            places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR_BYTES)]
+            text += [f"@zero st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places]
+            text.append(f"add.u32 row, row, {LANES};")
+        text.append("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }")
+        emit.ptx(" ".join(text), "r,r,~{memory}", [emit.shared_address(ref), emit.scalar(first)])
+
+    target = plgpu.RefType(memory.transforms(tile, dtype))
+    plgpu.inline_mgpu(arg_types=(target, SPLAT))(zero_from)(ref, jnp.int32(first))

@@ -5,16 +5,17 @@ tile `t`. The pipeline orders the record before its first reader: a warpgroup is
 each tile has one stage at least, and the stage that a reader has waited for was released after the record was written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
+from jax.custom_batching import sequential_vmap
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import emit
+from pallas_kernels import emit, places
 from pallas_kernels.attention import gather
 
 LOOKAHEAD = 3  # tiles
@@ -44,6 +45,24 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
 def read(tile_smem: jax.Ref, t: Any) -> tuple[jax.Array, ...]:
     """The record of the CTA's tile `t`."""
     return tuple(gather.uniform(tile_smem[_slot(t), at]) for at in range(tile_smem.shape[1]))
+
+
+def draw(tickets: jax.Ref) -> jax.Array:
+    """The next ticket of the launch's counter, in the first thread of the calling warpgroup; 0 in the others."""
+
+    def draw_tile(ctx, words):
+        first = emit.equals(emit.thread_in_warpgroup(), 0)
+        text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
+        operands = [emit.global_address(words), first]
+        return emit.integer(llvm.inline_asm(emit.i32(), operands, text, "=&r,l,b", has_side_effects=True))
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(draw_tile)(tickets)
+
+
+def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
+    """Calls a kernel with a counter of tickets, which `vmap` does not share between the calls that it makes of one."""
+    first = jnp.full(1, LOOKAHEAD * ctas, jnp.int32)
+    return sequential_vmap(lambda *arrays: places.call(kernel, arrays, [first], out_type)[0])(*operands)
 
 
 def _slot(t: Any) -> jax.Array:
