@@ -134,20 +134,26 @@ def _start(cta: Cta) -> None:
             pipeline.start(cta.bias_empty, (warps,) * config.bias_stages)
         if problem.key_lengths:
             pipeline.start(cta.landed, (1,) * config.stages)
-        for t in range(tile_scheduler.LOOKAHEAD):
+        # The first copies are under way before the other tiles' records are written.
+        _publish(cta, 0, _unasked(cta, 0))
+
+        @pl.when(pipeline.is_first_warp() != 0)
+        def _():
+            for w in range(config.warpgroups):
+                _copy_query(cta, _read(cta, 0), w)
+            _copy_stage(cta, _read(cta, 0), 0)
+
+        for t in range(1, tile_scheduler.LOOKAHEAD):
             _publish(cta, t, _unasked(cta, t))
 
-    scopes.sync_block(config.warpgroups)
+        @pl.when(pipeline.is_first_warp() != 0)
+        def _():
+            for i in range(1, config.stages):
+                _copy_stage(cta, _read(cta, 0), i)
+            for i in range(config.bias_stages):
+                _copy_bias(cta, _read(cta, 0), i)
 
-    @pl.when(pipeline.is_first_warp() != 0)
-    def _():
-        tile = _read(cta, 0, 0)
-        for w in range(config.warpgroups):
-            _copy_query(cta, tile, w)
-        for i in range(config.stages):
-            _copy_stage(cta, tile, i)
-        for i in range(config.bias_stages):
-            _copy_bias(cta, tile, i)
+    scopes.sync_block(config.warpgroups)
 
 
 def _unasked(cta: Cta, t: int) -> jax.Array:
@@ -187,9 +193,9 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     tile_scheduler.publish(cta.tile_smem, t, (*place, *(x * exists for x in span)))
 
 
-def _read(cta: Cta, t: Any, n: Any) -> _Tile:
+def _read(cta: Cta, t: Any, n: Any = 0, *, uniform: bool = False) -> _Tile:
     """The record of the CTA's tile `t`, which begins at step `n`; a tile that does not exist has no steps."""
-    record = tile_scheduler.read(cta.tile_smem, t)
+    record = tile_scheduler.read(cta.tile_smem, t, uniform=uniform)
     place, problem = Place(*record[: len(Place._fields)]), cta.problem
     place = place._replace(row=place.row * cta.config.block_q)  # in this form Mosaic sees that rows come in eights
     if not problem.query_lengths:
@@ -208,7 +214,7 @@ def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
 def _step(cta: Cta, tile: _Tile, i: Any) -> _Step:
     """The step `i` after the tile's first, which may be one of the following tiles'."""
     # At most two stages ahead, and each tile has one step at least. Selected, not branched to: see `pipeline.when`.
-    tiles = tile, _read(cta, tile.t + 1, 0), _read(cta, tile.t + 2, 0)
+    tiles = tile, _read(cta, tile.t + 1), _read(cta, tile.t + 2)
     places = i, i - tiles[0].steps, i - tiles[0].steps - tiles[1].steps
     found = [_step_of(cta, *x)._replace(exists=(x[1] < x[0].steps).astype(jnp.int32)) for x in zip(tiles, places)]
     here, following = i < tile.steps, (places[2] < 0) | (tiles[1].steps == 0)
@@ -229,7 +235,7 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
     """The calling warp asks for the keys of the step `i` after the tile's first, and the values of the one before."""
     i = jnp.int32(i)
-    stage = lax.rem(tile.n + i, jnp.int32(cta.config.stages))
+    stage = pipeline.stage(tile.n + i, cta.config.stages)
     full, to = cta.stage_full.at[stage], (cta.key_smem.at[stage], cta.value_smem.at[stage])
     key_bytes, value_bytes = (pipeline.size(ref) for ref in to)
 
@@ -261,7 +267,7 @@ def _when(exists: Any, copy: Callable[[], None]) -> None:
 
 def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
-    stage = lax.rem(n, jnp.int32(cta.config.stages))
+    stage = pipeline.stage(n, cta.config.stages)
     to, landed = cta.value_smem.at[stage], cta.landed.at[stage]
     pipeline.expect(landed, pipeline.size(to))
     pipeline.copy(cta.value, _rows(cta, step), to, landed)
@@ -278,7 +284,7 @@ def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
     """The calling warp asks for the bias of the step `i` after the tile's first."""
     problem, config, step = cta.problem, cta.config, _step(cta, tile, jnp.int32(i))
-    slot = lax.rem(tile.n + i, jnp.int32(config.bias_stages))
+    slot = pipeline.stage(tile.n + i, config.bias_stages)
     batch, head = gather.broadcast_index((step.batch, step.head), problem.bias)
     to, full = cta.bias_smem.at[slot], cta.bias_full.at[slot]
 
@@ -292,13 +298,13 @@ def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
 def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
     """The warps have read the stage of the step `i` after the tile's first, that is, its keys and the values before."""
     stages = cta.config.stages
-    last = pipeline.release(cta.stage_empty.at[lax.rem(tile.n + i, jnp.int32(stages))])
+    last = pipeline.release(cta.stage_empty.at[pipeline.stage(tile.n + i, stages)])
     pl.when(last != 0)(lambda: _copy_stage(cta, tile, i + stages))
 
 
 def _read_bias(cta: Cta, tile: _Tile, i: jax.Array) -> jax.Array:
     """The bias of a warpgroup's scores, whose place is free then."""
-    slot = lax.rem(tile.n + i, jnp.int32(cta.config.bias_stages))
+    slot = pipeline.stage(tile.n + i, cta.config.bias_stages)
     rows = pl.ds(lax.axis_index("warpgroup") * WARPGROUP_ROWS, WARPGROUP_ROWS)
     pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)
     bias = plgpu.load(cta.bias_smem.at[slot, rows], layout=WGMMA, optimized=False)
@@ -309,7 +315,7 @@ def _read_bias(cta: Cta, tile: _Tile, i: jax.Array) -> jax.Array:
 
 def _release_bias(cta: Cta, tile: _Tile, i: jax.Array) -> None:
     stages = cta.config.bias_stages
-    last = pipeline.release(cta.bias_empty.at[lax.rem(tile.n + i, jnp.int32(stages))])
+    last = pipeline.release(cta.bias_empty.at[pipeline.stage(tile.n + i, stages)])
     pl.when(last != 0)(lambda: _copy_bias(cta, tile, i + stages))
 
 
@@ -318,9 +324,7 @@ def _tiles(cta: Cta) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
     def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tile = _read(cta, *state[:2])
-        ahead = tile.t + tile_scheduler.LOOKAHEAD
-        pl.when(warpgroup == 0)(lambda: _publish(cta, ahead, _next(cta, ahead)))
+        tile = _read(cta, *state[:2], uniform=True)
         place = tile.place._replace(row=tile.place.row + warpgroup * WARPGROUP_ROWS)
         own = schedule.span(
             cta.problem, cta.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys
@@ -331,9 +335,9 @@ def _tiles(cta: Cta) -> None:
         state = _mainloop(cta, tile, place, own)
         _skip(cta, tile, stop, tile.steps)
         _epilogue(cta, place, state)
-        return tile.t + 1, tile.n + tile.steps, _read(cta, tile.t + 1, 0).steps
+        return tile.t + 1, tile.n + tile.steps, _read(cta, tile.t + 1, uniform=True).steps
 
-    first = jnp.int32(0), jnp.int32(0), _read(cta, 0, 0).steps
+    first = jnp.int32(0), jnp.int32(0), _read(cta, 0, uniform=True).steps
     lax.while_loop(lambda state: state[2] > 0, visit, first)
 
 
@@ -360,7 +364,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
     skipped, count = tile.span.end - span.end, span.end - span.first
 
     def stage(i: jax.Array) -> jax.Array:
-        return lax.rem(tile.n + skipped + i, jnp.int32(config.stages))
+        return pipeline.stage(tile.n + skipped + i, config.stages)
 
     def wait(i: jax.Array) -> None:
         pipeline.wait(cta.stage_full, tile.n + skipped + i, config.stages)
@@ -377,6 +381,8 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
         i = jnp.int32(0)
         wait(i)
         begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
+        ahead = tile.t + tile_scheduler.LOOKAHEAD
+        pl.when(warpgroup == 0)(lambda: _publish(cta, ahead, _next(cta, ahead)))
         return logits(i, True, lambda: products.finish(begun, later=0))
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
@@ -406,14 +412,14 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
         plgpu.wgmma(out, weights, cta.value_smem.at[stage(count)])
         return out[...]
 
-    asynchronous.wait(cta.query_full.at[warpgroup], lax.rem(tile.t, jnp.int32(2)))
+    asynchronous.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))
     x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
     _release_stage(cta, tile, skipped)
     state, weights, _ = fold(problem, config, empty(value_dim), x)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
     issues = pipeline.release(cta.query_empty.at[warpgroup])
-    pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1, 0), warpgroup))
+    pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
     return state._replace(out=pl.run_scoped(last, out_type))
 
 
@@ -480,7 +486,7 @@ def _addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[st
     return arrays
 
 
-def _schedule(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
+def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
     """How many CTAs there are, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count
     if config.scheduler == "static":
@@ -493,7 +499,7 @@ def _schedule(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarra
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
     arrays = _addressable(config, dict(zip(names(problem), operands, strict=True)))
-    ctas, tiles = _schedule(problem, config)
+    ctas, tiles = tile_table(problem, config)
     query_length, value_dim = arrays["query"].shape[1], arrays["value"].shape[3]
     rows = -(-problem.query_length // config.block_q) * config.block_q
     out_type = (

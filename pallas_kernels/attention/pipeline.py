@@ -35,8 +35,12 @@ start = asynchronous.start_barriers
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
-    fill = lax.div(jnp.int32(n), jnp.int32(stages))
-    asynchronous.wait(full.at[lax.rem(jnp.int32(n), jnp.int32(stages))], lax.rem(fill, jnp.int32(2)))
+    asynchronous.wait(full.at[stage(n, stages)], stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2))
+
+
+def stage(n: Index, stages: int) -> jax.Array:
+    """Which stage step `n` has."""
+    return lax.rem(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)).astype(jnp.int32)
 
 
 def release(empty: jax.Ref) -> jax.Array:

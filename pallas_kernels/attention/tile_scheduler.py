@@ -1,8 +1,9 @@
 """Which tiles a CTA works on: a ring of tile records in shared memory, which one warpgroup fills ahead of the others.
 
-A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` when it starts
-tile `t`. The pipeline orders the record before its first reader: a warpgroup is at most two stages behind another one,
-each tile has one stage at least, and the stage that a reader has waited for was released after the record was written.
+A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` while it works on
+tile `t`. The pipeline orders the record before its first reader: a warpgroup is at most two stages ahead of another
+one, each tile has one stage at least, and the stage that a reader of record `t + 1` has waited for in tile `t` was
+released by warpgroup 0 in tile `t - 2` or later, that is, after it published that record.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import emit, places
 from pallas_kernels.attention import gather
 
-LOOKAHEAD = 3  # tiles
+LOOKAHEAD = 4  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
 
 
@@ -36,15 +37,17 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
         for at, number in zip(places, numbers, strict=True):
             address = arith.addi(emit.shared_address(words), emit.c32(4 * at))
             emit.ptx("@$2 st.shared.s32 [$0], $1;", "r,r,b,~{memory}", [address, emit.scalar(number), first])
+        emit.ptx("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
     arguments = (plgpu.RefType(), *[emit.SPLAT] * len(record))
     record = [jnp.int32(x) for x in record]
     plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[_slot(t)], *record)
 
 
-def read(tile_smem: jax.Ref, t: Any) -> tuple[jax.Array, ...]:
-    """The record of the CTA's tile `t`."""
-    return tuple(gather.uniform(tile_smem[_slot(t), at]) for at in range(tile_smem.shape[1]))
+def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
+    """The record of the CTA's tile `t`; `uniform`: in registers of the warp, which one warp's copies do not need."""
+    numbers = (tile_smem[_slot(t), at] for at in range(tile_smem.shape[1]))
+    return tuple(gather.uniform(x) if uniform else x for x in numbers)
 
 
 def draw(tickets: jax.Ref) -> jax.Array:
@@ -61,8 +64,11 @@ def draw(tickets: jax.Ref) -> jax.Array:
 
 def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
     """Calls a kernel with a counter of tickets, which `vmap` does not share between the calls that it makes of one."""
-    first = jnp.full(1, LOOKAHEAD * ctas, jnp.int32)
-    return sequential_vmap(lambda *arrays: places.call(kernel, arrays, [first], out_type)[0])(*operands)
+
+    def draw(*arrays: jax.Array) -> list[jax.Array]:
+        return places.call(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
+
+    return sequential_vmap(draw)(*operands)
 
 
 def _slot(t: Any) -> jax.Array:

@@ -154,6 +154,16 @@ def _expect_copies(machine: Any, static: Any, ref: Any, count: Any) -> None:
     machine.expect_bytes(ref, count)
 
 
+def _draw_tile(machine: Any, static: Any, words: Any) -> list[Any]:
+    return [machine.atomic_add(words, np.ones(words.shape, np.int32))[0]]
+
+
+def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:
+    row, column = np.indices(ref.shape)
+    machine.scatter(ref, (row, column), row >= first, 0)
+    machine.commit_smem()
+
+
 def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
     machine.copy_tile(source, static.sizes, starts, to, full)
 

@@ -16,7 +16,7 @@ import pytest
 from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, forward_tiles, heuristics, schedule
+from pallas_kernels.attention import forward, heuristics, schedule, tile_scheduler
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
@@ -188,10 +188,10 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
         ForwardConfig(block_kv=128, warpgroups=3, stages=2),
         ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
         ForwardConfig(block_kv=128, warpgroups=1, stages=2, slack=2, early=8),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="own"),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, scheduler="static"),
         ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=True),
         ForwardConfig(block_kv=128, warpgroups=1, stages=2, overwrites=True),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="drawn"),
+        ForwardConfig(block_kv=64, warpgroups=2, stages=2, scheduler="dynamic"),
     ],
     ids=str,
 )
@@ -200,29 +200,27 @@ def test_configs_in_the_interpreter(config, interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query_slots", [1, 2])
 @pytest.mark.parametrize("kind", ["full", "causal"])
-def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted):
+def test_tile_after_tile_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (270, 200), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots)
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2)
     assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query_slots", [1, 2])
 @pytest.mark.parametrize("kind, keys", [("full", 50), ("lengths", 200), ("segments-causal", 270), ("mask", 200)])
-def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, query_slots, interpreted, monkeypatch):
+def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     p = problem_of(kind, (270, keys), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots, tiles="drawn")
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, scheduler="dynamic")
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
 def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
     p = dataclasses.replace(problem_of("mask-of-rows", (270, 60), (32, 16), "bfloat16", heads=(1, 1)), batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, tiles="drawn")
+    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, scheduler="dynamic")
     arrays = operands_of(dataclasses.replace(p, batch=2))
     both = [jnp.asarray(x if name == "mask" else x[:, None]) for name, x in arrays.items()]
     axes = [None if name == "mask" else 0 for name in arrays]
@@ -235,12 +233,12 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
 def test_every_tile_is_drawn_once(sm_count, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
     p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    blocks, table = forward_tiles.launched(p, ForwardConfig(block_kv=128, warpgroups=2, stages=2, tiles="drawn"))
+    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, stages=2, scheduler="dynamic"))
     tiles = 2 * 6 * 8
-    assert blocks == min(sm_count, tiles)
+    assert ctas == sm_count
     np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
-    # Each block's last ticket names no tile.
-    np.testing.assert_array_equal(table[tiles:], np.full(blocks, -1))
+    # A CTA that has no tile left finds one that says so, with whatever ticket.
+    np.testing.assert_array_equal(table[tiles:], np.full(tile_scheduler.LOOKAHEAD * ctas, -1))
 
 
 ENDS = [kind for kind in KINDS if kind.startswith("ends")]
@@ -260,7 +258,7 @@ def test_extreme_lengths(kind, head_dim):
 @pytest.mark.parametrize("kind", ENDS)
 def test_extreme_lengths_in_the_interpreter(kind, interpreted):
     p = dataclasses.replace(problem_of(kind, (140, 200), (32, 16), "bfloat16", heads=(1, 1)), **EVERY_LENGTH)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, tiles="dealt" if kind == "ends" else "own")
+    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
     check(p, config, interpreted, sequences="extreme")
 
 
@@ -287,12 +285,12 @@ def test_biases(p):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias_slots", [0, 1, 2])
+@pytest.mark.parametrize("bias_stages", [0, 1, 2])
 @pytest.mark.parametrize("shape, dtype", [("1NTS", "float32"), ("BNTS", "bfloat16"), ("B1TS", "float16")])
-def test_biases_in_the_interpreter(shape, dtype, bias_slots, interpreted):
+def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
     kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
     p = attention_cases.problem_of(Op.FORWARD, kind, (152, 192), (32, 16), "bfloat16", (2, 1))
-    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, bias_slots=bias_slots), interpreted)
+    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, bias_stages=bias_stages), interpreted)
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
@@ -302,7 +300,7 @@ def test_compiles_biases_without_spills(dims, dtype):
     kind = {"bias": "1NTS", "bias_dtype": jnp.dtype(dtype)}
     p = attention_cases.problem_of(Op.FORWARD, kind, (2048, 2048), dims, "bfloat16", (4, 2))
     (config,) = heuristics.forward(p, hardware.H200)
-    assert config.bias_slots or (dims, dtype) == ((256, 256), "float32")
+    assert config.bias_stages or (dims, dtype) == ((256, 256), "float32")
     report = compiled(p, config)
     most = {((64, 64), "bfloat16"): 4, ((256, 256), "float32"): 12}.get((dims, dtype), 0)
     assert report.spill_bytes <= most, report.ptxas_log
