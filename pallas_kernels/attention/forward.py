@@ -121,7 +121,8 @@ class _Step(NamedTuple):
 
 def _start(cta: Cta) -> None:
     """The prologue: barriers, the first tiles' records, and the copies of the first stages."""
-    problem, config, warps = cta.problem, cta.config, pipeline.WARPS * cta.config.warpgroups
+    problem, config, me = cta.problem, cta.config, lax.axis_index("cta")
+    warps = pipeline.WARPS * config.warpgroups
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
@@ -135,7 +136,7 @@ def _start(cta: Cta) -> None:
         if problem.key_lengths:
             pipeline.start(cta.landed, (1,) * config.stages)
         # The first copies are under way before the other tiles' records are written.
-        _publish(cta, 0, _unasked(cta, 0))
+        _publish(cta, 0, _index(cta, 0, me))
 
         @pl.when(pipeline.is_first_warp() != 0)
         def _():
@@ -144,7 +145,7 @@ def _start(cta: Cta) -> None:
             _copy_stage(cta, _read(cta, 0), 0)
 
         for t in range(1, tile_scheduler.LOOKAHEAD):
-            _publish(cta, t, _unasked(cta, t))
+            _publish(cta, t, _index(cta, t, me + t * cta.ctas))
 
         @pl.when(pipeline.is_first_warp() != 0)
         def _():
@@ -156,21 +157,19 @@ def _start(cta: Cta) -> None:
     scopes.sync_block(config.warpgroups)
 
 
-def _unasked(cta: Cta, t: int) -> jax.Array:
-    """Which tile of queries is one of the CTA's first, before it asks for more."""
-    me = lax.axis_index("cta")
-    if cta.config.scheduler == "static":
-        return jnp.where(t < cta.tiles[me, 0], cta.tiles[me, min(t + 1, cta.tiles.shape[1] - 1)], _NO_TILE)
-    return cta.tiles[me + t * cta.ctas]
-
-
-def _next(cta: Cta, t: jax.Array) -> jax.Array:
-    """Which tile of queries is the CTA's tile `t`; with the dynamic scheduler, the next one that is nobody's yet."""
+def _index(cta: Cta, t: Any, ticket: Any) -> jax.Array:
+    """Which tile of queries is the CTA's tile `t`; with the dynamic scheduler, the one that has this ticket."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
         return jnp.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + jnp.minimum(t, last)], _NO_TILE)
-    ticket = tile_scheduler.draw(cta.tickets)
     return cta.tiles[jnp.minimum(ticket, cta.tiles.shape[0] - 1)]
+
+
+def _draw(cta: Cta) -> jax.Array:
+    """A ticket for one more tile, which is not waited for yet; only warpgroup 0 draws."""
+    if cta.config.scheduler == "static":
+        return jnp.int32(0)
+    return lax.cond(lax.axis_index("warpgroup") == 0, lambda: tile_scheduler.draw(cta.tickets), lambda: jnp.int32(0))
 
 
 def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
@@ -212,13 +211,12 @@ def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
 
 
 def _step(cta: Cta, tile: _Tile, i: Any) -> _Step:
-    """The step `i` after the tile's first, which may be one of the following tiles'."""
-    # At most two stages ahead, and each tile has one step at least. Selected, not branched to: see `pipeline.when`.
-    tiles = tile, _read(cta, tile.t + 1), _read(cta, tile.t + 2)
-    places = i, i - tiles[0].steps, i - tiles[0].steps - tiles[1].steps
-    found = [_step_of(cta, *x)._replace(exists=(x[1] < x[0].steps).astype(jnp.int32)) for x in zip(tiles, places)]
-    here, following = i < tile.steps, (places[2] < 0) | (tiles[1].steps == 0)
-    return _Step(*(jnp.where(here, x, jnp.where(following, y, z)) for x, y, z in zip(*found, strict=True)))
+    """The step `i` after the tile's first, which may be one of the next two tiles'; each has one step at least."""
+    after = _read(cta, tile.t + 1).steps
+    behind = (i >= tile.steps).astype(jnp.int32)
+    twice = behind * ((after > 0) & (i - tile.steps >= after)).astype(jnp.int32)
+    found, j = _read(cta, tile.t + behind + twice), i - behind * tile.steps - twice * after
+    return _step_of(cta, found, j)._replace(exists=(j < found.steps).astype(jnp.int32))
 
 
 def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
@@ -324,7 +322,8 @@ def _tiles(cta: Cta) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
     def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tile = _read(cta, *state[:2], uniform=True)
+        t, n, _, index = state
+        tile = _read(cta, t, n, uniform=True)
         place = tile.place._replace(row=tile.place.row + warpgroup * WARPGROUP_ROWS)
         own = schedule.span(
             cta.problem, cta.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys
@@ -332,12 +331,16 @@ def _tiles(cta: Cta) -> None:
         own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
-        state = _mainloop(cta, tile, place, own)
+        ticket = _draw(cta)
+        state = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
         _epilogue(cta, place, state)
-        return tile.t + 1, tile.n + tile.steps, _read(cta, tile.t + 1, uniform=True).steps
+        # What is asked for here is needed in the next tile's first step.
+        index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, ticket)
+        return t + 1, n + tile.steps, _read(cta, t + 1, uniform=True).steps, index
 
-    first = jnp.int32(0), jnp.int32(0), _read(cta, 0, uniform=True).steps
+    index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
+    first = jnp.int32(0), jnp.int32(0), _read(cta, 0, uniform=True).steps, index
     lax.while_loop(lambda state: state[2] > 0, visit, first)
 
 
@@ -354,8 +357,11 @@ def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
     lax.fori_loop(start, stop, step, None)
 
 
-def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
-    """All tiles of keys that the warpgroup's queries see, from the last to the first, folded into their state."""
+def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array) -> State:
+    """All tiles of keys that the warpgroup's queries see, from the last to the first, folded into their state.
+
+    `index`: the tile of queries whose record is to be published meanwhile.
+    """
     config, problem, warpgroup = cta.config, cta.problem, lax.axis_index("warpgroup")
     query, value_dim = cta.query_smem.at[warpgroup], cta.value_smem.shape[-1]
     # Of the products; none where they need not be cleared.
@@ -381,8 +387,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
         i = jnp.int32(0)
         wait(i)
         begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
-        ahead = tile.t + tile_scheduler.LOOKAHEAD
-        pl.when(warpgroup == 0)(lambda: _publish(cta, ahead, _next(cta, ahead)))
+        pl.when(warpgroup == 0)(lambda: _publish(cta, tile.t + tile_scheduler.LOOKAHEAD, index))
         return logits(i, True, lambda: products.finish(begun, later=0))
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
@@ -410,6 +415,9 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
         out[...] = state.out
         wait(count)
         plgpu.wgmma(out, weights, cta.value_smem.at[stage(count)])
+        # The next tile's record is known to be written from here on.
+        issues = pipeline.release(cta.query_empty.at[warpgroup])
+        pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
         return out[...]
 
     asynchronous.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))
@@ -418,8 +426,6 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span) -> State:
     state, weights, _ = fold(problem, config, empty(value_dim), x)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
-    issues = pipeline.release(cta.query_empty.at[warpgroup])
-    pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
     return state._replace(out=pl.run_scoped(last, out_type))
 
 

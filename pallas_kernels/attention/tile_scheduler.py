@@ -1,9 +1,9 @@
 """Which tiles a CTA works on: a ring of tile records in shared memory, which one warpgroup fills ahead of the others.
 
-A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` while it works on
-tile `t`. The pipeline orders the record before its first reader: a warpgroup is at most two stages ahead of another
-one, each tile has one stage at least, and the stage that a reader of record `t + 1` has waited for in tile `t` was
-released by warpgroup 0 in tile `t - 2` or later, that is, after it published that record.
+A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step
+of tile `t`. The pipeline, of two stages, orders a record before its readers: a warpgroup that has waited for the stage
+behind tile `t` knows that all warps have released the last step before tile `t`, or a later one, and so that record
+`t + 1` is written; the warp that refills a stage after the last step of tile `t` knows that `t + 2` is, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import emit, places
 from pallas_kernels.attention import gather
 
-LOOKAHEAD = 4  # tiles
+LOOKAHEAD = 2  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
 
 
