@@ -57,8 +57,8 @@ def table(results: Results) -> str:
     return (
         f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case){where}, for attention on the card and with "
         "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
-        "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large a "
-        "product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, JAX's "
+        "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
+        "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, JAX's "
         "`attention_mgpu`, tokamax and flash-attn-4, where they take the call."
     )
 
