@@ -274,9 +274,9 @@ def test_in_the_same_run_times_compare(tmp_path):
     matmul, torchs = {"tflop_per_s": 800.0}, {"tflop_per_s": 720.0}
     fa4 = _entry(600.0, case.flops, process="torch", version="4.0", matmul_tflop_per_s=720.0)
     run = lambda case: {"case": case.describe(), "impls": {"ours": _entry(500.0, case.flops)}, "matmul": matmul}
-    bench = types.SimpleNamespace(options=Options(("ours",)), run=run)
     child = types.SimpleNamespace(measure=lambda _: {"matmul": torchs, "impls": {"fa4": dict(fa4)}})
-    record = attention._run(bench, case, child)
+    record = run(case)
+    attention._add_peers(record, case, child)
     assert (record["best_peer"], record["ratio"]) == ("fa4", round(500 / 600, 4))
     assert record["peers_matmul"] == torchs
     header = {"topic": "attention", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "0"}}
