@@ -195,6 +195,10 @@ def _caption(records: Sequence[Record]) -> str:
     runs = [record["run"]["versions"] for record in records]
     versions = {name: dict.fromkeys(str(run[name]) for run in runs if name in run) for name in names}
     used = "".join(f", {names[name]} {' and '.join(found)}" for name, found in versions.items() if found)
+    linkers = [pathlib.Path(record["nvjitlink"]).name for record in records if record.get("nvjitlink")]
+    if linkers:
+        count = "" if len(linkers) == len(records) else f" in {len(linkers)} of {len(records)} cases"
+        used += f", {' and '.join(dict.fromkeys(linkers))} loaded{count}"
     products = [record["matmul"]["tflop_per_s"] for record in records]
     clocks = ", ".join(dict.fromkeys(record["clock"] for record in records))
     return (

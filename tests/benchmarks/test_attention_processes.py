@@ -3,12 +3,13 @@
 import dataclasses
 import fcntl
 import json
+import pathlib
 import threading
 import types
 
 import pytest
 
-from benchmarks import attention, attention_cases, attention_processes, report
+from benchmarks import attention, attention_cases, attention_processes, environment, report
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_runner import Bench, Options
 
@@ -44,6 +45,7 @@ def test_processes_measure_what_one_would_and_the_end_of_one_does_not_end_the_ru
     assert found[_case(BROKEN).name]["error"] == "its process ended with status 1"
     for case in (_case(TINY), _case(CAUSAL)):
         assert found[case.name]["impls"]["ours"]["us"] > 0
+        assert found[case.name]["nvjitlink"] is None
     assert set(found[_case(TINY, "bwd").name]["impls"]["ours"]["programs"]) == {"fwd", "value_and_vjp", "direct"}
     assert all(record["impls"]["fa4"] == torchs["fa4"] for record in records)
     written = report.read(path)
@@ -88,3 +90,8 @@ def test_a_forward_pass_is_judged_by_the_truth_with_gradients_where_there_is_one
         for case in cases:
             assert bench.run(case)["impls"]["ours"]["error"] < 1e-2
     assert len(bench._truths) == len(groups)
+
+
+def test_a_library_is_found_where_it_was_loaded_from():
+    assert pathlib.Path(environment.loaded("libc.so")).is_file()
+    assert environment.loaded("libnvJitLink") is None

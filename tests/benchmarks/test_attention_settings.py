@@ -23,8 +23,13 @@ def run(tmp_path):
     """Writes a result file: `run(card, jax, {case: {implementation: microseconds}})`; each is newer than the last."""
     days = itertools.count(10)
 
-    def write(card, jax, found, commit="abc"):
-        shared = {"clock": "cupti", "matmul": {"tflop_per_s": 800.0}, "peers_matmul": {"tflop_per_s": 720.0}}
+    def write(card, jax, found, commit="abc", linker=None):
+        shared = {
+            "nvjitlink": linker,
+            "clock": "cupti",
+            "matmul": {"tflop_per_s": 800.0},
+            "peers_matmul": {"tflop_per_s": 720.0},
+        }
         records = []
         for case, times in found.items():
             of_torch = lambda name: {"process": "torch", "version": "4"} if name == "fa4" else {}
@@ -149,6 +154,17 @@ def test_versions_of_different_sources_or_cards_are_not_compared(run):
     run("h100", "0.11.2", {FULL: {"ours": 100.0}}, commit="other")
     (page,) = docs.pages(run("h100", "0.12.0.1", {FULL: {"ours": 100.0}})).values()
     assert "same source" not in page
+
+
+def test_a_table_says_whether_nvjitlink_was_loaded(run):
+    """From JAX 0.12 on it compiles the kernels where it is found: times without it are not what users get."""
+    run("h100", "0.12.0.1", {FULL: {"ours": 100.0}}, linker="/packages/nvidia/cu13/lib/libnvJitLink.so.13")
+    results = run("h200", "0.12.0.1", {FULL: {"ours": 100.0}})
+    caption = lambda name: _sections(next(iter(docs.pages(results).values())))[f"{NAMES[name]}, JAX 0.12.0.1"]
+    assert "JAX 0.12.0.1, libnvJitLink.so.13 loaded; medians" in caption("h100")
+    assert "libnvJitLink" not in caption("h200")
+    results = run("h100", "0.12.0.1", {CAUSAL: {"ours": 100.0}})
+    assert "libnvJitLink.so.13 loaded in 1 of 2 cases; medians" in caption("h100")
 
 
 def test_the_summary_has_the_newest_jax_of_each_card(run):
