@@ -81,11 +81,14 @@ def measure(
     header["versions"] |= cudnn_version()
     records, by_name = [], {case.name: case for case in cases}
 
+    def save() -> None:
+        if path is not None:
+            report.write(path, header, records)
+
     def show(record: Mapping[str, Any]) -> None:
         elapsed = time.monotonic() - started
         print(f"[{len(records)}/{len(cases)} {elapsed:.0f}s] {lines(record)}", flush=True)
-        if path is not None:
-            report.write(path, header | {"clocks_after": environment.clocks()}, records)
+        save()
 
     apart = processes > 1 and bool(options.impls)
     if apart:
@@ -104,8 +107,8 @@ def measure(
             if not _is_over(deadline):
                 _add_peers(record, by_name[record["case"]["name"]], peers)
                 show(record)
-    if path is not None:
-        report.write(path, header | {"clocks_after": environment.clocks()}, records)
+    header["clocks_after"] = environment.clocks()
+    save()
     if header["left_out"]:
         print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
     return records

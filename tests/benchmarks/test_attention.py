@@ -204,7 +204,7 @@ def test_a_run_measures_every_pass_and_names_every_failure(tmp_path):
     )
     found = report.read(path)
     assert found["records"] == json.loads(json.dumps(records))
-    assert {"topic", "device", "versions", "commit", "seed", "left_out"} <= set(found["header"])
+    assert {"topic", "device", "versions", "commit", "seed", "left_out", "clocks_after"} <= set(found["header"])
     for record, pass_ in zip(found["records"], attention_cases.PASSES, strict=True):
         ours = record["impls"]["ours"]
         assert ours["status"] in ("ok", "unresolved") if pass_ == "bwd" else ours["us"] > 0
