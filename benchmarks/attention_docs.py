@@ -68,7 +68,7 @@ def _verdicts(found: Mapping[Setting, Results]) -> str:
 def _verdict(verdict: attention_targets.Verdict | None) -> str:
     if verdict is None:
         return "-"
-    where = f", at {title(verdict.at)}" if verdict.at else ""
+    where = f", at {_call(verdict.at)}" if verdict.at else ""
     count = "" if verdict.measured == verdict.wanted else f" ({verdict.measured} of {verdict.wanted} cells)"
     return f"{_floored(verdict.value)} {verdict.word}{count}{where}"
 
@@ -83,7 +83,7 @@ def _versions(settings: Sequence[Setting], results: Sequence[Results]) -> str:
     for pass_ in attention_targets.PASSES:
         verdict, worst = attention_targets.versions(pairs, pass_)
         if worst is not None:
-            means.append(f"{PASSES[pass_]} {_verdict(verdict)}, the worst {_floored(worst[0])}, at {title(worst[1])}")
+            means.append(f"{PASSES[pass_]} {_verdict(verdict)}, the worst {_floored(worst[0])}, at {_call(worst[1])}")
     heads = ["attention", f"us, {newer.jax}", f"us, {older.jax}", "times faster", "cuDNN", "measured"]
     rows = []
     for pair in pairs:
@@ -119,11 +119,15 @@ def comparison(records: Sequence[Record]) -> str:
 
 def title(case: Mapping[str, Any]) -> str:
     """A case in words: "forward, D 128, S 2048, causal"."""
+    return f"{PASSES[case['pass']]}, {_call(case)}"
+
+
+def _call(case: Mapping[str, Any]) -> str:
     dim, value = case["head_dim"], case["value_dim"]
     heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
     span = f" {case['span']}" if case["span"] else ""
     dims = f"{dim}" if dim == value else f"{dim}/{value}"
-    return f"{PASSES[case['pass']]}, D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
+    return f"D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
 
 
 def draw(setting: Setting, results: Results, folder: pathlib.Path) -> list[pathlib.Path]:

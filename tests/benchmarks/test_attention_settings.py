@@ -71,7 +71,7 @@ def test_each_card_and_version_of_jax_has_a_table_of_its_own(run):
     row = lambda name: next(line for line in page.splitlines() if line.startswith(f"| {name}, forward |"))
     assert row("NVIDIA H200, JAX 0.11.2").startswith("| NVIDIA H200, JAX 0.11.2, forward | 1.110 kept (1 of 32 cells)")
     assert row("NVIDIA H200, JAX 0.12.0.1").endswith("| - | - | - | - |")
-    assert "| 0.950 **missed** (1 of 32 cells), at forward, D 128, S 2048, full |" in row(list(sections)[-1])
+    assert "| 0.950 **missed** (1 of 32 cells), at D 128, S 2048, full |" in row(list(sections)[-1])
 
 
 def test_a_newer_run_replaces_that_of_its_own_card_and_version_alone(run):
@@ -145,7 +145,7 @@ def test_versions_are_compared_by_runs_of_the_same_source(run):
     assert "| attention | us, 0.12.0.1 | us, 0.11.2 | times faster | cuDNN | measured |" in text
     assert "| forward, D 128, S 2048, full | 102.0 | 100.0 | 0.980 | 1.100 | 2026-11-12 same |" in text
     assert "| forward, D 128, S 2048, causal | 49.0 | 50.0 | 1.020 | - | 2026-11-12 same |" in text
-    assert "must 0.99, goal 1.00: forward 1.000 goal (2 of 32 cells), the worst 0.980, at forward, D 128" in text
+    assert "must 0.99, goal 1.00: forward 1.000 goal (2 of 32 cells), the worst 0.980, at D 128" in text
     assert "backward" not in text
 
 
