@@ -39,7 +39,7 @@ def test_processes_measure_what_one_would_and_the_end_of_one_does_not_end_the_ru
     torchs = {"fa4": {"status": "not installed", "reason": "no"}}
     peers = types.SimpleNamespace(measure=lambda case: {"impls": dict(torchs)})
     options = Options(("ours",), rounds=1)
-    records = attention.measure(cases, options, peers=peers, path=path, commit="abc", processes=3)
+    records = attention.measure(cases, options, peers=peers, path=path, commit="abc", processes=2)
     found = {record["case"]["name"]: record for record in records}
     assert found.keys() == {case.name for case in cases}
     assert found[_case(BROKEN).name]["error"] == "its process ended with status 1"
