@@ -8,7 +8,7 @@ WARPGROUP_ROWS = 64  # rows of a WGMMA
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """A block: `warpgroups` warpgroups of 64 query rows each that share `stages` tiles of `block_kv` keys and values.
+    """A block: `warpgroups` warpgroups of 64 query rows each that share two stages of `block_kv` keys and values.
 
     `slack`: powers of two by which a row's maximum may grow before what was summed against the old one is rescaled.
     `scheduler`: of tiles of queries; one CTA to an SM works on those that a table gives it (`static`), or takes the
@@ -23,7 +23,6 @@ class ForwardConfig:
 
     block_kv: int
     warpgroups: int
-    stages: int
     slack: int = 0
     early: int = 0
     scheduler: Literal["static", "dynamic"] = "static"
@@ -31,6 +30,8 @@ class ForwardConfig:
     section_mib: int = 16
     overwrites: bool = False
     overlaps: bool = False
+
+    stages = 2  # with which `tile_scheduler` says when records are written
 
     @property
     def block_q(self) -> int:

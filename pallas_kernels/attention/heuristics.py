@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from pallas_kernels.attention import backward_memory, backward_turns, forward_bias, schedule
+from pallas_kernels.attention import backward_memory, backward_turns, memory, schedule
 from pallas_kernels.attention import forward as forward_kernel
 from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
@@ -31,8 +31,8 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
 
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
     """The widest tiles that fit in shared memory together with the bias' own, if that can be copied."""
-    narrow = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
-    if problem.batch_invariant or not forward_bias.can_be_copied(problem):
+    narrow = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
+    if problem.batch_invariant or not memory.bias_is_tiled(problem):
         return narrow
     copied = []
     if problem.mask is None and not problem.segments:
@@ -61,16 +61,16 @@ def _widest(problem: Attention) -> ForwardConfig:
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
         # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
-        return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, early=8, overwrites=True)
+        return ForwardConfig(block_kv=128, warpgroups=3, slack=8, early=8, overwrites=True)
     if max(problem.head_dim, problem.value_dim) <= 128:
         # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
-        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, early=48)
+        config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=48)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
     if problem.head_dim + problem.value_dim <= 320:
         # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
-        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, early=32)
+        config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=32)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
-    return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=edge and not problem.hidden_by_data)
+    return ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=edge and not problem.hidden_by_data)
 
 
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
@@ -191,7 +191,7 @@ def _with_slots[Config: (BackwardConfig, ByGradientConfig)](
     problem: Attention, device: Device, configs: list[Config]
 ) -> Config:
     """The first config with as many slots for the bias, if that can be copied, as fit in shared memory beside it."""
-    if forward_bias.can_be_copied(problem):
+    if memory.bias_is_tiled(problem):
         for config, slots in itertools.product(configs, (2, 1)):
             copied = dataclasses.replace(config, bias_slots=slots)
             if backward_memory.shared_bytes(problem, copied) <= device.smem_per_cta:

@@ -35,7 +35,9 @@ start = asynchronous.start_barriers
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
-    asynchronous.wait(full.at[stage(n, stages)], stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2))
+    asynchronous.wait(
+        full.at[stage(n, stages)], stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
+    )
 
 
 def stage(n: Index, stages: int) -> jax.Array:
@@ -82,9 +84,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     """
 
     def vote_any(ctx, x):
-        text = (
-            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
-        )
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
         return emit.integer(llvm.inline_asm(emit.i32(), [emit.scalar(x)], text, "=r,r", has_side_effects=True))
 
     vote_any.interpret = lambda x: ({}, [x])
@@ -150,16 +150,17 @@ def zero_rows(ref: Any, first: Index) -> None:
     row_bytes, tile_bytes = tile * dtype.itemsize, TMA_ROWS * tile * dtype.itemsize
 
     def zero_from(ctx, ref, first):
-        text = ["{ .reg .b32 row, at; .reg .pred zero; mov.u32 row, %laneid;"]
-        for start in range(0, rows, LANES):
-            text.append(f"setp.ge.s32 zero, row, $1; div.u32 at, row, {TMA_ROWS};")
-            text.append(f"mad.lo.u32 at, at, {columns // tile * tile_bytes}, $0;")
-            text.append(f"{{ .reg .b32 within; rem.u32 within, row, {TMA_ROWS}; mad.lo.u32 at, within, {row_bytes}, at; }}")
-            places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR_BYTES)]
-            text += [f"@zero st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places]
-            text.append(f"add.u32 row, row, {LANES};")
-        text.append("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }")
-        emit.ptx(" ".join(text), "r,r,~{memory}", [emit.shared_address(ref), emit.scalar(first)])
+        text = "{ .reg .b32 row, within, at; .reg .pred zero; mov.u32 row, %laneid; "
+        places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR_BYTES)]
+        for _ in range(0, rows, LANES):
+            text += (
+                f"setp.ge.s32 zero, row, $1; rem.u32 within, row, {TMA_ROWS}; div.u32 at, row, {TMA_ROWS}; "
+                f"mad.lo.u32 at, at, {columns // tile * tile_bytes}, $0; mad.lo.u32 at, within, {row_bytes}, at; "
+                + " ".join(f"@zero st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
+                + f" add.u32 row, row, {LANES}; "
+            )
+        text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
+        emit.ptx(text, "r,r,~{memory}", [emit.shared_address(ref), emit.scalar(first)])
 
     target = plgpu.RefType(memory.transforms(tile, dtype))
     plgpu.inline_mgpu(arg_types=(target, SPLAT))(zero_from)(ref, jnp.int32(first))

@@ -125,7 +125,7 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, early=24, overwrites=True, overlaps=True)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(p, config, interpreted)
 
 
@@ -133,7 +133,7 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
 @pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
 def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, early=24, overwrites=True, overlaps=True)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(dataclasses.replace(p, batch_invariant=True), config, interpreted)
 
 
@@ -144,7 +144,7 @@ def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
     p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays[name][:, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, early=early)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=slack, early=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(0, 2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=(0, 1)))
@@ -161,7 +161,7 @@ def check_hidden_by_bias(dtype: str, run: Any) -> None:
         for row, keys in enumerate((slice(0), slice(128), slice(128, None), slice(None))):
             arrays["bias"][..., 4 * i + row, keys] = number
     operands = [jnp.asarray(arrays[name]) for name in QKV]
-    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, slack=8)
+    config = ForwardConfig(block_kv=64, warpgroups=1, slack=8)
     out, lse = run(lambda *a: forward.run(p, config, *a), *operands, jnp.asarray(arrays["bias"]))
     hidden = np.where(arrays["bias"] < -(2.0**27), -np.inf, arrays["bias"])
     truth = attention_oracle.forward(*operands, hidden, scale=p.scale)
@@ -185,13 +185,13 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(block_kv=128, warpgroups=3, stages=2),
-        ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
-        ForwardConfig(block_kv=128, warpgroups=1, stages=2, slack=2, early=8),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, scheduler="static"),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=True),
-        ForwardConfig(block_kv=128, warpgroups=1, stages=2, overwrites=True),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, scheduler="dynamic"),
+        ForwardConfig(block_kv=128, warpgroups=3),
+        ForwardConfig(block_kv=64, warpgroups=1, slack=2),
+        ForwardConfig(block_kv=128, warpgroups=1, slack=2, early=8),
+        ForwardConfig(block_kv=64, warpgroups=2, scheduler="static"),
+        ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=True),
+        ForwardConfig(block_kv=128, warpgroups=1, overwrites=True),
+        ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic"),
     ],
     ids=str,
 )
@@ -203,7 +203,7 @@ def test_configs_in_the_interpreter(config, interpreted):
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_tile_after_tile_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (270, 200), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2)
+    config = ForwardConfig(block_kv=64, warpgroups=2)
     assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
@@ -213,14 +213,14 @@ def test_tile_after_tile_in_the_interpreter(kind, interpreted):
 def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     p = problem_of(kind, (270, keys), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, scheduler="dynamic")
+    config = ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic")
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
 def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
     p = dataclasses.replace(problem_of("mask-of-rows", (270, 60), (32, 16), "bfloat16", heads=(1, 1)), batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, scheduler="dynamic")
+    config = ForwardConfig(block_kv=64, warpgroups=1, scheduler="dynamic")
     arrays = operands_of(dataclasses.replace(p, batch=2))
     both = [jnp.asarray(x if name == "mask" else x[:, None]) for name, x in arrays.items()]
     axes = [None if name == "mask" else 0 for name in arrays]
@@ -233,7 +233,7 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
 def test_every_tile_is_drawn_once(sm_count, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
     p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, stages=2, scheduler="dynamic"))
+    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"))
     tiles = 2 * 6 * 8
     assert ctas == sm_count
     np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
@@ -258,7 +258,7 @@ def test_extreme_lengths(kind, head_dim):
 @pytest.mark.parametrize("kind", ENDS)
 def test_extreme_lengths_in_the_interpreter(kind, interpreted):
     p = dataclasses.replace(problem_of(kind, (140, 200), (32, 16), "bfloat16", heads=(1, 1)), **EVERY_LENGTH)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
     check(p, config, interpreted, sequences="extreme")
 
 
@@ -290,7 +290,7 @@ def test_biases(p):
 def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
     kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
     p = attention_cases.problem_of(Op.FORWARD, kind, (152, 192), (32, 16), "bfloat16", (2, 1))
-    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, bias_stages=bias_stages), interpreted)
+    check(p, ForwardConfig(block_kv=64, warpgroups=2, slack=8, bias_stages=bias_stages), interpreted)
 
 
 @pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
@@ -325,7 +325,7 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=4))
     facts, lengths = SKIPPING[name]
     p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, tiles=SKIPPING_TILES[name])
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, tiles=SKIPPING_TILES[name])
     check(p, config, interpreted, ids=name.split("-")[0])
 
 
@@ -340,7 +340,7 @@ def compiled(p: Attention, config: ForwardConfig) -> aot.Report:
 def test_products_that_overwrite_read_what_mosaics_read(dims):
     """The descriptors of the same tiles but for their addresses: strides, and swizzles of 128, 64 and 32 bytes."""
     p = problem_of("full", (512, 512), dims, "float16")
-    config = ForwardConfig(block_kv=128, warpgroups=2, stages=2)
+    config = ForwardConfig(block_kv=128, warpgroups=2)
     mosaics, ours = (compiled(p, dataclasses.replace(config, overwrites=x)).ptx for x in (False, True))
 
     def layouts(ptx):
