@@ -26,9 +26,9 @@ from jaxlib.mlir import ir
 
 MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_cuda13_plugin") is None else None
 # Those of `make aot` are not on the PATH, where Mosaic would take that ptxas for its own.
-_TOOLS = os.pathsep.join((os.environ.get("PATH", ""), os.path.join(sys.prefix, "cuda", "nvidia", "cu13", "bin")))
+_TOOLS = os.pathsep.join((os.path.join(sys.prefix, "cuda", "nvidia", "cu13", "bin"), os.environ.get("PATH", "")))
 _PTXAS, _NVDISASM = (shutil.which(tool, path=_TOOLS) for tool in ("ptxas", "nvdisasm"))
-DISASSEMBLES = bool(_PTXAS and _NVDISASM)
+ASSEMBLES, DISASSEMBLES = bool(_PTXAS), bool(_PTXAS and _NVDISASM)
 
 _TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 # What Mosaic says of a kernel: its PTX, then ptxas's log.
@@ -50,10 +50,22 @@ class Report:
     ptx: str
     ptxas_log: str
 
+    def __str__(self) -> str:
+        needs = f"{self.name}: {self.threads} threads of {self.registers} registers, {self.smem} bytes of shared memory"
+        return "\n  ".join([f"{needs}, {self.spill_bytes} bytes spilled", *self.complaints])
+
     @property
     def complaints(self) -> list[str]:
         """Lines of the log that say that the compiler gave up on something the kernel asked for."""
         return [line for line in self.ptxas_log.splitlines() if re.search("setmaxnreg|serializ|C75", line)]
+
+    @property
+    def relocatable(self) -> "Report":
+        """The same kernel as ptxas assembles it for a linker, as JAX from 0.12 on does where it finds libnvJitLink.
+
+        It then knows neither how many threads call the code nor what other code does, and ignores `setmaxnreg`.
+        """
+        return _report(self.ptx, _relocatable_log(self.ptx), {self.name: self.smem})
 
     @property
     def shares_scratch(self) -> bool:
@@ -126,6 +138,15 @@ def machine_code(report: Report) -> str:
         ptx.write_text(report.ptx)
         subprocess.run([_PTXAS, "-arch=sm_90a", ptx, "-o", cubin], check=True)
         return subprocess.run([_NVDISASM, "-c", cubin], check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _relocatable_log(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source, code = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.o")
+        source.write_text(ptx)
+        command = [_PTXAS, "-arch=sm_90a", "-c", "-v", source, "-o", code]
+        return subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
 
 
 def on_h200(operands: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
