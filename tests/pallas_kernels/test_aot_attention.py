@@ -5,7 +5,6 @@ and in others.
 """
 
 import dataclasses
-import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -29,12 +28,15 @@ _MAY_SPILL = 32  # bytes of a thread, in calls that are not the benchmark's
 SHAPES = tuple(dict.fromkeys(case.shape for case in all_cases()))
 MORE_KINDS: dict[str, dict[str, Any]] = {
     "shared-bias": {"bias": "1NTS"},
+    "shared-bias-causal": {"bias": "1NTS", "causal_offset": 0},
     "float32-bias": {"bias": "1NTS", "bias_dtype": jnp.dtype("float32")},
     "capped-bias": {"bias": "BNTS", "soft_cap": 2.0},
     "everything-and-bias": KINDS["everything"] | {"bias": "1NTS"},
 }
-DIMS = (64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (16, 32), (96, 72), (32, 200), (160, 256)
-LENGTHS = (512, 512), (2048, 2048), (1000, 1003), (512, 128), (1, 16384), (16384, 16384)
+DIMS = (
+    (64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (16, 32), (96, 72), (256, 64), (224, 160), (32, 200),
+)  # fmt: skip
+LENGTHS = (1, 128, 512, 1000, 2048, 16384)
 
 Chosen = tuple[str, Decision]  # the kind of call, and what it gets
 
@@ -53,16 +55,17 @@ def of_benchmark(shape: Shape, op: Op) -> Attention:
 
 
 def others() -> Iterator[tuple[str, Attention]]:
-    """Calls of every kind, and the kind."""
-    kinds = (KINDS | MORE_KINDS).items()
-    for i, (dims, lengths, (kind, facts), op, flag, batch) in enumerate(
-        itertools.product(DIMS, LENGTHS, kinds, Op, (False, True), (1, 8))
-    ):
+    """Calls drawn at random, so many that hardly a config is missed, and their kinds."""
+    draw = random.Random(0).choice
+    kinds = tuple((KINDS | MORE_KINDS).items())
+    for _ in range(5000):
+        kind, facts = draw(kinds)
+        op, flag, lengths = draw(tuple(Op)), draw((False, True)), (draw(LENGTHS), draw(LENGTHS))
         flags = {"batch_invariant": flag}
         if op is Op.BACKWARD:
-            flags = {"deterministic": flag, "bias_gradient": "bias" in facts and i % 3 > 0}
-        dtype, heads = ("bfloat16", "float16")[i // 4 % 2], ((4, 4), (4, 1))[i // 8 % 2]
-        yield kind, problem_of(op, facts | flags, lengths, dims, dtype, heads, batch)
+            flags = {"deterministic": flag, "bias_gradient": "bias" in facts and draw((False, True))}
+        dtype, heads, batch = draw(("bfloat16", "float16")), draw(((4, 4), (4, 1))), draw((1, 8))
+        yield kind, problem_of(op, facts | flags, lengths, draw(DIMS), dtype, heads, batch)
 
 
 def adding(
@@ -93,7 +96,7 @@ def cells() -> list[Chosen]:
         kind = kind.replace("causal_mask", "mask")
         return {(decision.kernel, config_of(decision), kind, p.head_dim, p.value_dim, p.query_heads == p.key_heads)}
 
-    problems = ((shape.kind, of_benchmark(shape, op)) for shape in SHAPES for op in Op)
+    problems = ((f"benchmark-{shape.kind}", of_benchmark(shape, op)) for shape in SHAPES for op in Op)
     return adding(((kind, dispatch.decide(p, H200)) for kind, p in problems), features)
 
 
@@ -103,13 +106,12 @@ def covering() -> list[Chosen]:
     def features(one: Chosen) -> set[Any]:
         kind, decision = one
         p, kernel = decision.problem, decision.kernel
-        width = kernel, (p.head_dim + p.value_dim - 1) // 128
-        lengths, heads = (p.query_length, p.key_length), (p.query_heads, p.key_heads)
-        found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (*width, config_of(decision))}
-        return found | {(*width, fact) for fact in (lengths, heads, p.dtype, p.deterministic, p.batch_invariant)}
+        size = (p.head_dim + p.value_dim - 1) // 128
+        ragged, heads = (p.query_length % 64 > 0, p.key_length % 64 > 0), (p.query_heads, p.key_heads)
+        found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (kernel, size > 1, config_of(decision))}
+        return found | {(kernel, size, x) for x in (ragged, heads, p.dtype, p.deterministic or p.batch_invariant)}
 
     decided = [(kind, dispatch.decide(p, H200)) for kind, p in others()]
-    random.Random(0).shuffle(decided)
     return adding(reversed(adding(decided, features, cells())), features, cells())
 
 
@@ -129,10 +131,8 @@ def test_the_benchmarks_calls_are_those_compiled_here(shape):
         "device": H200,
     }
     for op, name in ((Op.FORWARD, "forward"), (Op.BACKWARD, "vjp")):
-        assert (
-            explain_attention(**operands, **call, op=name).config
-            == dispatch.decide(of_benchmark(shape, op), H200).config
-        )
+        explained = explain_attention(**operands, **call, op=name)
+        assert explained.config == dispatch.decide(of_benchmark(shape, op), H200).config
 
 
 @pytest.mark.aot
