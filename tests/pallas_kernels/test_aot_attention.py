@@ -108,7 +108,7 @@ def covering() -> list[Chosen]:
         p, kernel = decision.problem, decision.kernel
         size = (p.head_dim + p.value_dim - 1) // 128
         ragged, heads = (p.query_length % 64 > 0, p.key_length % 64 > 0), (p.query_heads, p.key_heads)
-        found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (kernel, size > 1, config_of(decision))}
+        found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (kernel, config_of(decision))}
         return found | {(kernel, size, x) for x in (ragged, heads, p.dtype, p.deterministic or p.batch_invariant)}
 
     decided = [(kind, dispatch.decide(p, H200)) for kind, p in others()]
