@@ -40,11 +40,9 @@ def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
         # 539); 64 keys 608, no copies 800. Of 256, 439 with 64 keys, no copies 536. A float32 bias: heads of 64, 909,
         # of 128, 667 with 64 keys; no copies 1509 and 851. Scores over what their registers hold: heads of 64, 745 and
         # 731; of 128, beside the product before, 586 and 555, 32 columns begun early 549, 48 538.
+        # Three warpgroups, of 168 registers, would spill 88 bytes with heads of 64.
         wide = dataclasses.replace(narrow, block_kv=128, bias_stages=1, overwrites=True)
-        if max(problem.head_dim, problem.value_dim) <= 64:
-            copied = [dataclasses.replace(wide, warpgroups=3)]
-        else:
-            copied = [dataclasses.replace(wide, overlaps=True, early=48)]
+        copied = [dataclasses.replace(wide, overlaps=True, early=48)]
     copied += [dataclasses.replace(narrow, bias_stages=2), dataclasses.replace(narrow, bias_stages=1)]
     return next((c for c in copied if forward_kernel.shared_bytes(problem, c) <= device.smem_per_cta), narrow)
 
@@ -66,7 +64,7 @@ def _widest(problem: Attention) -> ForwardConfig:
         # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
         config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=48)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
-    if problem.head_dim + problem.value_dim <= 320:
+    if problem.head_dim + problem.value_dim <= 320 and problem.head_dim <= 192 and problem.value_dim <= 128:
         # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
         config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=32)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
