@@ -464,7 +464,7 @@ def names(problem: Attention) -> tuple[str, ...]:
     return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
 
 
-def _addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see.
 
     Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
@@ -501,7 +501,7 @@ def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarr
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
-    arrays = _addressable(config, dict(zip(names(problem), operands, strict=True)))
+    arrays = addressable(config, dict(zip(names(problem), operands, strict=True)))
     ctas, tiles = tile_table(problem, config)
     query_length, value_dim = arrays["query"].shape[1], arrays["value"].shape[3]
     rows = -(-problem.query_length // config.block_q) * config.block_q
