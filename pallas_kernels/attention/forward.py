@@ -46,6 +46,7 @@ from pallas_kernels.hardware import Device
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
 _NO_TILE = -1
+RECORD = len(Place._fields) + len(Span._fields)  # integers that a tile's record has
 ALIGNMENT = 1024  # of arrays in tiles; others need less
 
 
@@ -63,8 +64,7 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
         "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
         "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
         "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
-        "barriers": pipeline.barriers(sum(len(arrivals) for arrivals in _arrivals(problem, config).values())),
-        **tile_scheduler.scratch(len(Place._fields) + len(Span._fields)),
+        "words": pipeline.barriers(len(sum(_arrivals(problem, config).values(), ())) + tile_scheduler.rows(RECORD)),
     }
     if config.bias_stages:
         assert problem.bias_dtype is not None
@@ -129,7 +129,7 @@ def _start(cta: Cta) -> None:
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        pipeline.start(cta.barriers, sum(_arrivals(problem, config).values(), ()))
+        pipeline.start(cta.words, sum(_arrivals(problem, config).values(), ()))
         # The first copies are under way before the other tiles' records are written.
         _publish(cta, 0, _index(cta, 0, me))
 
@@ -196,7 +196,7 @@ def _read(cta: Cta, t: Any, n: Any = 0, *, uniform: bool = False) -> _Tile:
         place = place._replace(queries=problem.query_length)
     if not problem.key_lengths:
         place = place._replace(keys=problem.key_length)
-    return _Tile(jnp.int32(t), jnp.int32(n), place, Span(*record[len(Place._fields) :]))
+    return _Tile(jnp.int32(t), jnp.int32(n), place, Span(*record[len(Place._fields) : RECORD]))
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
@@ -449,8 +449,9 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
     cta, first = Cta(**static, **dict(zip(names, refs, strict=True))), 0
     for name, arrivals in _arrivals(cta.problem, cta.config).items():
         if arrivals:
-            setattr(cta, name, cta.barriers.at[pl.ds(first, len(arrivals))])
+            setattr(cta, name, cta.words.at[pl.ds(first, len(arrivals))])
         first += len(arrivals)
+    cta.tile_smem = cta.words.at[pl.ds(first, tile_scheduler.rows(RECORD))]
     _start(cta)
     _tiles(cta)
     plgpu.wait_smem_to_gmem(0)
