@@ -25,7 +25,7 @@ RECORDS = 8  # a power of two; a warpgroup may still read the record of two tile
 
 
 def rows(fields: int) -> int:
-    """Rows of two integers, as a barrier is one, that the ring of records of `fields` integers takes beside barriers."""
+    """Rows of two integers, each as large as a barrier, that the ring of records of `fields` integers takes."""
     return RECORDS * -(-fields // 2)
 
 
