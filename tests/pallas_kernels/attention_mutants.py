@@ -571,13 +571,14 @@ MUTANTS = (
         "pass",
         rejected_by=RACE,
     ),
-    _biased(
+    _forward(
         "bias_not_released",
         "the stage of a copied bias is not released by a warpgroup that does not see its keys",
         "            _release_bias(cta, tile, i)\n\n    lax.fori_loop",
         "            pass\n\n    lax.fori_loop",
         "everything",
         rejected_by=DEADLOCK,
+        bias_stages=1,
     ),
     _forward(
         "scores_not_awaited",
