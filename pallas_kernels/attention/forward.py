@@ -46,6 +46,7 @@ from pallas_kernels.hardware import Device
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
 _NO_TILE = -1
+RECORD = len(Place._fields) + len(Span._fields)  # integers that a tile's record has
 ALIGNMENT = 1024  # of arrays in tiles; others need less
 
 
@@ -63,8 +64,7 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
         "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
         "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
         "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
-        "barriers": pipeline.barriers(sum(len(arrivals) for arrivals in _arrivals(problem, config).values())),
-        **tile_scheduler.scratch(len(Place._fields) + len(Span._fields)),
+        "words": pipeline.barriers(len(sum(_arrivals(problem, config).values(), ())) + tile_scheduler.rows(RECORD)),
     }
     if config.bias_stages:
         assert problem.bias_dtype is not None
@@ -129,7 +129,7 @@ def _start(cta: Cta) -> None:
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        pipeline.start(cta.barriers, sum(_arrivals(problem, config).values(), ()))
+        pipeline.start(cta.words, sum(_arrivals(problem, config).values(), ()))
         # The first copies are under way before the other tiles' records are written.
         _publish(cta, 0, _index(cta, 0, me))
 
@@ -196,7 +196,7 @@ def _read(cta: Cta, t: Any, n: Any = 0, *, uniform: bool = False) -> _Tile:
         place = place._replace(queries=problem.query_length)
     if not problem.key_lengths:
         place = place._replace(keys=problem.key_length)
-    return _Tile(jnp.int32(t), jnp.int32(n), place, Span(*record[len(Place._fields) :]))
+    return _Tile(jnp.int32(t), jnp.int32(n), place, Span(*record[len(Place._fields) : RECORD]))
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
@@ -449,8 +449,9 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
     cta, first = Cta(**static, **dict(zip(names, refs, strict=True))), 0
     for name, arrivals in _arrivals(cta.problem, cta.config).items():
         if arrivals:
-            setattr(cta, name, cta.barriers.at[pl.ds(first, len(arrivals))])
+            setattr(cta, name, cta.words.at[pl.ds(first, len(arrivals))])
         first += len(arrivals)
+    cta.tile_smem = cta.words.at[pl.ds(first, tile_scheduler.rows(RECORD))]
     _start(cta)
     _tiles(cta)
     plgpu.wait_smem_to_gmem(0)
@@ -464,7 +465,7 @@ def names(problem: Attention) -> tuple[str, ...]:
     return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
 
 
-def _addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see.
 
     Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
@@ -501,7 +502,7 @@ def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarr
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
-    arrays = _addressable(config, dict(zip(names(problem), operands, strict=True)))
+    arrays = addressable(config, dict(zip(names(problem), operands, strict=True)))
     ctas, tiles = tile_table(problem, config)
     query_length, value_dim = arrays["query"].shape[1], arrays["value"].shape[3]
     rows = -(-problem.query_length // config.block_q) * config.block_q

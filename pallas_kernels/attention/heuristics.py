@@ -44,7 +44,7 @@ def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
         wide = dataclasses.replace(narrow, block_kv=128, bias_stages=1, overwrites=True)
         copied = [dataclasses.replace(wide, overlaps=True, early=48)]
     copied += [dataclasses.replace(narrow, bias_stages=2), dataclasses.replace(narrow, bias_stages=1)]
-    return next((c for c in copied if forward_kernel.shared_bytes(problem, c) <= device.smem_per_cta), narrow)
+    return next((c for c in copied if forward_kernel.shared_bytes(problem, c) < device.smem_per_cta), narrow)
 
 
 def _widest(problem: Attention) -> ForwardConfig:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -23,9 +24,9 @@ LOOKAHEAD = 2  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
 
 
-def scratch(fields: int) -> dict[str, Any]:
-    """The ring, of records of `fields` integers."""
-    return {"tile_smem": plgpu.SMEM((RECORDS, fields), jnp.int32)}
+def rows(fields: int) -> int:
+    """Rows of two integers, each as large as a barrier, that the ring of records of `fields` integers takes."""
+    return RECORDS * -(-fields // 2)
 
 
 def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
@@ -40,13 +41,14 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
         emit.ptx("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
     arguments = (plgpu.RefType(), *[emit.SPLAT] * len(record))
-    record = [jnp.int32(x) for x in record]
-    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[_slot(t)], *record)
+    record, size = [jnp.int32(x) for x in record], tile_smem.shape[0] // RECORDS
+    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * size, size)], *record)
 
 
 def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
     """The record of the CTA's tile `t`; `uniform`: in registers of the warp, which one warp's copies do not need."""
-    numbers = (tile_smem[_slot(t), at] for at in range(tile_smem.shape[1]))
+    size = tile_smem.shape[0] // RECORDS
+    numbers = (tile_smem[_slot(t) * size + row, column] for row in range(size) for column in range(2))
     return tuple(gather.uniform(x) if uniform else x for x in numbers)
 
 

@@ -32,8 +32,8 @@ class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
     `batch` and `heads` are None where one shows it, or two, if blocks or threads have to meet for that. `slack`,
-    `early` and `tiles` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's,
-    `mask` the pattern of the problem's mask.
+    `early`, `scheduler` and `bias_stages` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the
+    backward problem's, `mask` the pattern of the problem's mask.
     """
 
     op: Op
@@ -47,7 +47,8 @@ class Mutant:
     heads: tuple[int, int] | None = None
     slack: int = 0
     early: int = 0
-    tiles: str = "own"
+    scheduler: str = "static"
+    bias_stages: int = 0
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
     mask: str = "scattered"
@@ -56,10 +57,10 @@ class Mutant:
     @property
     def case(self) -> tuple[Any, ...]:
         """What the check is of."""
-        meet = self.rejected_by != NUMBERS or self.tiles != "own"
+        meet = self.rejected_by != NUMBERS
         batch, heads = self.batch or 1 + meet, self.heads or (1 + meet, 1)
-        facts = self.slack, self.early, self.tiles, self.deterministic, self.dims, self.mask, self.keys
-        return self.op, self.kind, batch, heads, *facts
+        config = self.slack, self.early, self.scheduler, self.bias_stages
+        return self.op, self.kind, batch, heads, *config, self.deterministic, self.dims, self.mask, self.keys
 
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
@@ -101,7 +102,8 @@ def _has_source(function: Callable[..., Any]) -> bool:
 
 
 _forward = functools.partial(Mutant, Op.FORWARD)
-_drawn = functools.partial(Mutant, Op.FORWARD, tiles="drawn")
+_dynamic = functools.partial(Mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
+_biased = functools.partial(Mutant, Op.FORWARD, kind="bias", bias_stages=1)
 _backward = functools.partial(Mutant, Op.BACKWARD)
 _drawn_backward = functools.partial(Mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
 _wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
@@ -207,8 +209,8 @@ MUTANTS = (
     _forward(
         "heads_mixed",
         "head n reads key head n % K",
-        "lax.div(place.head, jnp.int32(group))",
-        "lax.rem(place.head, jnp.int32(problem.key_heads))",
+        "lax.div(step.head, jnp.int32(group))",
+        "lax.rem(step.head, jnp.int32(cta.problem.key_heads))",
         heads=(4, 2),
     ),
     _forward("mask_ignored", "the mask has no effect", "if extras.held is not None:", "if False:", "mask"),
@@ -237,8 +239,8 @@ MUTANTS = (
     _forward(
         "mask_spans_of_first_head",
         "all heads have the first one's spans",
-        "(place.batch, place.head, index)",
-        "(place.batch, jnp.int32(0), index)",
+        "(batch, head, index), cta.spans.shape",
+        "(batch, jnp.int32(0), index), cta.spans.shape",
         "mask-of-heads",
         mask="causal",
         heads=(2, 1),
@@ -377,18 +379,18 @@ MUTANTS = (
         "segments",
     ),
     _forward(
-        "segments_of_one_role",
-        "computing warpgroups walk over tiles that the copying one skips",
-        "schedule.narrowed(span, own) if block.problem.hidden_by_data else ",
-        "",
+        "span_of_another_tile",
+        "a warpgroup takes steps that its CTA skips",
+        "own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)",
+        "pass",
         "segments",
         rejected_by=DEADLOCK,
     ),
     _forward(
         "padding_leaks",
         "values past the length, NaN, are multiplied by 0",
-        "if not block.problem.key_lengths:",
-        "if True:",
+        "pipeline.zero_rows(to, step.keys - step.key)",
+        "pass",
         "key-lengths",
     ),
     _forward(
@@ -422,81 +424,161 @@ MUTANTS = (
     _forward(
         "bias_not_counted",
         "the bias is not counted in shared memory",
-        "(c for c in copied if memory.shared_bytes(problem, c) <= device.smem_per_cta)",
+        "(c for c in copied if forward_kernel.shared_bytes(problem, c) < device.smem_per_cta)",
         "(c for c in copied)",
         "bias",
         rejected_by=TOO_LARGE,
     ),
-    _drawn("ticket_skipped", "nobody draws the first ticket", "scopes.tickets(blocks)", "scopes.tickets(blocks + 1)"),
-    _drawn(
-        "last_ticket_dropped",
-        "the last ticket names no tile",
-        "np.pad(order, (0, blocks)",
-        "np.pad(order[:-1], (0, blocks + 1)",
+    _dynamic(
+        "ticket_skipped",
+        "no CTA draws the first ticket",
+        "LOOKAHEAD * ctas, jnp.int32",
+        "LOOKAHEAD * ctas + 1, jnp.int32",
     ),
-    _drawn(
-        "ticket_not_awaited",
-        "a ticket is read before it has come",
-        "plgpu.barrier_wait(block.ticket_full)",
-        "pass",
-        rejected_by=NOT_WAITED_FOR,
+    _dynamic("last_ticket_dropped", "the last ticket names no tile", "np.pad(order, (0,", "np.pad(order[:-1], (0, 1 +"),
+    _forward(
+        "record_too_late",
+        "a tile's record is written one tile before it, where its keys are asked for two tiles before",
+        "tile.t + tile_scheduler.LOOKAHEAD, index",
+        "tile.t + 1, _index(cta, tile.t + 1, 0)",
+        "window-nothing",
+        rejected_by=UNORDERED,
+        heads=(3, 1),
     ),
-    _drawn(
-        "tile_not_awaited",
-        "a tile is read before it is told",
-        "plgpu.barrier_wait(block.tile_full.at[_slot(i)])",
-        "pass",
-        rejected_by=NOT_WAITED_FOR,
-    ),
-    _drawn(
-        "told_too_early",
-        "a tile is told before the one in its place has been heard",
-        "plgpu.barrier_wait(block.tile_empty.at[_slot(i)])",
-        "pass",
-        rejected_by=NOT_WAITED_FOR,
-    ),
-    _drawn(
-        "end_not_told",
-        "nobody is told that there are no more tiles",
-        "drawn.tell(block, i, (none, *_NO_SPAN))",
-        "pass",
-        rejected_by=DEADLOCK,
-    ),
-    _drawn(
-        "left_by_data_not_told",
-        "what data leave a tile is not told",
-        "drawn.tell(block, i, (tile, *left))",
-        "drawn.tell(block, i, (tile, *_NO_SPAN))",
-        "segments",
-        rejected_by=DEADLOCK,
+    _forward(
+        "record_overwritten",
+        "a tile's record is overwritten while it is read",
+        "jnp.int32(RECORDS)",
+        "jnp.int32(2)",
+        rejected_by=RACE,
+        heads=(3, 1),
     ),
     _forward(
         "keys_not_awaited",
         "keys are read before they are there",
-        "plgpu.barrier_wait(block.key_full.at[slot(i)])",
-        "pass",
-        rejected_by=NOT_WAITED_FOR,
+        "            wait(i)\n            begun",
+        "            begun",
+        rejected_by=RACE,
     ),
     _forward(
         "values_not_awaited",
-        "values are read before they are there",
-        "plgpu.barrier_wait(block.value_full.at[before])",
-        "pass",
-        rejected_by=NOT_WAITED_FOR,
+        "the last values are read before they are there",
+        "        wait(count)\n",
+        "",
+        rejected_by=RACE,
     ),
     _forward(
-        "slot_not_awaited",
-        "keys are overwritten while they are read",
-        "plgpu.barrier_wait(block.key_empty.at[slot])",
+        "query_not_awaited",
+        "queries are read before they are there",
+        "asynchronous.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))",
         "pass",
-        rejected_by=NOT_WAITED_FOR,
+        rejected_by=RACE,
     ),
     _forward(
-        "slot_not_freed",
-        "a slot is never free again",
-        "plgpu.barrier_arrive(block.key_empty.at[slot(i)])",
+        "wrong_phase",
+        "a wait is for the phase before",
+        "jnp.uint32(stages)), 2)",
+        "jnp.uint32(stages)) + 1, 2)",
+        rejected_by=RACE,
+    ),
+    _forward(
+        "stage_refilled_early",
+        "a stage is refilled when one warpgroup has released it",
+        '"stage_empty": (pipeline.WARPS * w,)',
+        '"stage_empty": (pipeline.WARPS,)',
+        rejected_by=RACE,
+    ),
+    _forward(
+        "stage_not_released",
+        "a stage is not released",
+        "_release_stage(cta, tile, skipped + i)",
         "pass",
         rejected_by=DEADLOCK,
+    ),
+    _forward(
+        "skipped_stage_not_released",
+        "a warpgroup does not release the stages of last keys that it does not see",
+        "_skip(cta, tile, 0, start)",
+        "pass",
+        "causal",
+        rejected_by=DEADLOCK,
+    ),
+    _forward(
+        "last_stage_not_released",
+        "a warpgroup does not release the stages of first keys that it does not see",
+        "_skip(cta, tile, stop, tile.steps)",
+        "pass",
+        "window-left",
+        rejected_by=DEADLOCK,
+    ),
+    _forward(
+        "next_tile_not_asked_for",
+        "at a tile's end a stage is not refilled",
+        "exists=(j < found.steps)",
+        "exists=((behind == 0) & (j < found.steps))",
+        rejected_by=DEADLOCK,
+    ),
+    _forward(
+        "next_tile_from_its_second_step",
+        "at a tile's end a stage is refilled for the step after the one that is next",
+        "i - behind * tile.steps",
+        "i - behind * (tile.steps - 1)",
+        batch=2,
+        heads=(2, 1),
+    ),
+    _forward(
+        "tile_after_next_not_asked_for",
+        "behind a tile of one step a stage is not refilled for the tile after the next",
+        "twice = behind * ",
+        "twice = 0 * ",
+        "window-nothing",
+        rejected_by=DEADLOCK,
+        heads=(3, 1),
+    ),
+    _forward(
+        "next_query_over_another",
+        "the next tile's queries are written over those that the other warpgroup reads",
+        "_read(cta, tile.t + 1), warpgroup)",
+        "_read(cta, tile.t + 1), 1 - warpgroup)",
+        rejected_by=RACE,
+    ),
+    _forward(
+        "landed_of_every_copy",
+        "the barrier of values that are zeroed keeps its phase where all of them exist",
+        "pipeline.expect(cta.landed.at[stage], 0)",
+        "None",
+        "key-lengths",
+        rejected_by=DEADLOCK,
+    ),
+    _biased(
+        "bias_not_awaited",
+        "a copied bias is read before it is there",
+        "pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)\n    bias",
+        "bias",
+        rejected_by=RACE,
+    ),
+    _biased(
+        "bias_released_early",
+        "the stage of a copied bias is released before it is read",
+        "    bias = plgpu.load(",
+        "    _release_bias(cta, tile, i)\n    return plgpu.load(",
+        rejected_by=RACE,
+    ),
+    _biased(
+        "bias_unfenced",
+        "nothing orders the reads of a copied bias before TMA's next write",
+        "plgpu.commit_smem()  # TMA writes where threads have read",
+        "pass",
+        rejected_by=RACE,
+    ),
+    _forward(
+        "bias_not_released",
+        "the stage of a copied bias is not released by a warpgroup that does not see its keys",
+        "            _release_bias(cta, tile, i)\n\n    lax.fori_loop",
+        "            pass\n\n    lax.fori_loop",
+        "everything",
+        rejected_by=DEADLOCK,
+        bias_stages=1,
     ),
     _forward(
         "scores_not_awaited",

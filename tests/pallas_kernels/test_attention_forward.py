@@ -138,8 +138,7 @@ def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slack, early", [(0, 0), (8, 0), (8, 24)])
-@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize("name, slack, early", [("query", 0, 0), ("key", 8, 0), ("query", 8, 24), ("key", 8, 24)])
 def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
     p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
@@ -176,9 +175,8 @@ def test_keys_hidden_by_a_bias(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
-    check_hidden_by_bias(dtype, interpreted)
+def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
+    check_hidden_by_bias("bfloat16", interpreted)
 
 
 @pytest.mark.slow
@@ -186,12 +184,9 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
     "config",
     [
         ForwardConfig(block_kv=128, warpgroups=3),
-        ForwardConfig(block_kv=64, warpgroups=1, slack=2),
-        ForwardConfig(block_kv=128, warpgroups=1, slack=2, early=8),
-        ForwardConfig(block_kv=64, warpgroups=2, scheduler="static"),
+        ForwardConfig(block_kv=64, warpgroups=1, slack=2, scheduler="dynamic"),
+        ForwardConfig(block_kv=128, warpgroups=1, slack=2, early=8, overwrites=True),
         ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=True),
-        ForwardConfig(block_kv=128, warpgroups=1, overwrites=True),
-        ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic"),
     ],
     ids=str,
 )
@@ -285,8 +280,10 @@ def test_biases(p):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias_stages", [0, 1, 2])
-@pytest.mark.parametrize("shape, dtype", [("1NTS", "float32"), ("BNTS", "bfloat16"), ("B1TS", "float16")])
+@pytest.mark.parametrize(
+    "shape, dtype, bias_stages",
+    [("B1TS", "float16", 0), ("BNTS", "bfloat16", 1), ("1NTS", "float32", 2), ("B1TS", "float16", 2)],
+)
 def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
     kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
     p = attention_cases.problem_of(Op.FORWARD, kind, (152, 192), (32, 16), "bfloat16", (2, 1))
@@ -310,9 +307,6 @@ SKIPPING = {
 }
 
 
-SKIPPING_TILES = dict(zip(SKIPPING, ("drawn", "own", "drawn", "dealt"), strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SKIPPING)
@@ -320,7 +314,8 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=4))
     facts, lengths = SKIPPING[name]
     p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
-    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, tiles=SKIPPING_TILES[name])
+    scheduler = "dynamic" if name in ("packed", "unsorted") else "static"
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, scheduler=scheduler)
     check(p, config, interpreted, ids=name.split("-")[0])
 
 

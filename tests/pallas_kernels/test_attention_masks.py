@@ -16,7 +16,7 @@ from attention_cases import counts_of, operands_of, seen_of
 from test_attention_segments import in_blocks, spread
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_operands, backward_turns, bits, heuristics, memory, schedule
+from pallas_kernels.attention import backward_operands, backward_turns, bits, forward, heuristics, schedule
 from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
@@ -78,7 +78,7 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
     p, config = problem_of(Op.FORWARD, mask, rules, (513, 700)), ForwardConfig(128, warpgroups=2)
     arrays, rows, columns = operands_of(p, mask=pattern), config.block_q, config.block_kv
     seen = seen_of(p, arrays)
-    table = np.asarray(memory.addressable(config, {name: jnp.asarray(x) for name, x in arrays.items()})["spans"])
+    table = np.asarray(forward.addressable(config, {name: jnp.asarray(x) for name, x in arrays.items()})["spans"])
     table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
     for b, n, i in np.ndindex(table.shape[:3]):
         counts = counts_of(p, arrays)[b].tolist()
@@ -129,7 +129,7 @@ def test_later_queries_start_first():
     (config,) = heuristics.forward(p, hardware.H200)
     order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
-    assert config.tiles == "drawn"
+    assert config.scheduler == "dynamic"
     np.testing.assert_array_equal(
         order[: 2 * per_head] % per_head, np.repeat(np.arange(per_head)[::-1], 8)[: 2 * per_head]
     )
@@ -154,8 +154,8 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     mask, pattern, facts, block_kv = FORWARD[name]
     p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
-    tiles = "dealt" if name == "padding" else "own" if "bias" in facts else "drawn"
-    config = ForwardConfig(block_kv, warpgroups=2, slack=8, tiles=tiles)
+    scheduler = "static" if name == "padding" or "bias" in facts else "dynamic"
+    config = ForwardConfig(block_kv, warpgroups=2, slack=8, scheduler=scheduler)
     test_attention_forward.check(p, config, interpreted, mask=pattern)
 
 

@@ -47,15 +47,16 @@ REJECTIONS = {
 }
 
 
-def check(op, kind, batch, heads, slack, early, tiles, deterministic, dims, mask, keys, *, limit_s=20.0):
+def check(
+    op, kind, batch, heads, slack, early, scheduler, bias_stages, deterministic, dims, mask, keys, *, limit_s=20.0
+):
     """The check of the kernel's tests, of a problem that is as small as the fault allows."""
     run = functools.partial(interpret, limit_s=limit_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "current", lambda: FEW)
         if op is Op.FORWARD:
             problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-            options = {"slack": slack, "early": early, "tiles": tiles, "overwrites": True, "overlaps": True}
-            config = ForwardConfig(block_kv=64, warpgroups=2, **options)
+            config = ForwardConfig(64, 2, slack, early, scheduler, bias_stages, overwrites=True, overlaps=True)
             test_attention_forward.check(problem, config, run, mask=mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": deterministic}

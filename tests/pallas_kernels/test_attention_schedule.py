@@ -1,4 +1,4 @@
-"""What attention's kernels decide from sizes alone, at the sizes of models: who works on what, and in how much memory.
+"""What attention's kernels decide from sizes alone, at the sizes of models: the tiles of each CTA, and its memory.
 
 Nothing is run or compiled, so that sizes cost nothing.
 """
@@ -11,12 +11,11 @@ import types
 import aot
 import attention_cases
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import backward_memory, dispatch, forward_tiles, memory
+from pallas_kernels.attention import backward_memory, dispatch, forward, tile_scheduler
 from pallas_kernels.attention.backward_blocks import Block
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200, Device
@@ -54,26 +53,23 @@ def check_tiles(p: Attention) -> None:
     """Every tile of queries, or block of keys, of every head is taken once."""
     config = decided(p).config
     if p.op is Op.FORWARD:
-        launched, taken = forward_tiles.launched(p, config)
-        if config.tiles == "dealt":
+        ctas, taken = forward.tile_table(p, config)
+        if config.scheduler == "static":
             taken = np.concatenate([row[1 : 1 + row[0]] for row in taken])
-        elif config.tiles == "drawn":
-            taken, none = taken[:-launched], taken[-launched:]
-            assert (none == -1).all()
-        sizes = p.batch, p.query_heads, -(-p.query_length // config.block_q)
-        block = types.SimpleNamespace(problem=p, config=config)
-        place = lambda tile: forward_tiles._place(block, tile)[:3]
-    else:
-        sizes = p.batch, p.key_heads, -(-p.key_length // config.block_kv)
-        taken = np.arange(math.prod(sizes), dtype=np.int32)
-        refs = types.SimpleNamespace(spans=jnp.zeros((1, 1, sizes[2], 4), jnp.int32))
+        else:
+            taken = taken[: -tile_scheduler.LOOKAHEAD * ctas]
+        tiles = p.batch * p.query_heads * -(-p.query_length // config.block_q)
+        np.testing.assert_array_equal(np.sort(taken), np.arange(tiles))
+        return
+    sizes = p.batch, p.key_heads, -(-p.key_length // config.block_kv)
+    taken = np.arange(math.prod(sizes), dtype=np.int32)
+    refs = types.SimpleNamespace(spans=jnp.zeros((1, 1, sizes[2], 4), jnp.int32))
 
-        def place(tile: jax.Array) -> tuple[jax.Array, ...]:
-            block = Block.of(p, config, refs, tile, jnp.int32(0))
-            return block.batch, block.key_head, block.index
+    def place(tile: jax.Array) -> tuple[jax.Array, ...]:
+        block = Block.of(p, config, refs, tile, jnp.int32(0))
+        return block.batch, block.key_head, block.index
 
     batch, head, last = (np.asarray(x) for x in jax.vmap(place)(taken))
-    last = last // config.block_q if p.op is Op.FORWARD else last
     assert all(((x >= 0) & (x < size)).all() for x, size in zip((batch, head, last), sizes, strict=True))
     found = np.ravel_multi_index((batch, head, last), sizes)
     np.testing.assert_array_equal(np.sort(found), np.arange(math.prod(sizes)))
@@ -87,13 +83,9 @@ def test_every_tile_is_taken_once(op, kind, shape):
     check_tiles(problem_of(op, KINDS[kind], shape, deterministic=deterministic))
 
 
-def forward_bytes(p: Attention, config) -> int:
-    """What Mosaic allocates for a block of the forward kernel: arrays, of whole KiB each, and barriers."""
-    dims = (-(-size // 16) * 16 for size in (p.head_dim, p.value_dim))  # as `memory.addressable` pads them
-    scratch = memory.scratch(p, config, *dims) | forward_tiles.scratch(config)
-    barriers = [int(np.prod(x.num_barriers)) for x in scratch.values() if isinstance(x, plgpu.Barrier)]
-    arrays = [math.prod(x.shape) * x.dtype.itemsize for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
-    return sum(-(-size // 1024) * 1024 for size in arrays) + 8 * sum(barriers)
+def shared_bytes(p: Attention, config) -> int:
+    """Shared memory of a CTA."""
+    return (forward if p.op is Op.FORWARD else backward_memory).shared_bytes(p, config)
 
 
 DIMS = [(n, n) for n in (8, 64, 72, 96, 128, 136, 192, 256)] + [(192, 128), (64, 256), (256, 8), (32, 200), (128, 40)]
@@ -116,11 +108,8 @@ def check_memory(op: Op, kind: dict) -> None:
         facts = {"value_dim": dims[1], "deterministic": deterministic, "bias_gradient": "bias" in kind} | bias
         p = problem_of(op, kind, (2, 8, 4, length, length, dims[0]), **facts)
         config = decided(p, device).config
-        if op is Op.FORWARD:
-            assert memory.shared_bytes(p, config) <= device.smem_per_cta, (p, config)
         # A byte is taken: Mosaic's kernels declare one beside what they are given at the launch.
-        needed = forward_bytes(p, config) if op is Op.FORWARD else backward_memory.shared_bytes(p, config)
-        assert needed < device.smem_per_cta, (p, config)
+        assert shared_bytes(p, config) < device.smem_per_cta, (p, config)
 
 
 @pytest.mark.parametrize("kind", MEMORY_KINDS)
@@ -139,10 +128,9 @@ def test_every_config_fits_in_shared_memory(op, kind):
 def test_shared_memory_is_what_the_launch_asks_for(op, kind, dims):
     p = problem_of(op, MEMORY_KINDS[kind], (2, 4, 2, 256, 320, dims[0]), value_dim=dims[1])
     config, operands = decided(p).config, attention_cases.operands_of(p)
-    needed = forward_bytes(p, config) if op is Op.FORWARD else backward_memory.shared_bytes(p, config)
     if op is Op.BACKWARD:
         out = np.zeros((p.batch, p.query_length, p.query_heads, p.value_dim), p.dtype)
         lse = np.zeros((p.batch, p.query_heads, p.query_length), np.float32)
         operands |= {"out": out, "lse": lse, "d_out": out, "d_lse": lse}
     lowered = jax.jit(decided(p).run).trace(*operands.values()).lower(lowering_platforms=("cuda",))
-    assert list(aot.shared_memory(lowered.compiler_ir()).values()) == [needed]
+    assert list(aot.shared_memory(lowered.compiler_ir()).values()) == [shared_bytes(p, config)]
