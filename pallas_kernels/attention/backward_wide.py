@@ -1,0 +1,454 @@
+"""Flash attention, backward, for heads of 129 to 256: two warpgroups, each with one gradient of 64 keys in registers.
+
+Warpgroup 0 has dV: it multiplies the scores, finds the probabilities and adds to dV. Warpgroup 1 has dK: it multiplies
+the gradient of the probabilities, finds the scores' gradient and adds to dK. Each also multiplies half of the columns
+of dQ. Probabilities go from 0 to 1 and score gradients from 1 to 0 through shared memory, once a step. These two
+barriers order all else that the warpgroups share: a step's score gradients say that warpgroup 1 has read the
+probabilities, and the cotangents; the next step's probabilities say that warpgroup 0 has read the score gradients.
+So warpgroup 0 alone releases cotangents, and warpgroup 1 queries; the last warp to do so issues the next copies.
+
+A step of 64 queries and heads of 256: 10.5 MFLOP in five products. Copied into shared memory: 64 KiB; read by products:
+256 KiB; exchanged: P 32 KiB, dS 8 KiB, dQ 128 KiB. dQ is added to device memory in float32, 64 KiB.
+Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the overlap of products and exponentials.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels import asynchronous, emit, loops, scopes
+from pallas_kernels.attention import (
+    backward_dq,
+    backward_launch,
+    backward_memory,
+    backward_turns,
+    fragments,
+    gather,
+    limits,
+    pipeline,
+    products,
+    schedule,
+)
+from pallas_kernels.attention.backward_blocks import Block, Compare, Step
+from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
+from pallas_kernels.attention.backward_tiles import EachBlock
+from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_late, probabilities
+from pallas_kernels.attention.configs import BackwardWideConfig
+from pallas_kernels.attention.memory import ACC, columns_of_tile, store, tiled, transforms
+from pallas_kernels.attention.problem import Attention
+from pallas_kernels.emit import Index
+from pallas_kernels.hardware import Device
+
+Accumulator = Any  # a reference to one in registers
+Sums = tuple[Accumulator, ...]  # the pieces of a gradient
+
+VALUES, KEYS = 0, 1  # the warpgroups
+PIECE = 2 * CHUNK  # columns of a gradient that one product adds to
+INFINITY = 0x7F800000  # as a word
+VECTOR = 16  # bytes that a thread stores at once
+TILE_ROWS = 8  # of shared memory as the tensor cores read it
+
+
+def unsupported(problem: Attention, device: Device) -> str | None:
+    """Only what no kernel takes."""
+    return limits.declines_any(problem, widest=256)
+
+
+def _barriers(problem: Attention, config: BackwardWideConfig) -> dict[str, list[int]]:
+    """The barriers' arrivals, by the name of their array."""
+    once, warps, threads = 1, pipeline.WARPS, emit.WARPGROUP
+    found = dict(
+        key_full=[once],
+        value_full=[once],
+        query_full=[once] * config.stages,
+        query_empty=[warps] * config.stages,
+        d_out_full=[once] * config.d_out_stages,
+        d_out_empty=[warps] * config.d_out_stages,
+        bias_full=[once] * config.bias_slots,
+        bias_empty=[warps] * config.bias_slots,
+        p_full=[threads],
+        ds_full=[threads],
+    )
+    return found | (dict(landed=[once]) if schedule.may_see_nothing(problem) else {})
+
+
+def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
+    """Shared memory, by name."""
+    (head_dim, value_dim), dtype, optional = padded_dims(problem), problem.dtype, {}
+    if config.bias_slots:
+        optional["bias_smem"] = tiled((config.bias_slots, *TILE), problem.bias_dtype)
+    if config.p_slots:
+        optional["p_smem"] = plgpu.SMEM((1, *fragments.SHAPE), jnp.float32)
+    if capped_bias(problem):
+        optional["slope_smem"] = plgpu.SMEM(fragments.SHAPE, jnp.float32)
+    return optional | dict(
+        key_smem=tiled((1, CHUNK, head_dim), dtype),
+        value_smem=tiled((1, CHUNK, value_dim), dtype),
+        query_smem=tiled((config.stages, CHUNK, head_dim), dtype),
+        d_out_smem=tiled((config.d_out_stages, CHUNK, value_dim), dtype),
+        dq_smem=plgpu.SMEM((config.warpgroups, *fragments.SHAPE), jnp.float32),
+        ds_smem=tiled((1, *TILE), dtype),
+        lse_smem=plgpu.SMEM((config.stages, CHUNK), jnp.float32),
+        delta_smem=plgpu.SMEM((config.d_out_stages, CHUNK), jnp.float32),
+        barriers=pipeline.barriers(sum(map(len, _barriers(problem, config).values()))),
+    )
+
+
+def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
+    """What the scratch takes."""
+    return backward_memory.size(scratch(problem, config))
+
+
+def _barrier(block: Block, name: str, slot: Index = 0) -> jax.Ref:
+    """One of the barriers of that name."""
+    start = 0
+    for other, arrivals in _barriers(block.problem, block.config).items():
+        if other == name:
+            break
+        start += len(arrivals)
+    return block.refs.barriers.at[start + slot]
+
+
+def _wait(block: Block, name: str, n: Index, stages: int = 1) -> None:
+    """Waits for the `n`th phase, of all stages' together."""
+    n = jnp.int32(n)
+    asynchronous.wait(_barrier(block, name, lax.rem(n, stages)), lax.rem(lax.div(n, stages), 2))
+
+
+def _p_smem(block: Block) -> jax.Ref:
+    """The place of the probabilities.
+
+    From those to the score gradients, warpgroup 0 has no part of dQ on its way.
+    """
+    return block.refs.p_smem.at[0] if block.config.p_slots else block.refs.dq_smem.at[VALUES]
+
+
+# The copies, each issued by one warp.
+
+
+def _prologue(block: Block) -> None:
+    """Keys and values, and as many steps' queries and cotangents as there are stages."""
+    refs, config = block.refs, block.config
+    keys = block.batch, pl.ds(block.first_key, CHUNK), block.key_head, slice(None)
+
+    @pl.when(pipeline.is_first_warp() != 0)
+    def _():
+        for i in range(max(config.stages, config.d_out_stages, config.bias_slots)):
+            if i == 0:
+                _copy_all(_barrier(block, "key_full"), (refs.key, keys, refs.key_smem.at[0]))
+            if i < config.stages:
+                _fetch_query(block, i)
+            if i == 0:
+                _copy_all(_barrier(block, "value_full"), (refs.value, keys, refs.value_smem.at[0]))
+            if i < config.d_out_stages:
+                _fetch_d_out(block, i)
+            if i < config.bias_slots:
+                _fetch_bias(block, i)
+
+
+def _copy_all(full: jax.Ref, *copies: tuple[Any, tuple[Any, ...], Any]) -> None:
+    """Issues copies of (array, place, shared memory), and announces their bytes."""
+    pipeline.expect(full, sum(pipeline.size(to) for _, _, to in copies))
+    for source, at, to in copies:
+        pipeline.copy(source, at, to, full)
+
+
+def _with_step(fetch: Any) -> Any:
+    """`fetch(block, step)` as a function of how many steps of the tile come before, which does nothing past its end."""
+
+    def fetch_if_any(block: Block, before: Any) -> None:
+        @pl.when(before < block.steps)
+        def _():
+            queries = block.span.end - block.span.first
+            h = lax.div(jnp.int32(before), queries) if block.group > 1 else 0
+            fetch(block, block.step(h, block.span.first + (before - h * queries)))
+
+    return fetch_if_any
+
+
+@_with_step
+def _fetch_query(block: Block, step: Step) -> None:
+    """Issues the copies of a step's queries."""
+    refs, slot, rows = block.refs, lax.rem(step.n, block.config.stages), pl.ds(step.i * CHUNK, CHUNK)
+    query = refs.query, (block.batch, rows, step.head, slice(None)), refs.query_smem.at[slot]
+    lse = refs.lse, (block.batch, step.head, rows), refs.lse_smem.at[slot]
+    _copy_all(_barrier(block, "query_full", slot), query, lse)
+
+
+@_with_step
+def _fetch_d_out(block: Block, step: Step) -> None:
+    """Issues the copies of a step's cotangents; zeroes rows without a key, which may be NaN."""
+    refs, slot, rows = block.refs, lax.rem(step.n, block.config.d_out_stages), pl.ds(step.i * CHUNK, CHUNK)
+    d_out = refs.d_out, (block.batch, rows, step.head, slice(None)), refs.d_out_smem.at[slot]
+    delta = refs.delta, (block.batch, step.head, rows), refs.delta_smem.at[slot]
+    full = _barrier(block, "d_out_full", slot)
+    if not schedule.may_see_nothing(block.problem):
+        return _copy_all(full, d_out, delta)
+    nothing, landed = refs.without_keys[block.batch, step.head, step.i] != 0, _barrier(block, "landed")
+    # A phase of `landed` ends at each step, so that the step's number is the phase's.
+    pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(landed, 0))
+    pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, d_out, delta))
+
+    @pl.when(nothing)
+    def _():
+        _copy_all(landed, d_out)
+        _wait(block, "landed", step.n)
+        _zero_rows(refs.d_out_smem.at[slot], refs.lse.at[block.batch, step.head, rows])
+        fragments.commit()
+        _copy_all(full, delta)
+
+
+@_with_step
+def _fetch_bias(block: Block, step: Step) -> None:
+    """Issues the copy of a step's tile of the bias."""
+    refs, slot = block.refs, lax.rem(step.n, block.config.bias_slots)
+    batch, head = gather.broadcast_index((block.batch, step.head), refs.bias.shape)
+    at = batch, head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(block.first_key, CHUNK)
+    _copy_all(_barrier(block, "bias_full", slot), (refs.bias, at, refs.bias_smem.at[slot]))
+
+
+def _release(block: Block, step: Step, empty: str, stages: int, fetch: Any) -> None:
+    """Releases the step's stage; the last warp to do so asks for what comes there next."""
+    last = pipeline.release(_barrier(block, empty, lax.rem(step.n, stages)))
+    pl.when(last != 0)(lambda: fetch(block, step.n - block.steps_before + stages))
+
+
+# Warpgroup 0.
+
+
+def _values(block: Block) -> None:
+    """The warpgroup of dV, and of the probabilities."""
+    asynchronous.wait(_barrier(block, "key_full"), jnp.int32(0))
+
+    def mainloop(sums: Sums) -> None:
+        block.each_step(lambda step, compare, _: _add_to_dv(block, step, sums, compare), None)
+
+    sums = pl.run_state(mainloop)(_zeros(block.refs.value_smem.shape[2]))
+    _epilogue(block, VALUES, sums, block.refs.value_smem.at[0], block.refs.d_value)
+
+
+def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
+    problem, config, refs = block.problem, block.config, block.refs
+    here = loops.recomputed(jnp.int32(0))
+    slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+    _wait(block, "query_full", step.n, config.stages)
+    begun = products.begin_pieces([refs.key_smem.at[here]], refs.query_smem.at[slot])
+    extras = _load_early(block, step)
+    x = products.finish(begun, later=0)
+    extras |= load_late(block, step, 0)
+    x, slope = bent(problem, x)
+    if capped_bias(problem):
+        fragments.store(refs.slope_smem, slope)
+        slope = None
+    p = probabilities(block, step, 0, x, extras, compare)
+    turn = _begin_turn(block, step, VALUES)
+    fragments.store(_p_smem(block), p if slope is None else p * slope)
+    fragments.commit()  # of lse, too, which copies write over
+    asynchronous.arrive_each(_barrier(block, "p_full"))
+    _wait(block, "d_out_full", step.n, config.d_out_stages)
+    _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
+    _wait(block, "ds_full", step.n)
+
+    def release() -> None:
+        _release(block, step, "d_out_empty", config.d_out_stages, _fetch_d_out)
+
+    _add_to_dq(block, step, VALUES, turn, at_first=release)
+
+
+def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
+    """What the scores need of mask and bias that is asked for before the product is there."""
+    refs, slots, found = block.refs, block.config.bias_slots, {}
+    if block.problem.mask:
+        corner = block.batch, step.head, block.first_key, step.i * CHUNK
+        found["held"] = gather.load_bits(refs.mask, 2, corner, CHUNK)
+    if slots:
+        _wait(block, "bias_full", step.n, slots)
+        found["bias"] = plgpu.load(refs.bias_smem.at[lax.rem(step.n, slots)].T, layout=WGMMA)
+        fragments.commit()
+        _release(block, step, "bias_empty", slots, _fetch_bias)
+    return found
+
+
+# Warpgroup 1.
+
+
+def _keys(block: Block) -> None:
+    """The warpgroup of dK, and of the score gradients."""
+    asynchronous.wait(_barrier(block, "value_full"), jnp.int32(0))
+    asynchronous.wait(_barrier(block, "key_full"), jnp.int32(0))
+
+    def mainloop(sums: Sums) -> None:
+        block.each_step_alike(lambda step: _add_to_dk(block, step, sums))
+
+    sums = pl.run_state(mainloop)(_zeros(block.refs.key_smem.shape[2]))
+    _epilogue(block, KEYS, [x * block.problem.scale for x in sums], block.refs.key_smem.at[0], block.refs.d_key)
+
+
+def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
+    problem, config, refs = block.problem, block.config, block.refs
+    here = loops.recomputed(jnp.int32(0))
+    slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+    bias_of_scores = problem.bias_gradient and not capped_bias(problem)
+
+    def score_gradients(dp: Accumulator) -> jax.Array:
+        _wait(block, "d_out_full", step.n, config.d_out_stages)
+        dp[...] = by_column(refs.delta_smem.at[d_out_slot], TILE)
+        plgpu.wgmma(dp, refs.value_smem.at[here], refs.d_out_smem.at[d_out_slot].T)
+        pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
+        _wait(block, "p_full", step.n)
+        d_scores = fragments.load(_p_smem(block)) * pull
+        if capped_bias(problem):
+            if problem.bias_gradient:
+                store(_d_logits(block, step), d_scores.astype(problem.dtype))
+            d_scores = d_scores * fragments.load(refs.slope_smem)
+        return d_scores.astype(problem.dtype)
+
+    ds = pl.run_scoped(score_gradients, ACC(TILE, jnp.float32))
+    turn = _begin_turn(block, step, KEYS)
+    fragments.store_factor(refs.ds_smem, ds)
+    fragments.commit()  # of delta, too
+    asynchronous.arrive_each(_barrier(block, "ds_full"))
+    _wait(block, "ds_full", step.n)
+    if bias_of_scores:
+        plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(block, step))
+    _add_to_dq(block, step, KEYS, turn, meanwhile=lambda: _multiply(sums, ds, refs.query_smem.at[slot]))
+    plgpu.wgmma_wait(0)
+    _release(block, step, "query_empty", config.stages, _fetch_query)
+
+
+def _d_logits(block: Block, step: Step) -> Any:
+    """Where the gradient of the tile's logits goes, which is the bias' before its reduction."""
+    keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
+    return block.refs.d_logits.at[block.batch, step.head, keys, rows]
+
+
+# Both.
+
+
+def _begin_turn(block: Block, step: Step, warpgroup: int) -> tuple[Any, Any]:
+    """Waits until the last parts of dQ have left shared memory; how many add before, and have when last asked."""
+    if not block.config.turns:
+        backward_dq.await_place(block.problem, block.config)
+        return None, None
+    warpgroup = jnp.int32(warpgroup)
+    backward_turns.end_before(block, step, warpgroup)
+    return backward_turns.before(block, step.i), backward_turns.ended(block, step, warpgroup)
+
+
+def _add_to_dq(
+    block: Block, step: Step, warpgroup: int, turn: tuple[Any, Any], at_first: Any = None, meanwhile: Any = None
+) -> None:
+    """A warpgroup's columns of dQ, by 64; `meanwhile` begins more products, `at_first` runs when earlier ones are done.
+    """
+    refs, here = block.refs, loops.recomputed(jnp.int32(0))
+    chunks = refs.key_smem.shape[2] // CHUNK
+    mine = range(chunks // 2) if warpgroup == VALUES else range(chunks // 2, chunks)
+
+    def multiply(*parts: Accumulator) -> None:
+        for part, c in zip(parts, mine, strict=True):
+            plgpu.wgmma(part, refs.ds_smem.at[here].T, refs.key_smem.at[here, :, pl.ds(c * CHUNK, CHUNK)])
+        later = 0 if meanwhile is None else meanwhile()
+        for i, (part, c) in enumerate(zip(parts, mine, strict=True)):
+            number = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
+            if i == 0 and at_first is not None:
+                at_first()
+            if i > 0:
+                _await_place(block)
+            place = backward_dq.Piece(block, step, jnp.int32(warpgroup), jnp.int32(0), jnp.int32(c))
+            before, ended = turn
+            if i == 0 or ended is None:
+                backward_dq.leave(place, number, before, ended)
+            else:
+                fragments.store(place.sum_smem, number)
+                plgpu.commit_smem()
+                backward_turns.add(block, place.sum_smem, place.sum_gmem, before)
+
+    pl.run_scoped(multiply, *[ACC(TILE, jnp.float32)] * len(mine))
+
+
+def _await_place(block: Block) -> None:
+    """Waits until the part of dQ that was sent may be stored over."""
+    if block.config.turns:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    else:
+        backward_dq.await_place(block.problem, block.config)
+
+
+def _pieces(columns: int) -> list[tuple[int, int]]:
+    """The first column of each piece of a gradient, and how many it has."""
+    return [(start, min(PIECE, columns - start)) for start in range(0, columns, PIECE)]
+
+
+def _zeros(columns: int) -> Sums:
+    zeros = (jnp.zeros((CHUNK, width), jnp.float32) for _, width in _pieces(columns))
+    return tuple(ACC.init(plgpu.layout_cast(x, WGMMA)) for x in zeros)
+
+
+def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> int:
+    """Begins to add `weights @ rows` to a gradient; in how many products."""
+    for x, (start, width) in zip(sums, _pieces(rows.shape[1]), strict=True):
+        plgpu.wgmma(x, weights, rows.at[:, pl.ds(start, width)])
+    return len(sums)
+
+
+def _epilogue(block: Block, warpgroup: int, gradient: Any, place: Any, target: jax.Ref) -> None:
+    """Writes dK or dV by way of the keys' or the values' place in shared memory, when no product reads those."""
+    if block.config.turns:
+        backward_turns.end_last(block, jnp.int32(warpgroup))
+    scopes.sync_block(block.config.warpgroups)
+    for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):
+        place[:, start : start + width] = x.astype(block.problem.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(block.first_key, CHUNK)
+    plgpu.copy_smem_to_gmem(place, target.at[block.batch, rows, block.key_head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _zero_rows(target: Any, lse: Any) -> None:
+    """The calling warp zeroes the rows of a stage `[rows, columns]` whose lse is inf; a lane has every 32nd row."""
+    rows, columns = target.shape
+    tile = columns_of_tile(columns, jnp.dtype(target.dtype))
+    row_bytes = tile * jnp.dtype(target.dtype).itemsize
+    tile_bytes = TILE_ROWS * row_bytes
+
+    def zero_rows(ctx, target, lse):
+        places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR)]
+        stores = " ".join(f"@empty st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
+        lane = arith.remui(utils.thread_idx(), emit.c32(32))
+        for first in range(0, rows, 32):
+            text = (
+                "{ .reg .b32 row, at, group, word; .reg .b64 source; .reg .pred empty; "
+                f"add.u32 row, $2, {first}; mad.wide.u32 source, row, 4, $0; ld.global.b32 word, [source]; "
+                f"setp.eq.b32 empty, word, {INFINITY}; div.u32 group, row, {TILE_ROWS}; rem.u32 row, row, {TILE_ROWS}; "
+                f"mad.lo.u32 at, row, {row_bytes}, $1; mad.lo.u32 at, group, {columns // tile * tile_bytes}, at; "
+                f"{stores} }}"
+            )
+            emit.ptx(text, "l,r,r,~{memory}", [emit.global_address(lse), emit.shared_address(target), lane])
+
+    arguments = plgpu.RefType(transforms(tile, jnp.dtype(target.dtype))), plgpu.RefType()
+    plgpu.inline_mgpu(arg_types=arguments)(zero_rows)(target, lse)
+
+
+def _body(problem: Attention, config: BackwardWideConfig, each_block: EachBlock) -> None:
+    def tile(block: Block, first: jax.Array) -> None:
+        arrivals = [n for numbers in _barriers(problem, config).values() for n in numbers]
+        pipeline.start(block.refs.barriers, tuple(arrivals))
+        scopes.sync_block(config.warpgroups)
+        _prologue(block)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == VALUES)(lambda: _values(block))
+        pl.when(warpgroup == KEYS)(lambda: _keys(block))
+
+    each_block(tile)
+
+
+def run(problem: Attention, config: BackwardWideConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs the kernel."""
+    names = scratch(problem, config)
+    return backward_launch.launch("attention_backward", problem, config, names, _body, operands)
