@@ -121,6 +121,11 @@ def _wait(block: Block, name: str, n: Index, stages: int = 1) -> None:
     asynchronous.wait(_barrier(block, name, lax.rem(n, stages)), lax.rem(lax.div(n, stages), 2))
 
 
+def _slot(n: jax.Array, stages: int) -> jax.Array:
+    """The stage of step `n`, computed where it is used: see `loops.recomputed`."""
+    return loops.recomputed(lax.rem(n, jnp.int32(stages)))
+
+
 def _p_smem(block: Block) -> jax.Ref:
     """The place of the probabilities.
 
@@ -236,7 +241,7 @@ def _values(block: Block) -> None:
 def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
     problem, config, refs = block.problem, block.config, block.refs
     here = loops.recomputed(jnp.int32(0))
-    slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+    slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
     _wait(block, "query_full", step.n, config.stages)
     begun = products.begin_pieces([refs.key_smem.at[here]], refs.query_smem.at[slot])
     extras = _load_early(block, step)
@@ -293,7 +298,7 @@ def _keys(block: Block) -> None:
 def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     problem, config, refs = block.problem, block.config, block.refs
     here = loops.recomputed(jnp.int32(0))
-    slot, d_out_slot = lax.rem(step.n, config.stages), lax.rem(step.n, config.d_out_stages)
+    slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
     def score_gradients(dp: Accumulator) -> jax.Array:
