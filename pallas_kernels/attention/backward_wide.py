@@ -12,6 +12,7 @@ A step of 64 queries and heads of 256: 10.5 MFLOP in five products. Copied into 
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the overlap of products and exponentials.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import asynchronous, emit, loops, scopes
 from pallas_kernels.attention import (
-    backward_dq,
     backward_launch,
     backward_memory,
     backward_turns,
@@ -83,8 +83,6 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
     (head_dim, value_dim), dtype, optional = padded_dims(problem), problem.dtype, {}
     if config.bias_slots:
         optional["bias_smem"] = tiled((config.bias_slots, *TILE), problem.bias_dtype)
-    if config.p_slots:
-        optional["p_smem"] = plgpu.SMEM((1, *fragments.SHAPE), jnp.float32)
     if capped_bias(problem):
         optional["slope_smem"] = plgpu.SMEM(fragments.SHAPE, jnp.float32)
     return optional | dict(
@@ -92,7 +90,7 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
         value_smem=tiled((1, CHUNK, value_dim), dtype),
         query_smem=tiled((config.stages, CHUNK, head_dim), dtype),
         d_out_smem=tiled((config.d_out_stages, CHUNK, value_dim), dtype),
-        dq_smem=plgpu.SMEM((config.warpgroups, *fragments.SHAPE), jnp.float32),
+        squares_smem=plgpu.SMEM((config.squares, *fragments.SHAPE), jnp.float32),
         ds_smem=tiled((1, *TILE), dtype),
         lse_smem=plgpu.SMEM((config.stages, CHUNK), jnp.float32),
         delta_smem=plgpu.SMEM((config.d_out_stages, CHUNK), jnp.float32),
@@ -124,14 +122,6 @@ def _wait(block: Block, name: str, n: Index, stages: int = 1) -> None:
 def _slot(n: jax.Array, stages: int) -> jax.Array:
     """The stage of step `n`, computed where it is used: see `loops.recomputed`."""
     return loops.recomputed(lax.rem(n, jnp.int32(stages)))
-
-
-def _p_smem(block: Block) -> jax.Ref:
-    """The place of the probabilities.
-
-    From those to the score gradients, warpgroup 0 has no part of dQ on its way.
-    """
-    return block.refs.p_smem.at[0] if block.config.p_slots else block.refs.dq_smem.at[VALUES]
 
 
 # The copies, each issued by one warp.
@@ -232,38 +222,66 @@ def _values(block: Block) -> None:
     asynchronous.wait(_barrier(block, "key_full"), jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
-        block.each_step(lambda step, compare, _: _add_to_dv(block, step, sums, compare), None)
+        first = _first_scores(block) if block.config.ahead else None
+        block.each_step(lambda step, compare, x: _add_to_dv(block, step, sums, compare, x), first)
 
     sums = pl.run_state(mainloop)(_zeros(block.refs.value_smem.shape[2]))
     _epilogue(block, VALUES, sums, block.refs.value_smem.at[0], block.refs.d_value)
 
 
-def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare) -> None:
+def _begin_scores(block: Block, n: jax.Array) -> jax.Array:
+    """Begins the product of keys and queries of step `n`."""
+    here, slot = loops.recomputed(jnp.int32(0)), _slot(n, block.config.stages)
+    return products.begin_pieces([block.refs.key_smem.at[here]], block.refs.query_smem.at[slot])
+
+
+def _first_scores(block: Block) -> jax.Array:
+    """The first step's product of keys and queries, if there is a step."""
+
+    def multiply() -> jax.Array:
+        _wait(block, "query_full", block.steps_before, block.config.stages)
+        return products.finish(_begin_scores(block, block.steps_before), later=0)
+
+    nothing = lambda: plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
+    return lax.cond(jnp.int32(block.steps) > 0, multiply, nothing)
+
+
+def _begin_next_scores(block: Block, step: Step) -> jax.Array:
+    """Begins the next step's product; after a tile's last one, that of the same queries once more, for nothing."""
+    follows = step.n + 1 < block.steps_before + block.steps
+    pl.when(follows)(lambda: _wait(block, "query_full", step.n + 1, block.config.stages))
+    return _begin_scores(block, step.n + follows.astype(jnp.int32))
+
+
+def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Array | None) -> jax.Array | None:
     problem, config, refs = block.problem, block.config, block.refs
-    here = loops.recomputed(jnp.int32(0))
-    slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
-    _wait(block, "query_full", step.n, config.stages)
-    begun = products.begin_pieces([refs.key_smem.at[here]], refs.query_smem.at[slot])
+    d_out_slot = _slot(step.n, config.d_out_stages)
+    if not config.ahead:
+        _wait(block, "query_full", step.n, config.stages)
+        begun = _begin_scores(block, step.n)
     extras = _load_early(block, step)
-    x = products.finish(begun, later=0)
+    if not config.ahead:
+        x = products.finish(begun, later=0)
     extras |= load_late(block, step, 0)
     x, slope = bent(problem, x)
     if capped_bias(problem):
         fragments.store(refs.slope_smem, slope)
         slope = None
     p = probabilities(block, step, 0, x, extras, compare)
-    turn = _begin_turn(block, step, VALUES)
-    fragments.store(_p_smem(block), p if slope is None else p * slope)
+    _begin_turn(block, step, VALUES)
+    fragments.store(block.refs.squares_smem.at[0], p if slope is None else p * slope)
     fragments.commit()  # of lse, too, which copies write over
     asynchronous.arrive_each(_barrier(block, "p_full"))
     _wait(block, "d_out_full", step.n, config.d_out_stages)
     _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
+    begun = _begin_next_scores(block, step) if config.ahead else None
     _wait(block, "ds_full", step.n)
 
     def release() -> None:
         _release(block, step, "d_out_empty", config.d_out_stages, _fetch_d_out)
 
-    _add_to_dq(block, step, VALUES, turn, at_first=release)
+    _add_to_dq(block, step, VALUES, at_first=release)
+    return products.finish(begun, later=0) if config.ahead else None
 
 
 def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
@@ -307,7 +325,7 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
         plgpu.wgmma(dp, refs.value_smem.at[here], refs.d_out_smem.at[d_out_slot].T)
         pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
         _wait(block, "p_full", step.n)
-        d_scores = fragments.load(_p_smem(block)) * pull
+        d_scores = fragments.load(block.refs.squares_smem.at[0]) * pull
         if capped_bias(problem):
             if problem.bias_gradient:
                 store(_d_logits(block, step), d_scores.astype(problem.dtype))
@@ -315,14 +333,14 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
         return d_scores.astype(problem.dtype)
 
     ds = pl.run_scoped(score_gradients, ACC(TILE, jnp.float32))
-    turn = _begin_turn(block, step, KEYS)
+    _begin_turn(block, step, KEYS)
     fragments.store_factor(refs.ds_smem, ds)
     fragments.commit()  # of delta, too
     asynchronous.arrive_each(_barrier(block, "ds_full"))
     _wait(block, "ds_full", step.n)
     if bias_of_scores:
         plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(block, step))
-    _add_to_dq(block, step, KEYS, turn, meanwhile=lambda: _multiply(sums, ds, refs.query_smem.at[slot]))
+    _add_to_dq(block, step, KEYS, meanwhile=lambda: _multiply(sums, ds, refs.query_smem.at[slot]))
     plgpu.wgmma_wait(0)
     _release(block, step, "query_empty", config.stages, _fetch_query)
 
@@ -336,53 +354,65 @@ def _d_logits(block: Block, step: Step) -> Any:
 # Both.
 
 
-def _begin_turn(block: Block, step: Step, warpgroup: int) -> tuple[Any, Any]:
-    """Waits until the last parts of dQ have left shared memory; how many add before, and have when last asked."""
-    if not block.config.turns:
-        backward_dq.await_place(block.problem, block.config)
-        return None, None
-    warpgroup = jnp.int32(warpgroup)
-    backward_turns.end_before(block, step, warpgroup)
-    return backward_turns.before(block, step.i), backward_turns.ended(block, step, warpgroup)
-
-
-def _add_to_dq(
-    block: Block, step: Step, warpgroup: int, turn: tuple[Any, Any], at_first: Any = None, meanwhile: Any = None
-) -> None:
-    """A warpgroup's columns of dQ, by 64; `meanwhile` begins more products, `at_first` runs when earlier ones are done.
-    """
-    refs, here = block.refs, loops.recomputed(jnp.int32(0))
-    chunks = refs.key_smem.shape[2] // CHUNK
-    mine = range(chunks // 2) if warpgroup == VALUES else range(chunks // 2, chunks)
-
-    def multiply(*parts: Accumulator) -> None:
-        for part, c in zip(parts, mine, strict=True):
-            plgpu.wgmma(part, refs.ds_smem.at[here].T, refs.key_smem.at[here, :, pl.ds(c * CHUNK, CHUNK)])
-        later = 0 if meanwhile is None else meanwhile()
-        for i, (part, c) in enumerate(zip(parts, mine, strict=True)):
-            number = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
-            if i == 0 and at_first is not None:
-                at_first()
-            if i > 0:
-                _await_place(block)
-            place = backward_dq.Piece(block, step, jnp.int32(warpgroup), jnp.int32(0), jnp.int32(c))
-            before, ended = turn
-            if i == 0 or ended is None:
-                backward_dq.leave(place, number, before, ended)
-            else:
-                fragments.store(place.sum_smem, number)
-                plgpu.commit_smem()
-                backward_turns.add(block, place.sum_smem, place.sum_gmem, before)
-
-    pl.run_scoped(multiply, *[ACC(TILE, jnp.float32)] * len(mine))
-
-
-def _await_place(block: Block) -> None:
-    """Waits until the part of dQ that was sent may be stored over."""
+def _begin_turn(block: Block, step: Step, warpgroup: int) -> None:
+    """Waits until what is on its way to device memory has left shared memory, and ends the turn of the step before."""
     if block.config.turns:
+        backward_turns.end_before(block, step, jnp.int32(warpgroup))
+    elif block.problem.bias_gradient:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    elif block.config.squares > 1:
+        fragments.await_read()
+
+
+def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> None:
+    """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
+    refs, here, turns = block.refs, loops.recomputed(jnp.int32(0)), block.config.turns
+    half = refs.key_smem.shape[2] // CHUNK // 2 * CHUNK
+    columns = range(half) if warpgroup == VALUES else range(half, refs.key_smem.shape[2])
+    mine = [columns[at : at + block.config.dq_columns] for at in range(0, len(columns), block.config.dq_columns)]
+    before = backward_turns.before(block, step.i) if turns else None
+    ended = backward_turns.ended(block, step, jnp.int32(warpgroup)) if turns else None
+
+    def multiply(*parts: Accumulator, mine: Any, starts: bool) -> None:
+        for part, at in zip(parts, mine, strict=True):
+            plgpu.wgmma(part, refs.ds_smem.at[here].T, refs.key_smem.at[here, :, pl.ds(at.start, len(at))])
+        later = 0 if meanwhile is None else meanwhile()
+        for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
+            numbers = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
+            is_first = starts and i == 0
+            if is_first and at_first is not None:
+                at_first()
+            if is_first and turns:
+                backward_turns.wait(block, step, jnp.int32(warpgroup), before, ended)
+            for c in range(len(at) // CHUNK):
+                square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
+                _add_square(block, step, warpgroup, square, at.start // CHUNK + c, before, is_first and c == 0)
+
+    together = 1 if block.config.ahead and warpgroup == VALUES else len(mine)
+    for at in range(0, len(mine), together):
+        now = mine[at : at + together]
+        f = functools.partial(multiply, mine=now, starts=at == 0)
+        pl.run_scoped(f, *(ACC((CHUNK, len(x)), jnp.float32) for x in now))
+
+
+def _add_square(block: Block, step: Step, warpgroup: int, square: Any, column: int, before: Any, is_first: bool) -> None:
+    """Adds 64 columns of dQ to the sum in device memory."""
+    target = block.refs.dq_sum.at[block.batch, step.head, step.i, column]
+    if block.config.squares == 1:
+        return fragments.reduce(target, square)
+    # Warpgroup 0 has no part of dQ on its way from the probabilities to the score gradients.
+    dq_smem = block.refs.squares_smem.at[block.config.squares - 2 + warpgroup]
+    if block.config.turns:
+        if not is_first:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        fragments.store(dq_smem, square)
+        plgpu.commit_smem()
+        backward_turns.add(block, dq_smem, target, before)
     else:
-        backward_dq.await_place(block.problem, block.config)
+        if not is_first:
+            fragments.await_read()
+        fragments.store(dq_smem, square)
+        fragments.add(dq_smem, target)
 
 
 def _pieces(columns: int) -> list[tuple[int, int]]:

@@ -103,11 +103,13 @@ class BackwardWideConfig:
 
     stages: int = 2
     d_out_stages: int = 1
-    p_slots: int = 1
+    squares: int = 3
     tiles: Literal["own"] = "own"
     together: int = 1
     turns: bool = False
     bias_slots: int = 0
+    ahead: bool = False
+    dq_columns: int = 64
 
     last_writes = False
     apart = False

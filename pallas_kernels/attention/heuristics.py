@@ -194,7 +194,7 @@ def backward_wide(problem: Attention, device: Device) -> tuple[BackwardWideConfi
     if sum(padded_dims(problem)) <= 384:
         config = dataclasses.replace(config, d_out_stages=2)
     config = dataclasses.replace(_in_order(problem, device, config), tiles="own")
-    configs = [config, dataclasses.replace(config, p_slots=0)]
+    configs = [config, dataclasses.replace(config, squares=2)]
     return (_with_slots(problem, device, configs, backward_wide_kernel.shared_bytes),)
 
 
