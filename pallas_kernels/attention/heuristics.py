@@ -207,7 +207,9 @@ def _with_slots[Config: (BackwardConfig, BackwardWideConfig)](
     return next(c for c in found if shared_bytes(problem, c) <= device.smem_per_cta)
 
 
-def _in_order[Config: (BackwardConfig, BackwardWideConfig)](problem: Attention, device: Device, config: Config) -> Config:
+def _in_order[Config: (BackwardConfig, BackwardWideConfig)](
+    problem: Attention, device: Device, config: Config
+) -> Config:
     """`config` with the order of the tiles, by what makes them wait."""
     uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
     if schedule.bounds(problem) != (None, None) or uneven:
