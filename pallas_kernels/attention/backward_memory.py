@@ -61,4 +61,3 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         query_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
         d_out_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
     )
-

@@ -158,6 +158,7 @@ def _copy_all(full: jax.Ref, *copies: tuple[Any, tuple[Any, ...], Any]) -> None:
 def _with_step(fetch: Any) -> Any:
     """`fetch(block, step)` as a function of how many steps of the tile come before, which does nothing past its end."""
 
+    @functools.wraps(fetch)
     def fetch_if_any(block: Block, before: Any) -> None:
         @pl.when(before < block.steps)
         def _():
@@ -249,9 +250,9 @@ def _first_scores(block: Block) -> jax.Array:
 
 def _begin_next_scores(block: Block, step: Step) -> jax.Array:
     """Begins the next step's product; after a tile's last one, that of the same queries once more, for nothing."""
-    follows = step.n + 1 < block.steps_before + block.steps
+    follows = step.n - block.steps_before + 1 < block.steps
     pl.when(follows)(lambda: _wait(block, "query_full", step.n + 1, block.config.stages))
-    return _begin_scores(block, step.n + follows.astype(jnp.int32))
+    return _begin_scores(block, step.n + jnp.int32(follows))
 
 
 def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Array | None) -> jax.Array | None:
@@ -271,7 +272,6 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Ar
     p = probabilities(block, step, 0, x, extras, compare)
     _begin_turn(block, step, VALUES)
     fragments.store(block.refs.squares_smem.at[0], p if slope is None else p * slope)
-    fragments.commit()  # of lse, too, which copies write over
     asynchronous.arrive_each(_barrier(block, "p_full"))
     _wait(block, "d_out_full", step.n, config.d_out_stages)
     _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
@@ -336,7 +336,7 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     ds = pl.run_scoped(score_gradients, ACC(TILE, jnp.float32))
     _begin_turn(block, step, KEYS)
     fragments.store_factor(refs.ds_smem, ds)
-    fragments.commit()  # of delta, too
+    fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
     asynchronous.arrive_each(_barrier(block, "ds_full"))
     _wait(block, "ds_full", step.n)
     if bias_of_scores:

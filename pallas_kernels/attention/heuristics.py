@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_kernels.attention import backward_memory, backward_turns, forward_bias, memory, schedule
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
-from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
+from pallas_kernels.attention.backward_operands import padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, BackwardWideConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
