@@ -1054,18 +1054,11 @@ MUTANTS = (
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward(
-        "own_score_gradients_not_awaited",
-        "dQ is multiplied from score gradients that other warps have not stored yet",
-        'arrive_each(_barrier(block, "ds_full"))\n    _wait(block, "ds_full", step.n)',
-        'arrive_each(_barrier(block, "ds_full"))',
-        rejected_by=NOT_WAITED_FOR,
-    ),
-    _wide_backward(
         "wide_refilled_early",
-        "the next copies are written into a stage that is not released yet",
+        "a stage gets the copies of a step too early",
         "step.n - block.steps_before + stages",
         "step.n - block.steps_before + stages - 1",
-        rejected_by=NOT_WAITED_FOR,
+        rejected_by=DEADLOCK,
     ),
     _wide_backward(
         "wide_refilled_once",
@@ -1079,7 +1072,7 @@ MUTANTS = (
         "the phase of a barrier is the step's, whatever the number of stages",
         "lax.rem(lax.div(n, stages), 2)",
         "lax.rem(n, 2)",
-        rejected_by=NOT_WAITED_FOR,
+        rejected_by=DEADLOCK,
     ),
     _wide_backward(
         "wide_queries_not_awaited",
@@ -1142,8 +1135,8 @@ MUTANTS = (
     _copied_bias(
         "copied_bias_of_a_group",
         "all heads of a group have the first one's copied bias",
-        "(block.batch, step.head), refs.bias.shape",
-        "(block.batch, block.key_head), refs.bias.shape",
+        "(block.batch, step.head), refs.bias.shape)\n    at = refs",
+        "(block.batch, block.key_head), refs.bias.shape)\n    at = refs",
         heads=(2, 1),
     ),
     _copied_bias(
@@ -1180,7 +1173,7 @@ MUTANTS = (
         "lax.rem(step.n, jnp.int32(slots)) if slots > 1 else 0",
         "0",
         rejected_by=NOT_WAITED_FOR,
-        dims=(136, 64),
+        dims=(128, 128),
     ),
     _copied_bias(
         "copied_bias_not_freed",
@@ -1188,5 +1181,21 @@ MUTANTS = (
         "plgpu.barrier_arrive(refs.bias_empty.at[slot])",
         "pass",
         rejected_by=DEADLOCK,
+    ),
+    _copied_bias(
+        "wide_copied_bias_early",
+        "a copied bias is read before it is there",
+        '_wait(block, "bias_full", step.n, slots)',
+        "pass",
+        rejected_by=NOT_WAITED_FOR,
+        dims=(136, 64),
+    ),
+    _copied_bias(
+        "wide_copied_bias_unfenced",
+        "nothing orders the reads of a copied bias before the next copy that writes there",
+        "fragments.commit()\n        _release",
+        "_release",
+        rejected_by=RACE,
+        dims=(136, 64),
     ),
 )
