@@ -264,6 +264,9 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Ar
     extras = _load_early(block, step)
     if not config.ahead:
         x = products.finish(begun, later=0)
+    if config.bias_slots:
+        fragments.commit()
+        _release(block, step, "bias_empty", config.bias_slots, _fetch_bias)
     extras |= load_late(block, step, 0)
     x, slope = bent(problem, x)
     if capped_bias(problem):
@@ -294,8 +297,6 @@ def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
     if slots:
         _wait(block, "bias_full", step.n, slots)
         found["bias"] = plgpu.load(refs.bias_smem.at[lax.rem(step.n, slots)].T, layout=WGMMA)
-        fragments.commit()
-        _release(block, step, "bias_empty", slots, _fetch_bias)
     return found
 
 
@@ -389,8 +390,11 @@ def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, m
                 square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
                 _add_square(block, step, warpgroup, square, at.start // CHUNK + c, before, is_first and c == 0)
 
+    if not mine:  # of one chunk of columns warpgroup 0 has none
+        plgpu.wgmma_wait(0)
+        at_first()
     together = 1 if block.config.ahead and warpgroup == VALUES else len(mine)
-    for at in range(0, len(mine), together):
+    for at in range(0, len(mine), max(together, 1)):
         now = mine[at : at + together]
         f = functools.partial(multiply, mine=now, starts=at == 0)
         pl.run_scoped(f, *(ACC((CHUNK, len(x)), jnp.float32) for x in now))

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import mask_patterns
 import numpy as np
 
+from pallas_kernels.attention import backward_memory, backward_wide
+from pallas_kernels.attention.configs import BackwardWideConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 QKV = ("query", "key", "value")
@@ -66,6 +68,12 @@ def problem_of(
     if "bias" in kind:
         given.setdefault("bias_dtype", jnp.dtype("float32" if op is Op.FORWARD else dtype))
     return Attention(op, batch, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
+
+
+def backward_bytes(p: Attention, config: Any) -> int:
+    """What the backward kernel of that config takes of shared memory."""
+    kernel = backward_wide if isinstance(config, BackwardWideConfig) else backward_memory
+    return kernel.shared_bytes(p, config)
 
 
 def name_of(p: Attention) -> str:

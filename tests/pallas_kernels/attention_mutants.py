@@ -603,7 +603,7 @@ MUTANTS = (
     _backward(
         "bias_not_counted",
         "the bias is not counted in shared memory",
-        "if shared_bytes(problem, c) <= device.smem_per_cta",
+        "if shared_bytes(problem, c) < device.smem_per_cta",
         "if c.bias_slots",
         "bias",
         rejected_by=TOO_LARGE,
@@ -1173,7 +1173,7 @@ MUTANTS = (
         "lax.rem(step.n, jnp.int32(slots)) if slots > 1 else 0",
         "0",
         rejected_by=NOT_WAITED_FOR,
-        dims=(128, 128),
+        dims=(128, 64),
     ),
     _copied_bias(
         "copied_bias_not_freed",

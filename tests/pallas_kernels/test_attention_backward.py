@@ -17,7 +17,7 @@ import pytest
 from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_d_out, backward_memory, dispatch, heuristics
+from pallas_kernels.attention import backward_d_out, dispatch, heuristics
 from pallas_kernels.attention.backward_blocks import Block
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
@@ -456,7 +456,7 @@ def test_compiles_copied_biases_without_spills(dims, dtype, facts):
     most |= {(256, "float32"): 84}
     assert report.spill_bytes <= most.get((max(dims), dtype), 0)
     assert not [line for line in report.complaints if "C7519" not in line]
-    assert report.smem == backward_memory.shared_bytes(p, decided(p).config)
+    assert report.smem == attention_cases.backward_bytes(p, decided(p).config)
 
 
 @pytest.mark.slow
