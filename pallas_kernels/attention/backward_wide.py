@@ -14,6 +14,7 @@ Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the overlap 
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,7 +44,6 @@ from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, lo
 from pallas_kernels.attention.configs import BackwardWideConfig
 from pallas_kernels.attention.memory import ACC, columns_of_tile, store, tiled, transforms
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.emit import Index
 from pallas_kernels.hardware import Device
 
 Accumulator = Any  # a reference to one in registers
@@ -71,12 +71,14 @@ def _barriers(problem: Attention, config: BackwardWideConfig) -> dict[str, list[
         query_empty=[warps] * config.stages,
         d_out_full=[once] * config.d_out_stages,
         d_out_empty=[warps] * config.d_out_stages,
-        bias_full=[once] * config.bias_slots,
-        bias_empty=[warps] * config.bias_slots,
         p_full=[threads],
         ds_full=[threads],
     )
-    return found | (dict(landed=[once]) if schedule.may_see_nothing(problem) else {})
+    if config.bias_slots:
+        found |= dict(bias_full=[once] * config.bias_slots, bias_empty=[warps] * config.bias_slots)
+    if schedule.may_see_nothing(problem):
+        found |= dict(landed=[once])
+    return found
 
 
 def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
@@ -93,8 +95,7 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
         d_out_smem=tiled((config.d_out_stages, CHUNK, value_dim), dtype),
         squares_smem=plgpu.SMEM((config.squares, *fragments.SHAPE), jnp.float32),
         ds_smem=tiled((1, *TILE), dtype),
-        lse_smem=plgpu.SMEM((config.stages, CHUNK), jnp.float32),
-        delta_smem=plgpu.SMEM((config.d_out_stages, CHUNK), jnp.float32),
+        statistics_smem=plgpu.SMEM((config.stages + config.d_out_stages, CHUNK), jnp.float32),
         barriers=pipeline.barriers(sum(map(len, _barriers(problem, config).values()))),
     )
 
@@ -104,20 +105,15 @@ def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
     return backward_memory.size(scratch(problem, config))
 
 
-def _barrier(block: Block, name: str, slot: Index = 0) -> jax.Ref:
-    """One of the barriers of that name."""
-    start = 0
-    for other, arrivals in _barriers(block.problem, block.config).items():
-        if other == name:
-            break
+def _named(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace) -> SimpleNamespace:
+    """`refs` with what is a part of an array in shared memory, by its name."""
+    found, start = {}, 0
+    for name, arrivals in _barriers(problem, config).items():
+        found[name] = refs.barriers.at[pl.ds(start, len(arrivals))]
         start += len(arrivals)
-    return block.refs.barriers.at[start + slot]
-
-
-def _wait(block: Block, name: str, n: Index, stages: int = 1) -> None:
-    """Waits for the `n`th phase, of all stages' together."""
-    n = jnp.int32(n)
-    asynchronous.wait(_barrier(block, name, lax.rem(n, stages)), lax.rem(lax.div(n, stages), 2))
+    found["lse_smem"] = refs.statistics_smem.at[pl.ds(0, config.stages)]
+    found["delta_smem"] = refs.statistics_smem.at[pl.ds(config.stages, config.d_out_stages)]
+    return SimpleNamespace(**(vars(refs) | found))
 
 
 def _slot(n: jax.Array, stages: int) -> jax.Array:
@@ -137,11 +133,11 @@ def _prologue(block: Block) -> None:
     def _():
         for i in range(max(config.stages, config.d_out_stages, config.bias_slots)):
             if i == 0:
-                _copy_all(_barrier(block, "key_full"), (refs.key, keys, refs.key_smem.at[0]))
+                _copy_all(refs.key_full.at[0], (refs.key, keys, refs.key_smem.at[0]))
             if i < config.stages:
                 _fetch_query(block, i)
             if i == 0:
-                _copy_all(_barrier(block, "value_full"), (refs.value, keys, refs.value_smem.at[0]))
+                _copy_all(refs.value_full.at[0], (refs.value, keys, refs.value_smem.at[0]))
             if i < config.d_out_stages:
                 _fetch_d_out(block, i)
             if i < config.bias_slots:
@@ -175,7 +171,7 @@ def _fetch_query(block: Block, step: Step) -> None:
     refs, slot, rows = block.refs, lax.rem(step.n, block.config.stages), pl.ds(step.i * CHUNK, CHUNK)
     query = refs.query, (block.batch, rows, step.head, slice(None)), refs.query_smem.at[slot]
     lse = refs.lse, (block.batch, step.head, rows), refs.lse_smem.at[slot]
-    _copy_all(_barrier(block, "query_full", slot), query, lse)
+    _copy_all(refs.query_full.at[slot], query, lse)
 
 
 @_with_step
@@ -184,10 +180,10 @@ def _fetch_d_out(block: Block, step: Step) -> None:
     refs, slot, rows = block.refs, lax.rem(step.n, block.config.d_out_stages), pl.ds(step.i * CHUNK, CHUNK)
     d_out = refs.d_out, (block.batch, rows, step.head, slice(None)), refs.d_out_smem.at[slot]
     delta = refs.delta, (block.batch, step.head, rows), refs.delta_smem.at[slot]
-    full = _barrier(block, "d_out_full", slot)
+    full = refs.d_out_full.at[slot]
     if not schedule.may_see_nothing(block.problem):
         return _copy_all(full, d_out, delta)
-    nothing, landed = refs.without_keys[block.batch, step.head, step.i] != 0, _barrier(block, "landed")
+    nothing, landed = refs.without_keys[block.batch, step.head, step.i] != 0, refs.landed.at[0]
     # A phase of `landed` ends at each step, so that the step's number is the phase's.
     pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(landed, 0))
     pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, d_out, delta))
@@ -195,9 +191,8 @@ def _fetch_d_out(block: Block, step: Step) -> None:
     @pl.when(nothing)
     def _():
         _copy_all(landed, d_out)
-        _wait(block, "landed", step.n)
+        pipeline.wait(refs.landed, step.n, 1)
         _zero_rows(refs.d_out_smem.at[slot], refs.lse.at[block.batch, step.head, rows])
-        fragments.commit()
         _copy_all(full, delta)
 
 
@@ -207,12 +202,12 @@ def _fetch_bias(block: Block, step: Step) -> None:
     refs, slot = block.refs, lax.rem(step.n, block.config.bias_slots)
     batch, head = gather.broadcast_index((block.batch, step.head), refs.bias.shape)
     at = batch, head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(block.first_key, CHUNK)
-    _copy_all(_barrier(block, "bias_full", slot), (refs.bias, at, refs.bias_smem.at[slot]))
+    _copy_all(refs.bias_full.at[slot], (refs.bias, at, refs.bias_smem.at[slot]))
 
 
-def _release(block: Block, step: Step, empty: str, stages: int, fetch: Any) -> None:
+def _release(block: Block, step: Step, empty: jax.Ref, stages: int, fetch: Any) -> None:
     """Releases the step's stage; the last warp to do so asks for what comes there next."""
-    last = pipeline.release(_barrier(block, empty, lax.rem(step.n, stages)))
+    last = pipeline.release(empty.at[lax.rem(step.n, stages)])
     pl.when(last != 0)(lambda: fetch(block, step.n - block.steps_before + stages))
 
 
@@ -221,7 +216,7 @@ def _release(block: Block, step: Step, empty: str, stages: int, fetch: Any) -> N
 
 def _values(block: Block) -> None:
     """The warpgroup of dV, and of the probabilities."""
-    asynchronous.wait(_barrier(block, "key_full"), jnp.int32(0))
+    asynchronous.wait(block.refs.key_full.at[0], jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
         first = _first_scores(block) if block.config.ahead else None
@@ -241,7 +236,7 @@ def _first_scores(block: Block) -> jax.Array:
     """The first step's product of keys and queries, if there is a step."""
 
     def multiply() -> jax.Array:
-        _wait(block, "query_full", block.steps_before, block.config.stages)
+        pipeline.wait(block.refs.query_full, block.steps_before, block.config.stages)
         return products.finish(_begin_scores(block, block.steps_before), later=0)
 
     nothing = lambda: plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
@@ -251,7 +246,7 @@ def _first_scores(block: Block) -> jax.Array:
 def _begin_next_scores(block: Block, step: Step) -> jax.Array:
     """Begins the next step's product; after a tile's last one, that of the same queries once more, for nothing."""
     follows = step.n - block.steps_before + 1 < block.steps
-    pl.when(follows)(lambda: _wait(block, "query_full", step.n + 1, block.config.stages))
+    pl.when(follows)(lambda: pipeline.wait(block.refs.query_full, step.n + 1, block.config.stages))
     return _begin_scores(block, step.n + jnp.int32(follows))
 
 
@@ -259,14 +254,14 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Ar
     problem, config, refs = block.problem, block.config, block.refs
     d_out_slot = _slot(step.n, config.d_out_stages)
     if not config.ahead:
-        _wait(block, "query_full", step.n, config.stages)
+        pipeline.wait(refs.query_full, step.n, config.stages)
         begun = _begin_scores(block, step.n)
     extras = _load_early(block, step)
     if not config.ahead:
         x = products.finish(begun, later=0)
     if config.bias_slots:
         fragments.commit()
-        _release(block, step, "bias_empty", config.bias_slots, _fetch_bias)
+        _release(block, step, refs.bias_empty, config.bias_slots, _fetch_bias)
     extras |= load_late(block, step, 0)
     x, slope = bent(problem, x)
     if capped_bias(problem):
@@ -275,16 +270,18 @@ def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Ar
     p = probabilities(block, step, 0, x, extras, compare)
     _begin_turn(block, step, VALUES)
     fragments.store(block.refs.squares_smem.at[0], p if slope is None else p * slope)
-    asynchronous.arrive_each(_barrier(block, "p_full"))
-    _wait(block, "d_out_full", step.n, config.d_out_stages)
+    asynchronous.arrive_each(refs.p_full.at[0])
+    pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
     _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
-    begun = _begin_next_scores(block, step) if config.ahead else None
-    _wait(block, "ds_full", step.n)
+    pipeline.wait(refs.ds_full, step.n, 1)
 
     def release() -> None:
-        _release(block, step, "d_out_empty", config.d_out_stages, _fetch_d_out)
+        _release(block, step, refs.d_out_empty, config.d_out_stages, _fetch_d_out)
 
-    _add_to_dq(block, step, VALUES, at_first=release)
+    meanwhile = None
+    if config.ahead:
+        meanwhile = lambda: (1, _begin_next_scores(block, step))
+    begun = _add_to_dq(block, step, VALUES, at_first=release, meanwhile=meanwhile)
     return products.finish(begun, later=0) if config.ahead else None
 
 
@@ -295,7 +292,7 @@ def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
         corner = block.batch, step.head, block.first_key, step.i * CHUNK
         found["held"] = gather.load_bits(refs.mask, 2, corner, CHUNK)
     if slots:
-        _wait(block, "bias_full", step.n, slots)
+        pipeline.wait(refs.bias_full, step.n, slots)
         found["bias"] = plgpu.load(refs.bias_smem.at[lax.rem(step.n, slots)].T, layout=WGMMA)
     return found
 
@@ -305,8 +302,8 @@ def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
 
 def _keys(block: Block) -> None:
     """The warpgroup of dK, and of the score gradients."""
-    asynchronous.wait(_barrier(block, "value_full"), jnp.int32(0))
-    asynchronous.wait(_barrier(block, "key_full"), jnp.int32(0))
+    asynchronous.wait(block.refs.value_full.at[0], jnp.int32(0))
+    asynchronous.wait(block.refs.key_full.at[0], jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
         block.each_step_alike(lambda step: _add_to_dk(block, step, sums))
@@ -322,11 +319,11 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
     def score_gradients(dp: Accumulator) -> jax.Array:
-        _wait(block, "d_out_full", step.n, config.d_out_stages)
+        pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
         dp[...] = by_column(refs.delta_smem.at[d_out_slot], TILE)
         plgpu.wgmma(dp, refs.value_smem.at[here], refs.d_out_smem.at[d_out_slot].T)
         pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
-        _wait(block, "p_full", step.n)
+        pipeline.wait(refs.p_full, step.n, 1)
         d_scores = fragments.load(block.refs.squares_smem.at[0]) * pull
         if capped_bias(problem):
             if problem.bias_gradient:
@@ -338,13 +335,13 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
     _begin_turn(block, step, KEYS)
     fragments.store_factor(refs.ds_smem, ds)
     fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
-    asynchronous.arrive_each(_barrier(block, "ds_full"))
-    _wait(block, "ds_full", step.n)
+    asynchronous.arrive_each(refs.ds_full.at[0])
+    pipeline.wait(refs.ds_full, step.n, 1)
     if bias_of_scores:
         plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(block, step))
-    _add_to_dq(block, step, KEYS, meanwhile=lambda: _multiply(sums, ds, refs.query_smem.at[slot]))
+    _add_to_dq(block, step, KEYS, meanwhile=lambda: (_multiply(sums, ds, refs.query_smem.at[slot]), None))
     plgpu.wgmma_wait(0)
-    _release(block, step, "query_empty", config.stages, _fetch_query)
+    _release(block, step, refs.query_empty, config.stages, _fetch_query)
 
 
 def _d_logits(block: Block, step: Step) -> Any:
@@ -366,7 +363,7 @@ def _begin_turn(block: Block, step: Step, warpgroup: int) -> None:
         fragments.await_read()
 
 
-def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> None:
+def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
     """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
     refs, here, turns = block.refs, loops.recomputed(jnp.int32(0)), block.config.turns
     half = refs.key_smem.shape[2] // CHUNK // 2 * CHUNK
@@ -375,29 +372,26 @@ def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, m
     before = backward_turns.before(block, step.i) if turns else None
     ended = backward_turns.ended(block, step, jnp.int32(warpgroup)) if turns else None
 
-    def multiply(*parts: Accumulator, mine: Any, starts: bool) -> None:
+    def multiply(*parts: Accumulator) -> Any:
         for part, at in zip(parts, mine, strict=True):
             plgpu.wgmma(part, refs.ds_smem.at[here].T, refs.key_smem.at[here, :, pl.ds(at.start, len(at))])
-        later = 0 if meanwhile is None else meanwhile()
+        if at_first is not None:
+            # Factors in registers are free again: with all products under way ptxas would serialise them.
+            plgpu.wgmma_wait(len(mine))
+            at_first()
+        later, begun = meanwhile() if meanwhile is not None else (0, None)
+        if turns:
+            backward_turns.wait(block, step, jnp.int32(warpgroup), before, ended)
         for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
             numbers = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
-            is_first = starts and i == 0
-            if is_first and at_first is not None:
-                at_first()
-            if is_first and turns:
-                backward_turns.wait(block, step, jnp.int32(warpgroup), before, ended)
             for c in range(len(at) // CHUNK):
                 square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
-                _add_square(block, step, warpgroup, square, at.start // CHUNK + c, before, is_first and c == 0)
+                _add_square(block, step, warpgroup, square, at.start // CHUNK + c, before, i == c == 0)
+        return begun
 
-    if not mine:  # of one chunk of columns warpgroup 0 has none
-        plgpu.wgmma_wait(0)
-        at_first()
-    together = 1 if block.config.ahead and warpgroup == VALUES else len(mine)
-    for at in range(0, len(mine), max(together, 1)):
-        now = mine[at : at + together]
-        f = functools.partial(multiply, mine=now, starts=at == 0)
-        pl.run_scoped(f, *(ACC((CHUNK, len(x)), jnp.float32) for x in now))
+    if not mine:
+        return multiply()
+    return pl.run_scoped(multiply, *(ACC((CHUNK, len(at)), jnp.float32) for at in mine))
 
 
 def _add_square(
@@ -453,13 +447,13 @@ def _epilogue(block: Block, warpgroup: int, gradient: Any, place: Any, target: j
 
 
 def _zero_rows(target: Any, lse: Any) -> None:
-    """The calling warp zeroes the rows of a stage `[rows, columns]` whose lse is inf; a lane has every 32nd row."""
+    """The calling warp zeroes the rows of a stage `[rows, columns]` whose lse is inf, before products read it."""
     rows, columns = target.shape
     tile = columns_of_tile(columns, jnp.dtype(target.dtype))
     row_bytes = tile * jnp.dtype(target.dtype).itemsize
     tile_bytes = TILE_ROWS * row_bytes
 
-    def zero_rows(ctx, target, lse):
+    def zero_rows_of_warp(ctx, target, lse):
         places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR)]
         stores = " ".join(f"@empty st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
         lane = arith.remui(utils.thread_idx(), emit.c32(32))
@@ -472,9 +466,10 @@ def _zero_rows(target: Any, lse: Any) -> None:
                 f"{stores} }}"
             )
             emit.ptx(text, "l,r,r,~{memory}", [emit.global_address(lse), emit.shared_address(target), lane])
+        emit.ptx("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;", "~{memory}", [])
 
     arguments = plgpu.RefType(transforms(tile, jnp.dtype(target.dtype))), plgpu.RefType()
-    plgpu.inline_mgpu(arg_types=arguments)(zero_rows)(target, lse)
+    plgpu.inline_mgpu(arg_types=arguments)(zero_rows_of_warp)(target, lse)
 
 
 def _uniform(block: Block) -> Block:
@@ -490,7 +485,7 @@ def _uniform(block: Block) -> Block:
 
 def _body(problem: Attention, config: BackwardWideConfig, each_block: EachBlock) -> None:
     def tile(block: Block, first: jax.Array) -> None:
-        block = _uniform(block)
+        block = dataclasses.replace(_uniform(block), refs=_named(problem, config, block.refs))
         arrivals = [n for numbers in _barriers(problem, config).values() for n in numbers]
         pipeline.start(block.refs.barriers, tuple(arrivals))
         scopes.sync_block(config.warpgroups)

@@ -109,7 +109,7 @@ class BackwardWideConfig:
     turns: bool = False
     bias_slots: int = 0
     ahead: bool = False
-    dq_columns: int = 64
+    dq_columns: int = 128
 
     last_writes = False
     apart = False

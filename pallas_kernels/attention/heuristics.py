@@ -6,7 +6,6 @@ from typing import Any
 
 from pallas_kernels.attention import backward_memory, backward_turns, forward_bias, memory, schedule
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
-from pallas_kernels.attention.backward_operands import padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, BackwardWideConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
@@ -190,11 +189,10 @@ def _can_write_last(problem: Attention) -> bool:
 
 def backward_wide(problem: Attention, device: Device) -> tuple[BackwardWideConfig, ...]:
     """As many stages as fit in shared memory, and slots for the bias."""
-    config = BackwardWideConfig(turns=problem.deterministic)
-    if sum(padded_dims(problem)) <= 384:
-        config = dataclasses.replace(config, d_out_stages=2)
-    config = dataclasses.replace(_in_order(problem, device, config), tiles="own")
-    configs = [config, dataclasses.replace(config, squares=2)]
+    config = _in_order(problem, device, BackwardWideConfig(turns=problem.deterministic))
+    config = dataclasses.replace(config, tiles="own")
+    squares = (3, 2) if config.turns else (1,)
+    configs = [dataclasses.replace(config, d_out_stages=d, squares=n) for d in (2, 1) for n in squares]
     return (_with_slots(problem, device, configs, backward_wide_kernel.shared_bytes),)
 
 

@@ -563,8 +563,8 @@ MUTANTS = (
     _wide_backward(
         "wide_dv_not_awaited",
         "the cotangents' stage is released while the product for dV reads it",
-        "_add_to_dq(block, step, VALUES, at_first=release)",
-        "release(), _add_to_dq(block, step, VALUES)",
+        "begun = _add_to_dq(block, step, VALUES, at_first=release, meanwhile=meanwhile)",
+        "begun = release(), _add_to_dq(block, step, VALUES, meanwhile=meanwhile)",
         rejected_by=UNDER_WAY,
     ),
     _wide_backward(
@@ -579,8 +579,8 @@ MUTANTS = (
     _wide_backward(
         "wide_dk_not_awaited",
         "the queries' stage is released while the product for dK reads it",
-        '    plgpu.wgmma_wait(0)\n    _release(block, step, "query_empty"',
-        '    plgpu.wgmma_wait(1)\n    _release(block, step, "query_empty"',
+        "    plgpu.wgmma_wait(0)\n    _release(block, step, refs.query_empty",
+        "    plgpu.wgmma_wait(1)\n    _release(block, step, refs.query_empty",
         rejected_by=UNDER_WAY,
     ),
     _wide_backward(
@@ -861,7 +861,7 @@ MUTANTS = (
     _wide_backward(
         "wide_cotangents_zeroed_early",
         "cotangents are zeroed before they have come",
-        '_wait(block, "landed", step.n)',
+        "pipeline.wait(refs.landed, step.n, 1)",
         "pass",
         "mask",
         mask="documents",
@@ -1042,14 +1042,14 @@ MUTANTS = (
     _wide_backward(
         "probabilities_not_awaited",
         "score gradients are made of probabilities that are not there",
-        '_wait(block, "p_full", step.n)',
+        "pipeline.wait(refs.p_full, step.n, 1)",
         "pass",
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward(
         "score_gradients_not_awaited",
         "dQ is multiplied from score gradients that are not there, and probabilities are overwritten",
-        '    _wait(block, "ds_full", step.n)\n\n    def release',
+        "    pipeline.wait(refs.ds_full, step.n, 1)\n\n    def release",
         "\n    def release",
         rejected_by=NOT_WAITED_FOR,
     ),
@@ -1068,17 +1068,17 @@ MUTANTS = (
         rejected_by=DEADLOCK,
     ),
     _wide_backward(
-        "wide_parity_of_the_step",
-        "the phase of a barrier is the step's, whatever the number of stages",
-        "lax.rem(lax.div(n, stages), 2)",
-        "lax.rem(n, 2)",
-        rejected_by=DEADLOCK,
+        "wide_phase_of_one_stage",
+        "queries are waited for as if they had one stage",
+        "        pipeline.wait(refs.query_full, step.n, config.stages)\n        begun",
+        "        pipeline.wait(refs.query_full, step.n, 1)\n        begun",
+        rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward(
         "wide_queries_not_awaited",
         "scores are multiplied from queries that have not come",
-        '_wait(block, "query_full", step.n, config.stages)',
-        "pass",
+        "        pipeline.wait(refs.query_full, step.n, config.stages)\n        begun",
+        "        begun",
         rejected_by=NOT_WAITED_FOR,
     ),
     _wide_backward(
@@ -1185,7 +1185,7 @@ MUTANTS = (
     _copied_bias(
         "wide_copied_bias_early",
         "a copied bias is read before it is there",
-        '_wait(block, "bias_full", step.n, slots)',
+        "pipeline.wait(refs.bias_full, step.n, slots)",
         "pass",
         rejected_by=NOT_WAITED_FOR,
         dims=(136, 64),

@@ -390,6 +390,11 @@ def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
     machine.scatter(target, (row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
 
 
+def _zero_rows_of_warp(machine: Any, static: Any, target: Any, lse: Any) -> None:
+    _zero_rows(machine, static, target, lse)
+    machine.commit_smem()
+
+
 def _mask_tile(machine: Any, static: Any, x: Any, keys: Any, most: Any, least: Any) -> list[Any]:
     at, column = np.indices(static.shape)
     seen = at < keys if static.ragged else at >= 0
