@@ -44,7 +44,7 @@ def launch(
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.threads,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),

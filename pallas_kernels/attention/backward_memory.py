@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import backward_bias, backward_d_out, backward_dq, backward_tiles
-from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
-from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig, ByGradientConfig
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
+from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.memory import tiled
 from pallas_kernels.attention.problem import Attention
 
@@ -17,20 +17,24 @@ ALIGNMENT = 1024  # of arrays
 WORD = 8  # bytes of a barrier
 
 
-def scratch(problem: Attention, config: AnyBackwardConfig) -> dict[str, Any]:
+def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     """Arrays and barriers, by name."""
-    found = _by_gradient(problem, config) if isinstance(config, ByGradientConfig) else _by_keys(problem, config)
     return (
-        found
+        _by_keys(problem, config)
         | backward_bias.scratch(problem, config)
         | backward_d_out.scratch(problem)
         | backward_tiles.scratch(config)
     )
 
 
-def shared_bytes(problem: Attention, config: AnyBackwardConfig) -> int:
+def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
     """What the scratch takes."""
-    found = scratch(problem, config).values()
+    return size(scratch(problem, config))
+
+
+def size(scratch: dict[str, Any]) -> int:
+    """Bytes of shared memory."""
+    found = scratch.values()
     barriers = sum(int(np.prod(x.num_barriers)) for x in found if isinstance(x, plgpu.Barrier))
     arrays = [math.prod(x.shape) * x.dtype.itemsize for x in found if not isinstance(x, plgpu.Barrier)]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in arrays) + barriers * WORD
@@ -56,33 +60,4 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         d_out_full=plgpu.Barrier(num_barriers=stages),
         query_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
         d_out_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-    )
-
-
-def _by_gradient(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
-    """Of a kernel with a warpgroup to each gradient."""
-    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
-    stages, d_out_stages = config.stages, config.d_out_stages
-    slope = dict(slope_smem=tiled((1, *TILE), jnp.float32)) if capped_bias(problem) else {}
-    return slope | dict(
-        key_smem=tiled((1, CHUNK, head_dim), dtype),
-        value_smem=tiled((1, CHUNK, value_dim), dtype),
-        query_smem=tiled((stages, CHUNK, head_dim), dtype),
-        d_out_smem=tiled((d_out_stages, CHUNK, value_dim), dtype),
-        p_smem=tiled((1, *TILE), jnp.float32),
-        ds_smem=tiled((2, *TILE), dtype),
-        dq_smem=tiled((config.dq_slots, *TILE), jnp.float32),
-        lse_smem=plgpu.SMEM((stages, CHUNK), jnp.float32),
-        delta_smem=plgpu.SMEM((d_out_stages, CHUNK), jnp.float32),
-        key_full=plgpu.Barrier(),
-        value_full=plgpu.Barrier(),
-        kv_empty=plgpu.Barrier(num_arrivals=2),
-        query_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        query_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        d_out_full=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        d_out_empty=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        p_full=plgpu.Barrier(),
-        p_empty=plgpu.Barrier(),
-        ds_full=plgpu.Barrier(num_barriers=2),
-        ds_empty=plgpu.Barrier(num_barriers=2),
     )

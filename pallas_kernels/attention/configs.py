@@ -76,39 +76,43 @@ class BackwardConfig:
         return self.warpgroups
 
     @property
+    def threads(self) -> int:
+        """Warpgroups of a block, with the one that copies."""
+        return self.warpgroups + 1
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a computing thread and of one that only copies."""
         return {2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
 
 @dataclasses.dataclass(frozen=True)
-class ByGradientConfig:
-    """A block: 64 keys, for three warpgroups, one for each of dV, dK and dQ; 64 queries at a time.
+class BackwardWideConfig:
+    """A CTA: 64 keys, for two warpgroups, one with dV and one with dK in registers; 64 queries at a time.
 
-    There are `stages` slots for queries, `d_out_stages` for their cotangents and `dq_slots` for pieces of dQ on their
-    way out. `tiles`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
+    There are `stages` stages for queries and `d_out_stages` for their cotangents. `p_slots`: whether the probabilities
+    have a place of their own, or that of warpgroup 0's part of dQ. `tiles`, `together`, `turns` and `bias_slots` are as
+    in `BackwardConfig`.
     """
 
     stages: int = 2
     d_out_stages: int = 1
-    dq_slots: int = 2
-    tiles: Literal["own", "dealt", "drawn"] = "own"
+    squares: int = 3
+    tiles: Literal["own"] = "own"
     together: int = 1
     turns: bool = False
     bias_slots: int = 0
+    ahead: bool = False
+    dq_columns: int = 128
 
     last_writes = False
     apart = False
-    by_registers = False
+    by_registers = True
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS
-    warpgroups = 3
-    adders = 1
-
-    @property
-    def registers(self) -> tuple[int, int, int, int]:
-        """Registers of a thread that computes dV, dK or dQ, and of one that only copies."""
-        return 200, 200, 88, 24
+    warpgroups = 2
+    adders = 2
+    threads = 2  # of Pallas: warpgroups
 
 
-AnyBackwardConfig = BackwardConfig | ByGradientConfig
+AnyBackwardConfig = BackwardConfig | BackwardWideConfig

@@ -382,6 +382,10 @@ def _add_warps(machine: Any, static: Any, source: Any, target: Any) -> None:
     machine.copy_added(source, target)
 
 
+def _reduce_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
+    machine.atomic_add(target, _in_fragments(sums))
+
+
 def _await_warps(machine: Any, static: Any) -> None:
     machine.await_copies_read()
 
@@ -394,6 +398,11 @@ def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
     row, column = np.indices(target.shape)
     machine.scatter(target, (row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
+
+
+def _zero_rows_of_warp(machine: Any, static: Any, target: Any, lse: Any) -> None:
+    _zero_rows(machine, static, target, lse)
+    machine.commit_smem()
 
 
 def _mask_tile(machine: Any, static: Any, x: Any, keys: Any, most: Any, least: Any) -> list[Any]:
