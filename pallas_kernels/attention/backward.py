@@ -10,6 +10,8 @@ Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +30,15 @@ from pallas_kernels.attention import (
     backward_memory,
     backward_turns,
     fragments,
+    gather,
     limits,
+    pipeline,
     products,
+    schedule,
+    tile_scheduler,
 )
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
-from pallas_kernels.attention.backward_tiles import EachBlock
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.memory import ACC, store
@@ -51,65 +56,179 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return limits.declines_any(problem, widest=128)
 
 
-def _copy(block: Block, first_tile: jax.Array) -> None:
-    """The copying warpgroup: keys and values once, and the queries' side, slot after slot."""
-    config, refs, batch = block.config, block.refs, block.batch
-    stages, block_q = config.stages, config.block_q
-    if not config.queries_first:
-        _copy_keys(block, first_tile)
-
-    def copy(step: Step) -> None:
-        slot, rows = lax.rem(step.n, stages), pl.ds(step.i * block_q, block_q)
-        nothing = backward_d_out.has_nothing(block, step)
-
-        def await_empty(barrier: jax.Ref) -> None:
-            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
-
-        await_empty(refs.query_empty)
-        full = refs.query_full.at[slot]
-        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.query_smem.at[slot], full)
-        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[slot], full)
-        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
-        await_empty(refs.d_out_empty)
-        backward_d_out.copy(block, step, slot, nothing)
-        backward_bias.copy(block, step)
-        if config.queries_first:
-            pl.when(step.starts)(lambda: _copy_keys(block, first_tile))
-
-    block.each_step_alike(copy)
-    if config.queries_first:
-        pl.when(block.steps == 0)(lambda: _copy_keys(block, first_tile))
-
-
-def _copy_keys(block: Block, first_tile: jax.Array) -> None:
-    """Keys and values, as soon as nobody reads those of the tile before."""
+def _issue_keys(block: Block) -> None:
+    """The calling warp asks for a tile's keys and values."""
     config, refs = block.config, block.refs
-    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_empty))
+    full = refs.kv_full.at[0]
+    pipeline.expect(full, pipeline.size(refs.key_smem) + pipeline.size(refs.value_smem))
     for i in range(config.warpgroups):
         rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
         for c in range(refs.key_smem.shape[1]):
             at = block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)
-            plgpu.copy_gmem_to_smem(refs.key.at[at], refs.key_smem.at[i, c], refs.kv_full)
-        plgpu.copy_gmem_to_smem(refs.value.at[block.batch, rows, block.key_head], refs.value_smem.at[i], refs.kv_full)
+            pipeline.copy(refs.key, at, refs.key_smem.at[i, c], full)
+        at = block.batch, rows, block.key_head, slice(None)
+        pipeline.copy(refs.value, at, refs.value_smem.at[i], full)
 
 
-def _compute(block: Block) -> None:
-    """A computing warpgroup: the gradients of its 64 keys and values."""
+def _following(block: Block) -> Block:
+    """The CTA's next tile; its batch is negative if there is none."""
+    record = tile_scheduler.read(block.refs.tile_smem, block.t + 1)
+    return Block.of_record(
+        block.problem, block.config, block.refs, record, block.t + 1, block.steps_before + block.stages_filled
+    )
+
+
+def _place(block: Block, n: Any) -> tuple[Any, Any, Any, Any]:
+    """Batch, head and block of queries of the CTA's step `n`, of this tile or the next, and the tile's first key.
+
+    The batch is negative if there is no such stage, and the block of queries if there is no step in it.
+    """
+    local = jnp.int32(n) - block.steps_before
+
+    def here() -> tuple[Any, ...]:
+        return block.batch, *block.place_of(local), block.first_key
+
+    if block.config.tiles == "own":
+        batch, head, i, first_key = here()
+        return jnp.where(i < 0, -1, batch), head, i, first_key
+
+    def later() -> tuple[Any, ...]:
+        following = _following(block)
+        return following.batch, *following.place_of(local - block.stages_filled), following.first_key
+
+    return lax.cond(local < block.stages_filled, here, later)
+
+
+def _issue(block: Block, n: Any) -> None:
+    """The calling warp asks for what step `n` reads."""
+    config, refs = block.config, block.refs
+    batch, head, i, _ = _place(block, n)
+    stage = lax.rem(jnp.int32(n), jnp.int32(config.stages))
+    full = refs.full.at[stage]
+    rows = pl.ds(i * config.block_q, config.block_q)
+    parts = [
+        (refs.query, (batch, rows, head, slice(None)), refs.query_smem.at[stage]),
+        (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
+        (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
+    ]
+    d_out = refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]
+
+    def announced(parts: Any) -> None:
+        pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
+
+    if not schedule.may_see_nothing(block.problem):
+
+        @pl.when((batch >= 0) & (i >= 0))
+        def _():
+            announced([*parts, d_out])
+            for part in [*parts, d_out]:
+                pipeline.copy(*part, full)
+
+    else:
+
+        @pl.when((batch >= 0) & (i >= 0))
+        def _():
+            for part in parts:
+                pipeline.copy(*part, full)
+            nothing = refs.without_keys[batch, head, i] != 0
+            landed = refs.landed.at[stage]
+            pipeline.expect(landed, jnp.where(nothing, pipeline.size(d_out[2]), 0))
+
+            @pl.when(nothing)
+            def _():
+                pipeline.copy(*d_out, landed)
+                pipeline.wait(refs.landed, refs_fill(n), config.stages)
+                backward_d_out.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
+                announced(parts)
+
+            @pl.when(jnp.logical_not(nothing))
+            def _():
+                pipeline.copy(*d_out, full)
+                announced([*parts, d_out])
+
+    if config.tiles != "own":
+        pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
+
+
+def _issue_bias(block: Block, n: Any) -> None:
+    """The calling warp asks for the bias of step `n`."""
+    config, refs = block.config, block.refs
+    batch, head, i, first_key = _place(block, n)
+    slot = lax.rem(jnp.int32(n), jnp.int32(config.bias_slots))
+    full, to = refs.bias_full.at[slot], refs.bias_smem.at[slot]
+    at_batch, at_head = gather.broadcast_index((batch, head), refs.bias.shape)
+
+    @pl.when((batch >= 0) & (i >= 0))
+    def _():
+        pipeline.expect(full, pipeline.size(to))
+        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(first_key, config.block_kv)
+        pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
+
+    if config.tiles != "own":
+        pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
+
+
+def _release(block: Block, n: Any) -> None:
+    """Ends step `n`: its stage is filled for a later step."""
+    stages = block.config.stages
+    last = pipeline.release(block.refs.empty.at[lax.rem(jnp.int32(n), jnp.int32(stages))])
+    pl.when(last != 0)(lambda: _issue(block, n + stages))
+
+
+def _pass_stages(block: Block) -> None:
+    """Passes the tile's stages in which there is no step."""
+    config, refs = block.config, block.refs
+    if config.tiles == "own":
+        return
+
+    def pass_stage(local: Any, _: None) -> None:
+        n = block.steps_before + local
+        pipeline.wait(refs.full, n, config.stages)
+        _release(block, n)
+        if config.bias_slots:
+            pipeline.wait(refs.bias_full, n, config.bias_slots)
+            _release_bias(block, n)
+
+    lax.fori_loop(block.steps, block.stages_filled, pass_stage, None)
+
+
+def _release_bias(block: Block, n: Any) -> None:
+    slots = block.config.bias_slots
+    last = pipeline.release(block.refs.bias_empty.at[lax.rem(jnp.int32(n), jnp.int32(slots))])
+    pl.when(last != 0)(lambda: _issue_bias(block, n + slots))
+
+
+def refs_fill(n: Any) -> Any:
+    return n
+
+
+def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
+    """The gradients of a warpgroup's 64 keys and values; what `draw` returns before they are written."""
     widths = block.refs.query_smem.shape[2], block.refs.d_out_smem.shape[2]
     warpgroup = lax.axis_index("warpgroup")
     zeros = [plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths]
-    plgpu.barrier_wait(block.refs.kv_full)
+    pipeline.wait(block.refs.kv_full, block.t, 1)
 
     def walk(sums: Any) -> None:
         first = backward_ahead.first(block) if block.config.ahead else None
         block.each_step(functools.partial(_gradients, block, sums), first)
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
+    _pass_stages(block)
     if block.config.turns:
         backward_turns.end_last(block, warpgroup)
-    plgpu.barrier_arrive(block.refs.kv_empty)
+    if block.config.tiles != "own":
+
+        def issue_next() -> None:
+            following = _following(block)
+            pl.when(following.batch >= 0)(lambda: _issue_keys(following))
+
+        last = pipeline.release(block.refs.kv_empty.at[0])
+        pl.when(last != 0)(issue_next)
     scopes.sync_block(block.config.warpgroups)
+    drawn = draw()
     _write(block, warpgroup, dk, dv)
+    return drawn
 
 
 class _Tile(NamedTuple):
@@ -147,13 +266,12 @@ def _gradients(
     def multiply(dp_sum: Accumulator) -> jax.Array | None:
         early = backward_turns.ended(block, step, warpgroup) if _fetches_early(config) else None
         if found is None:
-            plgpu.barrier_wait(refs.query_full.at[slot])
+            pipeline.wait(refs.full, step.n, config.stages)
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
         dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
         begun = backward_ahead.begin(block, slot) if found is None else None
-        plgpu.barrier_wait(refs.d_out_full.at[slot])
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
-        extras = load_early(block, step, warpgroup)
+        extras = load_early(block, step, warpgroup, lambda: _release_bias(block, step.n))
         x = products.finish(begun, later=1) if found is None else found
         extras |= load_late(block, step, warpgroup)
         x, slope = bent(problem, x)
@@ -186,7 +304,7 @@ def _gradients(
         plgpu.wgmma_wait(0)
     else:
         begun = products.finish(begun, later=0)
-    plgpu.barrier_arrive(refs.query_empty.at[slot])
+    _release(block, step.n)
     return begun
 
 
@@ -224,7 +342,6 @@ def _add_to_dq(
         begun = backward_ahead.begin_following(block, tile.step)
     plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
-    plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])
     backward_dq.await_place(problem, config)
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
@@ -268,19 +385,52 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _body(problem: Attention, config: BackwardConfig, each_block: EachBlock) -> None:
-    warpgroup = lax.axis_index("warpgroup")
-    computing, copying = config.registers
+def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, ctas: int) -> None:
+    for name, at in backward_memory.barrier_slices(problem, config).items():
+        setattr(refs, name, refs.barriers.at[pl.ds(at.start, at.stop - at.start)])
+    cta, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    pipeline.start(refs.barriers, backward_memory.barrier_arrivals(problem, config))
+    zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
-    @pl.when(warpgroup == config.warpgroups)
-    def _():
-        plgpu.set_max_registers(copying, action="decrease")
-        each_block(_copy, draws=True)
+    def begin(block: Block) -> None:
+        @pl.when(pipeline.is_first_warp() != 0)
+        def _():
+            _issue_keys(block)
+            for n in range(config.stages):
+                _issue(block, block.steps_before + n)
+            for n in range(config.bias_slots):
+                _issue_bias(block, block.steps_before + n)
 
-    @pl.when(warpgroup < config.warpgroups)
-    def _():
-        plgpu.set_max_registers(computing, action="increase")
-        each_block(lambda block, _: _compute(block))
+    if config.tiles == "own":
+        scopes.sync_block(config.warpgroups)
+        block = Block.of(problem, config, refs, cta, zero)
+        begin(block)
+        return _compute(block)
+
+    def draw(t: Any) -> jax.Array:
+        return tile_scheduler.draw(refs.tickets) if config.tiles == "drawn" else cta + t * ctas
+
+    def publish(t: Any, tile: jax.Array) -> None:
+        @pl.when(warpgroup == 0)
+        def _():
+            batch, *rest = Block.of(problem, config, refs, jnp.minimum(tile, tiles - 1), zero).record
+            tile_scheduler.publish(refs.tile_smem, t, (jnp.where(tile < tiles, batch, -1), *rest))
+
+    asks = config.tiles == "drawn" and config.turns
+    publish(zero, draw(zero) if asks else cta)
+    drawn = draw(1)
+    scopes.sync_block(config.warpgroups)
+    first = tile_scheduler.read(refs.tile_smem, zero)
+
+    def work(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        t, steps_before, tile, *record = state
+        block = Block.of_record(problem, config, refs, record, t, steps_before)
+        publish(t + 1, tile)
+        pl.when(t == 0)(lambda: begin(block))
+        tile = _compute(block, lambda: draw(t + 2))
+        return t + 1, steps_before + block.stages_filled, tile, *tile_scheduler.read(refs.tile_smem, t + 1)
+
+    lax.while_loop(lambda state: state[3] >= 0, work, (zero, zero, drawn, *first))
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:

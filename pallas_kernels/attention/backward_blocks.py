@@ -70,6 +70,27 @@ class Block:
     sequence: Sequence
     span: Span
     steps_before: jax.Array
+    t: Any = 0  # which of the CTA's tiles it is
+
+    @classmethod
+    def of_record(
+        cls,
+        problem: Attention,
+        config: AnyBackwardConfig,
+        refs: SimpleNamespace,
+        record: Any,
+        t: Any,
+        steps_before: Any,
+    ) -> "Block":
+        """The block that a tile's record names."""
+        batch, key_head, index, *span = record
+        sequence = sequence_at(problem, config, refs, batch)
+        return cls(problem, config, refs, batch, key_head, index, sequence, Span(*span), steps_before, t)
+
+    @property
+    def record(self) -> tuple[Any, ...]:
+        """What `of_record` needs."""
+        return self.batch, self.key_head, self.index, *self.span
 
     @classmethod
     def of(
@@ -113,6 +134,21 @@ class Block:
     @property
     def steps(self) -> Any:
         return self.group * (self.span.end - self.span.first)
+
+    @property
+    def stages_filled(self) -> Any:
+        """Steps, and as many stages without one that each tile fills all stages of a CTA that has more tiles."""
+        return self.steps if self.config.tiles == "own" else jnp.maximum(self.steps, self.config.stages)
+
+    def place_of(self, local: Any) -> tuple[Any, Any]:
+        """The head and the block of queries of the tile's step `local`; the latter is -1 where there is no such step."""
+        length = self.span.end - self.span.first
+        h, i = 0, local
+        if self.group > 1:
+            some = jnp.maximum(length, 1)
+            h, i = lax.div(local, some), lax.rem(local, some)
+        i = self._visited(self.span.first + i)
+        return self.key_head * self.group + h, jnp.where(local < self.steps, i, -1)
 
     def step(self, h: Any, i: jax.Array) -> Step:
         """Head `h` of the group, the `i`th block of queries."""

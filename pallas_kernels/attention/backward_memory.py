@@ -7,7 +7,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import backward_bias, backward_d_out, backward_dq, backward_tiles
+from pallas_kernels.attention import (
+    backward_bias,
+    backward_d_out,
+    backward_dq,
+    backward_tiles,
+    pipeline,
+    schedule,
+    tile_scheduler,
+)
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
 from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig, ByGradientConfig
 from pallas_kernels.attention.memory import tiled
@@ -19,7 +27,9 @@ WORD = 8  # bytes of a barrier
 
 def scratch(problem: Attention, config: AnyBackwardConfig) -> dict[str, Any]:
     """Arrays and barriers, by name."""
-    found = _by_gradient(problem, config) if isinstance(config, ByGradientConfig) else _by_keys(problem, config)
+    if isinstance(config, BackwardConfig):
+        return _by_keys(problem, config)
+    found = _by_gradient(problem, config)
     return (
         found
         | backward_bias.scratch(problem, config)
@@ -41,6 +51,10 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     w, block_q, stages = config.warpgroups, config.block_q, config.stages
     slope = dict(slope_smem=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
+    if config.bias_slots:
+        slope |= dict(bias_smem=tiled((config.bias_slots, block_q, config.block_kv), problem.bias_dtype))
+    if config.tiles != "own":
+        slope |= tile_scheduler.scratch(7)
     return slope | dict(
         key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
         value_smem=tiled((w, CHUNK, value_dim), dtype),
@@ -50,13 +64,34 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
         **backward_dq.scratch(problem, config),
-        kv_empty=plgpu.Barrier(num_arrivals=w),
-        kv_full=plgpu.Barrier(num_arrivals=w * (head_dim // CHUNK + 1)),
-        query_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        d_out_full=plgpu.Barrier(num_barriers=stages),
-        query_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
-        d_out_empty=plgpu.Barrier(num_arrivals=w, num_barriers=stages),
+        barriers=pipeline.barriers(len(barrier_arrivals(problem, config))),
     )
+
+
+def barrier_arrivals(problem: Attention, config: BackwardConfig) -> tuple[int, ...]:
+    """The arrivals of each mbarrier."""
+    return tuple(n for arrivals in _barriers(problem, config).values() for n in arrivals)
+
+
+def barrier_slices(problem: Attention, config: BackwardConfig) -> dict[str, slice]:
+    """Which mbarriers are which."""
+    found, at = {}, 0
+    for name, arrivals in _barriers(problem, config).items():
+        found[name] = slice(at, at + len(arrivals))
+        at += len(arrivals)
+    return found
+
+
+def _barriers(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int, ...]]:
+    warps, stages, slots = pipeline.WARPS * config.warpgroups, config.stages, config.bias_slots
+    biases = {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots} if slots else {}
+    landed = {"landed": (1,) * stages} if schedule.may_see_nothing(problem) else {}
+    return landed | biases | {
+        "kv_full": (1,),
+        "kv_empty": (warps,),
+        "full": (1,) * stages,
+        "empty": (warps,) * stages,
+    }
 
 
 def _by_gradient(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:

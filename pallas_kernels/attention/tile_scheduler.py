@@ -12,7 +12,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import emit
 from pallas_kernels.attention import gather
@@ -44,6 +44,20 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
 def read(tile_smem: jax.Ref, t: Any) -> tuple[jax.Array, ...]:
     """The record of the CTA's tile `t`."""
     return tuple(gather.uniform(tile_smem[_slot(t), at]) for at in range(tile_smem.shape[1]))
+
+
+def draw(tickets: jax.Ref) -> jax.Array:
+    """The next number of the grid's counter, in the CTA's first thread alone; others get 0. It is not waited for yet."""
+
+    def draw_number(ctx, tickets):
+        text = (
+            "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+            "mov.b32 $0, 0; @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; @first add.u32 $0, $0, 1; }"
+        )
+        ticket = llvm.inline_asm(emit.i32(), [emit.global_address(tickets)], text, "=&r,l", has_side_effects=True)
+        return emit.integer(ticket)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(draw_number)(tickets)
 
 
 def _slot(t: Any) -> jax.Array:

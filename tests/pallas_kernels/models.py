@@ -204,6 +204,12 @@ def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
 
 
+def _draw_number(machine: Any, static: Any, tickets: Any) -> list[Any]:
+    first = machine.warpgroup == 0
+    ticket = machine.atomic_add(tickets, first * (np.arange(tickets.shape[0]) == 0))[0] + 1
+    return [jnp.where(first, ticket, 0)]
+
+
 def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
     machine.scatter(words, (np.array(static.places),), True, jnp.stack(numbers))
 
@@ -384,6 +390,11 @@ def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
     row, column = np.indices(target.shape)
     machine.scatter(target, (row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
+
+
+def _zero_rows_of_warp(machine: Any, static: Any, target: Any, lse: Any) -> None:
+    _zero_rows(machine, static, target, lse)
+    machine.commit_smem()
 
 
 def _mask_tile(machine: Any, static: Any, x: Any, keys: Any, most: Any, least: Any) -> list[Any]:

@@ -655,7 +655,7 @@ def _copy_tile(
         start = 0 if size is None else next(following)
         ranges.append((start, extent if size is None else size or 1))
     part = tuple(
-        slice(start, min(start + size, extent)) for (start, size), extent in zip(ranges, content.shape, strict=True)
+        slice(min(start, extent), min(start + size, extent)) for (start, size), extent in zip(ranges, content.shape, strict=True)
     )
     value = np.zeros([size for _, size in ranges], content.dtype)
     value[tuple(slice(0, piece.stop - piece.start) for piece in part)] = content[part]
