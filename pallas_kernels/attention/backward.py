@@ -70,12 +70,12 @@ def _issue_keys(block: Block) -> None:
         pipeline.copy(refs.value, at, refs.value_smem.at[i], full)
 
 
-def _following(block: Block) -> Block:
-    """The CTA's next tile; its batch is negative if there is none."""
-    record = tile_scheduler.read(block.refs.tile_smem, block.t + 1)
-    return Block.of_record(
-        block.problem, block.config, block.refs, record, block.t + 1, block.steps_before + block.stages_filled
-    )
+def _of_ring(block: Block, later: Any) -> Block:
+    """The CTA's tile `later` tiles on, of which the ring tells; its batch is negative if there is none."""
+    t = block.t + later
+    record = tile_scheduler.read(block.refs.tile_smem, t)
+    steps_before = block.steps_before + later * block.stages_filled
+    return Block.of_record(block.problem, block.config, block.refs, record, t, steps_before)
 
 
 def _place(block: Block, n: Any) -> tuple[Any, Any, Any, Any]:
@@ -83,20 +83,11 @@ def _place(block: Block, n: Any) -> tuple[Any, Any, Any, Any]:
 
     The batch is negative if there is no such stage, and the block of queries if there is no step in it.
     """
-    local = jnp.int32(n) - block.steps_before
-
-    def here() -> tuple[Any, ...]:
-        return block.batch, *block.place_of(local), block.first_key
-
     if block.config.tiles == "own":
-        batch, head, i, first_key = here()
-        return jnp.where(i < 0, -1, batch), head, i, first_key
-
-    def later() -> tuple[Any, ...]:
-        following = _following(block)
-        return following.batch, *following.place_of(local - block.stages_filled), following.first_key
-
-    return lax.cond(local < block.stages_filled, here, later)
+        head, i = block.place_of(jnp.int32(n) - block.steps_before)
+        return jnp.where(i < 0, -1, block.batch), head, i, block.first_key
+    tile = _of_ring(block, (n >= block.steps_before + block.stages_filled).astype(jnp.int32))
+    return tile.batch, *tile.place_of(jnp.int32(n) - tile.steps_before), tile.first_key
 
 
 def _issue(block: Block, n: Any) -> None:
@@ -220,13 +211,15 @@ def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
     if block.config.tiles != "own":
 
         def issue_next() -> None:
-            following = _following(block)
+            following = _of_ring(block, 1)
             pl.when(following.batch >= 0)(lambda: _issue_keys(following))
 
         last = pipeline.release(block.refs.kv_empty.at[0])
         pl.when(last != 0)(issue_next)
     scopes.sync_block(block.config.warpgroups)
     drawn = draw()
+    if block.config.tiles != "own":
+        block = _of_ring(block, 0)
     _write(block, warpgroup, dk, dv)
     return drawn
 
@@ -420,17 +413,19 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
     publish(zero, draw(zero) if asks else cta)
     drawn = draw(1)
     scopes.sync_block(config.warpgroups)
-    first = tile_scheduler.read(refs.tile_smem, zero)
 
     def work(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        t, steps_before, tile, *record = state
-        block = Block.of_record(problem, config, refs, record, t, steps_before)
+        t, steps_before, tile = state
+        block = Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t, steps_before)
         publish(t + 1, tile)
         pl.when(t == 0)(lambda: begin(block))
         tile = _compute(block, lambda: draw(t + 2))
-        return t + 1, steps_before + block.stages_filled, tile, *tile_scheduler.read(refs.tile_smem, t + 1)
+        return t + 1, steps_before + block.stages_filled, tile
 
-    lax.while_loop(lambda state: state[3] >= 0, work, (zero, zero, drawn, *first))
+    def more(state: tuple[jax.Array, ...]) -> jax.Array:
+        return tile_scheduler.read(refs.tile_smem, state[0])[0] >= 0
+
+    lax.while_loop(more, work, (zero, zero, drawn))
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -44,7 +44,7 @@ def release(empty: jax.Ref) -> jax.Array:
         # descriptors of the products beside the branch in uniform registers.
         text = (
             "{ .reg .b32 lane, pending; .reg .b64 state; .reg .pred first, last; mov.u32 lane, %laneid; "
-            "setp.eq.u32 first, lane, 0; mov.b32 pending, 0; bar.warp.sync 0xffffffff; "
+            "setp.eq.u32 first, lane, 0; mov.b32 pending, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 pending, state; "
             "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
         )
