@@ -70,30 +70,37 @@ def _issue_keys(block: Block) -> None:
         pipeline.copy(refs.value, at, refs.value_smem.at[i], full)
 
 
-def _of_ring(block: Block, later: Any) -> Block:
-    """The CTA's tile `later` tiles on, of which the ring tells; its batch is negative if there is none."""
-    t = block.t + later
-    record = tile_scheduler.read(block.refs.tile_smem, t)
-    steps_before = block.steps_before + later * block.stages_filled
-    return Block.of_record(block.problem, block.config, block.refs, record, t, steps_before)
+def _of_ring(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, t: Any) -> Block:
+    """The CTA's tile `t`, of which the ring tells; its batch is negative if there is none."""
+    return Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t)
 
 
-def _place(block: Block, n: Any) -> tuple[Any, Any, Any, Any]:
-    """Batch, head and block of queries of the CTA's step `n`, of this tile or the next, and the tile's first key.
+def _again(block: Block, later: Any) -> Block:
+    """The CTA's tile `later` tiles on, read again: registers keep none of it."""
+    return _of_ring(block.problem, block.config, block.refs, block.t + later)
+
+
+def _of_step(block: Block, n: Any) -> Block:
+    """The tile of the CTA's step `n`: this one or the next."""
+    if block.config.tiles == "own":
+        return block
+    following = tile_scheduler.read(block.refs.tile_smem, block.t + 1)[3]
+    return _again(block, (n >= following).astype(jnp.int32))
+
+
+def _place(tile: Block, n: Any) -> tuple[Any, Any, Any]:
+    """Batch, head and block of queries of the tile's step `n`.
 
     The batch is negative if there is no such stage, and the block of queries if there is no step in it.
     """
-    if block.config.tiles == "own":
-        head, i = block.place_of(jnp.int32(n) - block.steps_before)
-        return jnp.where(i < 0, -1, block.batch), head, i, block.first_key
-    tile = _of_ring(block, (n >= block.steps_before + block.stages_filled).astype(jnp.int32))
-    return tile.batch, *tile.place_of(jnp.int32(n) - tile.steps_before), tile.first_key
+    head, i = tile.place_of(jnp.int32(n) - tile.steps_before)
+    return jnp.where(i < 0, -1, tile.batch) if tile.config.tiles == "own" else tile.batch, head, i
 
 
 def _issue(block: Block, n: Any) -> None:
     """The calling warp asks for what step `n` reads."""
     config, refs = block.config, block.refs
-    batch, head, i, _ = _place(block, n)
+    batch, head, i = _place(block, n)
     stage = lax.rem(jnp.int32(n), jnp.int32(config.stages))
     full = refs.full.at[stage]
     rows = pl.ds(i * config.block_q, config.block_q)
@@ -144,7 +151,7 @@ def _issue(block: Block, n: Any) -> None:
 def _issue_bias(block: Block, n: Any) -> None:
     """The calling warp asks for the bias of step `n`."""
     config, refs = block.config, block.refs
-    batch, head, i, first_key = _place(block, n)
+    batch, head, i = _place(block, n)
     slot = lax.rem(jnp.int32(n), jnp.int32(config.bias_slots))
     full, to = refs.bias_full.at[slot], refs.bias_smem.at[slot]
     at_batch, at_head = gather.broadcast_index((batch, head), refs.bias.shape)
@@ -152,7 +159,7 @@ def _issue_bias(block: Block, n: Any) -> None:
     @pl.when((batch >= 0) & (i >= 0))
     def _():
         pipeline.expect(full, pipeline.size(to))
-        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(first_key, config.block_kv)
+        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(block.first_key, config.block_kv)
         pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
 
     if config.tiles != "own":
@@ -163,7 +170,7 @@ def _release(block: Block, n: Any) -> None:
     """Ends step `n`: its stage is filled for a later step."""
     stages = block.config.stages
     last = pipeline.release(block.refs.empty.at[lax.rem(jnp.int32(n), jnp.int32(stages))])
-    pl.when(last != 0)(lambda: _issue(block, n + stages))
+    pl.when(last != 0)(lambda: _issue(_of_step(block, n + stages), n + stages))
 
 
 def _pass_stages(block: Block) -> None:
@@ -186,7 +193,7 @@ def _pass_stages(block: Block) -> None:
 def _release_bias(block: Block, n: Any) -> None:
     slots = block.config.bias_slots
     last = pipeline.release(block.refs.bias_empty.at[lax.rem(jnp.int32(n), jnp.int32(slots))])
-    pl.when(last != 0)(lambda: _issue_bias(block, n + slots))
+    pl.when(last != 0)(lambda: _issue_bias(_of_step(block, n + slots), n + slots))
 
 
 def refs_fill(n: Any) -> Any:
@@ -211,7 +218,7 @@ def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
     if block.config.tiles != "own":
 
         def issue_next() -> None:
-            following = _of_ring(block, 1)
+            following = _again(block, 1)
             pl.when(following.batch >= 0)(lambda: _issue_keys(following))
 
         last = pipeline.release(block.refs.kv_empty.at[0])
@@ -219,7 +226,7 @@ def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
     scopes.sync_block(block.config.warpgroups)
     drawn = draw()
     if block.config.tiles != "own":
-        block = _of_ring(block, 0)
+        block = _again(block, 0)
     _write(block, warpgroup, dk, dv)
     return drawn
 
@@ -403,29 +410,29 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
     def draw(t: Any) -> jax.Array:
         return tile_scheduler.draw(refs.tickets) if config.tiles == "drawn" else cta + t * ctas
 
-    def publish(t: Any, tile: jax.Array) -> None:
+    def publish(t: Any, tile: jax.Array, steps_before: Any) -> None:
         @pl.when(warpgroup == 0)
         def _():
-            batch, *rest = Block.of(problem, config, refs, jnp.minimum(tile, tiles - 1), zero).record
+            batch, *rest = Block.of(problem, config, refs, jnp.minimum(tile, tiles - 1), steps_before).record
             tile_scheduler.publish(refs.tile_smem, t, (jnp.where(tile < tiles, batch, -1), *rest))
 
     asks = config.tiles == "drawn" and config.turns
-    publish(zero, draw(zero) if asks else cta)
+    publish(zero, draw(zero) if asks else cta, zero)
     drawn = draw(1)
     scopes.sync_block(config.warpgroups)
 
+    begin(_of_ring(problem, config, refs, zero))
+
     def work(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        t, steps_before, tile = state
-        block = Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t, steps_before)
-        publish(t + 1, tile)
-        pl.when(t == 0)(lambda: begin(block))
-        tile = _compute(block, lambda: draw(t + 2))
-        return t + 1, steps_before + block.stages_filled, tile
+        t, tile = state
+        block = _of_ring(problem, config, refs, t)
+        publish(t + 1, tile, block.steps_before + block.stages_filled)
+        return t + 1, _compute(block, lambda: draw(t + 2))
 
     def more(state: tuple[jax.Array, ...]) -> jax.Array:
         return tile_scheduler.read(refs.tile_smem, state[0])[0] >= 0
 
-    lax.while_loop(more, work, (zero, zero, drawn))
+    lax.while_loop(more, work, (zero, drawn))
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:

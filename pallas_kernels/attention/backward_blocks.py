@@ -74,23 +74,17 @@ class Block:
 
     @classmethod
     def of_record(
-        cls,
-        problem: Attention,
-        config: AnyBackwardConfig,
-        refs: SimpleNamespace,
-        record: Any,
-        t: Any,
-        steps_before: Any,
+        cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, record: Any, t: Any
     ) -> "Block":
-        """The block that a tile's record names."""
-        batch, key_head, index, *span = record
+        """The block that the record of the CTA's tile `t` names."""
+        batch, key_head, index, steps_before, *span = record
         sequence = sequence_at(problem, config, refs, batch)
         return cls(problem, config, refs, batch, key_head, index, sequence, Span(*span), steps_before, t)
 
     @property
     def record(self) -> tuple[Any, ...]:
         """What `of_record` needs."""
-        return self.batch, self.key_head, self.index, *self.span
+        return self.batch, self.key_head, self.index, self.steps_before, *self.span
 
     @classmethod
     def of(

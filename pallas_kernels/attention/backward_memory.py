@@ -54,7 +54,7 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     if config.bias_slots:
         slope |= dict(bias_smem=tiled((config.bias_slots, block_q, config.block_kv), problem.bias_dtype))
     if config.tiles != "own":
-        slope |= tile_scheduler.scratch(7)
+        slope |= tile_scheduler.scratch(8)
     return slope | dict(
         key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
         value_smem=tiled((w, CHUNK, value_dim), dtype),
