@@ -369,7 +369,7 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     """Writes the gradients of keys and values, through the slots of the score gradients."""
     refs, dtype = block.refs, block.problem.dtype
     rows = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
-    slots = [refs.ds_smem.at[turn, warpgroup, c] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
+    slots = [refs.ds_smem.at[turn, warpgroup, pl.ds(c, 1)] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
     pieces = [(dk * block.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
     pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
     if block.problem.bias_gradient:
@@ -378,10 +378,10 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, c) in zip(slots, here, strict=False):
-            slot[...] = gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype)
+            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype))
         plgpu.commit_smem()
         for slot, (_, ref, c) in zip(slots, here, strict=False):
-            plgpu.copy_smem_to_gmem(slot, ref.at[block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)])
+            plgpu.copy_smem_to_gmem(slot.at[0], ref.at[block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -393,7 +393,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
     zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
     def begin(block: Block) -> None:
-        @pl.when(pipeline.is_first_warp() != 0)
+        @pl.when((pipeline.is_first_warp() != 0) & (block.batch >= 0))
         def _():
             _issue_keys(block)
             for n in range(config.stages):
