@@ -75,17 +75,12 @@ def _of_ring(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, 
     return Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t)
 
 
-def _again(block: Block, later: Any) -> Block:
-    """The CTA's tile `later` tiles on, read again: registers keep none of it."""
-    return _of_ring(block.problem, block.config, block.refs, block.t + later)
-
-
 def _of_step(block: Block, n: Any) -> Block:
     """The tile of the CTA's step `n`: this one or the next."""
-    if block.config.tiles == "own":
+    if not block.config.persistent:
         return block
     following = tile_scheduler.read(block.refs.tile_smem, block.t + 1)[3]
-    return _again(block, (n >= following).astype(jnp.int32))
+    return block.again((n >= following).astype(jnp.int32))
 
 
 def _place(tile: Block, n: Any) -> tuple[Any, Any, Any]:
@@ -94,7 +89,7 @@ def _place(tile: Block, n: Any) -> tuple[Any, Any, Any]:
     The batch is negative if there is no such stage, and the block of queries if there is no step in it.
     """
     head, i = tile.place_of(jnp.int32(n) - tile.steps_before)
-    return jnp.where(i < 0, -1, tile.batch) if tile.config.tiles == "own" else tile.batch, head, i
+    return jnp.where(i < 0, -1, tile.batch) if not tile.config.persistent else tile.batch, head, i
 
 
 def _issue(block: Block, n: Any) -> None:
@@ -144,7 +139,7 @@ def _issue(block: Block, n: Any) -> None:
                 pipeline.copy(*d_out, full)
                 announced([*parts, d_out])
 
-    if config.tiles != "own":
+    if config.persistent:
         pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
 
 
@@ -162,7 +157,7 @@ def _issue_bias(block: Block, n: Any) -> None:
         rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(block.first_key, config.block_kv)
         pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
 
-    if config.tiles != "own":
+    if config.persistent:
         pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
 
 
@@ -176,7 +171,7 @@ def _release(block: Block, n: Any) -> None:
 def _pass_stages(block: Block) -> None:
     """Passes the tile's stages in which there is no step."""
     config, refs = block.config, block.refs
-    if config.tiles == "own":
+    if not config.persistent:
         return
 
     def pass_stage(local: Any, _: None) -> None:
@@ -209,24 +204,24 @@ def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
 
     def walk(sums: Any) -> None:
         first = backward_ahead.first(block) if block.config.ahead else None
-        block.each_step(functools.partial(_gradients, block, sums), first)
+        block.each_step(functools.partial(_gradients, sums), first)
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
+    block = block.again()
     _pass_stages(block)
     if block.config.turns:
         backward_turns.end_last(block, warpgroup)
-    if block.config.tiles != "own":
+    if block.config.persistent:
 
         def issue_next() -> None:
-            following = _again(block, 1)
+            following = block.again(1)
             pl.when(following.batch >= 0)(lambda: _issue_keys(following))
 
         last = pipeline.release(block.refs.kv_empty.at[0])
         pl.when(last != 0)(issue_next)
     scopes.sync_block(block.config.warpgroups)
     drawn = draw()
-    if block.config.tiles != "own":
-        block = _again(block, 0)
+    block = block.again()
     _write(block, warpgroup, dk, dv)
     return drawn
 
@@ -249,7 +244,7 @@ class _Tile(NamedTuple):
 
 
 def _gradients(
-    block: Block, sums: tuple[Accumulator, Accumulator], step: Step, compare: Compare, found: jax.Array | None
+    sums: tuple[Accumulator, Accumulator], block: Block, step: Step, compare: Compare, found: jax.Array | None
 ) -> jax.Array | None:
     """One tile: adds to dK and dV in registers and to dQ in device memory.
 
@@ -401,7 +396,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
             for n in range(config.bias_slots):
                 _issue_bias(block, block.steps_before + n)
 
-    if config.tiles == "own":
+    if not config.persistent:
         scopes.sync_block(config.warpgroups)
         block = Block.of(problem, config, refs, cta, zero)
         begin(block)

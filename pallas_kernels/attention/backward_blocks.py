@@ -10,7 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import gather, pairs, schedule
+from pallas_kernels.attention import gather, pairs, schedule, tile_scheduler
 from pallas_kernels.attention.configs import AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.emit import Index
@@ -132,7 +132,7 @@ class Block:
     @property
     def stages_filled(self) -> Any:
         """Steps, and as many stages without one that each tile fills all stages of a CTA that has more tiles."""
-        return self.steps if self.config.tiles == "own" else jnp.maximum(self.steps, self.config.stages)
+        return self.steps if not self.config.persistent else jnp.maximum(self.steps, self.config.stages)
 
     def place_of(self, local: Any) -> tuple[Any, Any]:
         """The head and the block of queries of the tile's step `local`; the latter is -1 where there is no such step."""
@@ -170,26 +170,38 @@ class Block:
 
         self.each_head(of_head, None)
 
-    def each_step[Carry](self, visit: Callable[[Step, Compare, Carry], Carry], carry: Carry) -> Carry:
-        """`carry = visit(step, compare, carry)` for each head of the group and block of queries that sees the keys.
+    def again(self, later: Any = 0) -> "Block":
+        """The CTA's tile `later` tiles on, read from the ring again, so that registers need not keep it meanwhile."""
+        if not self.config.persistent:
+            return self
+        t = self.t + later
+        record = tile_scheduler.read(self.refs.tile_smem, t)
+        return self.of_record(self.problem, self.config, self.refs, record, t)
+
+    def each_step[Carry](self, visit: Callable[["Block", Step, Compare, Carry], Carry], carry: Carry) -> Carry:
+        """`carry = visit(block, step, compare, carry)` for each head of the group and block of queries that sees keys.
 
         Where there are segments or a mask, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills
         60 bytes instead of 12 (segments).
         """
-        first, inner_first, inner_end, end = self.span
         _, _, left, right = self.sequence
 
         def of_head(h: Any, carry: Carry) -> Carry:
-            def piece(start: Any, stop: Any, compare: Callable[[Any], Compare], carry: Carry) -> Carry:
-                return lax.fori_loop(start, stop, lambda i, carry: visit(self.step(h, i), compare(i), carry), carry)
+            def piece(start: str, stop: str, compare: Callable[[Span, Any], Compare], carry: Carry) -> Carry:
+                block = self.again()
+
+                def step(i: jax.Array, carry: Carry) -> Carry:
+                    return visit(block, block.step(h, i), compare(block.span, i), carry)
+
+                return lax.fori_loop(getattr(block.span, start), getattr(block.span, stop), step, carry)
 
             if self.problem.hidden_by_data:
-                return piece(first, end, lambda i: (i < inner_first) | (i >= inner_end), carry)
+                return piece("first", "end", lambda span, i: (i < span.inner_first) | (i >= span.inner_end), carry)
             if right is not None or self.ragged:
-                carry = piece(first, inner_first, lambda i: True, carry)
-            carry = piece(inner_first, inner_end, lambda i: False, carry)
+                carry = piece("first", "inner_first", lambda span, i: True, carry)
+            carry = piece("inner_first", "inner_end", lambda span, i: False, carry)
             if left is not None:
-                carry = piece(inner_end, end, lambda i: True, carry)
+                carry = piece("inner_end", "end", lambda span, i: True, carry)
             return carry
 
         return self.each_head(of_head, carry)

@@ -80,7 +80,7 @@ def _values(block: Block) -> None:
     plgpu.barrier_wait(refs.key_full)
 
     def walk(sums: Sums) -> None:
-        block.each_step(lambda step, compare, _: _add_to_dv(block, step, sums, compare), None)
+        block.each_step(lambda block, step, compare, _: _add_to_dv(block, step, sums, compare), None)
 
     sums = pl.run_state(walk)(_zeros(refs.value_smem.shape[2]))
     _write(block, sums, refs.value_smem.at[0], refs.d_value)

@@ -53,7 +53,7 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     slope = dict(slope_smem=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
     if config.bias_slots:
         slope |= dict(bias_smem=tiled((config.bias_slots, block_q, config.block_kv), problem.bias_dtype))
-    if config.tiles != "own":
+    if config.persistent:
         slope |= tile_scheduler.scratch(8)
     return slope | dict(
         key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),

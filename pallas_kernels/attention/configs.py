@@ -77,14 +77,14 @@ class BackwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
+    def persistent(self) -> bool:
+        """Whether a CTA takes several tiles, of which a ring in shared memory tells."""
+        return self.tiles != "own"
+
+    @property
     def adders(self) -> int:
         """Warpgroups that add to a tile of dQ, each its own part."""
         return self.warpgroups
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a computing thread and of one that only copies."""
-        return {2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +105,7 @@ class ByGradientConfig:
 
     last_writes = False
     apart = False
+    persistent = False
     by_registers = False
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS

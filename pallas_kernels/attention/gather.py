@@ -221,7 +221,7 @@ def uniform(x: jax.Array) -> jax.Array:
 
     def first_lane(ctx, x):
         value = llvm.inline_asm(
-            i32(), [scalar(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True
+            i32(), [scalar(x)], "redux.sync.or.b32 $0, $1, -1;", "=r,r", has_side_effects=True
         )
         return integer(value)
 
