@@ -103,44 +103,46 @@ def _issue(block: Block, n: Any) -> None:
         (refs.query, (batch, rows, head, slice(None)), refs.query_smem.at[stage]),
         (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
         (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
+        (refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]),
     ]
-    d_out = refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]
 
-    def announced(parts: Any) -> None:
-        pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
-
-    if not schedule.may_see_nothing(block.problem):
-
-        @pl.when((batch >= 0) & (i >= 0))
-        def _():
-            announced([*parts, d_out])
-            for part in [*parts, d_out]:
-                pipeline.copy(*part, full)
-
-    else:
-
-        @pl.when((batch >= 0) & (i >= 0))
-        def _():
+    @pl.when((batch >= 0) & (i >= 0))
+    def _():
+        if not schedule.may_see_nothing(block.problem):
+            _expect(full, parts)
             for part in parts:
                 pipeline.copy(*part, full)
-            nothing = refs.without_keys[batch, head, i] != 0
-            landed = refs.landed.at[stage]
-            pipeline.expect(landed, jnp.where(nothing, pipeline.size(d_out[2]), 0))
+            return
+        *alike, d_out = parts
+        for part in alike:
+            pipeline.copy(*part, full)
+        nothing = refs.without_keys[batch, head, i] != 0
+        pipeline.expect(refs.landed.at[stage], jnp.where(nothing, pipeline.size(d_out[2]), 0))
 
-            @pl.when(nothing)
-            def _():
-                pipeline.copy(*d_out, landed)
-                pipeline.wait(refs.landed, refs_fill(n), config.stages)
-                backward_d_out.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
-                announced(parts)
+        @pl.when(nothing)
+        def _():
+            pipeline.copy(*d_out, refs.landed.at[stage])
+            pipeline.wait(refs.landed, n, config.stages)
+            backward_d_out.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
+            _expect(full, alike)
 
-            @pl.when(jnp.logical_not(nothing))
-            def _():
-                pipeline.copy(*d_out, full)
-                announced([*parts, d_out])
+        @pl.when(jnp.logical_not(nothing))
+        def _():
+            pipeline.copy(*d_out, full)
+            _expect(full, parts)
 
     if config.persistent:
-        pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
+
+        @pl.when((batch >= 0) & (i < 0))
+        def _():
+            pipeline.expect(full, 0)
+            if schedule.may_see_nothing(block.problem):
+                pipeline.expect(refs.landed.at[stage], 0)
+
+
+def _expect(full: jax.Ref, parts: Any) -> None:
+    """Announces what `pipeline.copy(*part, full)` brings."""
+    pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
 
 
 def _issue_bias(block: Block, n: Any) -> None:
@@ -189,10 +191,6 @@ def _release_bias(block: Block, n: Any) -> None:
     slots = block.config.bias_slots
     last = pipeline.release(block.refs.bias_empty.at[lax.rem(jnp.int32(n), jnp.int32(slots))])
     pl.when(last != 0)(lambda: _issue_bias(_of_step(block, n + slots), n + slots))
-
-
-def refs_fill(n: Any) -> Any:
-    return n
 
 
 def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
@@ -381,10 +379,14 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
 
 
 def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, ctas: int) -> None:
+    ring = backward_memory.RING_ROWS * config.persistent
+    if config.persistent:
+        refs.tile_smem = refs.words.at[pl.ds(0, ring)]
     for name, at in backward_memory.barrier_slices(problem, config).items():
-        setattr(refs, name, refs.barriers.at[pl.ds(at.start, at.stop - at.start)])
+        setattr(refs, name, refs.words.at[pl.ds(ring + at.start, at.stop - at.start)])
     cta, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    pipeline.start(refs.barriers, backward_memory.barrier_arrivals(problem, config))
+    arrivals = backward_memory.barrier_arrivals(problem, config)
+    pipeline.start(refs.words.at[pl.ds(ring, len(arrivals))], arrivals)
     zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
     def begin(block: Block) -> None:

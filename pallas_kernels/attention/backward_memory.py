@@ -22,6 +22,8 @@ from pallas_kernels.attention.memory import tiled
 from pallas_kernels.attention.problem import Attention
 
 ALIGNMENT = 1024  # of arrays
+RECORD = 8  # integers of a tile's record
+RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrier is
 WORD = 8  # bytes of a barrier
 
 
@@ -53,8 +55,6 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     slope = dict(slope_smem=tiled((w, CHUNK, block_q), jnp.float32)) if capped_bias(problem) else {}
     if config.bias_slots:
         slope |= dict(bias_smem=tiled((config.bias_slots, block_q, config.block_kv), problem.bias_dtype))
-    if config.persistent:
-        slope |= tile_scheduler.scratch(8)
     return slope | dict(
         key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
         value_smem=tiled((w, CHUNK, value_dim), dtype),
@@ -64,7 +64,7 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
         **backward_dq.scratch(problem, config),
-        barriers=pipeline.barriers(len(barrier_arrivals(problem, config))),
+        words=pipeline.barriers(RING_ROWS * config.persistent + len(barrier_arrivals(problem, config))),
     )
 
 

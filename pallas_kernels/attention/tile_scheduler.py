@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -38,12 +39,15 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
 
     arguments = (plgpu.RefType(), *[emit.SPLAT] * len(record))
     record = [jnp.int32(x) for x in record]
-    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[_slot(t)], *record)
+    rows = tile_smem.shape[0] // RECORDS
+    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
 def read(tile_smem: jax.Ref, t: Any) -> tuple[jax.Array, ...]:
     """The record of the CTA's tile `t`."""
-    return tuple(gather.uniform(tile_smem[_slot(t), at]) for at in range(tile_smem.shape[1]))
+    rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
+    places = [(_slot(t) * rows + row, column) for row in range(rows) for column in range(columns)]
+    return tuple(gather.uniform(tile_smem[place]) for place in places)
 
 
 def draw(tickets: jax.Ref) -> jax.Array:

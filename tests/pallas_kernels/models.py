@@ -211,7 +211,7 @@ def _draw_number(machine: Any, static: Any, tickets: Any) -> list[Any]:
 
 
 def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
-    machine.scatter(words, (np.array(static.places),), True, jnp.stack(numbers))
+    machine.scatter(words, np.unravel_index(np.array(static.places), words.shape), True, jnp.stack(numbers))
 
 
 def _publish_words(machine: Any, static: Any, words: Any, row: Any, member: Any, *values: Any) -> None:
