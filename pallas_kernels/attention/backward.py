@@ -379,6 +379,7 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
 
 
 def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, ctas: int) -> None:
+    refs.lse_smem, refs.delta_smem = (refs.statistics_smem.at[i] for i in range(2))
     ring = backward_memory.RING_ROWS * config.persistent
     if config.persistent:
         refs.tile_smem = refs.words.at[pl.ds(0, ring)]
