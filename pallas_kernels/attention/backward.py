@@ -77,8 +77,6 @@ def _of_ring(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, 
 
 def _of_step(block: Block, n: Any) -> Block:
     """The tile of the CTA's step `n`: this one or the next."""
-    if not block.config.persistent:
-        return block
     following = tile_scheduler.read(block.refs.tile_smem, block.t + 1)[3]
     return block.again((n >= following).astype(jnp.int32))
 
@@ -89,7 +87,7 @@ def _place(tile: Block, n: Any) -> tuple[Any, Any, Any]:
     The batch is negative if there is no such stage, and the block of queries if there is no step in it.
     """
     head, i = tile.place_of(jnp.int32(n) - tile.steps_before)
-    return jnp.where(i < 0, -1, tile.batch) if not tile.config.persistent else tile.batch, head, i
+    return tile.batch, head, i
 
 
 def _issue(block: Block, n: Any) -> None:
@@ -131,13 +129,11 @@ def _issue(block: Block, n: Any) -> None:
             pipeline.copy(*d_out, full)
             _expect(full, parts)
 
-    if config.persistent:
-
-        @pl.when((batch >= 0) & (i < 0))
-        def _():
-            pipeline.expect(full, 0)
-            if schedule.may_see_nothing(block.problem):
-                pipeline.expect(refs.landed.at[stage], 0)
+    @pl.when((batch >= 0) & (i < 0))
+    def _():
+        pipeline.expect(full, 0)
+        if schedule.may_see_nothing(block.problem):
+            pipeline.expect(refs.landed.at[stage], 0)
 
 
 def _expect(full: jax.Ref, parts: Any) -> None:
@@ -159,8 +155,7 @@ def _issue_bias(block: Block, n: Any) -> None:
         rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(block.first_key, config.block_kv)
         pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
 
-    if config.persistent:
-        pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
+    pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
 
 
 def _release(block: Block, n: Any) -> None:
@@ -173,8 +168,6 @@ def _release(block: Block, n: Any) -> None:
 def _pass_stages(block: Block) -> None:
     """Passes the tile's stages in which there is no step."""
     config, refs = block.config, block.refs
-    if not config.persistent:
-        return
 
     def pass_stage(local: Any, _: None) -> None:
         n = block.steps_before + local
@@ -209,14 +202,13 @@ def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
     _pass_stages(block)
     if block.config.turns:
         backward_turns.end_last(block, warpgroup)
-    if block.config.persistent:
 
-        def issue_next() -> None:
-            following = block.again(1)
-            pl.when(following.batch >= 0)(lambda: _issue_keys(following))
+    def issue_next() -> None:
+        following = block.again(1)
+        pl.when(following.batch >= 0)(lambda: _issue_keys(following))
 
-        last = pipeline.release(block.refs.kv_empty.at[0])
-        pl.when(last != 0)(issue_next)
+    last = pipeline.release(block.refs.kv_empty.at[0])
+    pl.when(last != 0)(issue_next)
     scopes.sync_block(block.config.warpgroups)
     drawn = draw()
     block = block.again()
@@ -379,10 +371,10 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
 
 
 def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, ctas: int) -> None:
-    refs.lse_smem, refs.delta_smem = (refs.statistics_smem.at[i] for i in range(2))
-    ring = backward_memory.RING_ROWS * config.persistent
-    if config.persistent:
-        refs.tile_smem = refs.words.at[pl.ds(0, ring)]
+    lse, delta = (pl.ds(i * config.stages, config.stages) for i in range(2))
+    refs.lse_smem, refs.delta_smem = refs.statistics_smem.at[lse], refs.statistics_smem.at[delta]
+    ring = backward_memory.RING_ROWS
+    refs.tile_smem = refs.words.at[pl.ds(0, ring)]
     for name, at in backward_memory.barrier_slices(problem, config).items():
         setattr(refs, name, refs.words.at[pl.ds(ring + at.start, at.stop - at.start)])
     cta, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -398,12 +390,6 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
                 _issue(block, block.steps_before + n)
             for n in range(config.bias_slots):
                 _issue_bias(block, block.steps_before + n)
-
-    if not config.persistent:
-        scopes.sync_block(config.warpgroups)
-        block = Block.of(problem, config, refs, cta, zero)
-        begin(block)
-        return _compute(block)
 
     def draw(t: Any) -> jax.Array:
         return tile_scheduler.draw(refs.tickets) if config.tiles == "drawn" else cta + t * ctas

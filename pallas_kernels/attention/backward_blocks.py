@@ -132,7 +132,7 @@ class Block:
     @property
     def stages_filled(self) -> Any:
         """Steps, and as many stages without one that each tile fills all stages of a CTA that has more tiles."""
-        return self.steps if not self.config.persistent else jnp.maximum(self.steps, self.config.stages)
+        return jnp.maximum(self.steps, self.config.stages)
 
     def place_of(self, local: Any) -> tuple[Any, Any]:
         """The head and the block of queries of the tile's step `local`; the latter is -1 where there is no such step."""
@@ -172,8 +172,8 @@ class Block:
 
     def again(self, later: Any = 0) -> "Block":
         """The CTA's tile `later` tiles on, read from the ring again, so that registers need not keep it meanwhile."""
-        if not self.config.persistent:
-            return self
+        if not self.config.by_registers:
+            return self  # the wide kernel has no ring
         t = self.t + later
         record = tile_scheduler.read(self.refs.tile_smem, t)
         return self.of_record(self.problem, self.config, self.refs, record, t)

@@ -60,10 +60,10 @@ def _by_keys(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         value_smem=tiled((w, CHUNK, value_dim), dtype),
         query_smem=tiled((stages, block_q, head_dim), dtype),
         d_out_smem=tiled((stages, block_q, value_dim), dtype),
-        statistics_smem=plgpu.SMEM((2, stages, block_q), jnp.float32),
+        statistics_smem=plgpu.SMEM((2 * stages, block_q), jnp.float32),
         ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
         **backward_dq.scratch(problem, config),
-        words=pipeline.barriers(RING_ROWS * config.persistent + len(barrier_arrivals(problem, config))),
+        words=pipeline.barriers(RING_ROWS + len(barrier_arrivals(problem, config))),
     )
 
 

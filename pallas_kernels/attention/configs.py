@@ -77,11 +77,6 @@ class BackwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
-    def persistent(self) -> bool:
-        """Whether a CTA takes several tiles, of which a ring in shared memory tells."""
-        return self.tiles != "own"
-
-    @property
     def adders(self) -> int:
         """Warpgroups that add to a tile of dQ, each its own part."""
         return self.warpgroups
@@ -105,7 +100,6 @@ class ByGradientConfig:
 
     last_writes = False
     apart = False
-    persistent = False
     by_registers = False
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS
