@@ -7,7 +7,7 @@ PYTEST := -m pytest -n 3 --dist worksteal --durations=5
 # Of this JAX, not of the one that the extra `gpu` asks for.
 CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
-.PHONY: demo test venvs lint type test-new test-kernels test-old aot clean
+.PHONY: demo test venvs lint type test-new test-kernels test-old aot aot-new aot-old clean
 
 demo: .venv-new/ready
 	.venv-new/bin/python examples/char_model.py
@@ -15,7 +15,7 @@ demo: .venv-new/ready
 test: venvs lint type test-new test-kernels test-old aot
 
 venvs:
-	$(MAKE) -j3 .venv-new/ready .venv-old/ready .venv-aot/ready
+	$(MAKE) -j3 .venv-new/ready .venv-old/ready .venv-aot-new/ready .venv-aot-old/ready
 
 lint: .venv-new/ready
 	.venv-new/bin/ruff check .
@@ -29,20 +29,25 @@ test-new: .venv-new/ready
 
 # The GPU kernels themselves, in Mosaic's interpreter, with its race detector.
 test-kernels: .venv-new/ready
-	.venv-new/bin/python $(PYTEST) tests/pallas_kernels --ignore=tests/pallas_kernels/test_aot.py
+	.venv-new/bin/python $(PYTEST) tests/pallas_kernels -m "not gpu and not aot"
 
 # The library and its primitives: of each test's cases one in three. For want of time the others, the binary, the
 # examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests that have a form
 # without it, are left to the newest.
 test-old: .venv-old/ready
-	.venv-old/bin/python $(PYTEST) --one-in 3 -m "not gpu and not slow" -k "not interpret and not stand-in and not mutant" \
-	  --ignore=tests/pallas_kernels/test_aot.py --ignore=tests/benchmarks --ignore=tests/test_examples.py \
+	.venv-old/bin/python $(PYTEST) --one-in 3 -m "not gpu and not slow and not aot" \
+	  -k "not interpret and not stand-in and not mutant" --ignore=tests/benchmarks --ignore=tests/test_examples.py \
 	  --ignore=tests/test_architecture.py --ignore=tests/test_docs.py --ignore=tests/test_gpu_scripts.py
 
-# The GPU kernels compiled to machine code for an H200, on a machine without one.
-aot: .venv-aot/ready
-	JAX_PLATFORMS=cpu .venv-aot/bin/python $(PYTEST) tests/pallas_kernels \
-	  -k "test_aot or harness or compiles or products"
+# The GPU kernels compiled to machine code for an H200, on a machine without one: by the newest JAX, and of each test's
+# cases one in three by the oldest.
+aot: aot-new aot-old
+
+aot-new: .venv-aot-new/ready
+	JAX_PLATFORMS=cpu .venv-aot-new/bin/python $(PYTEST) tests/pallas_kernels -m aot
+
+aot-old: .venv-aot-old/ready
+	JAX_PLATFORMS=cpu .venv-aot-old/bin/python $(PYTEST) tests/pallas_kernels -m aot --one-in 3
 
 .venv-new/ready: pyproject.toml .ci/venv
 	.ci/venv .venv-new -e '.[test]' 'jax$(CUDA)==$(NEWEST_JAX)'
@@ -54,13 +59,14 @@ aot: .venv-aot/ready
 
 # No dependencies of the plugin: its compiler is linked in, and the CUDA libraries are only needed to run. The other two are
 # an assembler and a disassembler, to look at what it makes.
-.venv-aot/ready: pyproject.toml .ci/venv
-	.ci/venv .venv-aot -e '.[test]' jax==$(OLDEST_JAX)
-	.venv-aot/bin/python -m pip install --quiet --no-deps \
-	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
-	.venv-aot/bin/python -m pip install --quiet --no-deps --target .venv-aot/cuda \
+.venv-aot-new/ready: AOT_JAX := $(NEWEST_JAX)
+.venv-aot-old/ready: AOT_JAX := $(OLDEST_JAX)
+.venv-aot-new/ready .venv-aot-old/ready: pyproject.toml .ci/venv
+	.ci/venv $(@D) -e '.[aot]' jax==$(AOT_JAX)
+	$(@D)/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
+	$(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/cuda \
 	  nvidia-cuda-nvcc==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 	touch $@
 
 clean:
-	rm -rf .venv-new .venv-old .venv-aot .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv-new .venv-old .venv-aot-new .venv-aot-old .pytest_cache .ruff_cache .hypothesis build dist

@@ -4,7 +4,7 @@ Examples:
   python -m benchmarks.attention --list --tag=core
   python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
-  python -m benchmarks.attention --tag=rest --pass=fwd,bwd --impl=ours,cudnn --json=attention_rest.json
+  python -m benchmarks.attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=attention.json
   python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
 """
 
@@ -13,7 +13,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
@@ -21,8 +21,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, attention_impls, attention_peers, attention_rules, environment, report
-from benchmarks.attention_runner import Bench, Options
+from benchmarks import (
+    attention_cases,
+    attention_impls,
+    attention_peers,
+    attention_processes,
+    attention_rules,
+    environment,
+    report,
+)
+from benchmarks.attention_runner import Bench, Options, attempt
 from benchmarks.peers import Peers
 
 FLAGS = flags.FLAGS
@@ -41,6 +49,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("rounds", 3, "Interleaved rounds.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
     flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
+    flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
     flags.DEFINE_string("json", None, "Where to write results, after each case.")
     flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
     flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
@@ -58,57 +67,85 @@ def measure(
     path: pathlib.Path | None = None,
     commit: str | None = None,
     budget_s: float | None = None,
+    processes: int = 1,
 ) -> list[dict[str, Any]]:
     """Runs the cases, printing and saving each; those that the budget leaves out are named in the file's header.
 
-    Without `options.impls` there are only `peers`, and JAX measures nothing.
+    Without `options.impls` there are only `peers`, and JAX measures nothing. With several `processes` the peers come
+    after all the rest.
     """
-    started = time.perf_counter()
+    started = time.monotonic()
+    deadline = None if budget_s is None else started + budget_s
     header = environment.header(commit=commit, seed=options.seed, rounds=options.rounds)
     header |= {"topic": "attention", "left_out": [case.name for case in cases]}
     header["versions"] |= cudnn_version()
-    bench, records = Bench(options), []
-
-    def elapsed() -> float:
-        return time.perf_counter() - started
+    records, by_name = [], {case.name: case for case in cases}
 
     def save() -> None:
         if path is not None:
-            report.write(path, header | {"clocks_after": environment.clocks()}, records)
+            report.write(path, header, records)
 
-    for first in range(0, len(cases), _TOGETHER):
-        group = cases[first : first + _TOGETHER]
-        if budget_s is not None and elapsed() >= budget_s:
-            break
-        if options.impls:
-            print(f"[{elapsed():.0f}s] compiling {first + 1} to {first + len(group)} of {len(cases)} cases", flush=True)
-            bench.prepare(group)
-        for case in group:
-            if budget_s is not None and elapsed() >= budget_s:
-                break
-            records.append(_run(bench, case, peers))
-            header["left_out"].remove(case.name)
-            print(f"[{len(records)}/{len(cases)} {elapsed():.0f}s] {lines(records[-1])}", flush=True)
-            save()
+    def show(record: Mapping[str, Any]) -> None:
+        elapsed = time.monotonic() - started
+        print(f"[{len(records)}/{len(cases)} {elapsed:.0f}s] {lines(record)}", flush=True)
+        save()
+
+    apart = processes > 1 and bool(options.impls)
+    if apart:
+        print(f"compiling {len(cases)} cases in {processes} processes", flush=True)
+        found = attention_processes.records(cases, options, processes, deadline)
+    else:
+        found = _one_by_one(cases, options, deadline)
+    for record in found:
+        if peers is not None and not apart:
+            _add_peers(record, by_name[record["case"]["name"]], peers)
+        records.append(record)
+        header["left_out"].remove(record["case"]["name"])
+        show(record)
+    if peers is not None and apart:
+        for record in records:
+            if not _is_over(deadline):
+                _add_peers(record, by_name[record["case"]["name"]], peers)
+                show(record)
+    header["clocks_after"] = environment.clocks()
     save()
     if header["left_out"]:
-        print(f"left out after {elapsed():.0f} s: {', '.join(header['left_out'])}", flush=True)
+        print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
     return records
 
 
-def _run(bench: Bench, case: attention_cases.Case, peers: Peers | None) -> dict[str, Any]:
-    record: dict[str, Any] = {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None}
-    try:
-        record = bench.run(case) if bench.options.impls else record | {"flops": case.flops, "clock": "cuda events"}
-    except Exception as error:  # out of memory in the truth, say: the other cases go on
-        record["error"] = f"{type(error).__name__}: {error}"[:500]
-    if peers is not None:
-        answer = peers.measure(_for_peers(case))
-        record["peers_matmul"] = answer.get("matmul")
-        beside = "ours" in record["impls"]
-        record["impls"] |= {name: _by_time(entry) if beside else entry for name, entry in answer["impls"].items()}
-        record |= attention_rules.against_best(record)
-    return record
+def _one_by_one(
+    cases: Sequence[attention_cases.Case], options: Options, deadline: float | None
+) -> Iterator[dict[str, Any]]:
+    """The record of each case, in this process."""
+    bench = Bench(options)
+    for first in range(0, len(cases), _TOGETHER):
+        group = cases[first : first + _TOGETHER]
+        if options.impls and not _is_over(deadline):
+            print(f"compiling {first + 1} to {first + len(group)} of {len(cases)} cases", flush=True)
+            bench.prepare(group)
+        for case in group:
+            if _is_over(deadline):
+                return
+            yield attempt(bench, case) if options.impls else _only_for_peers(case)
+
+
+def _is_over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def _only_for_peers(case: attention_cases.Case) -> dict[str, Any]:
+    empty = {"impls": {}, "best_peer": None, "ratio": None}
+    return {"case": case.describe(), "flops": case.flops, "clock": "cuda events", **empty}
+
+
+def _add_peers(record: dict[str, Any], case: attention_cases.Case, peers: Peers) -> None:
+    """Measures torch's side, and puts it into the record."""
+    answer = peers.measure(_for_peers(case))
+    record["peers_matmul"] = answer.get("matmul")
+    beside = "ours" in record["impls"]
+    record["impls"] |= {name: _by_time(entry) if beside else entry for name, entry in answer["impls"].items()}
+    record |= attention_rules.against_best(record)
 
 
 def _by_time(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +206,8 @@ def main(_: Sequence[str]) -> None:
     names = [name for name in FLAGS.impl if name in attention_peers.NAMES]
     options = Options(tuple(name for name in FLAGS.impl if name not in names), FLAGS.rounds, FLAGS.seed)
     peers = Peers(names, FLAGS.rounds, FLAGS.peers_path, attention_peers.__name__) if names else None
-    records = measure(cases, options, peers=peers, path=path, commit=FLAGS.commit, budget_s=FLAGS.budget_s)
+    limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
+    records = measure(cases, options, peers=peers, path=path, commit=FLAGS.commit, **limits)
     if peers is not None:
         peers.close()
     red = [

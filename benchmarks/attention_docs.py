@@ -1,11 +1,13 @@
-"""What the documents say of attention's speed, made from committed results: a table, a page and a picture."""
+"""What the documents say of attention's speed, made from committed results: a page and a picture."""
 
+import itertools
+import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_cases, attention_rules, report
-from benchmarks.results import NOT_MEASURED, Results
+from benchmarks import attention_cases, attention_rules, attention_targets, report
+from benchmarks.results import NOT_MEASURED, Results, Setting
 
 Record = Mapping[str, Any]
 
@@ -13,28 +15,88 @@ PEERS = {"cudnn": "cuDNN", "mgpu": "JAX's attention_mgpu", "tokamax": "tokamax",
 PASSES = {"fwd": "forward", "bwd": "backward", "value_and_vjp": "value and vjp"}
 PAGE = """# Attention, measured
 
-Written by `python -m benchmarks.docs` from the result files under `benchmarks/results/h200/`; what is timed and how
+Written by `python -m benchmarks.docs` from the result files under `benchmarks/results/`; what is timed and how
 stands at the top of `benchmarks/attention_runner.py`, how correctness is judged at the top of
 `benchmarks/attention_truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
 TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
 documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its
 residuals. "x PEER" says how many times faster ours is; "refuses" that the peer does not take the call. A case whose
-result is wrong has no time. A peer that the newest run of a case leaves out stands with an earlier one's time, and is
-compared by shares of each run's matrix product. JAX's `attention_mgpu` runs in float16; cuDNN and tokamax get documents
-as a mask tensor; the error is the root mean square of the worst output, relative to float32.
+result is wrong has no time. Each card and each version of JAX has a table of its own. A peer that the newest run of a
+case leaves out stands with an earlier one's time on the same card with the same JAX, and is compared by shares of each
+run's matrix product; flash-attn-4, whose process has no JAX, with any run's on the same card. JAX's `attention_mgpu`
+runs in float16; cuDNN and tokamax get documents as a mask tensor; the error is the root mean square of the worst
+output, relative to float32.
 
 ![TFLOP/s of each implementation, with a matrix product as ceiling](pictures/attention.svg)
 
-{table}
-{left_out}"""
+## What is promised, and what was measured
+
+{verdicts}
+
+{sections}
+"""
 
 
-def page(results: Results) -> str:
+def page(found: Mapping[Setting, Results]) -> str:
     """The whole of docs/attention_results.md."""
+    by_card: dict[str, list[Setting]] = {}
+    for setting in found:
+        by_card.setdefault(setting.card, []).append(setting)
+    pairs = [pair for settings in by_card.values() for pair in itertools.combinations(settings, 2)]
+    sections = [_versions(pair, [found[setting] for setting in pair]) for pair in pairs]
+    sections += [_section(setting, results) for setting, results in found.items()]
+    return PAGE.format(verdicts=_verdicts(found), sections="\n\n".join(filter(None, sections)))
+
+
+def _section(setting: Setting, results: Results) -> str:
     left_out = dict.fromkeys(name for header in results.headers() for name in header.get("left_out", ()))
     missing = [name for name in left_out if results.case(name) is None]
-    note = f"\nLeft out, as the time was up: {', '.join(f'`{name}`' for name in missing)}.\n" if missing else ""
-    return PAGE.format(table=comparison(_ordered(results)), left_out=note)
+    note = f"\n\nLeft out, as the time was up: {', '.join(f'`{name}`' for name in missing)}." if missing else ""
+    return f"## {setting}\n\n{comparison(_ordered(results))}{note}"
+
+
+def _verdicts(found: Mapping[Setting, Results]) -> str:
+    heads = ["", *(promise.describe() for promise in attention_targets.PROMISES)]
+    rows = []
+    for setting, results in found.items():
+        for pass_ in attention_targets.PASSES:
+            verdicts = [promise.judge(results, pass_) for promise in attention_targets.PROMISES]
+            rows.append([f"{setting}, {PASSES[pass_]}", *map(_verdict, verdicts)])
+    return report.markdown(heads, rows)
+
+
+def _verdict(verdict: attention_targets.Verdict | None) -> str:
+    if verdict is None:
+        return "-"
+    where = f", at {_call(verdict.at)}" if verdict.at else ""
+    count = "" if verdict.measured == verdict.wanted else f" ({verdict.measured} of {verdict.wanted} cells)"
+    return f"{_floored(verdict.value)} {verdict.word}{count}{where}"
+
+
+def _versions(settings: Sequence[Setting], results: Sequence[Results]) -> str:
+    """The same source with two versions of JAX on one card; nothing where no commit was measured with both."""
+    newer, older = settings
+    pairs = attention_targets.same_source(*results)
+    if not pairs:
+        return ""
+    means = []
+    for pass_ in attention_targets.PASSES:
+        verdict, worst = attention_targets.versions(pairs, pass_)
+        if worst is not None:
+            means.append(f"{PASSES[pass_]} {_verdict(verdict)}, the worst {_floored(worst[0])}, at {_call(worst[1])}")
+    heads = ["attention", f"us, {newer.jax}", f"us, {older.jax}", "times faster", "cuDNN", "measured"]
+    rows = []
+    for pair in pairs:
+        times = [f"{record['impls']['ours']['us']:.1f}" for record in pair]
+        ratios = [attention_targets.speed(pair, name) for name in ("ours", "cudnn")]
+        shown = ["-" if ratio is None else _floored(ratio) for ratio in ratios]
+        rows.append([title(pair[0]["case"]), *times, *shown, pair[0]["run"]["when"]])
+    return (
+        f"## JAX {newer.jax} against {older.jax}, same source, {newer.card}\n\n"
+        f"{attention_targets.VERSIONS.describe().capitalize()}: {'; '.join(means)}. The two versions run one after the "
+        "other, each beside cuDNN: where cuDNN's time changes as much, the card's clock or cuDNN's version did it.\n\n"
+        + report.markdown(heads, rows)
+    )
 
 
 def comparison(records: Sequence[Record]) -> str:
@@ -57,14 +119,18 @@ def comparison(records: Sequence[Record]) -> str:
 
 def title(case: Mapping[str, Any]) -> str:
     """A case in words: "forward, D 128, S 2048, causal"."""
+    return f"{PASSES[case['pass']]}, {_call(case)}"
+
+
+def _call(case: Mapping[str, Any]) -> str:
     dim, value = case["head_dim"], case["value_dim"]
     heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
     span = f" {case['span']}" if case["span"] else ""
     dims = f"{dim}" if dim == value else f"{dim}/{value}"
-    return f"{PASSES[case['pass']]}, D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
+    return f"D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
 
 
-def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
+def draw(setting: Setting, results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     """TFLOP/s of each implementation in the core cases; nothing without matplotlib or results."""
     wanted = {case.name for case in attention_cases.select(tags=["core"])}
     records = [r for r in _ordered(results) if r["case"]["name"] in wanted]
@@ -90,7 +156,7 @@ def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
     axes.set_yticks(range(len(records)), [title(record["case"]) for record in records], fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {results.headers()[0]['device'].get('name', '')}")
+    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {setting}")
     axes.legend(fontsize=8)
     path = folder / "attention.svg"
     figure.savefig(path, metadata={"Date": None})
@@ -133,6 +199,10 @@ def _caption(records: Sequence[Record]) -> str:
     runs = [record["run"]["versions"] for record in records]
     versions = {name: dict.fromkeys(str(run[name]) for run in runs if name in run) for name in names}
     used = "".join(f", {names[name]} {' and '.join(found)}" for name, found in versions.items() if found)
+    linkers = [pathlib.Path(record["nvjitlink"]).name for record in records if record.get("nvjitlink")]
+    if linkers:
+        count = "" if len(linkers) == len(records) else f" in {len(linkers)} of {len(records)} cases"
+        used += f", {' and '.join(dict.fromkeys(linkers))} loaded{count}"
     products = [record["matmul"]["tflop_per_s"] for record in records]
     clocks = ", ".join(dict.fromkeys(record["clock"] for record in records))
     return (
@@ -157,3 +227,8 @@ def _torch_side(records: Sequence[Record]) -> str:
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _floored(value: float) -> str:
+    """Three digits that do not look better than the value is."""
+    return format(math.floor(value * 1000) / 1000, ".3f")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_impls, attention_rules, attention_truth, probes, timing
+from benchmarks import attention_impls, attention_rules, attention_truth, environment, probes, timing
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_impls import IMPLS
 from benchmarks.variants import Declined
@@ -23,6 +23,8 @@ from benchmarks.variants import Declined
 PROGRAMS = {"fwd": ("fwd",), "bwd": ("fwd", "value_and_vjp"), "value_and_vjp": ("value_and_vjp",)}
 _LAUNCHES = 4  # of each program in a round
 _COPIED_BYTES = 2**30  # read and written
+# The truth is not timed: XLA need not try which of its products are fast, which takes most of the time to compile it.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +46,21 @@ class Bench:
         self.options = options
         self.on_gpu = jax.default_backend() == "gpu"
         self._compiled: dict[Key, Any] = {}  # a program, or a dict that says why not
-        self._truths: dict[tuple[Shape, bool], Callable[..., Any]] = {}
-        self._operands: tuple[Shape | None, dict[str, jax.Array]] = (None, {})
+        self._truths: dict[tuple[Shape, bool], Callable[..., Any]] = {}  # by whether they have gradients
+        self._held: tuple[Any, dict[str, jax.Array], Any] = (None, {}, None)  # a truth's program, and of its shape
 
     def prepare(self, cases: Sequence[Case]) -> None:
         """Compiles what the cases need, in threads: never while something is timed, as XLA's tuning runs kernels."""
+        graded = {self._measured(case) for case in cases if case.pass_ != "fwd"}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             waiting = {}
             for case in cases:
                 shape = self._measured(case)
-                kind = (shape, case.pass_ != "fwd")
-                if kind not in self._truths and kind not in waiting:
+                kind = (shape, shape in graded)
+                if not {kind, (shape, True)} & (self._truths.keys() | waiting.keys()):
                     truth = functools.partial(attention_truth.truth, shape, gradients=kind[1])
-                    waiting[kind] = pool.submit(jax.jit(truth).lower(_specs(shape)).compile)
+                    lowered = jax.jit(truth).lower(_specs(shape))
+                    waiting[kind] = pool.submit(lowered.compile, compiler_options=_UNTUNED)
                 for name in self.options.impls:
                     for program in _programs(case, name):
                         key = (shape, name, program)
@@ -76,8 +80,7 @@ class Bench:
         """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
         started = time.perf_counter()
         shape = self._measured(case)
-        operands = self._made(shape)
-        truths = self._truths[shape, case.pass_ != "fwd"](operands)
+        operands, truths = self._made(shape)
         impls: dict[str, dict[str, Any]] = {}
         schedule = []
         for name in self.options.impls:
@@ -103,6 +106,7 @@ class Bench:
             "clock": clock,
             **self._ceilings(timings),
             "impls": impls,
+            "nvjitlink": environment.loaded("libnvJitLink"),
             "seconds": round(time.perf_counter() - started, 2),
         }
         return record | attention_rules.against_best(record)
@@ -110,11 +114,14 @@ class Bench:
     def _measured(self, case: Case) -> Shape:
         return case.shape if self.on_gpu else case.shape.shrunk()
 
-    def _made(self, shape: Shape) -> dict[str, jax.Array]:
-        if self._operands[0] != shape:
-            self._operands = (None, {})  # frees the memory first
-            self._operands = (shape, shape.operands(self.options.seed))
-        return self._operands[1]
+    def _made(self, shape: Shape) -> tuple[dict[str, jax.Array], Any]:
+        """The operands and the truth of a shape, kept until those of another one, or with gradients, are wanted."""
+        truth = self._truths.get((shape, True)) or self._truths[shape, False]
+        if self._held[0] is not truth:
+            self._held = (None, {}, None)  # frees the memory first
+            operands = shape.operands(self.options.seed)
+            self._held = (truth, operands, truth(operands))
+        return self._held[1:]
 
     @contextlib.contextmanager
     def _recorded(self, key: Key) -> Iterator[None]:
@@ -171,6 +178,19 @@ class Bench:
         copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
         tflops = {"size": n, "us": round(matmul, 3), "tflop_per_s": round(2 * n**3 / matmul / 1e6, 2)}
         return {"matmul": tflops, "copy": probes.best_copy(copies)}
+
+
+def attempt(bench: Bench, case: Case) -> dict[str, Any]:
+    """The record of a case, with the reason if it failed: out of memory in the truth, say. The other cases go on."""
+    try:
+        return bench.run(case)
+    except Exception as error:
+        return failed(case, f"{type(error).__name__}: {error}")
+
+
+def failed(case: Case, reason: str) -> dict[str, Any]:
+    """The record of a case that has no result."""
+    return {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None, "error": reason[:500]}
 
 
 @dataclasses.dataclass(frozen=True)

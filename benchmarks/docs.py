@@ -190,9 +190,7 @@ def _target_row(target: Target, results: Results) -> list[str]:
 def _worst(target: Target, results: Results) -> Mapping[str, Any] | None:
     """The record of a promise's worst case."""
     measured = target.measured(results)
-    if measured is None:
-        return None
-    return results.case(measured[1]) or results.about("attention").case(measured[1])
+    return None if measured is None else results.case(measured[1])
 
 
 def _unrounded(worst: float, target: Target) -> str:
@@ -236,7 +234,7 @@ def _error(value: float | None) -> str:
 
 def pages(results: Results) -> dict[pathlib.Path, str]:
     """Documents that are generated as a whole; none before there is something to say."""
-    attention = results.about("attention")
+    attention = results.by_setting("attention")
     return {ROOT / "docs" / "attention_results.md": attention_docs.page(attention)} if attention else {}
 
 
@@ -254,7 +252,9 @@ def main(arguments: list[str]) -> None:
             print(f"rewrote {path.relative_to(ROOT)}")
     if pictures:
         drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
-        print("\n".join(map(str, [*drawn, *attention_docs.draw(results.about("attention"), PICTURES)])))
+        for setting, attention in list(results.by_setting("attention").items())[:1]:
+            drawn += attention_docs.draw(setting, attention, PICTURES)
+        print("\n".join(map(str, drawn)))
 
 
 if __name__ == "__main__":

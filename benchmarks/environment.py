@@ -16,6 +16,7 @@ _PACKAGES = (
     "torch",
     "triton",
     "nvidia-cudnn-cu13",
+    "nvidia-nvjitlink",
     "tokamax",
     "quack-kernels",
     "liger-kernel",
@@ -42,6 +43,16 @@ def header(*, commit: str | None, seed: int, rounds: int) -> dict[str, Any]:
 def clocks() -> dict[str, str]:
     """What nvidia-smi says of the clocks now; empty without it."""
     return _nvidia_smi(_CLOCKS)
+
+
+def loaded(library: str) -> str | None:
+    """The file of a shared library that this process has loaded, by the beginning of its name."""
+    try:
+        lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[5] for line in lines if "/" in line)
+    return next((path for path in paths if pathlib.Path(path).name.startswith(library)), None)
 
 
 def _device() -> dict[str, str]:

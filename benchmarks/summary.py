@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import attention_rules, peers, report
-from benchmarks.results import NOT_MEASURED, Results
+from benchmarks.results import NOT_MEASURED, Results, Setting
 
 Record = Mapping[str, Any]
 _MANY = 1024  # rows
@@ -42,23 +42,33 @@ ATTENTION = (("`flash_attention`", "fwd"), ("its gradient", "bwd"))
 
 def table(results: Results) -> str:
     """One row for each operation, and where the figures come from."""
-    attention = results.about("attention")
     shown = [[r for r in results.records() if line.takes(r["case"])] for line in LINES]
-    shown += [[r for r in attention.records() if r["case"]["pass"] == pass_] for _, pass_ in ATTENTION]
-    rows = [_row(line.label, records) for line, records in zip(LINES, shown, strict=False)]
-    rows += [_attention_row(label, records) for (label, _), records in zip(ATTENTION, shown[len(LINES) :], strict=True)]
+    rows = [_row(line.label, records) for line, records in zip(LINES, shown, strict=True)]
+    for setting, attention in _newest_jax(results).items():
+        found = attention.records()
+        for label, pass_ in ATTENTION:
+            rows.append(_attention_row(f"{label}, {setting}", [r for r in found if r["case"]["pass"] == pass_]))
     rows = [row for row in rows if row]
     if not rows:
         return NOT_MEASURED
     heads = ["operation", "cases", "of the floor", "x XLA", "x best other"]
     records = [record for of_row in shown for record in of_row]
+    where = f" on one {report.setting(records)}" if records else ""
     return (
-        f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case) on one {report.setting(records)}; day and "
-        "commit of each case stand in docs/results.md and docs/attention_results.md. The floor is the time of a copy "
-        "of the same bytes, for attention that of as large a product of square matrices. Others: torch, torch.compile, "
-        "Liger and quack; of attention cuDNN, JAX's `attention_mgpu`, tokamax and flash-attn-4, where they take the "
-        "call."
+        f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case){where}, for attention on the card and with "
+        "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
+        "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
+        "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, JAX's "
+        "`attention_mgpu`, tokamax and flash-attn-4, where they take the call."
     )
+
+
+def _newest_jax(results: Results) -> dict[Setting, Results]:
+    """Attention's results on each card, with the newest JAX that was measured there."""
+    found: dict[str, tuple[Setting, Results]] = {}
+    for setting, attention in results.by_setting("attention").items():
+        found.setdefault(setting.card, (setting, attention))
+    return dict(found.values())
 
 
 def _row(label: str, records: Sequence[Record]) -> list[str]:

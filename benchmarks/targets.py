@@ -1,4 +1,4 @@
-"""What the project promises, as data, and whether the committed results keep it."""
+"""What the project promises of softmax and its kin, as data, and whether the committed results keep it."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks import attention_cases, attention_rules, cases, report
+from benchmarks import cases, report
 from benchmarks.results import Results
 
 Metric = Callable[[Mapping[str, Any], Results], float | None]
@@ -30,7 +30,7 @@ class Target:
     op: str = "softmax"
     at_most: bool = False
 
-    def select(self) -> tuple[cases.Case | attention_cases.Case, ...]:
+    def select(self) -> tuple[cases.Case, ...]:
         chosen = cases.select(ops=[self.op], passes=self.passes, dtypes=self.dtypes, tags=self.tags)
         return tuple(case for case in chosen if self.cols(case.cols))
 
@@ -48,19 +48,6 @@ class Target:
     def reached(self, value: float, bound: float | None) -> bool:
         """Whether `value` is as good as `bound`; False without one."""
         return bound is not None and (value <= bound if self.at_most else value >= bound)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionTarget(Target):
-    """The same over cases of attention."""
-
-    tags: frozenset[str] = frozenset({"grid"})
-
-    def select(self) -> tuple[attention_cases.Case, ...]:
-        return attention_cases.select(passes=self.passes, tags=self.tags)
-
-    def measured(self, results: Results) -> tuple[float, str, int] | None:
-        return super().measured(results.about("attention"))
 
 
 def of_copy(record: Mapping[str, Any], _: Results) -> float | None:
@@ -114,12 +101,6 @@ def lean_residual(record: Mapping[str, Any], _: Results) -> float | None:
     return record["least_bytes"] / 5 / kept if kept else None
 
 
-def times_best_peer(record: Mapping[str, Any], _: Results) -> float | None:
-    """How many times faster than the fastest peer of attention; None where the hardest two have not been tried."""
-    tried = {"cudnn", "fa4"} <= record["impls"].keys()
-    return attention_rules.against_best(record)["ratio"] if tried else None
-
-
 def _wide(cols: int) -> bool:
     return cols >= 1024
 
@@ -156,6 +137,4 @@ TARGETS = (
     _GRADIENT("the same: memory beyond the gradient, share of the logits, at most", extra_memory, 0.01, None,
               at_most=True),
     Target("top-k softmax: against XLA", times("xla"), 3.0, 5.0, frozenset({"top_k"}), op="top_k"),
-    AttentionTarget("attention, forward: against the best peer", times_best_peer, 0.95, 1.0),
-    AttentionTarget("attention, backward: against the best peer", times_best_peer, None, 1.0, passes=("bwd",)),
 )  # fmt: skip

@@ -4,9 +4,12 @@ import itertools
 import os
 import re
 import runpy
+import shutil
 import stat
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -260,3 +263,69 @@ def test_benchmarks_of_a_part_select_cases(tmp_path, part):
         found = subprocess.run(listed, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
         assert found.returncode == 0, found.stderr
         assert len(found.stdout.splitlines()) >= 6
+
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+
+def _bring(folder: Path, versions: dict[str, str], imported: str) -> None:
+    """Wheels of these versions, whose `jax` says that it is `imported`, in two parts as they travel."""
+    (folder / "wheels").mkdir()
+    for name, version in versions.items():
+        stem = f"{name.replace('-', '_')}-{version}"
+        with zipfile.ZipFile(folder / "wheels" / f"{stem}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name.replace('-', '_')}/__init__.py", f'__version__ = "{imported}"\n')
+            wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            wheel.writestr(f"{stem}.dist-info/WHEEL", tags)
+            wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    with tarfile.open(folder / "all.tar", "w") as tar:
+        for wheel in (folder / "wheels").iterdir():
+            tar.add(wheel, wheel.name)
+    packed = (folder / "all.tar").read_bytes()
+    for name, part in (("aa", packed[:700]), ("ab", packed[700:])):
+        (folder / f".jax_{name}").mkdir()
+        (folder / f".jax_{name}" / f"part.{name}").write_bytes(part)
+
+
+def _with_jax(folder: Path, version: str, *command: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "python3"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "PARTS": str(folder), "JAX": str(folder / "installed")}
+    script = [str(ROOT / "tests" / "gpu" / "with_jax.sh"), version, *command]
+    return subprocess.run(script, env=os.environ | settings, capture_output=True, text=True, timeout=60)
+
+
+SAYS = ("python3", "-c", "import jax; print(jax.__version__)")
+
+
+def test_a_command_runs_with_the_jax_that_was_brought(tmp_path):
+    _bring(tmp_path, dict.fromkeys(PACKAGES, "9.9.1"), "9.9.1")
+    for _ in range(2):  # the second time it is there already
+        finished = _with_jax(tmp_path, "9.9.1", *SAYS)
+        assert (finished.returncode, finished.stdout) == (0, "9.9.1\n"), finished.stderr
+        shutil.rmtree(tmp_path / ".jax_ab", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "asked, versions, imported",
+    [
+        ("9.9.2", dict.fromkeys(PACKAGES, "9.9.1"), "9.9.1"),
+        ("9.9.1", dict.fromkeys(PACKAGES, "9.9.1"), "9.9.0"),
+        ("9.9.1", dict.fromkeys(PACKAGES, "9.9.1") | {"jax-cuda13-plugin": "9.9.0"}, "9.9.1"),
+    ],
+    ids=["another was brought", "another is imported", "another plugin"],
+)
+def test_no_command_runs_with_another_jax(tmp_path, asked, versions, imported):
+    _bring(tmp_path, versions, imported)
+    finished = _with_jax(tmp_path, asked, *SAYS)
+    assert finished.returncode == 1
+    assert f"wanted JAX {asked}, got " in finished.stderr
+    assert finished.stdout == ""
+
+
+def test_without_parts_no_command_runs(tmp_path):
+    finished = _with_jax(tmp_path, "9.9.1", *SAYS)
+    assert finished.returncode != 0
+    assert finished.stdout == ""

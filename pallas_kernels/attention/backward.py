@@ -392,7 +392,9 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
                 _issue_bias(block, block.steps_before + n)
 
     def draw(t: Any) -> jax.Array:
-        return tile_scheduler.draw(refs.tickets) if config.tiles == "drawn" else cta + t * ctas
+        if config.tiles != "drawn":
+            return cta + t * ctas
+        return lax.cond(warpgroup == 0, lambda: tile_scheduler.draw(refs.tickets), lambda: jnp.int32(0))
 
     def publish(t: Any, tile: jax.Array, steps_before: Any) -> None:
         @pl.when(warpgroup == 0)

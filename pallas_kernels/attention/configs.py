@@ -8,13 +8,12 @@ WARPGROUP_ROWS = 64  # rows of a WGMMA
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """A block: `warpgroups` warpgroups of 64 query rows each that share `stages` tiles of `block_kv` keys and values.
+    """A block: `warpgroups` warpgroups of 64 query rows each that share two stages of `block_kv` keys and values.
 
     `slack`: powers of two by which a row's maximum may grow before what was summed against the old one is rescaled.
-    `tiles`: of queries; each block has its `own`, or one block to a multiprocessor takes those that were `dealt` to it,
-    or `drawn` one after another, as it becomes free.
-    `query_slots`: tiles of queries in shared memory; with 2 the next one arrives while this one is worked on.
-    `bias_slots`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
+    `scheduler`: of tiles of queries; one CTA to an SM works on those that a table gives it (`static`), or takes the
+    next one from a counter when it becomes free (`dynamic`).
+    `bias_stages`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
     `section_mib`: keys and values that the blocks at work at one time share, in the cache.
     `early`: columns of a tile whose weights begin before it is known whether a maximum grows past the slack; if not 0.
     `overwrites`: scores are written over what their registers hold, which else are cleared before each tile.
@@ -24,25 +23,20 @@ class ForwardConfig:
 
     block_kv: int
     warpgroups: int
-    stages: int
     slack: int = 0
     early: int = 0
-    tiles: Literal["own", "dealt", "drawn"] = "dealt"
-    query_slots: int = 1
-    bias_slots: int = 0
+    scheduler: Literal["static", "dynamic"] = "static"
+    bias_stages: int = 0
     section_mib: int = 16
     overwrites: bool = False
     overlaps: bool = False
+
+    stages = 2  # with which `tile_scheduler` says when records are written
 
     @property
     def block_q(self) -> int:
         """Query rows of a block."""
         return self.warpgroups * WARPGROUP_ROWS
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a computing thread and of one that only copies."""
-        return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[self.warpgroups]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,33 +1,52 @@
-"""Flash attention, forward: softmax(Q K^T) V in one walk over the keys, scores never leaving the registers.
+"""Flash attention, forward: softmax(Q K^T) V in one pass over the keys; the scores never leave the registers.
 
-A block of threads holds rows of queries; one warpgroup copies tiles of keys and values into shared memory, the others
-fold them into the running (maximum, sum, output) of the online softmax. A tile's scores are multiplied while the
-tensor cores still work on the output of the tile before.
-Traffic: Q read once, K and V once per block of queries (mostly from the cache), out and lse written once.
+A CTA of `warpgroups` warpgroups works on tiles of query rows, 64 rows a warpgroup. Each warpgroup folds tiles of keys
+and values into the (maximum, sum, output) of its rows' online softmax. It multiplies a tile's scores while the tensor
+cores still work on the output of the tile before. There is no producer warpgroup: `pipeline` says how stages are
+refilled. A stage holds the keys of a step and the values of the step before, which are read in the same step. The
+pipeline runs on from one tile of queries to the next, so that a tile begins with its first keys in shared memory.
+Traffic: Q read once, K and V once per tile of queries (mostly from L2), out and lse written once.
 Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels.attention import forward_bias, forward_tiles, limits, memory, products, schedule, scores
+from pallas_kernels import asynchronous, hardware, scopes
+from pallas_kernels.attention import (
+    bits,
+    gather,
+    limits,
+    pairs,
+    pipeline,
+    products,
+    schedule,
+    scores,
+    segments,
+    tile_scheduler,
+)
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
-from pallas_kernels.attention.memory import ACC
+from pallas_kernels.attention.memory import ACC, columns_of_tile, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import ROW, WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
 
-Block = SimpleNamespace  # `problem`, `config`, and the references of operands and scratch by their names
+Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
+
+_NO_TILE = -1
+ALIGNMENT = 1024  # of arrays in tiles; others need less
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
@@ -35,227 +54,474 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return limits.declines_any(problem, widest=256)
 
 
-def _copy(block: Block) -> None:
-    """The copying warpgroup: queries, then keys and values from the last visible tile to the first."""
-    problem, config = block.problem, block.config
-    group = problem.query_heads // problem.key_heads
-
-    def visit(slot: jax.Array, place: Place, span: Span, steps: jax.Array) -> None:
-        key_head = lax.div(place.head, jnp.int32(group))
-        for w in range(config.warpgroups):
-            mine = slot * config.warpgroups + w
-            plgpu.barrier_wait(block.query_empty.at[mine])
-            rows = pl.ds(place.row + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            at = block.query.at[place.batch, rows, place.head]
-            plgpu.copy_gmem_to_smem(at, block.query_smem.at[mine], block.query_full.at[mine])
-
-        def copy(i: jax.Array, _: None) -> None:
-            slot = lax.rem(steps + i, jnp.int32(config.stages))
-            at = place.batch, pl.ds((span.end - 1 - i) * config.block_kv, config.block_kv), key_head
-            plgpu.barrier_wait(block.key_empty.at[slot])
-            plgpu.copy_gmem_to_smem(block.key.at[at], block.key_smem.at[slot], block.key_full.at[slot])
-            forward_bias.copy(block, place, (span.end - 1 - i) * config.block_kv, steps + i)
-            plgpu.barrier_wait(block.value_empty.at[slot])
-            _copy_values(block, at, slot, place.keys - (span.end - 1 - i) * config.block_kv)
-
-        lax.fori_loop(0, span.end - span.first, copy, None)
-
-    forward_tiles.each(block, visit, draws=True)
+def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
+    """Shared memory of a CTA, by name; the output leaves through as many columns as the rest leaves room for."""
+    w, stages, dtype = config.warpgroups, config.stages, problem.dtype
+    head_dim, value_dim = (-(-size // 16) * 16 for size in (problem.head_dim, problem.value_dim))
+    found: dict[str, Any] = {
+        "query_smem": tiled((w, WARPGROUP_ROWS, head_dim), dtype),
+        "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
+        "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
+        "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
+        "barriers": pipeline.barriers(sum(len(arrivals) for arrivals in _arrivals(problem, config).values())),
+        **tile_scheduler.scratch(len(Place._fields) + len(Span._fields)),
+    }
+    if config.bias_stages:
+        assert problem.bias_dtype is not None
+        found["bias_smem"] = tiled((config.bias_stages, config.block_q, config.block_kv), problem.bias_dtype)
+    # A byte is taken: Mosaic's kernels declare one beside what they are given at the launch.
+    room = hardware.H200.smem_per_cta - 1 - _bytes(found)
+    tile, rows = columns_of_tile(value_dim, dtype), w * WARPGROUP_ROWS
+    fit = (c for c in range(value_dim, 0, -tile) if value_dim % c == 0 and rows * c * dtype.itemsize <= room)
+    return found | {"out_smem": tiled((w, WARPGROUP_ROWS, next(fit, tile)), dtype)}
 
 
-def _copy_values(block: Block, at: Any, slot: jax.Array, length: jax.Array) -> None:
-    """A tile of values, of which `length` exist: others are zeroed, as they may be NaN."""
-    whole = functools.partial(
-        plgpu.copy_gmem_to_smem, block.value.at[at], block.value_smem.at[slot], block.value_full.at[slot]
-    )
-    if not block.problem.key_lengths:
-        return whole()
-    pl.when(length >= block.config.block_kv)(whole)
-
-    @pl.when(length < block.config.block_kv)
-    def part():
-        plgpu.copy_gmem_to_smem(block.value.at[at], block.value_smem.at[slot], block.landed)
-        plgpu.barrier_wait(block.landed)
-        columns = memory.columns_of_tile(block.value_smem.shape[-1], block.problem.dtype)
-        for start in range(0, block.config.block_kv, WARPGROUP_ROWS):
-            for column in range(0, block.value_smem.shape[-1], columns):
-                piece = block.value_smem.at[slot, pl.ds(start, WARPGROUP_ROWS), pl.ds(column, columns)]
-                values = plgpu.load(piece, layout=WGMMA, optimized=False)
-                row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
-                piece[...] = jnp.where(row < length - start, values, jnp.zeros_like(values))
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(block.value_full.at[slot])
+def shared_bytes(problem: Attention, config: ForwardConfig) -> int:
+    """What the scratch takes."""
+    return _bytes(scratch(problem, config))
 
 
-def _compute(block: Block) -> None:
-    """A computing warpgroup."""
+def _bytes(arrays: dict[str, Any]) -> int:
+    return sum(-(-math.prod(x.shape) * x.dtype.itemsize // ALIGNMENT) * ALIGNMENT for x in arrays.values())
+
+
+def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int, ...]]:
+    """The CTA's barriers by name, with the arrivals that complete a phase: of one warp's copies, or of all readers."""
+    w, stages, bias = config.warpgroups, config.stages, config.bias_stages
+    return {
+        "query_full": (1,) * w,
+        "query_empty": (pipeline.WARPS,) * w,
+        "stage_full": (1,) * stages,
+        "stage_empty": (pipeline.WARPS * w,) * stages,
+        "bias_full": (1,) * bias,
+        "bias_empty": (pipeline.WARPS * w,) * bias,
+        "landed": (1,) * stages * problem.key_lengths,
+    }
+
+
+class _Tile(NamedTuple):
+    """A tile of queries: the CTA's tile number `t`, its first step `n`, where its rows are and which keys they see."""
+
+    t: Any
+    n: Any
+    place: Place
+    span: Span
+
+    @property
+    def steps(self) -> Any:
+        return self.span.end - self.span.first
+
+
+class _Step(NamedTuple):
+    """A tile of keys, and the tile of queries that it is for."""
+
+    batch: Any
+    head: Any
+    row: Any
+    key: Any  # its first
+    keys: Any  # of the sequence
+    exists: Any  # 1 or 0
+
+
+def _start(cta: Cta) -> None:
+    """The prologue: barriers, the first tiles' records, and the copies of the first stages."""
+    problem, config, me = cta.problem, cta.config, lax.axis_index("cta")
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _():
+        pipeline.start(cta.barriers, sum(_arrivals(problem, config).values(), ()))
+        # The first copies are under way before the other tiles' records are written.
+        _publish(cta, 0, _index(cta, 0, me))
+
+        @pl.when(pipeline.is_first_warp() != 0)
+        def _():
+            for w in range(config.warpgroups):
+                _copy_query(cta, _read(cta, 0), w)
+            _copy_stage(cta, _read(cta, 0), 0)
+
+        for t in range(1, tile_scheduler.LOOKAHEAD):
+            _publish(cta, t, _index(cta, t, me + t * cta.ctas))
+
+        @pl.when(pipeline.is_first_warp() != 0)
+        def _():
+            for i in range(1, config.stages):
+                _copy_stage(cta, _read(cta, 0), i)
+            for i in range(config.bias_stages):
+                _copy_bias(cta, _read(cta, 0), i)
+
+    scopes.sync_block(config.warpgroups)
+
+
+def _index(cta: Cta, t: Any, ticket: Any) -> jax.Array:
+    """Which tile of queries is the CTA's tile `t`; with the dynamic scheduler, the one that has this ticket."""
+    if cta.config.scheduler == "static":
+        me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
+        return jnp.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + jnp.minimum(t, last)], _NO_TILE)
+    return cta.tiles[jnp.minimum(ticket, cta.tiles.shape[0] - 1)]
+
+
+def _draw(cta: Cta) -> jax.Array:
+    """A ticket for one more tile, which is not waited for yet; only warpgroup 0 draws."""
+    if cta.config.scheduler == "static":
+        return jnp.int32(0)
+    return lax.cond(lax.axis_index("warpgroup") == 0, lambda: tile_scheduler.draw(cta.tickets), lambda: jnp.int32(0))
+
+
+def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
+    """Writes the record of the CTA's tile `t`, for all its warpgroups: where its queries are, and what they see."""
+    problem, config = cta.problem, cta.config
+    exists, tile = (tile != _NO_TILE).astype(jnp.int32), jnp.maximum(tile, 0)
+    per_head = jnp.int32(-(-problem.query_length // config.block_q))
+    head, index = lax.div(tile, per_head), lax.rem(tile, per_head)
+    batch, head = lax.div(head, jnp.int32(problem.query_heads)), lax.rem(head, jnp.int32(problem.query_heads))
+    queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
+    if problem.query_lengths:
+        queries = jnp.clip(cta.query_lengths[batch], 0, queries)
+    if problem.key_lengths:
+        keys = jnp.clip(cta.key_lengths[batch], 0, keys)
+    span = schedule.span(problem, config.block_kv, index * config.block_q, config.block_q, queries, keys)
+    if problem.hidden_by_data:
+        at = gather.broadcast_index((batch, head, index), cta.spans.shape)
+        span = schedule.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
+    place = Place(batch, head, index, queries, keys)
+    tile_scheduler.publish(cta.tile_smem, t, (*place, *(x * exists for x in span)))
+
+
+def _read(cta: Cta, t: Any, n: Any = 0, *, uniform: bool = False) -> _Tile:
+    """The record of the CTA's tile `t`, which begins at step `n`; a tile that does not exist has no steps."""
+    record = tile_scheduler.read(cta.tile_smem, t, uniform=uniform)
+    place, problem = Place(*record[: len(Place._fields)]), cta.problem
+    place = place._replace(row=place.row * cta.config.block_q)  # in this form Mosaic sees that rows come in eights
+    if not problem.query_lengths:
+        place = place._replace(queries=problem.query_length)
+    if not problem.key_lengths:
+        place = place._replace(keys=problem.key_length)
+    return _Tile(jnp.int32(t), jnp.int32(n), place, Span(*record[len(Place._fields) :]))
+
+
+def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
+    """The tile's step `i`."""
+    batch, head, row, _, keys = tile.place
+    return _Step(batch, head, row, (tile.span.end - 1 - i) * cta.config.block_kv, jnp.int32(keys), 1)
+
+
+def _step(cta: Cta, tile: _Tile, i: Any) -> _Step:
+    """The step `i` after the tile's first, which may be one of the next two tiles'; each has one step at least."""
+    after = _read(cta, tile.t + 1).steps
+    behind = (i >= tile.steps).astype(jnp.int32)
+    twice = behind * ((after > 0) & (i - tile.steps >= after)).astype(jnp.int32)
+    found, j = _read(cta, tile.t + behind + twice), i - behind * tile.steps - twice * after
+    return _step_of(cta, found, j)._replace(exists=(j < found.steps).astype(jnp.int32))
+
+
+def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
+    """The calling warp asks for a warpgroup's rows of the tile of queries, if there is one."""
+
+    @pipeline.when(tile.steps > 0)
+    def _():
+        rows = pl.ds(tile.place.row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        full, to = cta.query_full.at[warpgroup], cta.query_smem.at[warpgroup]
+        pipeline.expect(full, pipeline.size(to))
+        pipeline.copy(cta.query, (tile.place.batch, rows, tile.place.head, slice(None)), to, full)
+
+
+def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
+    """The calling warp asks for the keys of the step `i` after the tile's first, and the values of the one before."""
+    i = jnp.int32(i)
+    stage = pipeline.stage(tile.n + i, cta.config.stages)
+    full, to = cta.stage_full.at[stage], (cta.key_smem.at[stage], cta.value_smem.at[stage])
+    key_bytes, value_bytes = (pipeline.size(ref) for ref in to)
+
+    def copy(key: _Step, value: _Step) -> None:
+        count, whole = key_bytes * key.exists + value_bytes * value.exists, value.exists
+        if cta.problem.key_lengths:
+            whole = value.exists * (value.keys - value.key >= cta.config.block_kv).astype(jnp.int32)
+            pipeline.when(whole < value.exists)(lambda: _copy_some_values(cta, value, tile.n + i))
+            pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.landed.at[stage], 0))
+            count -= value_bytes * (value.exists - whole)
+        pipeline.expect(full, count)
+        _when(key.exists, lambda: pipeline.copy(cta.key, _rows(cta, key), to[0], full))
+        _when(whole, lambda: pipeline.copy(cta.value, _rows(cta, value), to[1], full))
+
+    def later() -> None:
+        key, value = _step(cta, tile, i), _step(cta, tile, jnp.maximum(i - 1, 0))
+        value = value._replace(exists=value.exists * (i > 0).astype(jnp.int32))
+        pipeline.when(key.exists + value.exists)(lambda: copy(key, value))
+
+    # Most steps are within the tile: their copies do not wait for the records of others.
+    within = (i > 0) & (i < tile.steps)
+    pipeline.when(within)(lambda: copy(_step_of(cta, tile, i), _step_of(cta, tile, i - 1)))
+    pipeline.when(jnp.logical_not(within))(later)
+
+
+def _when(exists: Any, copy: Callable[[], None]) -> None:
+    copy() if isinstance(exists, int) else pipeline.when(exists)(copy)
+
+
+def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
+    """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
+    stage = pipeline.stage(n, cta.config.stages)
+    to, landed = cta.value_smem.at[stage], cta.landed.at[stage]
+    pipeline.expect(landed, pipeline.size(to))
+    pipeline.copy(cta.value, _rows(cta, step), to, landed)
+    pipeline.wait(cta.landed, n, cta.config.stages)
+    pipeline.zero_rows(to, step.keys - step.key)
+
+
+def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
+    """Where a step's keys or values are."""
+    group = cta.problem.query_heads // cta.problem.key_heads
+    return step.batch, pl.ds(step.key, cta.config.block_kv), lax.div(step.head, jnp.int32(group)), slice(None)
+
+
+def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
+    """The calling warp asks for the bias of the step `i` after the tile's first."""
+    problem, config, step = cta.problem, cta.config, _step(cta, tile, jnp.int32(i))
+    slot = pipeline.stage(tile.n + i, config.bias_stages)
+    batch, head = gather.broadcast_index((step.batch, step.head), problem.bias)
+    to, full = cta.bias_smem.at[slot], cta.bias_full.at[slot]
+
+    @pipeline.when(step.exists)
+    def _():
+        pipeline.expect(full, pipeline.size(to))
+        at = batch, head, pl.ds(step.row, config.block_q), pl.ds(step.key, config.block_kv)
+        pipeline.copy(cta.bias, at, to, full)
+
+
+def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
+    """The warps have read the stage of the step `i` after the tile's first, that is, its keys and the values before."""
+    stages = cta.config.stages
+    last = pipeline.release(cta.stage_empty.at[pipeline.stage(tile.n + i, stages)])
+    pl.when(last != 0)(lambda: _copy_stage(cta, tile, i + stages))
+
+
+def _read_bias(cta: Cta, tile: _Tile, i: jax.Array) -> jax.Array:
+    """The bias of a warpgroup's scores, whose place is free then."""
+    slot = pipeline.stage(tile.n + i, cta.config.bias_stages)
+    rows = pl.ds(lax.axis_index("warpgroup") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)
+    bias = plgpu.load(cta.bias_smem.at[slot, rows], layout=WGMMA, optimized=False)
+    plgpu.commit_smem()  # TMA writes where threads have read
+    _release_bias(cta, tile, i)
+    return bias
+
+
+def _release_bias(cta: Cta, tile: _Tile, i: jax.Array) -> None:
+    stages = cta.config.bias_stages
+    last = pipeline.release(cta.bias_empty.at[pipeline.stage(tile.n + i, stages)])
+    pl.when(last != 0)(lambda: _copy_bias(cta, tile, i + stages))
+
+
+def _tiles(cta: Cta) -> None:
+    """All tiles of queries of this CTA."""
     warpgroup = lax.axis_index("warpgroup")
-    for slot in range(block.config.stages):
-        plgpu.barrier_arrive(block.key_empty.at[slot])
-        plgpu.barrier_arrive(block.value_empty.at[slot])
-    forward_bias.begin(block)
-    for slot in range(block.config.query_slots):
-        plgpu.barrier_arrive(block.query_empty.at[slot * block.config.warpgroups + warpgroup])
 
-    def visit(slot: jax.Array, place: Place, span: Span, steps: jax.Array) -> None:
-        mine = slot * block.config.warpgroups + warpgroup
-        place = place._replace(row=place.row + warpgroup * WARPGROUP_ROWS)
-        own = schedule.span(block.problem, block.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
-        own = schedule.narrowed(span, own) if block.problem.hidden_by_data else schedule.within(span, own)
-        plgpu.barrier_wait(block.query_full.at[mine])
-        begin, stop = steps + (span.end - own.end), steps + (span.end - own.first)
-        _pass_over(block, steps, begin)
-        state = _fold_keys(block, mine, place, own, begin)
-        _pass_over(block, stop, steps + (span.end - span.first))
-        _write(block, place, state)
+    def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        t, n, _, index = state
+        tile = _read(cta, t, n, uniform=True)
+        place = tile.place._replace(row=tile.place.row + warpgroup * WARPGROUP_ROWS)
+        own = schedule.span(cta.problem, cta.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
+        own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)
+        start, stop = tile.span.end - own.end, tile.span.end - own.first
+        _skip(cta, tile, 0, start)
+        ticket = _draw(cta)
+        state = _mainloop(cta, tile, place, own, index)
+        _skip(cta, tile, stop, tile.steps)
+        _epilogue(cta, place, state)
+        # What is asked for here is needed in the next tile's first step.
+        index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, ticket)
+        return t + 1, n + tile.steps, _read(cta, t + 1, uniform=True).steps, index
 
-    forward_tiles.each(block, visit, draws=False)
+    index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
+    first = jnp.int32(0), jnp.int32(0), _read(cta, 0, uniform=True).steps, index
+    lax.while_loop(lambda state: state[2] > 0, visit, first)
 
 
-def _pass_over(block: Block, start: jax.Array, stop: jax.Array) -> None:
-    """Steps whose keys the block's other warpgroups see, but not this one."""
+def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
+    """Steps whose keys the CTA's other warpgroups see, but not this one."""
 
     def step(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(block.config.stages))
-        for kind in ("key", "value"):
-            plgpu.barrier_wait(getattr(block, f"{kind}_full").at[slot])
-            plgpu.barrier_arrive(getattr(block, f"{kind}_empty").at[slot])
-        forward_bias.pass_over(block, i)
+        pipeline.wait(cta.stage_full, tile.n + i, cta.config.stages)
+        _release_stage(cta, tile, i)
+        if cta.config.bias_stages:
+            pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)
+            _release_bias(cta, tile, i)
 
     lax.fori_loop(start, stop, step, None)
 
 
-def _fold_keys(block: Block, mine: jax.Array, place: Place, span: Span, steps: jax.Array) -> State:
-    """All tiles of keys that the queries in slot `mine` see folded into their state."""
-    config, problem, value_dim = block.config, block.problem, block.value_smem.shape[-1]
-    query = block.query_smem.at[mine]
+def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array) -> State:
+    """All tiles of keys that the warpgroup's queries see, from the last to the first, folded into their state.
+
+    `index`: the tile of queries whose record is to be published meanwhile.
+    """
+    config, problem, warpgroup = cta.config, cta.problem, lax.axis_index("warpgroup")
+    query, value_dim = cta.query_smem.at[warpgroup], cta.value_smem.shape[-1]
     # Of the products; none where they need not be cleared.
     cleared_type = () if config.overwrites else (ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32),)
     out_type = ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
-    count = span.end - span.first
+    skipped, count = tile.span.end - span.end, span.end - span.first
 
-    def slot(i: jax.Array) -> jax.Array:
-        return lax.rem(steps + i, jnp.int32(config.stages))
+    def stage(i: jax.Array) -> jax.Array:
+        return pipeline.stage(tile.n + skipped + i, config.stages)
 
-    def key(i: jax.Array) -> jax.Array:
-        return (span.end - 1 - i) * config.block_kv
+    def wait(i: jax.Array) -> None:
+        pipeline.wait(cta.stage_full, tile.n + skipped + i, config.stages)
 
     def logits(i: jax.Array, edge: Any, finished: Callable[[], jax.Array]) -> jax.Array:
-        extras = scores.load_extras(problem, block, place, key(i), config.block_kv, copied=config.bias_slots > 0)
+        key = (span.end - 1 - i) * config.block_kv
+        extras = scores.load_extras(problem, cta, place, key, config.block_kv, copied=config.bias_stages > 0)
         x = finished()
-        plgpu.barrier_arrive(block.key_empty.at[slot(i)])
-        if config.bias_slots:
-            extras = extras._replace(bias=forward_bias.read(block, steps + i))
-        return scores.logits(problem, block, place, extras, x, key(i), edge)
+        if config.bias_stages:
+            extras = extras._replace(bias=_read_bias(cta, tile, skipped + i))
+        return scores.logits(problem, cta, place, extras, x, key, edge)
 
     def first(*cleared: Any) -> jax.Array:
         i = jnp.int32(0)
-        plgpu.barrier_wait(block.key_full.at[slot(i)])
-        begun = products.begin(query, block.key_smem.at[slot(i)], *cleared)
+        wait(i)
+        begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
+        pl.when(warpgroup == 0)(lambda: _publish(cta, tile.t + tile_scheduler.LOOKAHEAD, index))
         return logits(i, True, lambda: products.finish(begun, later=0))
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-        state, before = carry[0], slot(i - 1)
+        state = carry[0]
 
         def multiply(*accumulators: Any) -> tuple[State, jax.Array]:
             *cleared, out = accumulators
             # The left operand must not change registers once products are under way: ptxas would serialise them all.
             out[...], weights = lax.optimization_barrier((state.out, carry[1]))
-            plgpu.barrier_wait(block.key_full.at[slot(i)])
-            plgpu.barrier_wait(block.value_full.at[before])
-            begun = products.begin(query, block.key_smem.at[slot(i)], *cleared)
-            plgpu.wgmma(out, weights, block.value_smem.at[before])
+            wait(i)
+            begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
+            plgpu.wgmma(out, weights, cta.value_smem.at[stage(i)])
             edge = schedule.at_edge(problem, span, span.end - 1 - i)
             x = logits(i, edge, lambda: products.finish(begun, later=1))
             new, new_weights, rescale = fold(problem, config, state, x)
             if config.overlaps:
                 products.wait_behind(new.sum)
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
-            plgpu.barrier_arrive(block.value_empty.at[before])
+            _release_stage(cta, tile, skipped + i)
             return new._replace(out=rescale(summed)), new_weights
 
         return pl.run_scoped(multiply, *cleared_type, out_type)
 
     def last(out: Any) -> jax.Array:
         out[...] = state.out
-        plgpu.barrier_wait(block.value_full.at[slot(count - 1)])
-        plgpu.wgmma(out, weights, block.value_smem.at[slot(count - 1)])
+        wait(count)
+        plgpu.wgmma(out, weights, cta.value_smem.at[stage(count)])
+        # The next tile's record is known to be written from here on.
+        issues = pipeline.release(cta.query_empty.at[warpgroup])
+        pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
         return out[...]
 
+    asynchronous.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))
     x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
+    _release_stage(cta, tile, skipped)
     state, weights, _ = fold(problem, config, empty(value_dim), x)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
-    plgpu.barrier_arrive(block.query_empty.at[mine])
-    state = state._replace(out=pl.run_scoped(last, out_type))
-    plgpu.barrier_arrive(block.value_empty.at[slot(count - 1)])
-    return state
+    return state._replace(out=pl.run_scoped(last, out_type))
 
 
-def _write(block: Block, place: Place, state: State) -> None:
+def _epilogue(cta: Cta, place: Place, state: State) -> None:
     """Divides by the sums, and writes a warpgroup's rows, as many columns at a time as there is shared memory for."""
-    problem, warpgroup = block.problem, lax.axis_index("warpgroup")
+    problem, warpgroup = cta.problem, lax.axis_index("warpgroup")
     hidden = None
     if problem.query_lengths:
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
         hidden = row >= place.queries - place.row
-    unseen, factor, lse = finish(state, block.sinks[place.head] if problem.sinks else None, hidden)
-    rows, columns = pl.ds(place.row, WARPGROUP_ROWS), block.out_smem.shape[-1]
+    unseen, factor, lse = finish(state, cta.sinks[place.head] if problem.sinks else None, hidden)
+    rows, columns = pl.ds(place.row, WARPGROUP_ROWS), cta.out_smem.shape[-1]
     for start in range(0, state.out.shape[1], columns):
         out = state.out[:, start : start + columns]
         out = jnp.where(by_row(unseen, out), jnp.zeros_like(out), out * by_row(factor, out))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        block.out_smem[warpgroup] = out.astype(problem.dtype)
+        cta.out_smem[warpgroup] = out.astype(problem.dtype)
         if start == 0:
-            block.lse_smem[warpgroup] = lse
+            cta.lse_smem[warpgroup] = lse
         plgpu.commit_smem()
-        at = block.out.at[place.batch, rows, place.head, pl.ds(start, columns)]
-        plgpu.copy_smem_to_gmem(block.out_smem.at[warpgroup], at)
+        at = cta.out.at[place.batch, rows, place.head, pl.ds(start, columns)]
+        plgpu.copy_smem_to_gmem(cta.out_smem.at[warpgroup], at)
         if start == 0:
-            plgpu.copy_smem_to_gmem(block.lse_smem.at[warpgroup], block.lse.at[place.batch, place.head, rows])
+            plgpu.copy_smem_to_gmem(cta.lse_smem.at[warpgroup], cta.lse.at[place.batch, place.head, rows])
 
 
-def _body(
-    *operands: jax.Ref, problem: Attention, config: ForwardConfig, names: tuple[str, ...], **scratch: jax.Ref
-) -> None:
-    block = Block(problem=problem, config=config, **dict(zip(names, operands, strict=True)), **scratch)
-    computing, copying = config.registers
+def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
+    cta, first = Cta(**static, **dict(zip(names, refs, strict=True))), 0
+    for name, arrivals in _arrivals(cta.problem, cta.config).items():
+        if arrivals:
+            setattr(cta, name, cta.barriers.at[pl.ds(first, len(arrivals))])
+        first += len(arrivals)
+    _start(cta)
+    _tiles(cta)
+    plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(lax.axis_index("warpgroup") < config.warpgroups)
-    def compute():
-        plgpu.set_max_registers(computing, action="increase")
-        _compute(block)
-        plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(lax.axis_index("warpgroup") == config.warpgroups)
-    def copy():
-        plgpu.set_max_registers(copying, action="decrease")
-        _copy(block)
+def names(problem: Attention) -> tuple[str, ...]:
+    """The operands that the problem has, in their order."""
+    lengths = [name for name in ("query_lengths", "key_lengths") if getattr(problem, name)]
+    ids = ["query_segments", "key_segments"] * problem.segments
+    optional = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
+    return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
+
+
+def _addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see.
+
+    Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
+    """
+    arrays = dict(arrays)
+    for name in ("query", "key", "value"):
+        missing = [(0, -arrays[name].shape[axis] % multiple) for axis, multiple in enumerate((1, 8, 1, 16))]
+        if any(after for _, after in missing):
+            arrays[name] = jnp.pad(arrays[name], missing)
+    found, keys = [], arrays["key"].shape[1]
+    if "mask" in arrays:
+        columns = arrays["mask"].shape[3]
+        arrays["mask"] = bits.pack(arrays["mask"], 3)
+        found.append(bits.pairs(arrays["mask"], 3, columns, config.block_q, config.block_kv))
+    if "query_segments" in arrays:
+        ids = arrays["query_segments"], arrays["key_segments"]
+        found.append(segments.pairs(*ids, config.block_q, config.block_kv))
+        arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
+        arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
+    if found:
+        arrays["spans"] = pairs.spans(functools.reduce(pairs.both, found), -(-keys // config.block_kv))
+    return arrays
+
+
+def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
+    """How many CTAs there are, and the table of their tiles of queries."""
+    ctas = hardware.current().sm_count
+    if config.scheduler == "static":
+        return ctas, schedule.deal(problem, config, ctas)
+    order, _ = schedule.order(problem, config)
+    return ctas, np.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
-    arrays = memory.addressable(config, dict(zip(memory.names(problem), operands, strict=True)))
-    blocks, deal = forward_tiles.launched(problem, config)
-    query_length, head_dim, value_dim = arrays["query"].shape[1], arrays["query"].shape[3], arrays["value"].shape[3]
-    batch, heads, rows = problem.batch, problem.query_heads, -(-problem.query_length // config.block_q) * config.block_q
+    arrays = _addressable(config, dict(zip(names(problem), operands, strict=True)))
+    ctas, tiles = tile_table(problem, config)
+    query_length, value_dim = arrays["query"].shape[1], arrays["value"].shape[3]
+    rows = -(-problem.query_length // config.block_q) * config.block_q
     out_type = (
-        jax.ShapeDtypeStruct((batch, query_length, heads, value_dim), problem.dtype),
-        jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
+        jax.ShapeDtypeStruct((problem.batch, query_length, problem.query_heads, value_dim), problem.dtype),
+        jax.ShapeDtypeStruct((problem.batch, problem.query_heads, rows), jnp.float32),
     )
+    dynamic, memory = config.scheduler == "dynamic", scratch(problem, config)
+    order = (*arrays, "tiles", *["tickets"] * dynamic, "out", "lse", *memory)
     kernel = plgpu.kernel(
-        functools.partial(
-            _body, problem=problem, config=config, names=(*arrays, *forward_tiles.names(config), "out", "lse")
-        ),
+        functools.partial(_body, names=order, problem=problem, config=config, ctas=ctas),
         out_type=out_type,
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=config.warpgroups + 1,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups,
         thread_name="warpgroup",
-        scratch_types=memory.scratch(problem, config, head_dim, value_dim) | forward_tiles.scratch(config),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        scratch_types=list(memory.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         kernel_name="attention",
     )
-    out, lse = forward_tiles.call(kernel, config, blocks, out_type, *arrays.values(), deal)
+    call = functools.partial(tile_scheduler.call, kernel, ctas, out_type) if dynamic else kernel
+    out, lse = call(*arrays.values(), jnp.asarray(tiles))
     return out[:, : problem.query_length, :, : problem.value_dim], lse[:, :, : problem.query_length]

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 
-from pallas_kernels.attention import backward_memory, backward_turns, forward_bias, memory, schedule
+from pallas_kernels.attention import backward_memory, backward_turns, memory, schedule
+from pallas_kernels.attention import forward as forward_kernel
 from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
@@ -24,23 +25,14 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
         # us, drawn, and a block to each: masks, 2048 tokens, heads of 64, random 669 and 677, causal 368 and 398; of
         # 128, 487 and 513, 273 and 306; of 256, causal 253 and 270. Documents, 16384 tokens: 359 and 462, 236 and 283;
         # of 192 and 128, 268 and 308; of 256, 235 and 212.
-        wide = max(problem.head_dim, problem.value_dim) > 128
-        draws = problem.bias is None and not (wide and _spills_when_drawn(problem))
-        slots = 2 if draws and not wide else 1
-        config = dataclasses.replace(config, tiles="drawn" if draws else "own", query_slots=slots)
+        config = dataclasses.replace(config, scheduler="dynamic")
     return (config,)
-
-
-def _spills_when_drawn(problem: Attention) -> bool:
-    """Whether, of wide heads, drawn tiles cost too many registers, or gain nothing."""
-    lengths = problem.query_lengths or problem.key_lengths
-    return lengths or (problem.segments and (problem.mask is not None or problem.head_dim + problem.value_dim > 320))
 
 
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
     """The widest tiles that fit in shared memory together with the bias' own, if that can be copied."""
-    narrow = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8)
-    if problem.batch_invariant or not forward_bias.can_be_copied(problem):
+    narrow = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
+    if problem.batch_invariant or not memory.bias_is_tiled(problem):
         return narrow
     copied = []
     if problem.mask is None and not problem.segments:
@@ -48,13 +40,13 @@ def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
         # 539); 64 keys 608, no copies 800. Of 256, 439 with 64 keys, no copies 536. A float32 bias: heads of 64, 909,
         # of 128, 667 with 64 keys; no copies 1509 and 851. Scores over what their registers hold: heads of 64, 745 and
         # 731; of 128, beside the product before, 586 and 555, 32 columns begun early 549, 48 538.
-        wide = dataclasses.replace(narrow, block_kv=128, bias_slots=1, overwrites=True)
+        wide = dataclasses.replace(narrow, block_kv=128, bias_stages=1, overwrites=True)
         if max(problem.head_dim, problem.value_dim) <= 64:
             copied = [dataclasses.replace(wide, warpgroups=3)]
         else:
             copied = [dataclasses.replace(wide, overlaps=True, early=48)]
-    copied += [dataclasses.replace(narrow, bias_slots=2, query_slots=2), dataclasses.replace(narrow, bias_slots=1)]
-    return next((c for c in copied if memory.shared_bytes(problem, c) <= device.smem_per_cta), narrow)
+    copied += [dataclasses.replace(narrow, bias_stages=2), dataclasses.replace(narrow, bias_stages=1)]
+    return next((c for c in copied if forward_kernel.shared_bytes(problem, c) <= device.smem_per_cta), narrow)
 
 
 def _widest(problem: Attention) -> ForwardConfig:
@@ -69,18 +61,16 @@ def _widest(problem: Attention) -> ForwardConfig:
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
         # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
-        bounded, short = schedule.bounds(problem) != (None, None), problem.key_length <= 1024
-        slots = 2 if bounded or short or problem.batch_invariant else 1
-        return ForwardConfig(block_kv=128, warpgroups=3, stages=2, slack=8, early=8, query_slots=slots, overwrites=True)
+        return ForwardConfig(block_kv=128, warpgroups=3, slack=8, early=8, overwrites=True)
     if max(problem.head_dim, problem.value_dim) <= 128:
         # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
-        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, early=48, query_slots=2)
+        config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=48)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
     if problem.head_dim + problem.value_dim <= 320:
         # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
-        config = ForwardConfig(block_kv=128, warpgroups=2, stages=2, slack=8, early=32)
+        config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=32)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
-    return ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=edge and not problem.hidden_by_data)
+    return ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=edge and not problem.hidden_by_data)
 
 
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
@@ -201,7 +191,7 @@ def _with_slots[Config: (BackwardConfig, ByGradientConfig)](
     problem: Attention, device: Device, configs: list[Config]
 ) -> Config:
     """The first config with as many slots for the bias, if that can be copied, as fit in shared memory beside it."""
-    if forward_bias.can_be_copied(problem):
+    if memory.bias_is_tiled(problem):
         for config, slots in itertools.product(configs, (2, 1)):
             copied = dataclasses.replace(config, bias_slots=slots)
             if backward_memory.shared_bytes(problem, copied) <= device.smem_per_cta:

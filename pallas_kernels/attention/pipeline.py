@@ -7,6 +7,7 @@ Source: PTX ISA, "mbarrier": an arrival returns the state before it, of which "m
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from pallas_kernels.attention import memory
 from pallas_kernels.emit import INTEGER, SPLAT, Index
 
 WARPS = 4  # of a warpgroup
+LANES = 32  # of a warp
+VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
 
 barriers = asynchronous.barriers
@@ -32,8 +35,14 @@ start = asynchronous.start_barriers
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
-    fill = lax.div(jnp.int32(n), jnp.int32(stages))
-    asynchronous.wait(full.at[lax.rem(jnp.int32(n), jnp.int32(stages))], lax.rem(fill, jnp.int32(2)))
+    asynchronous.wait(
+        full.at[stage(n, stages)], stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
+    )
+
+
+def stage(n: Index, stages: int) -> jax.Array:
+    """Which stage step `n` has."""
+    return lax.rem(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)).astype(jnp.int32)
 
 
 def release(empty: jax.Ref) -> jax.Array:
@@ -66,6 +75,21 @@ def is_first_warp() -> jax.Array:
         return emit.integer(llvm.inline_asm(emit.i32(), [], text, "=r", has_side_effects=True))
 
     return plgpu.inline_mgpu(arg_types=(), return_type=INTEGER)(first_warp)()
+
+
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when` of what is the same in all lanes of a warp, and of which a vote tells the compiler so.
+
+    Beside a branch that lanes might take alone, the compiler would not keep descriptors in uniform registers.
+    """
+
+    def vote_any(ctx, x):
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
+        return emit.integer(llvm.inline_asm(emit.i32(), [emit.scalar(x)], text, "=r,r", has_side_effects=True))
+
+    vote_any.interpret = lambda x: ({}, [x])
+    operation = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(vote_any)
+    return pl.when(operation(jnp.asarray(condition).astype(jnp.int32)) != 0)
 
 
 def expect(full: jax.Ref, count: Index) -> None:
@@ -116,3 +140,27 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     target = plgpu.RefType(memory.transforms(columns, dtype) if tiled else ())
     arguments = plgpu.RefType(), target, plgpu.RefType(), *[SPLAT] * len(starts)
     plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
+
+
+def zero_rows(ref: Any, first: Index) -> None:
+    """The calling warp zeroes the rows of swizzled shared memory from `first` on, before a product reads them."""
+    rows, columns = ref.shape
+    dtype = jnp.dtype(ref.dtype)
+    tile = memory.columns_of_tile(columns, dtype)
+    row_bytes, tile_bytes = tile * dtype.itemsize, TMA_ROWS * tile * dtype.itemsize
+
+    def zero_from(ctx, ref, first):
+        text = "{ .reg .b32 row, within, at; .reg .pred zero; mov.u32 row, %laneid; "
+        places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR_BYTES)]
+        for _ in range(0, rows, LANES):
+            text += (
+                f"setp.ge.s32 zero, row, $1; rem.u32 within, row, {TMA_ROWS}; div.u32 at, row, {TMA_ROWS}; "
+                f"mad.lo.u32 at, at, {columns // tile * tile_bytes}, $0; mad.lo.u32 at, within, {row_bytes}, at; "
+                + " ".join(f"@zero st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
+                + f" add.u32 row, row, {LANES}; "
+            )
+        text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
+        emit.ptx(text, "r,r,~{memory}", [emit.shared_address(ref), emit.scalar(first)])
+
+    target = plgpu.RefType(memory.transforms(tile, dtype))
+    plgpu.inline_mgpu(arg_types=(target, SPLAT))(zero_from)(ref, jnp.int32(first))

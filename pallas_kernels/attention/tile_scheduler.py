@@ -1,11 +1,12 @@
 """Which tiles a CTA works on: a ring of tile records in shared memory, which one warpgroup fills ahead of the others.
 
-A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` when it starts
-tile `t`. The pipeline orders the record before its first reader: a warpgroup is at most two stages behind another one,
-each tile has one stage at least, and the stage that a reader has waited for was released after the record was written.
+A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step
+of tile `t`. The pipeline, of two stages, orders a record before its readers: a warpgroup that has waited for the stage
+behind tile `t` knows that all warps have released the last step before tile `t`, or a later one, and so that record
+`t + 1` is written; the warp that refills a stage after the last step of tile `t` knows that `t + 2` is, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import emit
+from pallas_kernels import emit, places
 from pallas_kernels.attention import gather
 
-LOOKAHEAD = 3  # tiles
+LOOKAHEAD = 2  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
 
 
@@ -36,32 +38,39 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
         for at, number in zip(places, numbers, strict=True):
             address = arith.addi(emit.shared_address(words), emit.c32(4 * at))
             emit.ptx("@$2 st.shared.s32 [$0], $1;", "r,r,b,~{memory}", [address, emit.scalar(number), first])
+        emit.ptx("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
     arguments = (plgpu.RefType(), *[emit.SPLAT] * len(record))
-    record = [jnp.int32(x) for x in record]
-    rows = tile_smem.shape[0] // RECORDS
+    record, rows = [jnp.int32(x) for x in record], tile_smem.shape[0] // RECORDS
     plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
-def read(tile_smem: jax.Ref, t: Any) -> tuple[jax.Array, ...]:
-    """The record of the CTA's tile `t`."""
+def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
+    """The record of the CTA's tile `t`; `uniform`: in registers of the warp, which one warp's copies do not need."""
     rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
-    places = [(_slot(t) * rows + row, column) for row in range(rows) for column in range(columns)]
-    return tuple(gather.uniform(tile_smem[place]) for place in places)
+    numbers = (tile_smem[_slot(t) * rows + row, column] for row in range(rows) for column in range(columns))
+    return tuple(gather.uniform(x) if uniform else x for x in numbers)
 
 
 def draw(tickets: jax.Ref) -> jax.Array:
-    """The next number of the grid's counter, in the CTA's first thread alone; others get 0. It is not waited for yet."""
+    """The next ticket of the launch's counter, in the first thread of the calling warpgroup; 0 in the others."""
 
-    def draw_number(ctx, tickets):
-        text = (
-            "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
-            "mov.b32 $0, 0; @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; @first add.u32 $0, $0, 1; }"
-        )
-        ticket = llvm.inline_asm(emit.i32(), [emit.global_address(tickets)], text, "=&r,l", has_side_effects=True)
-        return emit.integer(ticket)
+    def draw_tile(ctx, words):
+        first = emit.equals(emit.thread_in_warpgroup(), 0)
+        text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
+        operands = [emit.global_address(words), first]
+        return emit.integer(llvm.inline_asm(emit.i32(), operands, text, "=&r,l,b", has_side_effects=True))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(draw_number)(tickets)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(draw_tile)(tickets)
+
+
+def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
+    """Calls a kernel with a counter of tickets, which `vmap` does not share between the calls that it makes of one."""
+
+    def draw(*arrays: jax.Array) -> list[jax.Array]:
+        return places.call(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
+
+    return sequential_vmap(draw)(*operands)
 
 
 def _slot(t: Any) -> jax.Array:

@@ -204,7 +204,7 @@ def test_a_run_measures_every_pass_and_names_every_failure(tmp_path):
     )
     found = report.read(path)
     assert found["records"] == json.loads(json.dumps(records))
-    assert {"topic", "device", "versions", "commit", "seed", "left_out"} <= set(found["header"])
+    assert {"topic", "device", "versions", "commit", "seed", "left_out", "clocks_after"} <= set(found["header"])
     for record, pass_ in zip(found["records"], attention_cases.PASSES, strict=True):
         ours = record["impls"]["ours"]
         assert ours["status"] in ("ok", "unresolved") if pass_ == "bwd" else ours["us"] > 0
@@ -272,7 +272,7 @@ def results(tmp_path):
         "versions": {"jax": "0", "cudnn": "91900"},
         "left_out": [missing.name],
     }
-    report.write(tmp_path / "attention.json", header, records)
+    report.write(tmp_path / "h200" / "attention.json", header, records)
     return Results(tmp_path)
 
 
@@ -310,7 +310,8 @@ def test_the_committed_page_is_the_generated_one():
 
 
 def test_a_picture_is_drawn_from_results(results, tmp_path):
-    (path,) = attention_docs.draw(results.about("attention"), tmp_path / "pictures")
+    ((setting, attention),) = results.by_setting("attention").items()
+    (path,) = attention_docs.draw(setting, attention, tmp_path / "pictures")
     assert path.read_text().startswith("<?xml")
 
 

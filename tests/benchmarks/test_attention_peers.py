@@ -11,10 +11,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_cases, attention_docs, attention_peers, attention_rules, peers, report
+from benchmarks import (
+    attention,
+    attention_cases,
+    attention_docs,
+    attention_peers,
+    attention_rules,
+    attention_targets,
+    peers,
+    report,
+)
 from benchmarks.attention_runner import Options
 from benchmarks.results import Results
-from benchmarks.targets import TARGETS
 from tests import attention_oracle
 
 SHAPE = attention_cases.Shape(2, 4, 2, 16, 8, 4, "full", 5)
@@ -231,7 +239,7 @@ def results(tmp_path):
     def write(name, case, impls, **of_the_run):
         record = {"case": case.describe(), "impls": impls, **shared, **of_the_run}
         record |= attention_rules.against_best(record)
-        report.write(tmp_path / f"{name}.json", header | {"timestamp": name}, [record])
+        report.write(tmp_path / "h200" / f"{name}.json", header | {"timestamp": name}, [record])
 
     fa4 = {"process": "torch", "version": "4.0", "matmul_tflop_per_s": 720.0}
     earlier = {
@@ -248,7 +256,7 @@ def results(tmp_path):
 
 
 def test_speeds_compare_across_processes_by_the_matrix_product(results):
-    page = attention_docs.page(results.about("attention"))
+    page = attention_docs.page(results.by_setting("attention"))
     assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | x flash-attn-4 | error |" in page
     assert (
         "| forward, D 128, S 2048, full | 458.1 | 600 | - | 0.75 | 1.20 (500) | 1.20 (400) | 0.90 (600) | 2.0e-03 |"
@@ -266,30 +274,34 @@ def test_in_the_same_run_times_compare(tmp_path):
     matmul, torchs = {"tflop_per_s": 800.0}, {"tflop_per_s": 720.0}
     fa4 = _entry(600.0, case.flops, process="torch", version="4.0", matmul_tflop_per_s=720.0)
     run = lambda case: {"case": case.describe(), "impls": {"ours": _entry(500.0, case.flops)}, "matmul": matmul}
-    bench = types.SimpleNamespace(options=Options(("ours",)), run=run)
     child = types.SimpleNamespace(measure=lambda _: {"matmul": torchs, "impls": {"fa4": dict(fa4)}})
-    record = attention._run(bench, case, child)
+    record = run(case)
+    attention._add_peers(record, case, child)
     assert (record["best_peer"], record["ratio"]) == ("fa4", round(500 / 600, 4))
     assert record["peers_matmul"] == torchs
     header = {"topic": "attention", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "0"}}
-    report.write(tmp_path / "0.json", header | {"timestamp": "0"}, [record])
+    report.write(tmp_path / "h200" / "0.json", header | {"timestamp": "0"}, [record])
     found = lambda: attention_rules.faster(Results(tmp_path).about("attention").case(case.name), "fa4")
     assert found() == pytest.approx(500 / 600)
-    report.write(tmp_path / "1.json", header | {"timestamp": "1"}, [run(case)])
+    report.write(tmp_path / "h200" / "1.json", header | {"timestamp": "1"}, [run(case)])
     assert found() == pytest.approx(500 / 600 * 720 / 800)
     again = record | {"impls": {"fa4": fa4 | {"us": 2 * fa4["us"]}}}
-    report.write(tmp_path / "2.json", header | {"timestamp": "2"}, [again])
+    report.write(tmp_path / "h200" / "2.json", header | {"timestamp": "2"}, [again])
     assert found() == pytest.approx(2 * 500 / 600 * 720 / 800)
 
 
+def _against_the_best(results, pass_):
+    (attention,) = results.by_setting("attention").values()
+    return attention_targets.PROMISES[-1].judge(attention, pass_)
+
+
 def test_promises_of_attention_are_kept_against_the_best_peer(results):
-    forward, backward = [target for target in TARGETS if target.label.startswith("attention")]
-    name = "attention_fwd_full_d128_s2048_b8_h16"
-    assert forward.measured(results) == (pytest.approx(0.9), name, 1)
-    assert backward.measured(results) == (pytest.approx(1.5), "attention_bwd_causal_d256_s512_b32_h8", 1)
+    forward, backward = (_against_the_best(results, pass_) for pass_ in ("fwd", "bwd"))
+    assert (forward.value, forward.word, forward.measured) == (pytest.approx(0.9), "below goal", 1)
+    assert forward.at["name"] == "attention_fwd_full_d128_s2048_b8_h16"
+    assert (backward.value, backward.word, backward.measured) == (pytest.approx(1.5), "goal", 1)
 
 
 def test_a_peer_that_was_not_tried_is_not_beaten(results, tmp_path):
-    (tmp_path / "2.json").unlink()
-    forward = next(target for target in TARGETS if target.label.startswith("attention, forward"))
-    assert forward.measured(Results(tmp_path)) is None
+    (tmp_path / "h200" / "2.json").unlink()
+    assert _against_the_best(Results(tmp_path), "fwd") is None

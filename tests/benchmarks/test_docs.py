@@ -30,7 +30,7 @@ def _entry(us, fraction=1.0, process="jax", **facts):
 def folder(tmp_path):
     def write(name, timestamp, *records):
         header = {"timestamp": timestamp, "commit": name, "device": {"name": "H"}, "versions": {"jax": "0"}}
-        report.write(tmp_path / f"{name}.json", header, records)
+        report.write(tmp_path / "h200" / f"{name}.json", header, records)
         return tmp_path
 
     return write
@@ -199,7 +199,7 @@ def test_an_unknown_table_is_an_error():
 
 
 def test_result_files_are_plain_json(folder):
-    path = folder("run", "2026-11-02", _record(SHORT, _entry(30.0))) / "run.json"
+    path = folder("run", "2026-11-02", _record(SHORT, _entry(30.0))) / "h200" / "run.json"
     assert json.loads(path.read_text()) == report.read(path)
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
 

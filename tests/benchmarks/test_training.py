@@ -68,7 +68,7 @@ def test_the_table_comes_from_results(tmp_path):
     case |= {"key_heads": 4, "head_dim": 64, "vocabulary": 32000, "dtype": "bfloat16", "steps": 20}
     impls = {"ours": _entry(300), "jax.nn": FAILED, "jax.nn cudnn": _entry(200, peak_bytes=None)}
     header = {"topic": "models", "timestamp": "2026-11-21", "commit": "abc", "device": {"name": "H"}, "versions": {}}
-    report.write(tmp_path / "models.json", header, [{"case": case, "impls": impls, **training.judged(impls)}])
+    report.write(tmp_path / "h200" / "models.json", header, [{"case": case, "impls": impls, **training.judged(impls)}])
     text = docs.rewrite("<!-- table:models -->\n<!-- /table -->", Results(tmp_path))
     assert "| GPT | tokens/s | x | ms a step | peak, GB | temporary, GB | last loss |" in text
     assert "| jaxsoftmax, 8 x 4096 | 300 | 1.00 | 100.0 | 20.0 | 16.0 | 7.000 |" in text

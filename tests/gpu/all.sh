@@ -56,7 +56,7 @@ do_part() {
     rows loss_peers --tag=cross_entropy --impl=quack,liger --rounds=3 --peers_path="$peers_path"
     ;;
   attention-benchmark)
-    attention attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 --budget_s=420
+    attention attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn,mgpu,tokamax --rounds=3 --processes=8 --budget_s=420
     ;;
   attention-peers)
     : "${PEERS:?}"

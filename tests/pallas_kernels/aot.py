@@ -1,6 +1,7 @@
 """Compiles kernels to machine code for an H200 on a machine without a GPU, and reports what ptxas says of them.
 
-Needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` (installed without their dependencies), no driver and no device.
+Needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` (installed without their dependencies), no driver and no device. Tests
+that need this are marked `aot`.
 """
 
 import ctypes
@@ -24,11 +25,15 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-MISSING = "jax-cuda13-plugin is not installed" if importlib.util.find_spec("jax_cuda13_plugin") is None else None
 # Those of `make aot` are not on the PATH, where Mosaic would take that ptxas for its own.
-_TOOLS = os.pathsep.join((os.environ.get("PATH", ""), os.path.join(sys.prefix, "cuda", "nvidia", "cu13", "bin")))
+_TOOLS = os.pathsep.join((os.path.join(sys.prefix, "cuda", "nvidia", "cu13", "bin"), os.environ.get("PATH", "")))
 _PTXAS, _NVDISASM = (shutil.which(tool, path=_TOOLS) for tool in ("ptxas", "nvdisasm"))
-DISASSEMBLES = bool(_PTXAS and _NVDISASM)
+_NEEDED = {
+    "jax-cuda13-plugin": importlib.util.find_spec("jax_cuda13_plugin"),
+    "nvidia-cuda-nvcc": _PTXAS,
+    "nvidia-cuda-nvdisasm": _NVDISASM,
+}
+MISSING = next((f"{name} is not installed" for name, found in _NEEDED.items() if found is None), None)
 
 _TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 # What Mosaic says of a kernel: its PTX, then ptxas's log.
@@ -50,10 +55,22 @@ class Report:
     ptx: str
     ptxas_log: str
 
+    def __str__(self) -> str:
+        needs = f"{self.name}: {self.threads} threads of {self.registers} registers, {self.smem} bytes of shared memory"
+        return "\n  ".join([f"{needs}, {self.spill_bytes} bytes spilled", *self.complaints])
+
     @property
     def complaints(self) -> list[str]:
         """Lines of the log that say that the compiler gave up on something the kernel asked for."""
         return [line for line in self.ptxas_log.splitlines() if re.search("setmaxnreg|serializ|C75", line)]
+
+    @property
+    def relocatable(self) -> "Report":
+        """The same kernel as ptxas assembles it for a linker, as JAX from 0.12 on does where it finds libnvJitLink.
+
+        It then knows neither how many threads call the code nor what other code does, and ignores `setmaxnreg`.
+        """
+        return _report(self.ptx, _relocatable_log(self.ptx), {self.name: self.smem})
 
     @property
     def shares_scratch(self) -> bool:
@@ -72,14 +89,19 @@ class Report:
         return False
 
 
+# By kernels' code: JAX, from 0.12 on, compiles the same one once in a process.
+_REPORTS: dict[bytes, Report] = {}
+
+
 def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> tuple[Report, ...]:
     """Compiles `f` and reports on each Mosaic kernel in it."""
     with strict.settings():
         lowered = jax.jit(lambda *args: f(*args)).lower(*on_h200(operands))
-    smem = shared_memory(lowered.compiler_ir())
-    reports = tuple(_report(*words, smem) for words in _SAID.findall(_output_of(lowered.compile)))
-    assert {report.name for report in reports} == set(smem)
-    return reports
+    kernels = _kernels(lowered.compiler_ir())
+    smem = {name: count for name, (_, count) in kernels.items()}
+    for report in (_report(*words, smem) for words in _SAID.findall(_output_of(lowered.compile))):
+        _REPORTS[kernels[report.name][0]] = report
+    return tuple(_REPORTS[code] for code, _ in kernels.values())
 
 
 def _output_of(f: Callable[[], Any]) -> str:
@@ -100,18 +122,23 @@ def _output_of(f: Callable[[], Any]) -> str:
 
 def shared_memory(program: ir.Module) -> dict[str, int]:
     """What the host's code asks for when it launches a kernel, by the kernels' names."""
+    return {name: smem for name, (_, smem) in _kernels(program).items()}
+
+
+def _kernels(program: ir.Module) -> dict[str, tuple[bytes, int]]:
+    """The kernels' code and bytes of shared memory, by their names."""
     found = {}
 
-    def launch(name: str, op: ir.Operation) -> ir.WalkResult:
+    def launch(name: str, code: bytes, op: ir.Operation) -> ir.WalkResult:
         if op.name.endswith(".gpu.launch"):
-            found[name] = ir.IntegerAttr(op.operands[-1].owner.attributes["value"]).value
+            found[name] = code, ir.IntegerAttr(op.operands[-1].owner.attributes["value"]).value
         return ir.WalkResult.ADVANCE
 
     def call(op: ir.Operation) -> ir.WalkResult:
         if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
             code = ir.StringAttr(ir.DictAttr(op.attributes["mhlo.backend_config"])["module"]).value_bytes
             kernel = ir.Module.parse(code, program.context).operation
-            kernel.walk(functools.partial(launch, ir.StringAttr(kernel.attributes["sym_name"]).value))
+            kernel.walk(functools.partial(launch, ir.StringAttr(kernel.attributes["sym_name"]).value, code))
         return ir.WalkResult.ADVANCE
 
     program.context.allow_unregistered_dialects = True  # Mosaic's own, in a form that does not change
@@ -126,6 +153,15 @@ def machine_code(report: Report) -> str:
         ptx.write_text(report.ptx)
         subprocess.run([_PTXAS, "-arch=sm_90a", ptx, "-o", cubin], check=True)
         return subprocess.run([_NVDISASM, "-c", cubin], check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _relocatable_log(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source, code = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.o")
+        source.write_text(ptx)
+        command = [_PTXAS, "-arch=sm_90a", "-c", "-v", source, "-o", code]
+        return subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
 
 
 def on_h200(operands: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:

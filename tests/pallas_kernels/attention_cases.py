@@ -1,15 +1,20 @@
 """Problems for the attention kernels, forward and backward: kinds of them, their operands, and the oracle's rules."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import aot
 import attention_oracle
 import documents
+import jax
 import jax.numpy as jnp
 import mask_patterns
 import numpy as np
 
+from pallas_kernels import hardware
+from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.problem import Attention, Op
 
 QKV = ("query", "key", "value")
@@ -105,6 +110,41 @@ def operands_of(
     if p.sinks:
         arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
     return arrays
+
+
+def abstract(p: Attention) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of all operands."""
+    b, t, s, n, k = p.batch, p.query_length, p.key_length, p.query_heads, p.key_heads
+    shapes = [((b, t, n, p.head_dim), p.dtype), ((b, s, k, p.head_dim), p.dtype), ((b, s, k, p.value_dim), p.dtype)]
+    shapes += [(p.bias, p.bias_dtype)] * bool(p.bias) + [(p.mask, "int8")] * bool(p.mask)
+    shapes += [((b,), "int32")] * (p.query_lengths + p.key_lengths)
+    shapes += [((b, t), "int32"), ((b, s), "int32")] * p.segments + [((n,), "float32")] * p.sinks
+    if p.op is Op.BACKWARD:
+        shapes += [((b, t, n, p.value_dim), p.dtype), ((b, n, t), "float32")] * 2
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+@functools.cache
+def compiled(p: Attention, config: Any = None) -> aot.Report:
+    """The kernel of `p` with this config, or the heuristic's, compiled for an H200."""
+    (report,) = aot.compile_for_h200(dispatch.decide(p, hardware.H200, config=config).run, *abstract(p))
+    return report
+
+
+def check_compiled(p: Attention, config: Any = None, may_spill: int = 0) -> aot.Report:
+    """Compiles the kernel and checks what ptxas says of it, also when it assembles it for a linker, as JAX 0.12 does.
+
+    A thread spills at most `may_spill` bytes. C7519 only says that a fence was added before a product.
+    """
+    report = compiled(p, config)
+    for assembled in (report, report.relocatable):
+        assert assembled.spill_bytes <= may_spill, assembled
+        assert assembled.spill_bytes or not assembled.stack_bytes, assembled
+        assert not [line for line in assembled.complaints if "C7519" not in line], assembled
+        assert assembled.registers * assembled.threads <= 65536, assembled
+    assert not report.shares_scratch, "warpgroups reduce through the same shared memory"
+    assert report.smem <= hardware.H200.smem_per_cta
+    return report
 
 
 def counts_of(p: Attention, arrays: dict[str, Any]) -> np.ndarray:

@@ -11,6 +11,14 @@ for directory in (pathlib.Path(__file__).parent, pathlib.Path(__file__).parents[
         sys.path.insert(0, str(directory))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("aot"):
+        import aot
+
+        if aot.MISSING is not None:
+            pytest.skip(aot.MISSING)
+
+
 @pytest.fixture(autouse=True)
 def optimised():
     """What XLA makes of the reference is what users get; `interpret` compiles kernels without LLVM's optimisations."""

@@ -154,6 +154,16 @@ def _expect_copies(machine: Any, static: Any, ref: Any, count: Any) -> None:
     machine.expect_bytes(ref, count)
 
 
+def _draw_tile(machine: Any, static: Any, words: Any) -> list[Any]:
+    return [machine.atomic_add(words, np.ones(words.shape, np.int32))[0]]
+
+
+def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:
+    row, column = np.indices(ref.shape)
+    machine.scatter(ref, (row, column), row >= first, 0)
+    machine.commit_smem()
+
+
 def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
     machine.copy_tile(source, static.sizes, starts, to, full)
 
@@ -202,12 +212,6 @@ def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
     first = machine.warpgroup == static.warpgroup
     ticket = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
-
-
-def _draw_number(machine: Any, static: Any, tickets: Any) -> list[Any]:
-    first = machine.warpgroup == 0
-    ticket = machine.atomic_add(tickets, first * (np.arange(tickets.shape[0]) == 0))[0] + 1
-    return [jnp.where(first, ticket, 0)]
 
 
 def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:

@@ -415,6 +415,11 @@ HARNESS_FAULTS = (
         "test_aot.py: seen in the PTX; the interpreter has no lanes",
     ),
     ("registers spill", "toy kernel with too long a row", "test_aot.py: ptxas reports it"),
+    (
+        "code for a linker loses registers, spills, or runs its products one by one",
+        "an attention kernel's PTX with `setmaxnreg`, or with 512 threads",
+        "test_aot_attention.py: `ptxas -c` reports it",
+    ),
     ("rows left unwritten", "toy kernel that stops early, on a GPU", "test_gpu_harness.py: poison comes through"),
     ("writes past the output", "toy kernel shifted by a row, on a GPU", "test_gpu_harness.py: a neighbour changed"),
     (

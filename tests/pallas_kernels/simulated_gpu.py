@@ -654,9 +654,8 @@ def _copy_tile(
     for extent, size in zip(content.shape, sizes, strict=True):
         start = 0 if size is None else next(following)
         ranges.append((start, extent if size is None else size or 1))
-    part = tuple(
-        slice(min(start, extent), min(start + size, extent)) for (start, size), extent in zip(ranges, content.shape, strict=True)
-    )
+    edges = zip(ranges, content.shape, strict=True)
+    part = tuple(slice(min(start, extent), min(start + size, extent)) for (start, size), extent in edges)
     value = np.zeros([size for _, size in ranges], content.dtype)
     value[tuple(slice(0, piece.stop - piece.start) for piece in part)] = content[part]
     shared, target, place = _as_a_copy(thread, target, to, source_info, is_write=True)

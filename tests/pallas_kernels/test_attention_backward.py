@@ -6,7 +6,6 @@ import itertools
 import types
 from typing import Any
 
-import aot
 import attention_cases
 import attention_oracle
 import documents
@@ -14,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
+from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_d_out, backward_memory, dispatch, heuristics
+from pallas_kernels.attention import backward_d_out, dispatch, heuristics
 from pallas_kernels.attention.backward_blocks import Block
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
@@ -53,11 +52,6 @@ def all_operands_of(p: Attention) -> list[Any]:
     out, d_out = (rng.standard_normal(shape).astype(p.dtype) for _ in range(2))
     lse = np.full((p.batch, p.query_heads, p.query_length), 8.0, np.float32)
     return [*arrays.values(), out, lse, d_out, 0 * lse]
-
-
-def abstract(p: Attention) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of all operands."""
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in all_operands_of(p)]
 
 
 def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
@@ -437,28 +431,6 @@ def test_sequences_that_share_a_bias_come_one_after_the_other(shape, facts):
     assert (list(map(tuple, order)) == by_head) == (shape == "1NTS")
 
 
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
-@pytest.mark.parametrize(
-    "facts", [{}, {"causal_offset": 0}, {"deterministic": True}, {"bias_gradient": False}], ids=str
-)
-@pytest.mark.parametrize(
-    "dims, dtype",
-    [
-        *itertools.product(((128, 128), (256, 256)), ("bfloat16", "float32")),
-        ((64, 64), "bfloat16"),
-        ((192, 128), "float16"),
-    ],
-)
-def test_compiles_copied_biases_without_spills(dims, dtype, facts):
-    p = with_bias("1NTS", dtype, (2048, 2048), dims, (4, 2), **facts)
-    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
-    most = {(64, "bfloat16"): 184, (128, "bfloat16"): 36, (256, "bfloat16"): 16, (128, "float32"): 32}
-    most |= {(256, "float32"): 84}
-    assert report.spill_bytes <= most.get((max(dims), dtype), 0)
-    assert not [line for line in report.complaints if "C7519" not in line]
-    assert report.smem == backward_memory.shared_bytes(p, decided(p).config)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SKIPPING)
@@ -545,46 +517,6 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
     found = backward_d_out.blocks_with(jnp.asarray(nothing), config)
     expected = {64: [[1, 0, 0, 0], [0, 0, 0, 1]], 128: [[1, 0], [0, 1]]}[block_q]
     np.testing.assert_array_equal(found, [expected])
-
-
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["full", "causal", "segments", "segments-causal", "mask", "capped-bias"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_compiles_without_spills(kind, dims, deterministic):
-    p = problem_of(kind, (1024, 1024), dims, "bfloat16", deterministic=deterministic)
-    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
-    # In the tiles that compare, D = 64 and 256, and beside what is told of drawn ones.
-    most = (
-        88 if (kind, max(dims)) == ("capped-bias", 256) else 128 if max(dims) <= 64 else 72 if max(dims) <= 128 else 16
-    )
-    assert report.spill_bytes <= most
-    assert not [line for line in report.complaints if "C7519" not in line]
-    assert report.smem <= hardware.H200.smem_per_cta
-
-
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
-@pytest.mark.parametrize(
-    "kind, head_dim, most",
-    [
-        ("full", 64, 0), ("causal", 64, 104), ("causal", 128, 12),
-        ("ends", 64, 124), ("ends-window", 128, 32), ("ends-window", 256, 8),
-    ],
-)  # fmt: skip
-def test_compiles_without_spills_in_any_order(kind, head_dim, most):
-    p = problem_of(kind, (4096, 4096), (head_dim, head_dim), "bfloat16")
-    assert not decided(p).config.turns
-    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
-    assert report.spill_bytes <= most
-
-
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
-@pytest.mark.parametrize("batch, most", [(1, 0), (2, 12)])
-def test_blocks_of_keys_a_step_apart_compile_without_spills(batch, most):
-    p = problem_of("full", (16384, 16384), (64, 64), "bfloat16", heads=(1, 1), batch=batch)
-    assert decided(p).config.apart
-    (report,) = aot.compile_for_h200(decided(p).run, *abstract(p))
-    assert report.spill_bytes <= most
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import QKV, SEQUENCES, name_of, operands_of, rules_of
+from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, forward_tiles, heuristics, schedule
+from pallas_kernels.attention import forward, heuristics, schedule, tile_scheduler
 from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
@@ -125,7 +125,7 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, early=24, overwrites=True, overlaps=True)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(p, config, interpreted)
 
 
@@ -133,7 +133,7 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
 @pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
 def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, early=24, overwrites=True, overlaps=True)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(dataclasses.replace(p, batch_invariant=True), config, interpreted)
 
 
@@ -144,7 +144,7 @@ def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
     p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays[name][:, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=slack, early=early)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=slack, early=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(0, 2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=(0, 1)))
@@ -161,7 +161,7 @@ def check_hidden_by_bias(dtype: str, run: Any) -> None:
         for row, keys in enumerate((slice(0), slice(128), slice(128, None), slice(None))):
             arrays["bias"][..., 4 * i + row, keys] = number
     operands = [jnp.asarray(arrays[name]) for name in QKV]
-    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, slack=8)
+    config = ForwardConfig(block_kv=64, warpgroups=1, slack=8)
     out, lse = run(lambda *a: forward.run(p, config, *a), *operands, jnp.asarray(arrays["bias"]))
     hidden = np.where(arrays["bias"] < -(2.0**27), -np.inf, arrays["bias"])
     truth = attention_oracle.forward(*operands, hidden, scale=p.scale)
@@ -185,13 +185,13 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(dtype, interpreted):
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(block_kv=128, warpgroups=3, stages=2),
-        ForwardConfig(block_kv=64, warpgroups=1, stages=3, slack=2),
-        ForwardConfig(block_kv=128, warpgroups=1, stages=2, slack=2, early=8),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="own"),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, overlaps=True),
-        ForwardConfig(block_kv=128, warpgroups=1, stages=2, overwrites=True),
-        ForwardConfig(block_kv=64, warpgroups=2, stages=2, tiles="drawn"),
+        ForwardConfig(block_kv=128, warpgroups=3),
+        ForwardConfig(block_kv=64, warpgroups=1, slack=2),
+        ForwardConfig(block_kv=128, warpgroups=1, slack=2, early=8),
+        ForwardConfig(block_kv=64, warpgroups=2, scheduler="static"),
+        ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=True),
+        ForwardConfig(block_kv=128, warpgroups=1, overwrites=True),
+        ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic"),
     ],
     ids=str,
 )
@@ -200,29 +200,27 @@ def test_configs_in_the_interpreter(config, interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query_slots", [1, 2])
 @pytest.mark.parametrize("kind", ["full", "causal"])
-def test_tile_after_tile_in_the_interpreter(kind, query_slots, interpreted):
+def test_tile_after_tile_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (270, 200), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots)
+    config = ForwardConfig(block_kv=64, warpgroups=2)
     assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query_slots", [1, 2])
 @pytest.mark.parametrize("kind, keys", [("full", 50), ("lengths", 200), ("segments-causal", 270), ("mask", 200)])
-def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, query_slots, interpreted, monkeypatch):
+def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     p = problem_of(kind, (270, keys), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, query_slots=query_slots, tiles="drawn")
+    config = ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic")
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
 def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
     p = dataclasses.replace(problem_of("mask-of-rows", (270, 60), (32, 16), "bfloat16", heads=(1, 1)), batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=1, stages=2, tiles="drawn")
+    config = ForwardConfig(block_kv=64, warpgroups=1, scheduler="dynamic")
     arrays = operands_of(dataclasses.replace(p, batch=2))
     both = [jnp.asarray(x if name == "mask" else x[:, None]) for name, x in arrays.items()]
     axes = [None if name == "mask" else 0 for name in arrays]
@@ -235,12 +233,12 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
 def test_every_tile_is_drawn_once(sm_count, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
     p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    blocks, table = forward_tiles.launched(p, ForwardConfig(block_kv=128, warpgroups=2, stages=2, tiles="drawn"))
+    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"))
     tiles = 2 * 6 * 8
-    assert blocks == min(sm_count, tiles)
+    assert ctas == sm_count
     np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
-    # Each block's last ticket names no tile.
-    np.testing.assert_array_equal(table[tiles:], np.full(blocks, -1))
+    # A CTA that has no tile left finds one that says so, with whatever ticket.
+    np.testing.assert_array_equal(table[tiles:], np.full(tile_scheduler.LOOKAHEAD * ctas, -1))
 
 
 ENDS = [kind for kind in KINDS if kind.startswith("ends")]
@@ -260,7 +258,7 @@ def test_extreme_lengths(kind, head_dim):
 @pytest.mark.parametrize("kind", ENDS)
 def test_extreme_lengths_in_the_interpreter(kind, interpreted):
     p = dataclasses.replace(problem_of(kind, (140, 200), (32, 16), "bfloat16", heads=(1, 1)), **EVERY_LENGTH)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, tiles="dealt" if kind == "ends" else "own")
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
     check(p, config, interpreted, sequences="extreme")
 
 
@@ -287,26 +285,21 @@ def test_biases(p):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias_slots", [0, 1, 2])
+@pytest.mark.parametrize("bias_stages", [0, 1, 2])
 @pytest.mark.parametrize("shape, dtype", [("1NTS", "float32"), ("BNTS", "bfloat16"), ("B1TS", "float16")])
-def test_biases_in_the_interpreter(shape, dtype, bias_slots, interpreted):
+def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
     kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
     p = attention_cases.problem_of(Op.FORWARD, kind, (152, 192), (32, 16), "bfloat16", (2, 1))
-    check(p, ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, bias_slots=bias_slots), interpreted)
+    check(p, ForwardConfig(block_kv=64, warpgroups=2, slack=8, bias_stages=bias_stages), interpreted)
 
 
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_compiles_biases_without_spills(dims, dtype):
+def test_biases_are_copied_where_they_fit(dims, dtype):
     kind = {"bias": "1NTS", "bias_dtype": jnp.dtype(dtype)}
     p = attention_cases.problem_of(Op.FORWARD, kind, (2048, 2048), dims, "bfloat16", (4, 2))
     (config,) = heuristics.forward(p, hardware.H200)
-    assert config.bias_slots or (dims, dtype) == ((256, 256), "float32")
-    report = compiled(p, config)
-    most = {((64, 64), "bfloat16"): 4, ((256, 256), "float32"): 12}.get((dims, dtype), 0)
-    assert report.spill_bytes <= most, report.ptxas_log
-    assert report.smem <= hardware.H200.smem_per_cta
+    assert config.bias_stages or (dims, dtype) == ((256, 256), "float32")
 
 
 SKIPPING = {
@@ -327,22 +320,16 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=4))
     facts, lengths = SKIPPING[name]
     p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
-    config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, slack=8, tiles=SKIPPING_TILES[name])
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, tiles=SKIPPING_TILES[name])
     check(p, config, interpreted, ids=name.split("-")[0])
 
 
-def compiled(p: Attention, config: ForwardConfig) -> aot.Report:
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands_of(p).values()]
-    (report,) = aot.compile_for_h200(lambda *a: forward.run(p, config, *a), *operands)
-    return report
-
-
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.aot
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (80, 80), (192, 128)])
 def test_products_that_overwrite_read_what_mosaics_read(dims):
     """The descriptors of the same tiles but for their addresses: strides, and swizzles of 128, 64 and 32 bytes."""
     p = problem_of("full", (512, 512), dims, "float16")
-    config = ForwardConfig(block_kv=128, warpgroups=2, stages=2)
+    config = ForwardConfig(block_kv=128, warpgroups=2)
     mosaics, ours = (compiled(p, dataclasses.replace(config, overwrites=x)).ptx for x in (False, True))
 
     def layouts(ptx):
@@ -353,7 +340,7 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
     assert "setp.ne.b32 p, 0, 0" not in mosaics
 
 
-@pytest.mark.skipif(aot.MISSING is not None or not aot.DISASSEMBLES, reason="no plugin, ptxas or nvdisasm")
+@pytest.mark.aot
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_exponentials_overlap_products(dims, overlaps):
@@ -376,7 +363,7 @@ def unlike_weights(ptx: str) -> int:
     return sum(not by[power].startswith(("fma.rn", "mul.rn")) for power in powers)
 
 
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.aot
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_weights_are_contracted_alike_wherever_a_tile_is_visited(head_dim):
     """In a walk's first tile, in a later one, and where another row's maximum has grown."""
@@ -384,34 +371,10 @@ def test_weights_are_contracted_alike_wherever_a_tile_is_visited(head_dim):
     p = dataclasses.replace(p, batch_invariant=True)
     report = compiled(p, heuristics.forward(p, hardware.H200)[0])
     assert unlike_weights(report.ptx) <= 4
-    assert report.spill_bytes <= (_WIDE_MAY_SPILL if head_dim == 256 else 0)
     if head_dim == 64:
         left_to_compilers = dataclasses.replace(p, batch_invariant=False)
         config = heuristics.forward(p, hardware.H200)[0]
         assert unlike_weights(compiled(left_to_compilers, config).ptx) > 4
-
-
-# Bytes a thread, of a few scalars between tiles, by the operands that the registers are short for.
-_MAY_SPILL = 20  # segments, causal, D = 256
-_WIDE_MAY_SPILL = 8  # lengths that are no multiples, D = 256: outside of the loop
-
-
-def compiled_cases() -> list[Attention]:
-    found = [problem_of(k, (2048, 2048), (d, d), "bfloat16") for k in ("full", "causal") for d in (64, 128, 256)]
-    found += [problem_of(kind, (1000, 1003), DIMS[i % 5], "float16") for i, kind in enumerate(KINDS)]
-    return found
-
-
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
-@pytest.mark.parametrize("p", compiled_cases(), ids=name_of)
-def test_compiles_without_spills(p):
-    plain = name_of(p).split("-scale-")[-1] in ("", "causal_offset") or name_of(p).endswith("-scale")
-    for config in heuristics.forward(p, hardware.H200):
-        report = compiled(p, config)
-        most = _MAY_SPILL if not plain else _WIDE_MAY_SPILL if p.head_dim == 256 and p.key_length % 64 else 0
-        assert report.spill_bytes <= most, report.ptxas_log
-        assert not [line for line in report.complaints if "C7519" not in line], report.complaints
-        assert report.smem <= hardware.H200.smem_per_cta
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "window", "window-left", "window-nothing"])

@@ -75,7 +75,7 @@ def problem_of(op: Op, mask: str, rules: str, lengths: tuple[int, int], **more: 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
 def test_forward_visits_what_is_seen(mask, rules, pattern):
-    p, config = problem_of(Op.FORWARD, mask, rules, (513, 700)), ForwardConfig(128, warpgroups=2, stages=2)
+    p, config = problem_of(Op.FORWARD, mask, rules, (513, 700)), ForwardConfig(128, warpgroups=2)
     arrays, rows, columns = operands_of(p, mask=pattern), config.block_q, config.block_kv
     seen = seen_of(p, arrays)
     table = np.asarray(memory.addressable(config, {name: jnp.asarray(x) for name, x in arrays.items()})["spans"])
@@ -155,7 +155,7 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
     mask, pattern, facts, block_kv = FORWARD[name]
     p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
     tiles = "dealt" if name == "padding" else "own" if "bias" in facts else "drawn"
-    config = ForwardConfig(block_kv, warpgroups=2, stages=2, slack=8, tiles=tiles)
+    config = ForwardConfig(block_kv, warpgroups=2, slack=8, tiles=tiles)
     test_attention_forward.check(p, config, interpreted, mask=pattern)
 
 

@@ -55,7 +55,7 @@ def check(op, kind, batch, heads, slack, early, tiles, deterministic, dims, mask
         if op is Op.FORWARD:
             problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
             options = {"slack": slack, "early": early, "tiles": tiles, "overwrites": True, "overlaps": True}
-            config = ForwardConfig(block_kv=64, warpgroups=2, stages=2, **options)
+            config = ForwardConfig(block_kv=64, warpgroups=2, **options)
             test_attention_forward.check(problem, config, run, mask=mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": deterministic}

@@ -39,7 +39,7 @@ def test_a_silent_fallback_is_seen():
         conformance.check(jax.nn.softmax, PROBLEM, execute=poisoned.execute)
 
 
-@pytest.mark.skipif(aot.MISSING is not None, reason=str(aot.MISSING))
+@pytest.mark.aot
 def test_the_kernel_writes_into_the_poisoned_buffer():
     text = poisoned.program(toy.softmax, *aot.on_h200(cases.shapes(PROBLEM))).compile().as_text()
     assert poisoned.KERNEL_CALL in text

@@ -1,0 +1,167 @@
+"""Attention's kernels, compiled for an H200 without one: also as code for a linker, which JAX from 0.12 on makes.
+
+What is compiled follows from the heuristics: each kernel with each config that they choose, in the benchmark's calls
+and in others.
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attention_cases
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_cases import KINDS, check_compiled, name_of, problem_of
+
+from benchmarks.attention_cases import Shape, all_cases
+from jaxsoftmax import explain_attention
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention.dispatch import Decision
+from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.hardware import H200
+
+_MAY_SPILL = 32  # bytes of a thread, in calls that are not the benchmark's
+
+SHAPES = tuple(dict.fromkeys(case.shape for case in all_cases()))
+MORE_KINDS: dict[str, dict[str, Any]] = {
+    "shared-bias": {"bias": "1NTS"},
+    "shared-bias-causal": {"bias": "1NTS", "causal_offset": 0},
+    "float32-bias": {"bias": "1NTS", "bias_dtype": jnp.dtype("float32")},
+    "capped-bias": {"bias": "BNTS", "soft_cap": 2.0},
+    "everything-and-bias": KINDS["everything"] | {"bias": "1NTS"},
+}
+DIMS = (
+    (64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (16, 32), (96, 72), (256, 64), (224, 160), (32, 200),
+)  # fmt: skip
+LENGTHS = (1, 128, 512, 1000, 2048, 16384)
+
+Chosen = tuple[str, Decision]  # the kind of call, and what it gets
+
+
+def of_benchmark(shape: Shape, op: Op) -> Attention:
+    """A call of the benchmark, whose gradients are those of query, key and value."""
+    facts: dict[str, Any] = {"causal_offset": 0 if shape.is_causal else None, "segments": shape.kind == "documents"}
+    if shape.kind == "window":
+        facts["window"] = shape.span - 1, 0
+    if shape.kind in ("mask", "causal_mask"):
+        facts["mask"] = "B1TS"
+    if shape.kind == "bias":
+        facts |= {"bias": "1NTS", "bias_dtype": jnp.dtype("bfloat16")}
+    dims, heads = (shape.head_dim, shape.value_dim), (shape.heads, shape.key_heads)
+    return problem_of(op, facts, (shape.length, shape.length), dims, "bfloat16", heads, shape.batch)
+
+
+def others() -> Iterator[tuple[str, Attention]]:
+    """Calls drawn at random, so many that hardly a config is missed, and their kinds."""
+    draw = random.Random(0).choice
+    kinds = tuple((KINDS | MORE_KINDS).items())
+    for _ in range(5000):
+        kind, facts = draw(kinds)
+        op, flag, lengths = draw(tuple(Op)), draw((False, True)), (draw(LENGTHS), draw(LENGTHS))
+        flags = {"batch_invariant": flag}
+        if op is Op.BACKWARD:
+            flags = {"deterministic": flag, "bias_gradient": "bias" in facts and draw((False, True))}
+        dtype, heads, batch = draw(("bfloat16", "float16")), draw(((4, 4), (4, 1))), draw((1, 8))
+        yield kind, problem_of(op, facts | flags, lengths, draw(DIMS), dtype, heads, batch)
+
+
+def adding(
+    chosen: Iterable[Chosen], features: Callable[[Chosen], set[Any]], beside: Iterable[Chosen] = ()
+) -> list[Chosen]:
+    """Those with a feature that none before them has, and none of those beside them."""
+    seen = set().union(*map(features, beside))
+    found = []
+    for one in chosen:
+        if not features(one) <= seen:
+            seen |= features(one)
+            found.append(one)
+    return found
+
+
+def config_of(decision: Decision) -> Any:
+    """The config, without the one number that no instruction depends on."""
+    config = decision.config
+    return dataclasses.replace(config, together=1) if hasattr(config, "together") else config
+
+
+def cells() -> list[Chosen]:
+    """The benchmark's calls; of those that differ in batch and length alone, one for each config."""
+
+    def features(one: Chosen) -> set[Any]:
+        kind, decision = one
+        p = decision.problem
+        kind = kind.replace("causal_mask", "mask")
+        return {(decision.kernel, config_of(decision), kind, p.head_dim, p.value_dim, p.query_heads == p.key_heads)}
+
+    problems = ((f"benchmark-{shape.kind}", of_benchmark(shape, op)) for shape in SHAPES for op in Op)
+    return adding(((kind, dispatch.decide(p, H200)) for kind, p in problems), features)
+
+
+def covering() -> list[Chosen]:
+    """Few calls that have, with those of the benchmark, every config that any call gets, and every kind and size."""
+
+    def features(one: Chosen) -> set[Any]:
+        kind, decision = one
+        p, kernel = decision.problem, decision.kernel
+        size = (p.head_dim + p.value_dim - 1) // 128
+        ragged, heads = (p.query_length % 64 > 0, p.key_length % 64 > 0), (p.query_heads, p.key_heads)
+        found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (kernel, config_of(decision))}
+        return found | {(kernel, size, x) for x in (ragged, heads, p.dtype, p.deterministic or p.batch_invariant)}
+
+    decided = [(kind, dispatch.decide(p, H200)) for kind, p in others()]
+    return adding(reversed(adding(decided, features, cells())), features, cells())
+
+
+def id_of(one: Any) -> str | None:
+    return f"{one.kernel}-{name_of(one.problem)}" if isinstance(one, Decision) else None
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_benchmarks_calls_are_those_compiled_here(shape):
+    operands = jax.eval_shape(lambda: shape.operands(0))
+    operands.pop("d_out")
+    segments = operands.pop("segments", None)
+    call = {
+        "is_causal": shape.is_causal,
+        "local_window_size": (shape.span - 1, 0) if shape.kind == "window" else None,
+        "query_segment_ids": segments,
+        "device": H200,
+    }
+    for op, name in ((Op.FORWARD, "forward"), (Op.BACKWARD, "vjp")):
+        explained = explain_attention(**operands, **call, op=name)
+        assert explained.config == dispatch.decide(of_benchmark(shape, op), H200).config
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind, decision", cells(), ids=id_of)
+def test_the_benchmarks_calls_compile_without_spills(kind, decision):
+    check_compiled(decision.problem)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind, decision", covering(), ids=id_of)
+def test_every_config_compiles_with_few_spills(kind, decision):
+    check_compiled(decision.problem, may_spill=_MAY_SPILL)
+
+
+# What ptxas complains of, by what is put into a kernel in the place of something else.
+_PLANTED = {
+    "C7504": (r"\n\s*ret;", "\nsetmaxnreg.dec.sync.aligned.u32 24;\nret;"),
+    "C751[12]": (r"\.maxntid \d+", ".maxntid 512"),  # 128 registers for each thread
+    "[1-9][0-9]* bytes spilled": (r"\.maxntid \d+", ".maxntid 512"),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("complaint", _PLANTED)
+def test_complaints_about_relocatable_code_are_seen(complaint, monkeypatch):
+    p = problem_of(Op.FORWARD, {}, (512, 512), (128, 128), "bfloat16", (2, 2))
+    report = attention_cases.compiled(p)
+    ptx, count = re.subn(*_PLANTED[complaint], report.ptx)
+    assert count
+    monkeypatch.setattr(attention_cases, "compiled", lambda *_: dataclasses.replace(report, ptx=ptx))
+    with pytest.raises(AssertionError, match=complaint):
+        check_compiled(p)
