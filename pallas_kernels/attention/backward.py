@@ -10,6 +10,8 @@ Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,19 +23,21 @@ from jax import lax
 from pallas_kernels import loops, scopes
 from pallas_kernels.attention import (
     backward_ahead,
-    backward_bias,
     backward_d_out,
     backward_dq,
     backward_launch,
     backward_memory,
     backward_turns,
     fragments,
+    gather,
     limits,
+    pipeline,
     products,
+    schedule,
+    tile_scheduler,
 )
 from pallas_kernels.attention.backward_blocks import Block, Compare, Step
 from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
-from pallas_kernels.attention.backward_tiles import EachBlock
 from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.memory import ACC, store
@@ -51,65 +55,164 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return limits.declines_any(problem, widest=128)
 
 
-def _copy(block: Block, first_tile: jax.Array) -> None:
-    """The copying warpgroup: keys and values once, and the queries' side, slot after slot."""
-    config, refs, batch = block.config, block.refs, block.batch
-    stages, block_q = config.stages, config.block_q
-    if not config.queries_first:
-        _copy_keys(block, first_tile)
-
-    def copy(step: Step) -> None:
-        slot, rows = lax.rem(step.n, stages), pl.ds(step.i * block_q, block_q)
-        nothing = backward_d_out.has_nothing(block, step)
-
-        def await_empty(barrier: jax.Ref) -> None:
-            pl.when(step.n >= stages)(lambda: plgpu.barrier_wait(barrier.at[slot]))
-
-        await_empty(refs.query_empty)
-        full = refs.query_full.at[slot]
-        plgpu.copy_gmem_to_smem(refs.query.at[batch, rows, step.head], refs.query_smem.at[slot], full)
-        plgpu.copy_gmem_to_smem(refs.delta.at[batch, step.head, rows], refs.delta_smem.at[slot], full)
-        plgpu.copy_gmem_to_smem(refs.lse.at[batch, step.head, rows], refs.lse_smem.at[slot], full)
-        await_empty(refs.d_out_empty)
-        backward_d_out.copy(block, step, slot, nothing)
-        backward_bias.copy(block, step)
-        if config.queries_first:
-            pl.when(step.starts)(lambda: _copy_keys(block, first_tile))
-
-    block.each_step_alike(copy)
-    if config.queries_first:
-        pl.when(block.steps == 0)(lambda: _copy_keys(block, first_tile))
-
-
-def _copy_keys(block: Block, first_tile: jax.Array) -> None:
-    """Keys and values, as soon as nobody reads those of the tile before."""
+def _issue_keys(block: Block) -> None:
+    """The calling warp asks for a tile's keys and values."""
     config, refs = block.config, block.refs
-    pl.when(jnp.logical_not(first_tile))(lambda: plgpu.barrier_wait(refs.kv_empty))
+    full = refs.kv_full.at[0]
+    pipeline.expect(full, pipeline.size(refs.key_smem) + pipeline.size(refs.value_smem))
     for i in range(config.warpgroups):
         rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
         for c in range(refs.key_smem.shape[1]):
             at = block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)
-            plgpu.copy_gmem_to_smem(refs.key.at[at], refs.key_smem.at[i, c], refs.kv_full)
-        plgpu.copy_gmem_to_smem(refs.value.at[block.batch, rows, block.key_head], refs.value_smem.at[i], refs.kv_full)
+            pipeline.copy(refs.key, at, refs.key_smem.at[i, c], full)
+        at = block.batch, rows, block.key_head, slice(None)
+        pipeline.copy(refs.value, at, refs.value_smem.at[i], full)
 
 
-def _compute(block: Block) -> None:
-    """A computing warpgroup: the gradients of its 64 keys and values."""
+def _of_ring(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, t: Any) -> Block:
+    """The CTA's tile `t`, of which the ring tells; its batch is negative if there is none."""
+    return Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t)
+
+
+def _of_step(block: Block, n: Any) -> Block:
+    """The tile of the CTA's step `n`: this one or the next."""
+    following = tile_scheduler.read(block.refs.tile_smem, block.t + 1)[3]
+    return block.again((n >= following).astype(jnp.int32))
+
+
+def _place(tile: Block, n: Any) -> tuple[Any, Any, Any]:
+    """Batch, head and block of queries of the tile's step `n`.
+
+    The batch is negative if there is no such stage, and the block of queries if there is no step in it.
+    """
+    head, i = tile.place_of(jnp.int32(n) - tile.steps_before)
+    return tile.batch, head, i
+
+
+def _issue(block: Block, n: Any) -> None:
+    """The calling warp asks for what step `n` reads."""
+    config, refs = block.config, block.refs
+    batch, head, i = _place(block, n)
+    stage = lax.rem(jnp.int32(n), jnp.int32(config.stages))
+    full = refs.full.at[stage]
+    rows = pl.ds(i * config.block_q, config.block_q)
+    parts = [
+        (refs.query, (batch, rows, head, slice(None)), refs.query_smem.at[stage]),
+        (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
+        (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
+        (refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]),
+    ]
+
+    @pl.when((batch >= 0) & (i >= 0))
+    def _():
+        if not schedule.may_see_nothing(block.problem):
+            _expect(full, parts)
+            for part in parts:
+                pipeline.copy(*part, full)
+            return
+        *alike, d_out = parts
+        for part in alike:
+            pipeline.copy(*part, full)
+        nothing = refs.without_keys[batch, head, i] != 0
+        pipeline.expect(refs.landed.at[stage], jnp.where(nothing, pipeline.size(d_out[2]), 0))
+
+        @pl.when(nothing)
+        def _():
+            pipeline.copy(*d_out, refs.landed.at[stage])
+            pipeline.wait(refs.landed, n, config.stages)
+            backward_d_out.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
+            _expect(full, alike)
+
+        @pl.when(jnp.logical_not(nothing))
+        def _():
+            pipeline.copy(*d_out, full)
+            _expect(full, parts)
+
+    @pl.when((batch >= 0) & (i < 0))
+    def _():
+        pipeline.expect(full, 0)
+        if schedule.may_see_nothing(block.problem):
+            pipeline.expect(refs.landed.at[stage], 0)
+
+
+def _expect(full: jax.Ref, parts: Any) -> None:
+    """Announces what `pipeline.copy(*part, full)` brings."""
+    pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
+
+
+def _issue_bias(block: Block, n: Any) -> None:
+    """The calling warp asks for the bias of step `n`."""
+    config, refs = block.config, block.refs
+    batch, head, i = _place(block, n)
+    slot = lax.rem(jnp.int32(n), jnp.int32(config.bias_slots))
+    full, to = refs.bias_full.at[slot], refs.bias_smem.at[slot]
+    at_batch, at_head = gather.broadcast_index((batch, head), refs.bias.shape)
+
+    @pl.when((batch >= 0) & (i >= 0))
+    def _():
+        pipeline.expect(full, pipeline.size(to))
+        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(block.first_key, config.block_kv)
+        pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
+
+    pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
+
+
+def _release(block: Block, n: Any) -> None:
+    """Ends step `n`: its stage is filled for a later step."""
+    stages = block.config.stages
+    last = pipeline.release(block.refs.empty.at[lax.rem(jnp.int32(n), jnp.int32(stages))])
+    pl.when(last != 0)(lambda: _issue(_of_step(block, n + stages), n + stages))
+
+
+def _pass_stages(block: Block) -> None:
+    """Passes the tile's stages in which there is no step."""
+    config, refs = block.config, block.refs
+
+    def pass_stage(local: Any, _: None) -> None:
+        n = block.steps_before + local
+        pipeline.wait(refs.full, n, config.stages)
+        _release(block, n)
+        if config.bias_slots:
+            pipeline.wait(refs.bias_full, n, config.bias_slots)
+            _release_bias(block, n)
+
+    lax.fori_loop(block.steps, block.stages_filled, pass_stage, None)
+
+
+def _release_bias(block: Block, n: Any) -> None:
+    slots = block.config.bias_slots
+    last = pipeline.release(block.refs.bias_empty.at[lax.rem(jnp.int32(n), jnp.int32(slots))])
+    pl.when(last != 0)(lambda: _issue_bias(_of_step(block, n + slots), n + slots))
+
+
+def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
+    """The gradients of a warpgroup's 64 keys and values; what `draw` returns before they are written."""
     widths = block.refs.query_smem.shape[2], block.refs.d_out_smem.shape[2]
     warpgroup = lax.axis_index("warpgroup")
     zeros = [plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths]
-    plgpu.barrier_wait(block.refs.kv_full)
+    pipeline.wait(block.refs.kv_full, block.t, 1)
 
     def walk(sums: Any) -> None:
         first = backward_ahead.first(block) if block.config.ahead else None
-        block.each_step(functools.partial(_gradients, block, sums), first)
+        block.each_step(functools.partial(_gradients, sums), first)
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
+    block = block.again()
+    _pass_stages(block)
     if block.config.turns:
         backward_turns.end_last(block, warpgroup)
-    plgpu.barrier_arrive(block.refs.kv_empty)
+
+    def issue_next() -> None:
+        following = block.again(1)
+        pl.when(following.batch >= 0)(lambda: _issue_keys(following))
+
+    last = pipeline.release(block.refs.kv_empty.at[0])
+    pl.when(last != 0)(issue_next)
     scopes.sync_block(block.config.warpgroups)
+    drawn = draw()
+    block = block.again()
     _write(block, warpgroup, dk, dv)
+    return drawn
 
 
 class _Tile(NamedTuple):
@@ -130,7 +233,7 @@ class _Tile(NamedTuple):
 
 
 def _gradients(
-    block: Block, sums: tuple[Accumulator, Accumulator], step: Step, compare: Compare, found: jax.Array | None
+    sums: tuple[Accumulator, Accumulator], block: Block, step: Step, compare: Compare, found: jax.Array | None
 ) -> jax.Array | None:
     """One tile: adds to dK and dV in registers and to dQ in device memory.
 
@@ -147,13 +250,12 @@ def _gradients(
     def multiply(dp_sum: Accumulator) -> jax.Array | None:
         early = backward_turns.ended(block, step, warpgroup) if _fetches_early(config) else None
         if found is None:
-            plgpu.barrier_wait(refs.query_full.at[slot])
+            pipeline.wait(refs.full, step.n, config.stages)
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
         dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
         begun = backward_ahead.begin(block, slot) if found is None else None
-        plgpu.barrier_wait(refs.d_out_full.at[slot])
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
-        extras = load_early(block, step, warpgroup)
+        extras = load_early(block, step, warpgroup, lambda: _release_bias(block, step.n))
         x = products.finish(begun, later=1) if found is None else found
         extras |= load_late(block, step, warpgroup)
         x, slope = bent(problem, x)
@@ -186,7 +288,7 @@ def _gradients(
         plgpu.wgmma_wait(0)
     else:
         begun = products.finish(begun, later=0)
-    plgpu.barrier_arrive(refs.query_empty.at[slot])
+    _release(block, step.n)
     return begun
 
 
@@ -224,7 +326,6 @@ def _add_to_dq(
         begun = backward_ahead.begin_following(block, tile.step)
     plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
     part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
-    plgpu.barrier_arrive(refs.d_out_empty.at[tile.slot])
     backward_dq.await_place(problem, config)
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(tile)
@@ -252,7 +353,7 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     """Writes the gradients of keys and values, through the slots of the score gradients."""
     refs, dtype = block.refs, block.problem.dtype
     rows = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
-    slots = [refs.ds_smem.at[turn, warpgroup, c] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
+    slots = [refs.ds_smem.at[turn, warpgroup, pl.ds(c, 1)] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
     pieces = [(dk * block.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
     pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
     if block.problem.bias_gradient:
@@ -261,26 +362,62 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, c) in zip(slots, here, strict=False):
-            slot[...] = gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype)
+            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype))
         plgpu.commit_smem()
         for slot, (_, ref, c) in zip(slots, here, strict=False):
-            plgpu.copy_smem_to_gmem(slot, ref.at[block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)])
+            plgpu.copy_smem_to_gmem(slot.at[0], ref.at[block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _body(problem: Attention, config: BackwardConfig, each_block: EachBlock) -> None:
-    warpgroup = lax.axis_index("warpgroup")
-    computing, copying = config.registers
+def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, ctas: int) -> None:
+    lse, delta = (pl.ds(i * config.stages, config.stages) for i in range(2))
+    refs.lse_smem, refs.delta_smem = refs.statistics_smem.at[lse], refs.statistics_smem.at[delta]
+    ring = backward_memory.RING_ROWS
+    refs.tile_smem = refs.words.at[pl.ds(0, ring)]
+    for name, at in backward_memory.barrier_slices(problem, config).items():
+        setattr(refs, name, refs.words.at[pl.ds(ring + at.start, at.stop - at.start)])
+    cta, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    arrivals = backward_memory.barrier_arrivals(problem, config)
+    pipeline.start(refs.words.at[pl.ds(ring, len(arrivals))], arrivals)
+    zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
-    @pl.when(warpgroup == config.warpgroups)
-    def _():
-        plgpu.set_max_registers(copying, action="decrease")
-        each_block(_copy, draws=True)
+    def begin(block: Block) -> None:
+        @pl.when((pipeline.is_first_warp() != 0) & (block.batch >= 0))
+        def _():
+            _issue_keys(block)
+            for n in range(config.stages):
+                _issue(block, block.steps_before + n)
+            for n in range(config.bias_slots):
+                _issue_bias(block, block.steps_before + n)
 
-    @pl.when(warpgroup < config.warpgroups)
-    def _():
-        plgpu.set_max_registers(computing, action="increase")
-        each_block(lambda block, _: _compute(block))
+    def draw(t: Any) -> jax.Array:
+        if config.tiles != "drawn":
+            return cta + t * ctas
+        return lax.cond(warpgroup == 0, lambda: tile_scheduler.draw(refs.tickets), lambda: jnp.int32(0))
+
+    def publish(t: Any, tile: jax.Array, steps_before: Any) -> None:
+        @pl.when(warpgroup == 0)
+        def _():
+            batch, *rest = Block.of(problem, config, refs, jnp.minimum(tile, tiles - 1), steps_before).record
+            tile_scheduler.publish(refs.tile_smem, t, (jnp.where(tile < tiles, batch, -1), *rest))
+
+    asks = config.tiles == "drawn" and config.turns
+    publish(zero, draw(zero) if asks else cta, zero)
+    drawn = draw(1)
+    scopes.sync_block(config.warpgroups)
+
+    begin(_of_ring(problem, config, refs, zero))
+
+    def work(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        t, tile = state
+        block = _of_ring(problem, config, refs, t)
+        publish(t + 1, tile, block.steps_before + block.stages_filled)
+        return t + 1, _compute(block, lambda: draw(t + 2))
+
+    def more(state: tuple[jax.Array, ...]) -> jax.Array:
+        return tile_scheduler.read(refs.tile_smem, state[0])[0] >= 0
+
+    lax.while_loop(more, work, (zero, drawn))
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import loops
-from pallas_kernels.attention import products
+from pallas_kernels.attention import pipeline, products
 from pallas_kernels.attention.backward_blocks import Block, Step
 from pallas_kernels.attention.backward_operands import CHUNK
 from pallas_kernels.attention.scores import WGMMA
@@ -25,7 +25,7 @@ def first(block: Block) -> jax.Array:
     slot = lax.rem(block.steps_before, block.config.stages)
 
     def found() -> jax.Array:
-        plgpu.barrier_wait(block.refs.query_full.at[slot])
+        pipeline.wait(block.refs.full, block.steps_before, block.config.stages)
         return products.finish(begin(block, slot), later=0)
 
     def nothing() -> jax.Array:
@@ -38,5 +38,5 @@ def begin_following(block: Block, step: Step) -> jax.Array:
     """Begins the next step's; after the last one, that of the same queries once more, for nobody."""
     follows = step.n + 1 < block.steps_before + block.steps
     slot = lax.rem(step.n + follows.astype(jnp.int32), block.config.stages)
-    pl.when(follows)(lambda: plgpu.barrier_wait(block.refs.query_full.at[slot]))
+    pl.when(follows)(lambda: pipeline.wait(block.refs.full, step.n + 1, block.config.stages))
     return begin(block, slot)

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import gather
+from pallas_kernels.attention import gather, pipeline
 from pallas_kernels.attention.backward_blocks import Block, Step
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.memory import tiled
@@ -42,13 +42,19 @@ def copy(block: Block, step: Step) -> None:
     plgpu.copy_gmem_to_smem(at, refs.bias_smem.at[slot], refs.bias_full.at[slot])
 
 
-def read(block: Block, step: Step, warpgroup: Any) -> jax.Array:
+def read(block: Block, step: Step, warpgroup: Any, release: Any = None) -> jax.Array:
     """The bias of the scores of a warpgroup's 64 keys, `[keys, queries]`."""
     refs, slot, keys = block.refs, _slot(block, step), pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    plgpu.barrier_wait(refs.bias_full.at[slot])
+    if release is not None:
+        pipeline.wait(refs.bias_full, step.n, block.config.bias_slots)
+    else:
+        plgpu.barrier_wait(refs.bias_full.at[slot])
     bias = plgpu.load(refs.bias_smem.at[slot, :, keys].T, layout=plgpu.Layout.WGMMA)
     plgpu.commit_smem()  # the copy engine writes where threads have read
-    plgpu.barrier_arrive(refs.bias_empty.at[slot])
+    if release is not None:
+        release()
+    else:
+        plgpu.barrier_arrive(refs.bias_empty.at[slot])
     return bias
 
 

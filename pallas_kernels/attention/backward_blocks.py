@@ -10,8 +10,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import gather, pairs, schedule
-from pallas_kernels.attention.configs import AnyBackwardConfig
+from pallas_kernels.attention import gather, pairs, schedule, tile_scheduler
+from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.emit import Index
 
@@ -70,6 +70,21 @@ class Block:
     sequence: Sequence
     span: Span
     steps_before: jax.Array
+    t: Any = 0  # which of the CTA's tiles it is
+
+    @classmethod
+    def of_record(
+        cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, record: Any, t: Any
+    ) -> "Block":
+        """The block that the record of the CTA's tile `t` names."""
+        batch, key_head, index, steps_before, *span = record
+        sequence = sequence_at(problem, config, refs, batch)
+        return cls(problem, config, refs, batch, key_head, index, sequence, Span(*span), steps_before, t)
+
+    @property
+    def record(self) -> tuple[Any, ...]:
+        """What `of_record` needs."""
+        return self.batch, self.key_head, self.index, self.steps_before, *self.span
 
     @classmethod
     def of(
@@ -114,6 +129,21 @@ class Block:
     def steps(self) -> Any:
         return self.group * (self.span.end - self.span.first)
 
+    @property
+    def stages_filled(self) -> Any:
+        """Steps, and as many stages without one that each tile fills all stages of a CTA that has more tiles."""
+        return jnp.maximum(self.steps, self.config.stages)
+
+    def place_of(self, local: Any) -> tuple[Any, Any]:
+        """The head and the block of queries of the tile's step `local`; that is -1 where there is no such step."""
+        length = self.span.end - self.span.first
+        h, i = 0, local
+        if self.group > 1:
+            some = jnp.maximum(length, 1)
+            h, i = lax.div(local, some), lax.rem(local, some)
+        i = self._visited(self.span.first + i)
+        return self.key_head * self.group + h, jnp.where(local < self.steps, i, -1)
+
     def step(self, h: Any, i: jax.Array) -> Step:
         """Head `h` of the group, the `i`th block of queries."""
         n = h * (self.span.end - self.span.first) + (i - self.span.first)
@@ -140,26 +170,38 @@ class Block:
 
         self.each_head(of_head, None)
 
-    def each_step[Carry](self, visit: Callable[[Step, Compare, Carry], Carry], carry: Carry) -> Carry:
-        """`carry = visit(step, compare, carry)` for each head of the group and block of queries that sees the keys.
+    def again(self, later: Any = 0) -> "Block":
+        """The CTA's tile `later` tiles on, read from the ring again, so that registers need not keep it meanwhile."""
+        if not isinstance(self.config, BackwardConfig):
+            return self  # the wide kernel has no ring
+        t = self.t + later
+        record = tile_scheduler.read(self.refs.tile_smem, t)
+        return self.of_record(self.problem, self.config, self.refs, record, t)
+
+    def each_step[Carry](self, visit: Callable[["Block", Step, Compare, Carry], Carry], carry: Carry) -> Carry:
+        """`carry = visit(block, step, compare, carry)` for each head of the group and block of queries that sees keys.
 
         Where there are segments or a mask, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills
         60 bytes instead of 12 (segments).
         """
-        first, inner_first, inner_end, end = self.span
         _, _, left, right = self.sequence
 
         def of_head(h: Any, carry: Carry) -> Carry:
-            def piece(start: Any, stop: Any, compare: Callable[[Any], Compare], carry: Carry) -> Carry:
-                return lax.fori_loop(start, stop, lambda i, carry: visit(self.step(h, i), compare(i), carry), carry)
+            def piece(start: str, stop: str, compare: Callable[[Span, Any], Compare], carry: Carry) -> Carry:
+                block = self.again()
+
+                def step(i: jax.Array, carry: Carry) -> Carry:
+                    return visit(block, block.step(h, i), compare(block.span, i), carry)
+
+                return lax.fori_loop(getattr(block.span, start), getattr(block.span, stop), step, carry)
 
             if self.problem.hidden_by_data:
-                return piece(first, end, lambda i: (i < inner_first) | (i >= inner_end), carry)
+                return piece("first", "end", lambda span, i: (i < span.inner_first) | (i >= span.inner_end), carry)
             if right is not None or self.ragged:
-                carry = piece(first, inner_first, lambda i: True, carry)
-            carry = piece(inner_first, inner_end, lambda i: False, carry)
+                carry = piece("first", "inner_first", lambda span, i: True, carry)
+            carry = piece("inner_first", "inner_end", lambda span, i: False, carry)
             if left is not None:
-                carry = piece(inner_end, end, lambda i: True, carry)
+                carry = piece("inner_end", "end", lambda span, i: True, carry)
             return carry
 
         return self.each_head(of_head, carry)

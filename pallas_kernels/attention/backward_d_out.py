@@ -90,3 +90,29 @@ def _zero_rows(target: Any, lse: Any) -> None:
     swizzle = plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
     transforms = plgpu.TilingTransform((TILE_ROWS, tile)), swizzle  # pyright: ignore[reportAbstractUsage]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType()))(zero_rows)(target, lse)
+
+
+def zero_rows(target: Any, lse: Any) -> None:
+    """Zeroes the rows of a stage `[rows, columns]` whose lse is inf; the calling warp's lanes take rows in turn."""
+    rows, columns = target.shape
+    tile = columns_of_tile(columns, jnp.dtype(target.dtype))
+    row_bytes = tile * jnp.dtype(target.dtype).itemsize
+    tile_bytes = TILE_ROWS * row_bytes
+
+    def zero_rows_of_warp(ctx, target, lse):
+        places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR)]
+        text = (
+            "{ .reg .b32 lane, row, group, word, place; .reg .b64 at; .reg .pred empty, more; "
+            "mov.u32 lane, %laneid; mov.b32 row, lane; AGAIN: "
+            "mad.wide.u32 at, row, 4, $0; ld.global.b32 word, [at]; "
+            f"setp.eq.b32 empty, word, {INFINITY}; div.u32 group, row, {TILE_ROWS}; rem.u32 word, row, {TILE_ROWS}; "
+            f"mad.lo.u32 place, word, {row_bytes}, $1; mad.lo.u32 place, group, {columns // tile * tile_bytes}, place; "
+            + " ".join(f"@empty st.shared.v4.b32 [place+{place}], {{0, 0, 0, 0}};" for place in places)
+            + f" add.u32 row, row, 32; setp.lt.u32 more, row, {rows}; @more bra AGAIN; "
+            "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
+        )
+        emit.ptx(text, "l,r,~{memory}", [emit.global_address(lse), emit.shared_address(target)])
+
+    swizzle = plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
+    transforms = plgpu.TilingTransform((TILE_ROWS, tile)), swizzle  # pyright: ignore[reportAbstractUsage]
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType()))(zero_rows_of_warp)(target, lse)

@@ -9,11 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels import places
 from pallas_kernels.attention import backward_operands, backward_tiles, drawn
-from pallas_kernels.attention.backward_tiles import EachBlock
-from pallas_kernels.attention.configs import AnyBackwardConfig
+from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 
-Body = Callable[[Attention, Any, EachBlock], None]
+Body = Callable[..., None]
 
 
 def launch(
@@ -36,6 +35,8 @@ def launch(
 
     def kernel(*refs: jax.Ref) -> None:
         by_name = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        if isinstance(config, BackwardConfig):
+            return body(problem, config, by_name, tiles, blocks)
         body(problem, config, backward_tiles.each_block(problem, config, by_name, tiles, blocks))
 
     call = plgpu.kernel(
@@ -44,7 +45,7 @@ def launch(
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
-        num_threads=config.threads,
+        num_threads=config.warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),

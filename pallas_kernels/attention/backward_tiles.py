@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels import hardware, scopes
 from pallas_kernels.attention import drawn
 from pallas_kernels.attention.backward_blocks import Block, Span
-from pallas_kernels.attention.configs import AnyBackwardConfig
+from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig
 from pallas_kernels.attention.problem import Attention
 
 Visit = Callable[[Block, jax.Array], None]  # of a block of keys, and whether it is the first
@@ -28,7 +28,10 @@ def launched(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int]:
 
 def begun(config: AnyBackwardConfig, blocks: int) -> dict[str, jax.Array]:
     """What is in device memory before, by name."""
-    return dict(tickets=scopes.tickets(blocks * _unasked(config))) if config.tiles == "drawn" else {}
+    unasked = blocks * _unasked(config)
+    if isinstance(config, BackwardConfig):
+        unasked += 1  # its tickets count from what is there
+    return dict(tickets=scopes.tickets(unasked)) if config.tiles == "drawn" else {}
 
 
 def _unasked(config: AnyBackwardConfig) -> int:

@@ -30,7 +30,7 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
-def load_early(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+def load_early(block: Block, step: Step, warpgroup: Any, release: Any = None) -> dict[str, jax.Array]:
     """What a tile needs of mask and bias that is asked for before the products are there.
 
     The mask's bits are two registers; of a bias in shared memory nobody waits for the loads afterwards.
@@ -40,7 +40,7 @@ def load_early(block: Block, step: Step, warpgroup: Any) -> dict[str, jax.Array]
         corner = block.batch, step.head, *_corner(block, step, warpgroup)
         found["held"] = gather.load_bits(block.refs.mask, 2, corner, block.config.block_q)
     if block.config.bias_slots:
-        found["bias"] = backward_bias.read(block, step, warpgroup)
+        found["bias"] = backward_bias.read(block, step, warpgroup, release)
     return found
 
 

@@ -220,7 +220,7 @@ def _values(block: Block) -> None:
 
     def mainloop(sums: Sums) -> None:
         first = _first_scores(block) if block.config.ahead else None
-        block.each_step(lambda step, compare, x: _add_to_dv(block, step, sums, compare, x), first)
+        block.each_step(lambda _, step, compare, x: _add_to_dv(block, step, sums, compare, x), first)
 
     sums = pl.run_state(mainloop)(_zeros(block.refs.value_smem.shape[2]))
     _epilogue(block, VALUES, sums, block.refs.value_smem.at[0], block.refs.d_value)

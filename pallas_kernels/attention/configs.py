@@ -75,16 +75,6 @@ class BackwardConfig:
         """Warpgroups that add to a tile of dQ, each its own part."""
         return self.warpgroups
 
-    @property
-    def threads(self) -> int:
-        """Warpgroups of a block, with the one that copies."""
-        return self.warpgroups + 1
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a computing thread and of one that only copies."""
-        return {2: (240, 24), 3: (160, 32)}[self.warpgroups]
-
 
 @dataclasses.dataclass(frozen=True)
 class BackwardWideConfig:
@@ -112,7 +102,6 @@ class BackwardWideConfig:
     block_kv = WARPGROUP_ROWS
     warpgroups = 2
     adders = 2
-    threads = 2  # of Pallas: warpgroups
 
 
 AnyBackwardConfig = BackwardConfig | BackwardWideConfig

@@ -59,16 +59,17 @@ def add(source: jax.Ref, target: jax.Ref) -> None:
     """Adds what `store` stored to device memory: each warp its own part, as soon as that is there."""
 
     def add_warps(ctx, source, target):
-        lane, warp = _lane_and_warp()
-        offset = arith.muli(warp, emit.c32(_WARP_BYTES))
-        places = arith.addi(emit.global_address(target), arith.extui(emit.i64(), offset))
+        # The warp is found in here: what the compiler knew it would keep in registers all along the loop.
         text = (
-            "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
-            f"@$2 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {_WARP_BYTES}; "
-            "@$2 cp.async.bulk.commit_group;"
+            "{ .reg .b32 lane, warp, from; .reg .b64 to; .reg .pred first; "
+            "mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; "
+            f"and.b32 warp, warp, {emit.WARPS - 1}; "
+            f"mad.wide.u32 to, warp, {_WARP_BYTES}, $0; mad.lo.u32 from, warp, {_WARP_BYTES}, $1; "
+            "setp.eq.u32 first, lane, 0; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
+            f"@first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [to], [from], {_WARP_BYTES}; "
+            "@first cp.async.bulk.commit_group; }"
         )
-        operands = [places, arith.addi(emit.shared_address(source), offset), emit.equals(lane, 0)]
-        emit.ptx(text, "l,r,b,~{memory}", operands)
+        emit.ptx(text, "l,r,~{memory}", [emit.global_address(target), emit.shared_address(source)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(add_warps)(source, target)
 

@@ -41,14 +41,14 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
         emit.ptx("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
     arguments = (plgpu.RefType(), *[emit.SPLAT] * len(record))
-    record, size = [jnp.int32(x) for x in record], tile_smem.shape[0] // RECORDS
-    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * size, size)], *record)
+    record, rows = [jnp.int32(x) for x in record], tile_smem.shape[0] // RECORDS
+    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
 def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
     """The record of the CTA's tile `t`; `uniform`: in registers of the warp, which one warp's copies do not need."""
-    size = tile_smem.shape[0] // RECORDS
-    numbers = (tile_smem[_slot(t) * size + row, column] for row in range(size) for column in range(2))
+    rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
+    numbers = (tile_smem[_slot(t) * rows + row, column] for row in range(rows) for column in range(columns))
     return tuple(gather.uniform(x) if uniform else x for x in numbers)
 
 
