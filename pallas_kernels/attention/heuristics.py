@@ -22,10 +22,10 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """
     config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
     if problem.hidden_by_data:
-        # How many tiles of keys are skipped is known on the device alone: who is free draws the next tile. bf16, H200,
-        # us, drawn, and a block to each: masks, 2048 tokens, heads of 64, random 669 and 677, causal 368 and 398; of
-        # 128, 487 and 513, 273 and 306; of 256, causal 253 and 270. Documents, 16384 tokens: 359 and 462, 236 and 283;
-        # of 192 and 128, 268 and 308; of 256, 235 and 212.
+        # How many tiles of keys are skipped is known on the device alone. bf16, H200, us, of the kernel with a producer
+        # warpgroup, scheduled dynamically, and with a CTA to each tile: masks, 2048 tokens, heads of 64, random 669 and
+        # 677, causal 368 and 398; of 128, 487 and 513, 273 and 306; of 256, causal 253 and 270. Documents, 16384
+        # tokens: 359 and 462, 236 and 283; of 192 and 128, 268 and 308; of 256, 235 and 212.
         config = dataclasses.replace(config, scheduler="dynamic")
     return (config,)
 
@@ -58,11 +58,10 @@ def _widest(problem: Attention) -> ForwardConfig:
     # then; of 128, full, 3470 and 3281; of 192 and 128, 4096 keys, 1099 and 1064, 571 and 561.
     edge = schedule.bounds(problem) != (None, None) or problem.hidden_by_data
     if max(problem.head_dim, problem.value_dim) <= 64:
-        # Two warpgroups: 414. Two slots against one: 512 tokens 404 and 369, causal 273 and 238; 2048, 465 and 473,
-        # causal 415 and 406; 16384, 479 and 492, causal 487 and 485.
+        # Two warpgroups: 414.
         return ForwardConfig(block_kv=128, warpgroups=3, slack=8, early=8, overwrites=True)
     if max(problem.head_dim, problem.value_dim) <= 128:
-        # Tiles of 64 keys: 572. Two slots against one: 512 tokens 551 and 504, 2048 tokens 611 and 599.
+        # Tiles of 64 keys: 572.
         config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=48)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
     if problem.head_dim + problem.value_dim <= 320 and problem.head_dim <= 192 and problem.value_dim <= 128:

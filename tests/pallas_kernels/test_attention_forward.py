@@ -27,8 +27,9 @@ KINDS: dict[str, dict[str, Any]] = (
     {"full": {}, "large": {"scale": 3.0}, "negative": {"scale": -0.3}}
     | attention_cases.KINDS
     | {
-        "window-left": {"window": (31, None), "causal_offset": 5},
-        "everything": attention_cases.KINDS["everything"] | {"bias": "1NTS"},
+        # The warpgroups of a CTA see other first and other last tiles.
+        "window-left": {"window": (31, None), "window_offset": 40, "causal_offset": 40},
+        "everything": attention_cases.KINDS["everything"] | {"bias": "1NTS", "causal_offset": 50},
         "huge": {"scale": 40.0},
     }
 )

@@ -16,6 +16,7 @@ from attention_mutants import (
     NOT_ONCE,
     NOT_WAITED_FOR,
     NUMBERS,
+    OUT_OF_STEP,
     RACE,
     TOO_LARGE,
     UNDER_WAY,
@@ -40,6 +41,7 @@ REJECTIONS = {
     UNORDERED: (AssertionError, RaceDetected),
     NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
     NOT_WAITED_FOR: (RaceDetected, jax.errors.JaxRuntimeError),
+    OUT_OF_STEP: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
     DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
     UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
     NOT_ONCE: (AssertionError,),
@@ -108,7 +110,7 @@ def test_without_a_fault_the_check_passes(case):
 def test_planted_fault_is_rejected(mutant, monkeypatch):
     calls = plant(monkeypatch, mutant)
     expected = REJECTIONS[mutant.rejected_by]
-    limit_s = DEADLOCK_S if mutant.rejected_by == DEADLOCK else 20.0
+    limit_s = DEADLOCK_S if mutant.rejected_by in (DEADLOCK, OUT_OF_STEP) else 20.0
     rejects = functools.partial(check, *mutant.case, limit_s=limit_s)
     if mutant.rejected_by in BY_SIZES:
         rejects = functools.partial(check_sizes, mutant)
