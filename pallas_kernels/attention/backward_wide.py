@@ -252,20 +252,25 @@ def _begin_next_scores(block: Block, step: Step) -> jax.Array:
 
 
 def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Array | None) -> jax.Array | None:
+    """A step of warpgroup 0; `x` is its product of keys and queries, if that is multiplied ahead.
+
+    What comes back is the next step's then.
+    """
     problem, config, refs = block.problem, block.config, block.refs
     d_out_slot = _slot(step.n, config.d_out_stages)
-    if not config.ahead:
+    if x is None:
         pipeline.wait(refs.query_full, step.n, config.stages)
         begun = _begin_scores(block, step.n)
-    extras = _load_early(block, step)
-    if not config.ahead:
+        extras = _load_early(block, step)
         x = products.finish(begun, later=0)
+    else:
+        extras = _load_early(block, step)
     if config.bias_slots:
         fragments.commit()
         _release(block, step, refs.bias_empty, config.bias_slots, _fetch_bias)
     extras |= load_late(block, step, 0)
     x, slope = bent(problem, x)
-    if capped_bias(problem):
+    if slope is not None and capped_bias(problem):
         fragments.store(refs.slope_smem, slope)
         slope = None
     p = probabilities(block, step, 0, x, extras, compare)
@@ -314,6 +319,7 @@ def _keys(block: Block) -> None:
 
 
 def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
+    """A step of warpgroup 1."""
     problem, config, refs = block.problem, block.config, block.refs
     here = loops.recomputed(jnp.int32(0))
     slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
@@ -370,8 +376,8 @@ def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, m
     half = refs.key_smem.shape[2] // CHUNK // 2 * CHUNK
     columns = range(half) if warpgroup == VALUES else range(half, refs.key_smem.shape[2])
     mine = [columns[at : at + block.config.dq_columns] for at in range(0, len(columns), block.config.dq_columns)]
-    before = backward_turns.before(block, step.i) if turns else None
-    ended = backward_turns.ended(block, step, jnp.int32(warpgroup)) if turns else None
+    before: Any = backward_turns.before(block, step.i) if turns else None
+    ended: Any = backward_turns.ended(block, step, jnp.int32(warpgroup)) if turns else None
 
     def multiply(*parts: Accumulator) -> Any:
         for part, at in zip(parts, mine, strict=True):
