@@ -80,14 +80,16 @@ class BackwardConfig:
 class BackwardWideConfig:
     """A CTA: 64 keys, for two warpgroups, one with dV and one with dK in registers; 64 queries at a time.
 
-    There are `stages` stages for queries and `d_out_stages` for their cotangents. `p_slots`: whether the probabilities
-    have a place of their own, or that of warpgroup 0's part of dQ. `tiles`, `together`, `turns` and `bias_slots` are as
-    in `BackwardConfig`.
+    There are `stages` stages for queries and `d_out_stages` for their cotangents. `squares`: of 64 x 64 float32 in
+    shared memory. With one, for the probabilities, dQ is added to device memory from registers; with three, each
+    warpgroup's part of dQ leaves through one of its own, as turns want it; with two, warpgroup 0 has the one of the
+    probabilities. `dq_columns`: of dQ, that a product has. `ahead`: the next step's scores are multiplied beside this
+    step's dQ. `tiles`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
     """
 
     stages: int = 2
-    d_out_stages: int = 1
-    squares: int = 3
+    d_out_stages: int = 2
+    squares: int = 1
     tiles: Literal["own"] = "own"
     together: int = 1
     turns: bool = False

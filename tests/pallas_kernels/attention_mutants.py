@@ -1155,7 +1155,7 @@ MUTANTS = (
         "queries are waited for as if they had one stage",
         "        pipeline.wait(refs.query_full, step.n, config.stages)\n        begun",
         "        pipeline.wait(refs.query_full, step.n, 1)\n        begun",
-        rejected_by=NOT_WAITED_FOR,
+        rejected_by=DEADLOCK,
     ),
     _wide_backward(
         "wide_queries_not_awaited",
