@@ -74,26 +74,42 @@ def _of_ring(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, 
     return Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t)
 
 
-def _of_step(block: Block, n: Any) -> Block:
-    """The tile of the CTA's step `n`: this one or the next."""
-    following = tile_scheduler.read(block.refs.tile_smem, block.t + 1)[3]
-    return block.again((n >= following).astype(jnp.int32))
+class _Place(NamedTuple):
+    """Where a stage's copies come from; there is no such stage if the batch is negative, and no step if `i` is."""
+
+    batch: Any
+    head: Any
+    i: Any  # block of queries
+    first_key: Any
+
+    @classmethod
+    def of(cls, block: Block, local: Any) -> "_Place":
+        """The place of the tile's step `local`."""
+        return cls(block.batch, *block.place_of(local), block.first_key)
 
 
-def _place(tile: Block, n: Any) -> tuple[Any, Any, Any]:
-    """Batch, head and block of queries of the tile's step `n`.
+def _place_after(block: Block, step: Step, steps: int) -> _Place:
+    """The place of the stage that is filled `steps` after a step's; most are of the same tile, and read no record."""
 
-    The batch is negative if there is no such stage, and the block of queries if there is no step in it.
-    """
-    head, i = tile.place_of(jnp.int32(n) - tile.steps_before)
-    return tile.batch, head, i
+    def here() -> _Place:
+        return _Place(block.batch, *block.place_after(step, steps), block.first_key)
+
+    n = step.n + steps
+    return _Place(*lax.cond(n < block.steps_before + block.steps, here, lambda: _place_behind(block, n)))
 
 
-def _issue(block: Block, n: Any) -> None:
-    """The calling warp asks for what step `n` reads."""
-    config, refs = block.config, block.refs
-    batch, head, i = _place(block, n)
-    stage = lax.rem(jnp.int32(n), jnp.int32(config.stages))
+def _place_behind(block: Block, n: Any) -> _Place:
+    """The place of stage `n`, which is behind the tile's last step."""
+    following = block.again(1, uniform=False)
+    place = _Place.of(following, n - following.steps_before)
+    spare = n < following.steps_before
+    return place._replace(batch=jnp.where(spare, 0, place.batch), i=jnp.where(spare, -1, place.i))
+
+
+def _issue(block: Block, place: _Place, n: Any) -> None:
+    """The calling warp issues the copies of stage `n`."""
+    config, refs, (batch, head, i, _) = block.config, block.refs, place
+    stage = pipeline.stage(n, config.stages)
     full = refs.full.at[stage]
     rows = pl.ds(i * config.block_q, config.block_q)
     parts = [
@@ -140,49 +156,56 @@ def _expect(full: jax.Ref, parts: Any) -> None:
     pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
 
 
-def _issue_bias(block: Block, n: Any) -> None:
-    """The calling warp asks for the bias of step `n`."""
-    config, refs = block.config, block.refs
-    batch, head, i = _place(block, n)
-    slot = lax.rem(jnp.int32(n), jnp.int32(config.bias_slots))
+def _issue_bias(block: Block, place: _Place, n: Any) -> None:
+    """The calling warp issues the copy of the bias of stage `n`."""
+    config, refs, (batch, head, i, first_key) = block.config, block.refs, place
+    slot = pipeline.stage(n, config.bias_slots)
     full, to = refs.bias_full.at[slot], refs.bias_smem.at[slot]
     at_batch, at_head = gather.broadcast_index((batch, head), refs.bias.shape)
 
     @pl.when((batch >= 0) & (i >= 0))
     def _():
         pipeline.expect(full, pipeline.size(to))
-        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(block.first_key, config.block_kv)
+        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(first_key, config.block_kv)
         pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
 
     pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
 
 
-def _release(block: Block, n: Any) -> None:
-    """Ends step `n`: its stage is filled for a later step."""
+def _release(empty: jax.Ref, n: Any, stages: int, issue: Callable[[], None]) -> None:
+    """Releases the stage of step `n`; the last warp to do so issues the stage's next copies."""
+    last = pipeline.release(empty.at[pipeline.stage(n, stages)])
+    pl.when(last != 0)(issue)
+
+
+def _end_step(block: Block, step: Step) -> None:
+    """The warps have read the step's stage."""
     stages = block.config.stages
-    last = pipeline.release(block.refs.empty.at[lax.rem(jnp.int32(n), jnp.int32(stages))])
-    pl.when(last != 0)(lambda: _issue(_of_step(block, n + stages), n + stages))
+    issue = lambda: _issue(block, _place_after(block, step, stages), step.n + stages)
+    _release(block.refs.empty, step.n, stages, issue)
 
 
-def _pass_stages(block: Block) -> None:
+def _end_bias(block: Block, step: Step) -> None:
+    """The warps have read the step's bias."""
+    slots = block.config.bias_slots
+    issue = lambda: _issue_bias(block, _place_after(block, step, slots), step.n + slots)
+    _release(block.refs.bias_empty, step.n, slots, issue)
+
+
+def _pass_spare_stages(block: Block) -> None:
     """Passes the tile's stages in which there is no step."""
     config, refs = block.config, block.refs
 
     def pass_stage(local: Any, _: None) -> None:
-        n = block.steps_before + local
-        pipeline.wait(refs.full, n, config.stages)
-        _release(block, n)
-        if config.bias_slots:
-            pipeline.wait(refs.bias_full, n, config.bias_slots)
-            _release_bias(block, n)
+        n, stages, slots = block.steps_before + local, config.stages, config.bias_slots
+        pipeline.wait(refs.full, n, stages)
+        _release(refs.empty, n, stages, lambda: _issue(block, _place_behind(block, n + stages), n + stages))
+        if slots:
+            pipeline.wait(refs.bias_full, n, slots)
+            issue = lambda: _issue_bias(block, _place_behind(block, n + slots), n + slots)
+            _release(refs.bias_empty, n, slots, issue)
 
     lax.fori_loop(block.steps, block.stages_filled, pass_stage, None)
-
-
-def _release_bias(block: Block, n: Any) -> None:
-    slots = block.config.bias_slots
-    last = pipeline.release(block.refs.bias_empty.at[lax.rem(jnp.int32(n), jnp.int32(slots))])
-    pl.when(last != 0)(lambda: _issue_bias(_of_step(block, n + slots), n + slots))
 
 
 def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
@@ -198,7 +221,7 @@ def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
 
     dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
     block = block.again()
-    _pass_stages(block)
+    _pass_spare_stages(block)
     if block.config.turns:
         backward_turns.end_last(block, warpgroup)
 
@@ -255,7 +278,7 @@ def _gradients(
         dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
         begun = backward_ahead.begin(block, slot) if found is None else None
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
-        extras = load_early(block, step, warpgroup, lambda: _release_bias(block, step.n))
+        extras = load_early(block, step, warpgroup, lambda: _end_bias(block, step))
         x = products.finish(begun, later=1) if found is None else found
         extras |= load_late(block, step, warpgroup)
         x, slope = bent(problem, x)
@@ -288,7 +311,7 @@ def _gradients(
         plgpu.wgmma_wait(0)
     else:
         begun = products.finish(begun, later=0)
-    _release(block, step.n)
+    _end_step(block, step)
     return begun
 
 
@@ -386,9 +409,9 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, til
         def _():
             _issue_keys(block)
             for n in range(config.stages):
-                _issue(block, block.steps_before + n)
+                _issue(block, _Place.of(block, jnp.int32(n)), n)
             for n in range(config.bias_slots):
-                _issue_bias(block, block.steps_before + n)
+                _issue_bias(block, _Place.of(block, jnp.int32(n)), n)
 
     def draw(t: Any) -> jax.Array:
         if config.tiles != "drawn":

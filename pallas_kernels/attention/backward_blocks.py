@@ -52,6 +52,7 @@ class Step(NamedTuple):
     i: Any
     n: Any
     starts: Any  # whether it is the first one for these keys
+    visit: Any  # `first <= visit < end` of the span: `i`, unless blocks begin apart
 
 
 Compare = bool | jax.Array  # whether indices, segment ids and mask matter
@@ -144,10 +145,19 @@ class Block:
         i = self._visited(self.span.first + i)
         return self.key_head * self.group + h, jnp.where(local < self.steps, i, -1)
 
+    def place_after(self, step: Step, steps: int) -> tuple[Any, Any]:
+        """The same of the step that follows so many steps after another one, where there is one."""
+        length = self.span.end - self.span.first
+        head, i = step.head, step.visit + steps
+        for _ in range(steps * (self.group > 1)):
+            wraps = (i >= self.span.end).astype(jnp.int32)
+            head, i = head + wraps, i - wraps * length
+        return head, self._visited(i)
+
     def step(self, h: Any, i: jax.Array) -> Step:
         """Head `h` of the group, the `i`th block of queries."""
         n = h * (self.span.end - self.span.first) + (i - self.span.first)
-        return Step(self.key_head * self.group + h, self._visited(i), self.steps_before + n, n == 0)
+        return Step(self.key_head * self.group + h, self._visited(i), self.steps_before + n, n == 0, i)
 
     def _visited(self, i: jax.Array) -> jax.Array:
         """Which block of queries is the `i`th: of those that need no comparison the first is another for each block."""
@@ -170,12 +180,12 @@ class Block:
 
         self.each_head(of_head, None)
 
-    def again(self, later: Any = 0) -> "Block":
+    def again(self, later: Any = 0, *, uniform: bool = True) -> "Block":
         """The CTA's tile `later` tiles on, read from the ring again, so that registers need not keep it meanwhile."""
         if not isinstance(self.config, BackwardConfig):
             return self  # the wide kernel has no ring
         t = self.t + later
-        record = tile_scheduler.read(self.refs.tile_smem, t)
+        record = tile_scheduler.read(self.refs.tile_smem, t, uniform=uniform)
         return self.of_record(self.problem, self.config, self.refs, record, t)
 
     def each_step[Carry](self, visit: Callable[["Block", Step, Compare, Carry], Carry], carry: Carry) -> Carry:
