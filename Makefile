@@ -4,7 +4,7 @@ NEWEST_JAX := 0.12.0.1
 OLDEST_JAX := 0.11.2
 
 PYTEST := -m pytest -n 3 --dist worksteal --durations=5
-# Of this JAX, not of the one that the extra `gpu` asks for.
+# What JAX needs of CUDA, where there is a GPU.
 CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
 .PHONY: demo test venvs lint type test-new test-kernels test-old aot aot-new aot-old clean

@@ -13,7 +13,7 @@ from jaxsoftmax._attention_fold import Plan
 from jaxsoftmax._attention_lowering import OPS, Part, choose
 from jaxsoftmax._attention_primitives import BY_PART
 from jaxsoftmax._explain import NOT_INVARIANT, Abstract, Explanation
-from pallas_kernels import compat, hardware
+from pallas_kernels import hardware
 from pallas_kernels.attention.operands import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
 
@@ -110,8 +110,6 @@ def _explanation(
         runs, reason = "error" if named else "xla", "no kernel takes the call"
     decision = chosen.decision
     notes = list(chosen.notes)
-    if decision is not None and (slow := compat.lost_registers()):
-        notes.append(slow)
     if params["rules"].batch_invariant and (decision is None or part is not Part.FORWARD):
         notes.append(NOT_INVARIANT if decision is None else _GRADIENTS_VARY)
     return Explanation(

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxsoftmax import _checks, _sharding
 from jaxsoftmax._attention_checks import NAME
 from jaxsoftmax._attention_fold import Plan, Shape, plan
 from jaxsoftmax._attention_sharding import Heads
-from pallas_kernels import compat, hardware
+from pallas_kernels import hardware
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.operands import Operands, Rules, leading, sum_to
 from pallas_kernels.attention.problem import Op
@@ -108,8 +107,6 @@ def kernel_rule(
     avals: Sequence[Any] = ctx.avals_in
     if implementation == "xla" or choose(part, implementation, avals, hardware.current(), **params).decision is None:
         return reference_rule(part, ctx, *operands, implementation="xla", **params)
-    if why := compat.lost_registers():
-        warnings.warn(f"{NAME}: {why}", stacklevel=2)
     run = functools.partial(_run, part, implementation, **params)
     return _sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
 

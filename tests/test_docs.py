@@ -5,11 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 from packaging.requirements import Requirement
-
-from pallas_kernels import compat
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -53,19 +50,12 @@ def test_the_version_has_an_entry_in_the_changelog():
     assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("fast, version", [(True, "0.11.2"), (True, "0.11.9"), (False, "0.12.0"), (False, "0.12.0.1")])
-def test_the_extra_for_gpus_installs_a_jax_on_which_the_kernels_are_fast(monkeypatch, fast, version):
+@pytest.mark.parametrize("which", ["NEWEST", "OLDEST"])
+def test_the_extra_for_gpus_takes_every_jax_that_is_tested(which):
+    version = re.search(rf"^{which}_JAX := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra, jax_itself = map(Requirement, [*project["optional-dependencies"]["gpu"], project["dependencies"][0]])
     assert (extra.name, extra.extras) == ("jax", {"cuda13"})
-    # Both versions are supported; the extra leaves out exactly those that lose registers as `jax[cuda13]` is installed.
+    assert version in extra.specifier
     assert version in jax_itself.specifier
-    assert (version in extra.specifier) is fast
-    monkeypatch.setattr(compat, "nvjitlink", lambda: "libnvJitLink.so")
-    monkeypatch.setattr(jax, "__version_info__", tuple(map(int, version.split("."))))
-    why = compat.lost_registers.__wrapped__()
-    assert (why is None) is fast
-    assert fast or re.search(r"Use JAX ([\d.]+\d)", why)[1] in extra.specifier
-    # The bound itself, which no list of versions tells from a lower one.
-    assert f"<{'.'.join(map(str, compat.REGISTERS_LOST_SINCE))}" in {str(bound) for bound in extra.specifier}
-    assert re.findall(r"pip install '\.\[gpu\]'(.*?)#", (ROOT / "README.md").read_text())[0].strip() == ""
+    assert "pip install '.[gpu]'" in (ROOT / "README.md").read_text()

@@ -12,7 +12,6 @@ from jax import export
 
 import jaxsoftmax
 from jaxsoftmax import _attention_fold
-from pallas_kernels import compat
 from pallas_kernels.attention import vjp
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.attention.problem import Op
@@ -323,36 +322,3 @@ def test_explain_why_dropout_is_xlas(attention_stand_ins: Any) -> None:
 def test_explain_the_real_kernels() -> None:
     assert "compute capability 8.0" in str(jaxsoftmax.explain_attention(*HALF, device=A100))
     assert "float32" in jaxsoftmax.explain_attention(Q, K, V).declined[0][1]
-
-
-def test_who_loses_registers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX 0.12 with nvJitLink compiles the kernels badly; that is nothing to find out by a stopwatch."""
-    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
-    call = lambda x: jaxsoftmax.flash_attention(x, x, x)
-    lower = lambda: jax.jit(call).trace(x).lower(lowering_platforms=("cuda",))
-    monkeypatch.setattr(compat, "lost_registers", lambda: None)
-    lower()
-    assert "use another JAX" not in str(jaxsoftmax.explain_attention(x, x, x))
-    jax.clear_caches()
-    monkeypatch.setattr(compat, "lost_registers", lambda: "use another JAX")
-    with pytest.warns(UserWarning, match="flash_attention: use another JAX"):
-        lower()
-    assert "use another JAX" in str(jaxsoftmax.explain_attention(x, x, x))
-    assert "use another JAX" not in str(jaxsoftmax.explain_attention(x, x, x, implementation="xla"))
-
-
-@pytest.mark.parametrize("version, told", [((0, 11, 2), False), ((0, 12, 0), True)])
-def test_nvjitlink_is_found_where_packages_bring_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, version: tuple[int, ...], told: bool
-) -> None:
-    library = tmp_path / "packages_of_nvidia" / "cu13" / "lib" / "libnvJitLink.so.13"
-    library.parent.mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert compat.nvjitlink("packages_of_nvidia") is None
-    library.touch()
-    assert compat.nvjitlink("packages_of_nvidia") == library
-    assert compat.nvjitlink("packages_of_nobody") is None
-    monkeypatch.setattr(compat, "nvjitlink", lambda: library)
-    monkeypatch.setattr(jax, "__version_info__", version)
-    why = compat.lost_registers.__wrapped__()
-    assert (why is not None and str(library) in why) is told
