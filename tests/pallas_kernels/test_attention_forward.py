@@ -121,8 +121,9 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
             np.testing.assert_array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+# `test_attention_masks` has the masks.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("mask")])
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
@@ -196,17 +197,16 @@ def test_configs_in_the_interpreter(config, interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "causal"])
-def test_tile_after_tile_in_the_interpreter(kind, interpreted):
-    p = problem_of(kind, (270, 200), (32, 16), "float16", heads=(2, 1))
+def test_tile_after_tile_in_the_interpreter(interpreted):
+    p = problem_of("causal", (270, 200), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2)
     assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, keys", [("full", 50), ("lengths", 200), ("segments-causal", 270), ("mask", 200)])
-def test_tiles_that_are_drawn_in_the_interpreter(kind, keys, interpreted, monkeypatch):
+@pytest.mark.parametrize("kind, keys", [("full", 50), ("lengths", 200), ("segments-causal", 270)])
+def test_dynamic_scheduler_in_the_interpreter(kind, keys, interpreted, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     p = problem_of(kind, (270, keys), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic")

@@ -1,6 +1,7 @@
 """What segment ids let the attention kernels pass over, against comparing every id with every other."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -82,10 +83,12 @@ RULES = {
 }
 
 
+# The lengths take turns.
+VISITED = [(*x, n) for x, n in zip(itertools.product(PATTERNS, RULES), itertools.cycle(LENGTHS[1:]))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("lengths", LENGTHS[1:])
+@pytest.mark.parametrize("pattern, rules, lengths", VISITED)
 def test_forward_visits_what_is_seen(pattern, rules, lengths):
     p = test_attention_forward.problem_of("segments", lengths, (64, 64), "bfloat16")
     p = dataclasses.replace(p, **RULES[rules])
