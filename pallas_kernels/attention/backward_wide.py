@@ -387,10 +387,10 @@ def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, m
             plgpu.wgmma_wait(len(mine))
             at_first()
         later, begun = meanwhile() if meanwhile is not None else (0, None)
-        if turns:
-            backward_turns.wait(block, step, jnp.int32(warpgroup), before, ended)
         for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
             numbers = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
+            if turns and i == 0:
+                backward_turns.wait(block, step, jnp.int32(warpgroup), before, ended)
             for c in range(len(at) // CHUNK):
                 square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
                 _add_square(block, step, warpgroup, square, at.start // CHUNK + c, before, i == c == 0)
