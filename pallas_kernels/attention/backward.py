@@ -123,25 +123,23 @@ def _issue(block: Block, place: _Place, n: Any) -> None:
     def _():
         if not schedule.may_see_nothing(block.problem):
             _expect(full, parts)
-            for part in parts:
-                pipeline.copy(*part, full)
+            _copy(full, parts)
             return
         *alike, d_out = parts
-        for part in alike:
-            pipeline.copy(*part, full)
+        _copy(full, alike)
         nothing = refs.without_keys[batch, head, i] != 0
         pipeline.expect(refs.landed.at[stage], jnp.where(nothing, pipeline.size(d_out[2]), 0))
 
         @pl.when(nothing)
         def _():
-            pipeline.copy(*d_out, refs.landed.at[stage])
+            _copy(refs.landed.at[stage], [d_out])
             pipeline.wait(refs.landed, n, config.stages)
             backward_d_out.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
             _expect(full, alike)
 
         @pl.when(jnp.logical_not(nothing))
         def _():
-            pipeline.copy(*d_out, full)
+            _copy(full, [d_out])
             _expect(full, parts)
 
     @pl.when((batch >= 0) & (i < 0))
@@ -151,8 +149,14 @@ def _issue(block: Block, place: _Place, n: Any) -> None:
             pipeline.expect(refs.landed.at[stage], 0)
 
 
+def _copy(full: jax.Ref, parts: Any) -> None:
+    """The calling warp issues the copies of a stage's parts."""
+    for source, at, to in parts:
+        pipeline.copy(source, at, to, full)
+
+
 def _expect(full: jax.Ref, parts: Any) -> None:
-    """Announces what `pipeline.copy(*part, full)` brings."""
+    """Announces their bytes."""
     pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
 
 

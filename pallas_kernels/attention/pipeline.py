@@ -125,14 +125,14 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
                 index.append(slice(None))
                 continue
             first = arith.index_cast(ir.IndexType.get(), emit.scalar(next(following)))
-            index.append(mgpu.ds(first, extent) if extent else first)
+            index.append(mgpu.ds(first, int(extent)) if extent else first)
         ctx.async_copy(
             src_ref=source,
             dst_ref=to,
             gmem_slice=tuple(index),
             gmem_transform=(mgpu.TileTransform((TMA_ROWS, columns)),) if tiled else (),
             swizzle=columns * dtype.itemsize if tiled else None,
-            barrier=mgpu.BarrierRef(utils.memref_ptr(full), emit.c32(0), None, 1),
+            barrier=mgpu.BarrierRef(utils.memref_ptr(full), emit.c32(0), emit.c32(0), 1),
             arrive=False,
             predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
         )
