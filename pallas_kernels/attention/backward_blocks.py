@@ -71,7 +71,7 @@ class Block:
     sequence: Sequence
     span: Span
     steps_before: jax.Array
-    t: Any = 0  # which of the CTA's tiles it is
+    t: Any = None  # which of the CTA's tiles it is, where a ring tells
 
     @classmethod
     def of_record(
@@ -182,8 +182,8 @@ class Block:
 
     def again(self, later: Any = 0, *, uniform: bool = True) -> "Block":
         """The CTA's tile `later` tiles on, read from the ring again, so that registers need not keep it meanwhile."""
-        if not self.config.by_registers:
-            return self  # the wide kernel has no ring
+        if self.t is None:
+            return self
         t = self.t + later
         record = tile_scheduler.read(self.refs.tile_smem, t, uniform=uniform)
         return self.of_record(self.problem, self.config, self.refs, record, t)

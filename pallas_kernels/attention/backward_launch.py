@@ -45,7 +45,7 @@ def launch(
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
-        num_threads=config.warpgroups + (not isinstance(config, BackwardConfig)),
+        num_threads=config.warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),

@@ -16,8 +16,8 @@ from pallas_kernels.attention import (
     schedule,
     tile_scheduler,
 )
-from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
-from pallas_kernels.attention.configs import AnyBackwardConfig, BackwardConfig, ByGradientConfig
+from pallas_kernels.attention.backward_operands import CHUNK, capped_bias, padded_dims
+from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.memory import tiled
 from pallas_kernels.attention.problem import Attention
 
@@ -27,22 +27,19 @@ RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrie
 WORD = 8  # bytes of a barrier
 
 
-def scratch(problem: Attention, config: AnyBackwardConfig) -> dict[str, Any]:
+def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     """Arrays and barriers, by name."""
-    if isinstance(config, BackwardConfig):
-        return _by_keys(problem, config)
-    found = _by_gradient(problem, config)
-    return (
-        found
-        | backward_bias.scratch(problem, config)
-        | backward_d_out.scratch(problem)
-        | backward_tiles.scratch(config)
-    )
+    return _by_keys(problem, config)
 
 
-def shared_bytes(problem: Attention, config: AnyBackwardConfig) -> int:
+def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
     """What the scratch takes."""
-    found = scratch(problem, config).values()
+    return size(scratch(problem, config))
+
+
+def size(scratch: dict[str, Any]) -> int:
+    """Bytes of shared memory."""
+    found = scratch.values()
     barriers = sum(int(np.prod(x.num_barriers)) for x in found if isinstance(x, plgpu.Barrier))
     arrays = [math.prod(x.shape) * x.dtype.itemsize for x in found if not isinstance(x, plgpu.Barrier)]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in arrays) + barriers * WORD
@@ -91,32 +88,3 @@ def _barriers(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int
         "full": (1,) * stages,
         "empty": (warps,) * stages,
     }
-
-
-def _by_gradient(problem: Attention, config: ByGradientConfig) -> dict[str, Any]:
-    """Of a kernel with a warpgroup to each gradient."""
-    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
-    stages, d_out_stages = config.stages, config.d_out_stages
-    slope = dict(slope_smem=tiled((1, *TILE), jnp.float32)) if capped_bias(problem) else {}
-    return slope | dict(
-        key_smem=tiled((1, CHUNK, head_dim), dtype),
-        value_smem=tiled((1, CHUNK, value_dim), dtype),
-        query_smem=tiled((stages, CHUNK, head_dim), dtype),
-        d_out_smem=tiled((d_out_stages, CHUNK, value_dim), dtype),
-        p_smem=tiled((1, *TILE), jnp.float32),
-        ds_smem=tiled((2, *TILE), dtype),
-        dq_smem=tiled((config.dq_slots, *TILE), jnp.float32),
-        lse_smem=plgpu.SMEM((stages, CHUNK), jnp.float32),
-        delta_smem=plgpu.SMEM((d_out_stages, CHUNK), jnp.float32),
-        key_full=plgpu.Barrier(),
-        value_full=plgpu.Barrier(),
-        kv_empty=plgpu.Barrier(num_arrivals=2),
-        query_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        query_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        d_out_full=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        d_out_empty=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-        p_full=plgpu.Barrier(),
-        p_empty=plgpu.Barrier(),
-        ds_full=plgpu.Barrier(num_barriers=2),
-        ds_empty=plgpu.Barrier(num_barriers=2),
-    )

@@ -77,33 +77,34 @@ class BackwardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByGradientConfig:
-    """A block: 64 keys, for three warpgroups, one for each of dV, dK and dQ; 64 queries at a time.
+class BackwardWideConfig:
+    """A CTA: 64 keys, for two warpgroups, one with dV and one with dK in registers; 64 queries at a time.
 
-    There are `stages` slots for queries, `d_out_stages` for their cotangents and `dq_slots` for pieces of dQ on their
-    way out. `tiles`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
+    There are `stages` stages for queries and `d_out_stages` for their cotangents. `squares`: of 64 x 64 float32 in
+    shared memory. With one, for the probabilities, dQ is added to device memory from registers; with three, each
+    warpgroup's part of dQ leaves through one of its own, as turns want it; with two, warpgroup 0 has the one of the
+    probabilities. `dq_columns`: of dQ, that a product has. `ahead`: the next step's scores are multiplied beside this
+    step's dQ. `tiles`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
     """
 
     stages: int = 2
-    d_out_stages: int = 1
-    dq_slots: int = 2
-    tiles: Literal["own", "dealt", "drawn"] = "own"
+    d_out_stages: int = 2
+    squares: int = 1
+    tiles: Literal["own"] = "own"
     together: int = 1
     turns: bool = False
     bias_slots: int = 0
+    ahead: bool = False
+    dq_columns: int = 128
 
     last_writes = False
     apart = False
-    by_registers = False
+    by_registers = True
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS
-    warpgroups = 3
-    adders = 1
-
-    @property
-    def registers(self) -> tuple[int, int, int, int]:
-        """Registers of a thread that computes dV, dK or dQ, and of one that only copies."""
-        return 200, 200, 88, 24
+    warpgroups = 2
+    adders = 2
+    threads = 2  # of Pallas: warpgroups
 
 
-AnyBackwardConfig = BackwardConfig | ByGradientConfig
+AnyBackwardConfig = BackwardConfig | BackwardWideConfig

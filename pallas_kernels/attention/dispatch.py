@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward, backward_by_gradient, forward, heuristics
+from pallas_kernels.attention import backward, backward_wide, forward, heuristics
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
@@ -23,7 +23,7 @@ KERNELS = {
     Op.FORWARD: {"attention": Kernel(forward, heuristics.forward)},
     Op.BACKWARD: {
         "attention_gradients": Kernel(backward, heuristics.backward),
-        "attention_gradients_wide": Kernel(backward_by_gradient, heuristics.backward_by_gradient),
+        "attention_gradients_wide": Kernel(backward_wide, heuristics.backward_wide),
     },
 }
 

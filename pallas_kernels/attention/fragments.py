@@ -73,6 +73,21 @@ def add(source: jax.Ref, target: jax.Ref) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(add_warps)(source, target)
 
 
+def reduce(target: jax.Ref, sums: jax.Array) -> None:
+    """Adds a square of float32 to one in device memory, from registers, where it lies as `store` stores it."""
+
+    def reduce_fragments(ctx, target, sums):
+        lane, warp = _lane_and_warp()
+        offset = arith.addi(arith.muli(warp, emit.c32(_WARP_BYTES)), arith.muli(lane, emit.c32(16)))
+        at = arith.addi(emit.global_address(target), arith.extui(emit.i64(), offset))
+        for i, pairs in enumerate(_vectors(sums.registers)):
+            numbers = [number for pair in pairs for number in emit.elements(pair)]
+            text = f"red.relaxed.gpu.global.add.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};"
+            emit.ptx(text, "l,f,f,f,f,~{memory}", [at, *numbers])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(reduce_fragments)(target, sums)
+
+
 def await_read() -> None:
     """Waits until a warp's part that is on its way may be stored over."""
 

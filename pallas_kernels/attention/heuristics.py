@@ -1,12 +1,13 @@
 """Which config suits a problem, from its sizes alone; each threshold with the measurement behind it."""
 
 import dataclasses
-import itertools
+from collections.abc import Callable
+from typing import Any
 
 from pallas_kernels.attention import backward_memory, backward_turns, memory, schedule
+from pallas_kernels.attention import backward_wide as backward_wide_kernel
 from pallas_kernels.attention import forward as forward_kernel
-from pallas_kernels.attention.backward_operands import capped_bias, padded_dims
-from pallas_kernels.attention.configs import BackwardConfig, ByGradientConfig, ForwardConfig
+from pallas_kernels.attention.configs import BackwardConfig, BackwardWideConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
@@ -79,7 +80,7 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     config = _in_turns(problem, BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2))
     config = _drawn(problem, _ahead(problem, _in_order(problem, device, config)))
     config = _filling(problem, device, config)
-    return (_with_slots(problem, device, [config]),)
+    return (_with_slots(problem, device, [config], backward_memory.shared_bytes),)
 
 
 def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
@@ -176,30 +177,28 @@ def _can_write_last(problem: Attention) -> bool:
     return max(problem.head_dim, problem.value_dim) > 64 or problem.bias is None
 
 
-def backward_by_gradient(problem: Attention, device: Device) -> tuple[ByGradientConfig, ...]:
-    """As many slots as fit in shared memory."""
-    config = ByGradientConfig(turns=problem.deterministic)
-    if sum(padded_dims(problem)) <= 384:
-        config = dataclasses.replace(config, d_out_stages=2, dq_slots=3)
-    if capped_bias(problem):
-        config = dataclasses.replace(config, dq_slots=config.dq_slots - 1)
-    config = _in_order(problem, device, config)
-    return (_with_slots(problem, device, [config, dataclasses.replace(config, dq_slots=1)]),)
+def backward_wide(problem: Attention, device: Device) -> tuple[BackwardWideConfig, ...]:
+    """As many stages as fit in shared memory, and slots for the bias."""
+    config = _in_order(problem, device, BackwardWideConfig(turns=problem.deterministic))
+    config = dataclasses.replace(config, tiles="own")
+    squares = (3, 2) if config.turns else (1,)
+    configs = [dataclasses.replace(config, d_out_stages=d, squares=n) for d in (2, 1) for n in squares]
+    return (_with_slots(problem, device, configs, backward_wide_kernel.shared_bytes),)
 
 
-def _with_slots[Config: (BackwardConfig, ByGradientConfig)](
-    problem: Attention, device: Device, configs: list[Config]
+def _with_slots[Config: (BackwardConfig, BackwardWideConfig)](
+    problem: Attention, device: Device, configs: list[Config], shared_bytes: Callable[[Attention, Any], int]
 ) -> Config:
-    """The first config with as many slots for the bias, if that can be copied, as fit in shared memory beside it."""
-    if memory.bias_is_tiled(problem):
-        for config, slots in itertools.product(configs, (2, 1)):
-            copied = dataclasses.replace(config, bias_slots=slots)
-            if backward_memory.shared_bytes(problem, copied) <= device.smem_per_cta:
-                return copied
-    return configs[0]
+    """The first config that fits in shared memory, with as many slots for the bias as do, if that can be copied."""
+    slots = (2, 1, 0) if memory.bias_is_tiled(problem) else (0,)
+    found = (dataclasses.replace(c, bias_slots=n) for n in slots for c in configs)
+    # Mosaic's kernels declare a byte beside what they are given at the launch.
+    return next(c for c in found if shared_bytes(problem, c) < device.smem_per_cta)
 
 
-def _in_order[Config: (BackwardConfig, ByGradientConfig)](problem: Attention, device: Device, config: Config) -> Config:
+def _in_order[Config: (BackwardConfig, BackwardWideConfig)](
+    problem: Attention, device: Device, config: Config
+) -> Config:
     """`config` with the order of the tiles, by what makes them wait."""
     uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
     if schedule.bounds(problem) != (None, None) or uneven:

@@ -14,7 +14,8 @@ import mask_patterns
 import numpy as np
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import backward_memory, backward_wide, dispatch
+from pallas_kernels.attention.configs import BackwardWideConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 QKV = ("query", "key", "value")
@@ -71,6 +72,12 @@ def problem_of(
     if "bias" in kind:
         given.setdefault("bias_dtype", jnp.dtype("float32" if op is Op.FORWARD else dtype))
     return Attention(op, batch, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
+
+
+def backward_bytes(p: Attention, config: Any) -> int:
+    """What the backward kernel of that config takes of shared memory."""
+    kernel = backward_wide if isinstance(config, BackwardWideConfig) else backward_memory
+    return kernel.shared_bytes(p, config)
 
 
 def name_of(p: Attention) -> str:

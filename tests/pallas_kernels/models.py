@@ -382,6 +382,10 @@ def _add_warps(machine: Any, static: Any, source: Any, target: Any) -> None:
     machine.copy_added(source, target)
 
 
+def _reduce_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
+    machine.atomic_add(target, _in_fragments(sums))
+
+
 def _await_warps(machine: Any, static: Any) -> None:
     machine.await_copies_read()
 

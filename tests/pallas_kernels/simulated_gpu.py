@@ -170,11 +170,16 @@ class Machine:
         return last
 
     def copy_tile(self, source: Ref, sizes: Any, starts: Any, to: Ref, barrier: Ref) -> None:
-        """A TMA copy that is done at once: see `pipeline.copy`."""
+        """A TMA copy that is done at once: see `pipeline.copy`. Only who waits for the barrier knows that it is."""
         step = functools.partial(_copy_tile, sizes=sizes, source_info=self.source_info)
         places = dict(source=source.key, from_=source.transforms, target=to.key, to=to.transforms)
-        self._call(step, starts=jnp.stack([jnp.int32(i) for i in starts]), **places)
-        self.complete_bytes(barrier, np.prod(to.shape) * to.dtype.itemsize)
+        self._call(
+            step,
+            starts=jnp.stack([jnp.int32(i) for i in starts]),
+            barrier=barrier.key,
+            of_barrier=barrier.transforms,
+            **places,
+        )
 
     def complete_bytes(self, ref: Ref, count: Any) -> None:
         """What an asynchronous copy does to its barrier when its bytes have come."""
@@ -644,6 +649,8 @@ def _copy_tile(
     from_: Any,
     target: Any,
     to: Any,
+    barrier: Any,
+    of_barrier: Any,
     starts: Any,
     sizes: Any,
     source_info: Any,
@@ -658,10 +665,25 @@ def _copy_tile(
     part = tuple(slice(min(start, extent), min(start + size, extent)) for (start, size), extent in edges)
     value = np.zeros([size for _, size in ranges], content.dtype)
     value[tuple(slice(0, piece.stop - piece.start) for piece in part)] = content[part]
-    shared, target, place = _as_a_copy(thread, target, to, source_info, is_write=True)
-    with shared.lock:
-        goal = shared.mem[target].content[place]
-        shared.mem[target].content[place] = value.reshape(goal.shape)
+    _, target, place = _resolve(target, to)
+    _, barrier, at = _resolve(barrier, of_barrier)
+    barrier = shared.mbarriers[barrier, at[0] if isinstance(at[0], int) else at[0].start]
+
+    def copy(tma_thread_id: int) -> None:
+        """What a thread of the copy engine's own does, to the race detector."""
+        clock = shared.incr_clock(thread).copy()
+        clock.inc(tma_thread_id)
+        if shared.detect_races:
+            access = interpret_utils.Access(place)
+            races = gpu_callbacks.get_races()
+            races.check_write(thread, clock.async_smem_clock.copy(), target, access, source_info=source_info)
+        with shared.lock:
+            goal = shared.mem[target].content[place]
+            shared.mem[target].content[place] = value.reshape(goal.shape)
+            barrier.clock.update(clock)
+            barrier.add(0, -value.nbytes)
+
+    shared.execute_async_task(copy)
     return token
 
 

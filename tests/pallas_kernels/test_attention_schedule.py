@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import backward_memory, dispatch, forward_tiles, memory
+from pallas_kernels.attention import dispatch, forward_tiles, memory
 from pallas_kernels.attention.backward_blocks import Block
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200, Device
@@ -119,7 +119,7 @@ def check_memory(op: Op, kind: dict) -> None:
         if op is Op.FORWARD:
             assert memory.shared_bytes(p, config) <= device.smem_per_cta, (p, config)
         # A byte is taken: Mosaic's kernels declare one beside what they are given at the launch.
-        needed = forward_bytes(p, config) if op is Op.FORWARD else backward_memory.shared_bytes(p, config)
+        needed = forward_bytes(p, config) if op is Op.FORWARD else attention_cases.backward_bytes(p, config)
         assert needed < device.smem_per_cta, (p, config)
 
 
@@ -139,7 +139,7 @@ def test_every_config_fits_in_shared_memory(op, kind):
 def test_shared_memory_is_what_the_launch_asks_for(op, kind, dims):
     p = problem_of(op, MEMORY_KINDS[kind], (2, 4, 2, 256, 320, dims[0]), value_dim=dims[1])
     config, operands = decided(p).config, attention_cases.operands_of(p)
-    needed = forward_bytes(p, config) if op is Op.FORWARD else backward_memory.shared_bytes(p, config)
+    needed = forward_bytes(p, config) if op is Op.FORWARD else attention_cases.backward_bytes(p, config)
     if op is Op.BACKWARD:
         out = np.zeros((p.batch, p.query_length, p.query_heads, p.value_dim), p.dtype)
         lse = np.zeros((p.batch, p.query_heads, p.query_length), np.float32)
