@@ -62,7 +62,8 @@ def add(source: jax.Ref, target: jax.Ref) -> None:
         # The warp is found in here: what the compiler knew it would keep in registers all along the loop.
         text = (
             "{ .reg .b32 lane, warp, from; .reg .b64 to; .reg .pred first; "
-            f"mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, {emit.WARPS - 1}; "
+            "mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; "
+            f"and.b32 warp, warp, {emit.WARPS - 1}; "
             f"mad.wide.u32 to, warp, {_WARP_BYTES}, $0; mad.lo.u32 from, warp, {_WARP_BYTES}, $1; "
             "setp.eq.u32 first, lane, 0; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
             f"@first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [to], [from], {_WARP_BYTES}; "

@@ -220,9 +220,7 @@ def uniform(x: jax.Array) -> jax.Array:
     """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
 
     def first_lane(ctx, x):
-        value = llvm.inline_asm(
-            i32(), [scalar(x)], "redux.sync.or.b32 $0, $1, -1;", "=r,r", has_side_effects=True
-        )
+        value = llvm.inline_asm(i32(), [scalar(x)], "redux.sync.or.b32 $0, $1, -1;", "=r,r", has_side_effects=True)
         return integer(value)
 
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(first_lane)(x)
