@@ -34,7 +34,7 @@ MAY_EXPONENTIATE = {
 }
 
 MAX_MODULE_LINES = 450
-MAX_KERNEL_LINES = 700  # of a kernel's module, which is read from top to bottom
+MAX_KERNEL_LINES = 700  # of a kernel's module, or of what two share, which is read from top to bottom
 MAX_FUNCTION_LINES = 90
 
 
@@ -109,7 +109,8 @@ def test_the_merge_is_written_once():
 @pytest.mark.parametrize("source", _sources(*OURS_BELOW))
 def test_files_and_functions_stay_readable(source):
     text = (ROOT / source).read_text()
-    assert len(text.splitlines()) <= (MAX_KERNEL_LINES if "\ndef unsupported(" in text else MAX_MODULE_LINES)
+    of_kernel = "\ndef unsupported(" in text or source.endswith("_common.py")
+    assert len(text.splitlines()) <= (MAX_KERNEL_LINES if of_kernel else MAX_MODULE_LINES)
     for function in _functions(source):
         docstring = len((ast.get_docstring(function, clean=False) or "").splitlines())
         lines = function.end_lineno - function.lineno + 1 - docstring

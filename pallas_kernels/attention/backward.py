@@ -1,11 +1,16 @@
 """Flash attention, backward, in one pass: keys stay, queries stream past them, five matrix products to a tile.
 
-Each warpgroup holds the gradients of 64 keys and values in registers. The scores are computed transposed, so that
+Two warpgroups hold the gradients of 64 keys and values each in registers. The scores are computed transposed, so that
 probabilities and score gradients leave the accumulators as left operands in registers. Only the score gradients go
-through shared memory, where the block's warpgroups share out the product that gives dQ; dQ is summed in float32 in
-device memory, by the copy engine. With turns, the last block of keys to add to a tile of dQ writes it. The next step's
-scores are multiplied beside this step's dQ and dK, so that exponentials find theirs there.
-Traffic: K, V, dK, dV once; for each block of keys Q and dO are read and dQ is added to, mostly in the L2 cache.
+through shared memory, where the warpgroups share out the product that gives dQ; dQ is summed in float32 in device
+memory, by TMA. With turns, the last tile of keys to add to a tile of dQ writes it. The next step's scores are
+multiplied beside this step's dQ and dK, so that exponentials find theirs there.
+
+There is no producer warpgroup: `pipeline` says how stages are refilled. A stage holds a step's queries, cotangents and
+their statistics, and is released at the step's end. The pipeline runs on from one tile of keys to the next, of which a
+ring of records tells: a tile's last steps refill stages for the next tile, and its last product releases its keys and
+values for those of the next one, which arrive beside the epilogue.
+Traffic: K, V, dK, dV once; for each tile of keys Q and dO are read and dQ is added to, mostly in the L2 cache.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
@@ -20,14 +25,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import loops, scopes
+from pallas_kernels import emit, hardware, loops, scopes
 from pallas_kernels.attention import (
-    backward_ahead,
-    backward_d_out,
-    backward_dq,
-    backward_launch,
-    backward_memory,
-    backward_turns,
+    backward_common,
+    backward_operands,
     fragments,
     gather,
     limits,
@@ -36,15 +37,18 @@ from pallas_kernels.attention import (
     schedule,
     tile_scheduler,
 )
-from pallas_kernels.attention.backward_blocks import Block, Compare, Step
-from pallas_kernels.attention.backward_operands import CHUNK, capped_bias
-from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_early, load_late, probabilities
+from pallas_kernels.attention.backward_common import Compare, Step, Tile, bent, by_column, capped_bias, probabilities
+from pallas_kernels.attention.backward_operands import CHUNK, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig
-from pallas_kernels.attention.memory import ACC, store
+from pallas_kernels.attention.memory import ACC, store, tiled
 from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
 
 Accumulator = Any  # a reference to one in registers
+
+RECORD = 8  # integers of a tile's record
+RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrier has
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
@@ -55,23 +59,62 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return limits.declines_any(problem, widest=128)
 
 
-def _issue_keys(block: Block) -> None:
-    """The calling warp asks for a tile's keys and values."""
-    config, refs = block.config, block.refs
-    full = refs.kv_full.at[0]
-    pipeline.expect(full, pipeline.size(refs.key_smem) + pipeline.size(refs.value_smem))
+def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
+    """Shared memory of a CTA, by name."""
+    (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
+    w, block_q, stages = config.warpgroups, config.block_q, config.stages
+    found = dict(
+        key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
+        value_smem=tiled((w, CHUNK, value_dim), dtype),
+        query_smem=tiled((stages, block_q, head_dim), dtype),
+        d_out_smem=tiled((stages, block_q, value_dim), dtype),
+        statistics_smem=plgpu.SMEM((2 * stages, block_q), jnp.float32),
+        ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
+        words_smem=pipeline.barriers(RING_ROWS + sum(map(len, _arrivals(problem, config).values()))),
+    )
+    if config.turns or not (config.last_writes or config.adds_registers):
+        found["dq_smem"] = plgpu.SMEM((w, *fragments.SHAPE), jnp.float32)
+    if config.last_writes:
+        found["d_query_smem"] = tiled((w, CHUNK, CHUNK), dtype)
+        if config.turns:
+            found["dq_full"] = plgpu.Barrier(num_barriers=w)
+    if config.bias_stages:
+        found["bias_smem"] = tiled((config.bias_stages, block_q, config.block_kv), problem.bias_dtype)
+    if capped_bias(problem):
+        found["slope_smem"] = tiled((w, CHUNK, block_q), jnp.float32)
+    return found
+
+
+def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
+    """What the scratch takes."""
+    return backward_common.scratch_bytes(scratch(problem, config))
+
+
+def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int, ...]]:
+    """The CTA's barriers by name, with the arrivals that complete a phase: of one warp's copies, or of all readers."""
+    warps, stages, slots = pipeline.WARPS * config.warpgroups, config.stages, config.bias_stages
+    found = {"kv_full": (1,), "kv_empty": (warps,), "full": (1,) * stages, "empty": (warps,) * stages}
+    if slots:
+        found |= {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots}
+    if schedule.may_see_nothing(problem):
+        found["landed"] = (1,) * stages
+    return found
+
+
+# Copies, each issued by one warp.
+
+
+def _copy_keys(tile: Tile) -> None:
+    """Issues the copies of a tile's keys and values."""
+    config, refs = tile.config, tile.refs
+    parts = []
     for i in range(config.warpgroups):
-        rows = pl.ds(block.first_key + i * CHUNK, CHUNK)
+        rows = pl.ds(tile.first_key + i * CHUNK, CHUNK)
         for c in range(refs.key_smem.shape[1]):
-            at = block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)
-            pipeline.copy(refs.key, at, refs.key_smem.at[i, c], full)
-        at = block.batch, rows, block.key_head, slice(None)
-        pipeline.copy(refs.value, at, refs.value_smem.at[i], full)
-
-
-def _of_ring(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, t: Any) -> Block:
-    """The CTA's tile `t`, of which the ring tells; its batch is negative if there is none."""
-    return Block.of_record(problem, config, refs, tile_scheduler.read(refs.tile_smem, t), t)
+            at = tile.batch, rows, tile.key_head, pl.ds(c * CHUNK, CHUNK)
+            parts.append((refs.key, at, refs.key_smem.at[i, c]))
+        parts.append((refs.value, (tile.batch, rows, tile.key_head, slice(None)), refs.value_smem.at[i]))
+    _copy(refs.kv_full.at[0], parts)
 
 
 class _Place(NamedTuple):
@@ -79,235 +122,255 @@ class _Place(NamedTuple):
 
     batch: Any
     head: Any
-    i: Any  # block of queries
+    i: Any  # tile of queries
     first_key: Any
 
-    @classmethod
-    def of(cls, block: Block, local: Any) -> "_Place":
-        """The place of the tile's step `local`."""
-        return cls(block.batch, *block.place_of(local), block.first_key)
+
+def _place(tile: Tile, j: Any) -> _Place:
+    """The place of the tile's stage `j`."""
+    h, i = 0, jnp.int32(j)
+    if tile.group > 1:
+        queries = jnp.maximum(tile.span.end - tile.span.first, 1)
+        h, i = lax.div(i, queries), lax.rem(i, queries)
+    i = jnp.where(j < tile.steps, tile.visited(tile.span.first + i), -1)
+    return _Place(tile.batch, tile.key_head * tile.group + h, i, tile.first_key)
 
 
-def _place_after(block: Block, step: Step, steps: int) -> _Place:
-    """The place of the stage that is filled `steps` after a step's; most are of the same tile, and read no record."""
+def _place_after(tile: Tile, step: Step, stages: int) -> _Place:
+    """The place of the stage so many behind a step's. Most are of the same tile, and wait for no record."""
 
     def here() -> _Place:
-        return _Place(block.batch, *block.place_after(step, steps), block.first_key)
+        head, i = step.head, step.visit + stages
+        for _ in range(stages * (tile.group > 1)):
+            wraps = (i >= tile.span.end).astype(jnp.int32)
+            head, i = head + wraps, i - wraps * (tile.span.end - tile.span.first)
+        return _Place(tile.batch, head, tile.visited(i), tile.first_key)
 
-    n = step.n + steps
-    return _Place(*lax.cond(n < block.steps_before + block.steps, here, lambda: _place_behind(block, n)))
+    n = step.n + stages
+    return _Place(*lax.cond(n < tile.first_stage + tile.steps, here, lambda: _place_behind(tile, n)))
 
 
-def _place_behind(block: Block, n: Any) -> _Place:
+def _place_behind(tile: Tile, n: Any) -> _Place:
     """The place of stage `n`, which is behind the tile's last step."""
-    following = block.again(1, uniform=False)
-    place = _Place.of(following, n - following.steps_before)
-    spare = n < following.steps_before
+    following = tile.following()
+    place, spare = _place(following, n - following.first_stage), n < following.first_stage
     return place._replace(batch=jnp.where(spare, 0, place.batch), i=jnp.where(spare, -1, place.i))
 
 
-def _issue(block: Block, place: _Place, n: Any) -> None:
-    """The calling warp issues the copies of stage `n`."""
-    config, refs, (batch, head, i, _) = block.config, block.refs, place
-    stage = pipeline.stage(n, config.stages)
-    full = refs.full.at[stage]
-    rows = pl.ds(i * config.block_q, config.block_q)
+def _copy_stage(tile: Tile, place: _Place, n: Any) -> None:
+    """Issues the copies of stage `n`: a step's queries and cotangents, and their statistics."""
+    config, refs, (batch, head, i, _) = tile.config, tile.refs, place
+    stage, rows = pipeline.stage(n, config.stages), pl.ds(i * config.block_q, config.block_q)
+    full, may_see_nothing = refs.full.at[stage], schedule.may_see_nothing(tile.problem)
     parts = [
         (refs.query, (batch, rows, head, slice(None)), refs.query_smem.at[stage]),
         (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
         (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
-        (refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]),
     ]
+    d_out = refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]
 
     @pl.when((batch >= 0) & (i >= 0))
     def _():
-        if not schedule.may_see_nothing(block.problem):
-            _expect(full, parts)
-            _copy(full, parts)
-            return
-        *alike, d_out = parts
-        _copy(full, alike)
-        nothing = refs.without_keys[batch, head, i] != 0
-        pipeline.expect(refs.landed.at[stage], jnp.where(nothing, pipeline.size(d_out[2]), 0))
+        if not may_see_nothing:
+            return _copy(full, [*parts, d_out])
+        for part in parts:
+            pipeline.copy(*part, full)
+        nothing, landed = refs.without_keys[batch, head, i] != 0, refs.landed.at[stage]
 
         @pl.when(nothing)
         def _():
-            _copy(refs.landed.at[stage], [d_out])
+            _copy(landed, [d_out])
             pipeline.wait(refs.landed, n, config.stages)
-            backward_d_out.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
-            _expect(full, alike)
+            backward_common.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
+            pipeline.expect(full, _bytes(parts))
 
         @pl.when(jnp.logical_not(nothing))
         def _():
-            _copy(full, [d_out])
-            _expect(full, parts)
+            pipeline.copy(*d_out, full)
+            pipeline.expect(full, _bytes([*parts, d_out]))
+            pipeline.expect(landed, 0)  # a phase to each of the stage's
 
     @pl.when((batch >= 0) & (i < 0))
     def _():
         pipeline.expect(full, 0)
-        if schedule.may_see_nothing(block.problem):
+        if may_see_nothing:
             pipeline.expect(refs.landed.at[stage], 0)
 
 
-def _copy(full: jax.Ref, parts: Any) -> None:
-    """The calling warp issues the copies of a stage's parts."""
-    for source, at, to in parts:
-        pipeline.copy(source, at, to, full)
+def _copy_bias(tile: Tile, place: _Place, n: Any) -> None:
+    """Issues the copy of the bias of stage `n`: queries by keys, as it is in memory."""
+    config, refs, (batch, head, i, first_key) = tile.config, tile.refs, place
+    slot = pipeline.stage(n, config.bias_stages)
+    at = *gather.broadcast_index((batch, head), refs.bias.shape), pl.ds(i * config.block_q, config.block_q)
+    part = refs.bias, (*at, pl.ds(first_key, config.block_kv)), refs.bias_smem.at[slot]
+    pl.when((batch >= 0) & (i >= 0))(lambda: _copy(refs.bias_full.at[slot], [part]))
+    pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(refs.bias_full.at[slot], 0))
 
 
-def _expect(full: jax.Ref, parts: Any) -> None:
-    """Announces their bytes."""
-    pipeline.expect(full, sum(pipeline.size(to) for *_, to in parts))
+_Parts = list[tuple[Any, tuple[Any, ...], Any]]  # array, place, shared memory
 
 
-def _issue_bias(block: Block, place: _Place, n: Any) -> None:
-    """The calling warp issues the copy of the bias of stage `n`."""
-    config, refs, (batch, head, i, first_key) = block.config, block.refs, place
-    slot = pipeline.stage(n, config.bias_slots)
-    full, to = refs.bias_full.at[slot], refs.bias_smem.at[slot]
-    at_batch, at_head = gather.broadcast_index((batch, head), refs.bias.shape)
-
-    @pl.when((batch >= 0) & (i >= 0))
-    def _():
-        pipeline.expect(full, pipeline.size(to))
-        rows, keys = pl.ds(i * config.block_q, config.block_q), pl.ds(first_key, config.block_kv)
-        pipeline.copy(refs.bias, (at_batch, at_head, rows, keys), to, full)
-
-    pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(full, 0))
+def _copy(full: jax.Ref, parts: _Parts) -> None:
+    """Issues copies, and announces their bytes."""
+    pipeline.expect(full, _bytes(parts))
+    for part in parts:
+        pipeline.copy(*part, full)
 
 
-def _release(empty: jax.Ref, n: Any, stages: int, issue: Callable[[], None]) -> None:
-    """Releases the stage of step `n`; the last warp to do so issues the stage's next copies."""
+def _bytes(parts: _Parts) -> int:
+    return sum(pipeline.size(to) for *_, to in parts)
+
+
+def _release(empty: jax.Ref, n: Any, stages: int, copy: Callable[[], None]) -> None:
+    """The warps have read stage `n`; the last one to say so issues the copies that come in its place."""
     last = pipeline.release(empty.at[pipeline.stage(n, stages)])
-    pl.when(last != 0)(issue)
+    pl.when(last != 0)(copy)
 
 
-def _end_step(block: Block, step: Step) -> None:
-    """The warps have read the step's stage."""
-    stages = block.config.stages
-    issue = lambda: _issue(block, _place_after(block, step, stages), step.n + stages)
-    _release(block.refs.empty, step.n, stages, issue)
+def _release_stage(tile: Tile, step: Step) -> None:
+    """The warps have read what a step reads, but for its bias."""
+    stages = tile.config.stages
+    copy = lambda: _copy_stage(tile, _place_after(tile, step, stages), step.n + stages)
+    _release(tile.refs.empty, step.n, stages, copy)
 
 
-def _end_bias(block: Block, step: Step) -> None:
-    """The warps have read the step's bias."""
-    slots = block.config.bias_slots
-    issue = lambda: _issue_bias(block, _place_after(block, step, slots), step.n + slots)
-    _release(block.refs.bias_empty, step.n, slots, issue)
+def _release_bias(tile: Tile, step: Step) -> None:
+    """The warps have read a step's bias."""
+    slots = tile.config.bias_stages
+    copy = lambda: _copy_bias(tile, _place_after(tile, step, slots), step.n + slots)
+    _release(tile.refs.bias_empty, step.n, slots, copy)
 
 
-def _pass_spare_stages(block: Block) -> None:
+def _pass_spare_stages(tile: Tile) -> None:
     """Passes the tile's stages in which there is no step."""
-    config, refs = block.config, block.refs
+    refs, stages, slots = tile.refs, tile.config.stages, tile.config.bias_stages
 
-    def pass_stage(local: Any, _: None) -> None:
-        n, stages, slots = block.steps_before + local, config.stages, config.bias_slots
+    def pass_stage(j: Any, _: None) -> None:
+        n = tile.first_stage + j
         pipeline.wait(refs.full, n, stages)
-        _release(refs.empty, n, stages, lambda: _issue(block, _place_behind(block, n + stages), n + stages))
+        _release(refs.empty, n, stages, lambda: _copy_stage(tile, _place_behind(tile, n + stages), n + stages))
         if slots:
             pipeline.wait(refs.bias_full, n, slots)
-            issue = lambda: _issue_bias(block, _place_behind(block, n + slots), n + slots)
-            _release(refs.bias_empty, n, slots, issue)
+            copy = lambda: _copy_bias(tile, _place_behind(tile, n + slots), n + slots)
+            _release(refs.bias_empty, n, slots, copy)
 
-    lax.fori_loop(block.steps, block.stages_filled, pass_stage, None)
+    lax.fori_loop(tile.steps, tile.stages, pass_stage, None)
 
 
-def _compute(block: Block, draw: Callable[[], Any] = lambda: None) -> Any:
-    """The gradients of a warpgroup's 64 keys and values; what `draw` returns before they are written."""
-    widths = block.refs.query_smem.shape[2], block.refs.d_out_smem.shape[2]
+def _release_keys(tile: Tile) -> None:
+    """The warps have read the tile's keys and values: those of the next tile may come."""
+
+    def copy() -> None:
+        following = tile.following()
+        pl.when(following.batch >= 0)(lambda: _copy_keys(following))
+
+    _release(tile.refs.kv_empty, 0, 1, copy)
+
+
+# A tile of keys.
+
+
+def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
+    """A warpgroup's part of a tile: the gradients of 64 keys and values; `draw` is called before they are written."""
+    widths = tile.refs.query_smem.shape[2], tile.refs.d_out_smem.shape[2]
     warpgroup = lax.axis_index("warpgroup")
     zeros = [plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths]
-    pipeline.wait(block.refs.kv_full, block.t, 1)
+    pipeline.wait(tile.refs.kv_full, tile.t, 1)
 
-    def walk(sums: Any) -> None:
-        first = backward_ahead.first(block) if block.config.ahead else None
-        block.each_step(functools.partial(_gradients, sums), first)
+    def mainloop(sums: Any) -> None:
+        first = _first_scores(tile) if tile.config.ahead else None
+        tile.each_step(functools.partial(_step, sums), first)
 
-    dk, dv = pl.run_state(walk)(tuple(ACC.init(x) for x in zeros))
-    block = block.again()
-    _pass_spare_stages(block)
-    if block.config.turns:
-        backward_turns.end_last(block, warpgroup)
-
-    def issue_next() -> None:
-        following = block.again(1)
-        pl.when(following.batch >= 0)(lambda: _issue_keys(following))
-
-    last = pipeline.release(block.refs.kv_empty.at[0])
-    pl.when(last != 0)(issue_next)
-    scopes.sync_block(block.config.warpgroups)
+    dk, dv = pl.run_state(mainloop)(tuple(ACC.init(x) for x in zeros))
+    tile = tile.again()
+    _pass_spare_stages(tile)
+    if tile.config.turns:
+        backward_common.end_last_turn(tile, warpgroup)
+    _release_keys(tile)
+    scopes.sync_block(tile.config.warpgroups)
     drawn = draw()
-    block = block.again()
-    _write(block, warpgroup, dk, dv)
+    _epilogue(tile.again(), warpgroup, dk, dv)
     return drawn
 
 
-class _Tile(NamedTuple):
-    """A warpgroup's keys against a step's queries."""
+class _Part(NamedTuple):
+    """A warpgroup's part of a step: 64 keys against the step's queries, and a square of the step's dQ."""
 
-    block: Block
+    tile: Tile
     step: Step
     warpgroup: jax.Array
-    slot: jax.Array  # of the queries
+    stage: jax.Array
     ds_smem: jax.Ref  # the score gradients, of all warpgroups
 
     @property
-    def piece(self) -> backward_dq.Piece:
-        """The warpgroup's share of the tile's dQ."""
-        chunks = self.block.refs.key_smem.shape[1]
-        place = lax.div(self.warpgroup, chunks), lax.rem(self.warpgroup, chunks)
-        return backward_dq.Piece(self.block, self.step, self.warpgroup, *place)
+    def square(self) -> tuple[jax.Array, jax.Array]:
+        """Which square of dQ, down and across, the warpgroup multiplies."""
+        across = self.tile.refs.key_smem.shape[1]
+        return lax.div(self.warpgroup, across), lax.rem(self.warpgroup, across)
+
+    @property
+    def sum_gmem(self) -> Any:
+        """Where the tiles of keys add their squares."""
+        tile, step, (row, column) = self.tile, self.step, self.square
+        row += step.i * (tile.config.block_q // CHUNK)
+        return tile.refs.dq_sum.at[tile.batch, step.head, row, column]
+
+    @property
+    def sum_smem(self) -> Any:
+        """What is on its way there, or from there."""
+        return self.tile.refs.dq_smem.at[self.warpgroup]
 
 
-def _gradients(
-    sums: tuple[Accumulator, Accumulator], block: Block, step: Step, compare: Compare, found: jax.Array | None
+def _step(
+    sums: tuple[Accumulator, Accumulator], tile: Tile, step: Step, compare: Compare, scores: jax.Array | None
 ) -> jax.Array | None:
-    """One tile: adds to dK and dV in registers and to dQ in device memory.
+    """Adds to dK and dV in registers and to dQ in device memory.
 
-    `found` is its K Q^T, if that is found ahead, and then the next step's comes back.
+    `scores`: the step's K Q^T, if that is multiplied ahead; what comes back is the next step's then.
     """
-    problem, config, refs = block.problem, block.config, block.refs
+    problem, config, refs = tile.problem, tile.config, tile.refs
     dk_sum, dv_sum = sums
-    warpgroup = loops.recomputed(lax.axis_index("warpgroup"))
-    slot, turn = lax.rem(step.n, config.stages), lax.rem(step.n, 2)
-    d_out_smem, ds_smem = refs.d_out_smem.at[slot], refs.ds_smem.at[turn]
-    tile = _Tile(block, step, warpgroup, slot, ds_smem)
+    warpgroup, stage = loops.recomputed(lax.axis_index("warpgroup")), lax.rem(step.n, config.stages)
+    d_out_smem, ds_smem = refs.d_out_smem.at[stage], refs.ds_smem.at[lax.rem(step.n, 2)]
+    part = _Part(tile, step, warpgroup, stage, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
     def multiply(dp_sum: Accumulator) -> jax.Array | None:
-        early = backward_turns.ended(block, step, warpgroup) if _fetches_early(config) else None
-        if found is None:
+        early = backward_common.turns_ended(tile, step, warpgroup) if _fetches_early(config) else None
+        if scores is None:
             pipeline.wait(refs.full, step.n, config.stages)
         # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
-        dp_sum[...] = by_column(refs.delta_smem.at[slot], shape)
-        begun = backward_ahead.begin(block, slot) if found is None else None
+        dp_sum[...] = by_column(refs.delta_smem.at[stage], shape)
+        begun = _begin_scores(tile, stage) if scores is None else None
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
-        extras = load_early(block, step, warpgroup, lambda: _end_bias(block, step))
-        x = products.finish(begun, later=1) if found is None else found
-        extras |= load_late(block, step, warpgroup)
+        extras = backward_common.load_early(tile, step, warpgroup)
+        if config.bias_stages:
+            extras["bias"] = _read_bias(part)
+        x = products.finish(begun, later=1) if scores is None else scores
+        extras |= backward_common.load_late(tile, step, warpgroup)
         x, slope = bent(problem, x)
         if capped:
             refs.slope_smem[warpgroup] = slope
-        p = probabilities(block, step, warpgroup, x, extras, compare)
+        p = probabilities(tile, step, warpgroup, x, extras, compare)
         plgpu.wgmma(dv_sum, p.astype(dtype), d_out_smem)
-        before, ended = None, None
+        earlier, ended = None, None
         if config.turns:
-            backward_turns.end_before(block, step, warpgroup)
+            backward_common.end_turn_before(tile, step, warpgroup)
             if early is not None:
-                backward_dq.fetch(tile.piece, early)
-            ended = backward_turns.ended(block, step, warpgroup)
+                _fetch_sum(part, early)
+            ended = backward_common.turns_ended(tile, step, warpgroup)
             # What comes from memory is asked for early; what is computed, and would take registers, later.
-            before = backward_turns.before(block, step.i) if problem.hidden_by_data else None
+            earlier = backward_common.turns_before(tile, step.i) if problem.hidden_by_data else None
         if slope is not None and not capped:
             p = p * slope
         d_scores = p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)
         if capped:
             if problem.bias_gradient:
-                _write_logits(tile, d_scores)
+                _write_logits(part, d_scores)
             d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)
         ds = d_scores.astype(dtype)
-        _share(tile, ds)
-        add = functools.partial(_add_to_dq, tile, ds, dk_sum, (before, ended))
+        _share(part, ds)
+        add = functools.partial(_add_to_dq, part, ds, dk_sum, (earlier, ended))
         return pl.run_scoped(add, ACC((CHUNK, CHUNK), jnp.float32))
 
     begun = pl.run_scoped(multiply, ACC(shape, jnp.float32))
@@ -315,15 +378,115 @@ def _gradients(
         plgpu.wgmma_wait(0)
     else:
         begun = products.finish(begun, later=0)
-    _end_step(block, step)
+    _release_stage(tile, step)
     return begun
 
 
-def _share(tile: _Tile, ds: jax.Array) -> None:
+def _begin_scores(tile: Tile, stage: jax.Array) -> jax.Array:
+    """Begins K Q^T, of the warpgroup's keys and the stage's queries."""
+    refs, warpgroup = tile.refs, loops.recomputed(lax.axis_index("warpgroup"))
+    keys = [refs.key_smem.at[warpgroup, c] for c in range(refs.key_smem.shape[1])]
+    return products.begin_pieces(keys, refs.query_smem.at[stage])
+
+
+def _first_scores(tile: Tile) -> jax.Array:
+    """The first step's K Q^T, if there is a step."""
+    stages = tile.config.stages
+
+    def multiply() -> jax.Array:
+        pipeline.wait(tile.refs.full, tile.first_stage, stages)
+        return products.finish(_begin_scores(tile, lax.rem(tile.first_stage, stages)), later=0)
+
+    def nothing() -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros((CHUNK, tile.config.block_q), jnp.float32), WGMMA)
+
+    return lax.cond(tile.steps > 0, multiply, nothing)
+
+
+def _begin_next_scores(tile: Tile, step: Step) -> jax.Array:
+    """Begins the next step's K Q^T; after a tile's last step, that of the same queries once more, for nothing."""
+    follows, stages = step.n + 1 < tile.first_stage + tile.steps, tile.config.stages
+    pl.when(follows)(lambda: pipeline.wait(tile.refs.full, step.n + 1, stages))
+    return _begin_scores(tile, lax.rem(step.n + follows.astype(jnp.int32), stages))
+
+
+def _read_bias(part: _Part) -> jax.Array:
+    """The copied bias of the warpgroup's scores, transposed as it is read: no copy of the whole bias is made."""
+    tile, step, slots = part.tile, part.step, part.tile.config.bias_stages
+    pipeline.wait(tile.refs.bias_full, step.n, slots)
+    keys, slot = pl.ds(part.warpgroup * CHUNK, CHUNK), pipeline.stage(step.n, slots) if slots > 1 else 0
+    bias = plgpu.load(tile.refs.bias_smem.at[slot, :, keys].T, layout=WGMMA)
+    plgpu.commit_smem()  # TMA writes where threads have read
+    _release_bias(tile, step)
+    return bias
+
+
+def _share(part: _Part, ds: jax.Array) -> None:
     """Puts score gradients where all warpgroups find them, and waits for theirs."""
-    fragments.store_factor(tile.ds_smem.at[tile.warpgroup], ds)
+    fragments.store_factor(part.ds_smem.at[part.warpgroup], ds)
     fragments.commit()
-    scopes.sync_block(tile.block.config.warpgroups)
+    scopes.sync_block(part.tile.config.warpgroups)
+
+
+def _add_to_dq(
+    part: _Part, ds: jax.Array, dk_sum: Accumulator, turn: tuple[Any, Any], dq_sum: Accumulator
+) -> jax.Array | None:
+    """A warpgroup's square of dQ, over the keys of all warpgroups; and dK meanwhile.
+
+    `turn`: how many add to the square before, where that is known already, and have, where there are turns.
+    What comes back is the next step's K Q^T, begun, if that is multiplied ahead.
+    """
+    tile, (row, column), (earlier, ended) = part.tile, part.square, turn
+    problem, config, refs = tile.problem, tile.config, tile.refs
+    if config.last_writes and config.turns and not _fetches_early(config):
+        _fetch_sum(part, ended)
+    for other in range(config.warpgroups):
+        plgpu.wgmma(dq_sum, part.ds_smem.at[other, row].T, refs.key_smem.at[other, column])
+    begun = None
+    if config.ahead:
+        # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
+        plgpu.wgmma_wait(1)
+        begun = _begin_next_scores(tile, part.step)
+    plgpu.wgmma(dk_sum, ds, refs.query_smem.at[part.stage])
+    square = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
+    if _warps_add(problem, config):
+        fragments.await_read()
+    elif not config.turns:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if problem.bias_gradient and not capped_bias(problem):
+        _write_scores(part)
+    if not config.last_writes:
+        _add_square(part, square, earlier, ended)
+    elif ended is None:
+        _write_square(part, square)
+    else:
+        last = backward_common.is_last(tile, part.step.i)
+        pl.when(last)(lambda: _write_last(part, square))
+        pl.when(jnp.logical_not(last))(lambda: _add_square(part, square, earlier, ended))
+    return begun
+
+
+def _warps_add(problem: Attention, config: BackwardConfig) -> bool:
+    """Whether each warp sends its own part of a square, and waits for no other.
+
+    Where the warpgroup sends something else as well, a bias' gradient, its warps wait for each other anyway.
+    """
+    return not config.turns and not problem.bias_gradient and not config.adds_registers
+
+
+def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array | None) -> None:
+    """Adds a square to the others', in its turn if there are turns."""
+    tile = part.tile
+    if tile.config.adds_registers:
+        return fragments.reduce(part.sum_gmem, square)
+    fragments.store(part.sum_smem, square)
+    if _warps_add(tile.problem, tile.config):
+        return fragments.add(part.sum_smem, part.sum_gmem)
+    plgpu.commit_smem()
+    if ended is not None:
+        earlier = backward_common.turns_before(tile, part.step.i) if earlier is None else earlier
+        backward_common.await_turn(tile, part.step, part.warpgroup, earlier, ended)
+    backward_common.add_in_turn(tile, part.sum_smem, part.sum_gmem, earlier)
 
 
 def _fetches_early(config: BackwardConfig) -> bool:
@@ -331,59 +494,75 @@ def _fetches_early(config: BackwardConfig) -> bool:
     return config.turns and config.last_writes and config.block_q == CHUNK
 
 
-def _add_to_dq(
-    tile: _Tile, ds: jax.Array, dk_sum: Accumulator, turn: tuple[Any, Any], dq_sum: Accumulator
-) -> jax.Array | None:
-    """A warpgroup's share of the tile's product for dQ, over the keys of all warpgroups; and dK meanwhile.
+def _fetch_sum(part: _Part, ended: jax.Array) -> None:
+    """Asks for the others' sum if this is the last turn and not the only one; `ended`: how many had when last asked."""
+    tile, step, warpgroup = part.tile, part.step, part.warpgroup
+    earlier = backward_common.turns_before(tile, step.i)
 
-    `turn`: how many add to the tile before, where that is known already, and have, where there are turns.
-    What comes back is the next step's K Q^T, begun, if that is found ahead.
-    """
-    before, ended = turn
-    block, piece = tile.block, tile.piece
-    problem, config, refs = block.problem, block.config, block.refs
-    if config.last_writes and config.turns and not _fetches_early(config):
-        backward_dq.fetch(piece, ended)
-    for other in range(config.warpgroups):
-        plgpu.wgmma(dq_sum, tile.ds_smem.at[other, piece.row_i].T, refs.key_smem.at[other, piece.column_i])
-    begun = None
-    if config.ahead:
-        # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
-        plgpu.wgmma_wait(1)
-        begun = backward_ahead.begin_following(block, tile.step)
-    plgpu.wgmma(dk_sum, ds, refs.query_smem.at[tile.slot])
-    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
-    backward_dq.await_place(problem, config)
-    if problem.bias_gradient and not capped_bias(problem):
-        _write_scores(tile)
-    backward_dq.leave(piece, part, before, ended)
-    return begun
+    @pl.when(backward_common.is_last(tile, step.i) & (earlier > 0))
+    def _():
+        backward_common.await_turn(tile, step, warpgroup, earlier, ended)
+        # Their squares are where copies read: only the counter, which is no copy, needs a fence.
+        _fence_copies()
+        plgpu.copy_gmem_to_smem(part.sum_gmem, part.sum_smem, tile.refs.dq_full.at[warpgroup])
 
 
-def _write_logits(tile: _Tile, gradient: jax.Array) -> None:
+def _fence_copies() -> None:
+    """Orders what this thread has read before what it tells TMA to read."""
+
+    def fence_copies(ctx):
+        emit.ptx("fence.proxy.async.global;", "~{memory}", [])
+
+    plgpu.inline_mgpu()(fence_copies)()
+
+
+def _write_last(part: _Part, square: jax.Array) -> None:
+    """Writes the sum of the others' squares and this one."""
+
+    def with_others(square: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])
+        return square + fragments.load(part.sum_smem)
+
+    others = backward_common.turns_before(part.tile, part.step.i) > 0
+    _write_square(part, lax.cond(others, with_others, lambda square: square, square))
+
+
+def _write_square(part: _Part, total: jax.Array) -> None:
+    """Writes a square of the gradient, in 16 bits: nothing is zero before, nothing is converted after."""
+    tile, step, (row, column) = part.tile, part.step, part.square
+    d_query_smem = tile.refs.d_query_smem.at[part.warpgroup]
+    d_query_smem[...] = (total * tile.problem.scale).astype(tile.problem.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(step.i * tile.config.block_q + row * CHUNK, CHUNK)
+    target = tile.refs.d_query.at[tile.batch, rows, step.head, pl.ds(column * CHUNK, CHUNK)]
+    plgpu.copy_smem_to_gmem(d_query_smem, target)
+
+
+def _write_logits(part: _Part, gradient: jax.Array) -> None:
     """Writes the gradient of the tile's logits, which is the bias' before its reduction."""
-    block, step, block_q = tile.block, tile.step, tile.block.config.block_q
-    keys, rows = pl.ds(block.first_key + tile.warpgroup * CHUNK, CHUNK), pl.ds(step.i * block_q, block_q)
-    store(block.refs.d_logits.at[block.batch, step.head, keys, rows], gradient.astype(block.problem.dtype))
+    tile, step, block_q = part.tile, part.step, part.tile.config.block_q
+    keys, rows = pl.ds(tile.first_key + part.warpgroup * CHUNK, CHUNK), pl.ds(step.i * block_q, block_q)
+    store(tile.refs.d_logits.at[tile.batch, step.head, keys, rows], gradient.astype(tile.problem.dtype))
 
 
-def _write_scores(tile: _Tile) -> None:
+def _write_scores(part: _Part) -> None:
     """The same where it is the scores' too, which are in shared memory."""
-    block, step, warpgroup, _, ds_smem = tile
-    keys = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
-    for c in range(block.config.block_q // CHUNK):
-        rows = pl.ds(step.i * block.config.block_q + c * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(ds_smem.at[warpgroup, c], block.refs.d_logits.at[block.batch, step.head, keys, rows])
+    tile, step, block_q = part.tile, part.step, part.tile.config.block_q
+    keys = pl.ds(tile.first_key + part.warpgroup * CHUNK, CHUNK)
+    for c in range(block_q // CHUNK):
+        rows = pl.ds(step.i * block_q + c * CHUNK, CHUNK)
+        target = tile.refs.d_logits.at[tile.batch, step.head, keys, rows]
+        plgpu.copy_smem_to_gmem(part.ds_smem.at[part.warpgroup, c], target)
 
 
-def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
-    """Writes the gradients of keys and values, through the slots of the score gradients."""
-    refs, dtype = block.refs, block.problem.dtype
-    rows = pl.ds(block.first_key + warpgroup * CHUNK, CHUNK)
+def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
+    """Writes the gradients of keys and values, through the places of the score gradients."""
+    refs, dtype = tile.refs, tile.problem.dtype
+    rows = pl.ds(tile.first_key + warpgroup * CHUNK, CHUNK)
     slots = [refs.ds_smem.at[turn, warpgroup, pl.ds(c, 1)] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
-    pieces = [(dk * block.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
+    pieces = [(dk * tile.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
     pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
-    if block.problem.bias_gradient:
+    if tile.problem.bias_gradient:
         # The last steps' score gradients may still be on their way out.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     while pieces:
@@ -392,62 +571,75 @@ def _write(block: Block, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
             fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype))
         plgpu.commit_smem()
         for slot, (_, ref, c) in zip(slots, here, strict=False):
-            plgpu.copy_smem_to_gmem(slot.at[0], ref.at[block.batch, rows, block.key_head, pl.ds(c * CHUNK, CHUNK)])
+            plgpu.copy_smem_to_gmem(slot.at[0], ref.at[tile.batch, rows, tile.key_head, pl.ds(c * CHUNK, CHUNK)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, tiles: int, ctas: int) -> None:
-    lse, delta = (pl.ds(i * config.stages, config.stages) for i in range(2))
-    refs.lse_smem, refs.delta_smem = refs.statistics_smem.at[lse], refs.statistics_smem.at[delta]
-    ring = backward_memory.RING_ROWS
-    refs.tile_smem = refs.words.at[pl.ds(0, ring)]
-    for name, at in backward_memory.barrier_slices(problem, config).items():
-        setattr(refs, name, refs.words.at[pl.ds(ring + at.start, at.stop - at.start)])
-    cta, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    arrivals = backward_memory.barrier_arrivals(problem, config)
-    pipeline.start(refs.words.at[pl.ds(ring, len(arrivals))], arrivals)
+# All tiles of a CTA.
+
+
+def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, ctas: int) -> None:
+    cta, tiles, stages = lax.axis_index("cta"), backward_common.tile_count(problem, config), config.stages
+    refs.tile_smem = refs.words_smem.at[pl.ds(0, RING_ROWS)]
+    refs.lse_smem, refs.delta_smem = (refs.statistics_smem.at[pl.ds(i * stages, stages)] for i in range(2))
+    barriers = pl.ds(RING_ROWS, refs.words_smem.shape[0] - RING_ROWS)
+    backward_common.name_barriers(refs, refs.words_smem.at[barriers], _arrivals(problem, config))
     zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
-    def begin(block: Block) -> None:
-        @pl.when((pipeline.is_first_warp() != 0) & (block.batch >= 0))
-        def _():
-            _issue_keys(block)
-            for n in range(config.stages):
-                _issue(block, _Place.of(block, jnp.int32(n)), n)
-            for n in range(config.bias_slots):
-                _issue_bias(block, _Place.of(block, jnp.int32(n)), n)
-
     def draw(t: Any) -> jax.Array:
-        if config.tiles != "drawn":
+        """The number of the CTA's tile `t`, which a dynamic schedule draws, in warpgroup 0 and without waiting."""
+        if config.scheduler != "dynamic":
             return cta + t * ctas
-        return lax.cond(warpgroup == 0, lambda: tile_scheduler.draw(refs.tickets), lambda: jnp.int32(0))
+        is_first = lax.axis_index("warpgroup") == 0
+        return lax.cond(is_first, lambda: tile_scheduler.draw(refs.tickets), lambda: jnp.int32(0))
 
-    def publish(t: Any, tile: jax.Array, steps_before: Any) -> None:
-        @pl.when(warpgroup == 0)
+    def publish(t: Any, number: jax.Array, first_stage: Any) -> None:
+        @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            batch, *rest = Block.of(problem, config, refs, jnp.minimum(tile, tiles - 1), steps_before).record
-            tile_scheduler.publish(refs.tile_smem, t, (jnp.where(tile < tiles, batch, -1), *rest))
+            batch, *rest = Tile.of(problem, config, refs, jnp.minimum(number, tiles - 1), first_stage).record
+            tile_scheduler.publish(refs.tile_smem, t, (jnp.where(number < tiles, batch, -1), *rest))
 
-    asks = config.tiles == "drawn" and config.turns
-    publish(zero, draw(zero) if asks else cta, zero)
-    drawn = draw(1)
+    def prologue(tile: Tile) -> None:
+        """The first copies of the CTA."""
+        _copy_keys(tile)
+        for n in range(stages):
+            _copy_stage(tile, _place(tile, n), n)
+        for n in range(config.bias_stages):
+            _copy_bias(tile, _place(tile, n), n)
+
+    def visit(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        t, number = state
+        tile = Tile.of_record(problem, config, refs, t)
+        # The next record is written before this tile's first step, whose barrier orders it before its readers.
+        publish(t + 1, number, tile.first_stage + tile.stages)
+        return t + 1, _visit(tile, lambda: draw(t + 2))
+
+    publish(zero, draw(zero) if _all_drawn(config) else cta, zero)
+    second = draw(1)
     scopes.sync_block(config.warpgroups)
+    first = Tile.of_record(problem, config, refs, zero)
+    pl.when((pipeline.is_first_warp() != 0) & (first.batch >= 0))(lambda: prologue(first))
+    lax.while_loop(lambda state: Tile.of_record(problem, config, refs, state[0]).batch >= 0, visit, (zero, second))
 
-    begin(_of_ring(problem, config, refs, zero))
 
-    def work(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        t, tile = state
-        block = _of_ring(problem, config, refs, t)
-        publish(t + 1, tile, block.steps_before + block.stages_filled)
-        return t + 1, _compute(block, lambda: draw(t + 2))
+def _all_drawn(config: BackwardConfig) -> bool:
+    """Whether a CTA draws its first tile as well.
 
-    def more(state: tuple[jax.Array, ...]) -> jax.Array:
-        return tile_scheduler.read(refs.tile_smem, state[0])[0] >= 0
+    It does if tiles wait for their turns: those before a drawn one are done, or a CTA that runs works on them, or will.
+    """
+    return config.scheduler == "dynamic" and config.turns
 
-    lax.while_loop(more, work, (zero, drawn))
+
+def launched(problem: Attention, config: BackwardConfig) -> int:
+    """How many CTAs there are."""
+    tiles = backward_common.tile_count(problem, config)
+    return tiles if config.scheduler == "single" else min(tiles, hardware.current().sm_count)
 
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    scratch = backward_memory.scratch(problem, config)
-    return backward_launch.launch("attention_backward", problem, config, scratch, _body, operands)
+    ctas, tickets = launched(problem, config), None
+    if config.scheduler == "dynamic":
+        tickets = jnp.full(1, 0 if _all_drawn(config) else ctas, jnp.int32)
+    memory = scratch(problem, config)
+    return backward_operands.launch(problem, config, memory, _body, operands, ctas=ctas, tickets=tickets)

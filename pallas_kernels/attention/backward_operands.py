@@ -1,24 +1,18 @@
-"""What the backward kernels read and write, and what XLA does before them and after them."""
+"""What the backward kernels read and write, what XLA does before them and after them, and the launch."""
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
-from pallas_kernels import monoid
-from pallas_kernels.attention import (
-    backward_blocks,
-    backward_d_out,
-    backward_dq,
-    backward_turns,
-    bits,
-    fragments,
-    pairs,
-    schedule,
-    segments,
-)
+from pallas_kernels import monoid, places
+from pallas_kernels.attention import backward_common, bits, fragments, pairs, schedule, segments
+from pallas_kernels.attention.backward_common import capped_bias
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.elementary import LOG2E
@@ -29,14 +23,6 @@ TILE = (CHUNK, CHUNK)  # keys and queries of a step, where a warpgroup has all k
 
 def _up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
-
-
-def capped_bias(problem: Attention) -> bool:
-    """Whether a soft cap is between a bias and the scores, so that their gradients differ by its slope.
-
-    The slope waits in shared memory until then: beside a bias there are no registers for it.
-    """
-    return problem.bias is not None and problem.soft_cap is not None
 
 
 def padded_dims(problem: Attention) -> tuple[int, int]:
@@ -61,6 +47,13 @@ def without_keys(problem: Attention, ops: SimpleNamespace) -> jax.Array:
     if problem.query_lengths:
         nothing |= (jnp.arange(problem.query_length)[None, :] >= ops.query_lengths[:, None])[:, None, :]
     return nothing
+
+
+def tiles_without_keys(nothing: jax.Array, config: AnyBackwardConfig) -> jax.Array:
+    """Which tiles of queries have rows without a key, `[B, N, tiles]`, of the rows that have none, `[B, N, T]`."""
+    missing = -nothing.shape[2] % config.block_q
+    nothing = jnp.pad(nothing, ((0, 0), (0, 0), (0, missing)))
+    return nothing.reshape(*nothing.shape[:2], -1, config.block_q).any(3).astype(jnp.int32)
 
 
 def logit_shift(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
@@ -88,9 +81,9 @@ def inputs(
         delta=_pad(delta, (b, n, rows)),
     )
     if schedule.may_see_nothing(problem):
-        found["without_keys"] = backward_d_out.blocks_with(nothing, config)
+        found["without_keys"] = tiles_without_keys(nothing, config)
     if problem.bias:
-        found["bias"] = ops.bias if config.bias_slots else jnp.swapaxes(ops.bias, 2, 3)
+        found["bias"] = ops.bias if config.bias_stages else jnp.swapaxes(ops.bias, 2, 3)
     for name in ("query_lengths", "key_lengths"):
         if hasattr(ops, name):
             found[name] = getattr(ops, name)
@@ -109,9 +102,9 @@ def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNames
         found["key_segments"] = ops.key_segments[:, None, :, None]
         seen.append(segments.pairs(ops.key_segments, ops.query_segments, *blocks))
     if seen:
-        found["spans"] = spans = backward_blocks.spans(problem, config, ops, functools.reduce(pairs.both, seen))
+        found["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(pairs.both, seen))
         if config.turns:
-            found["turns_before"] = backward_turns.of_spans(problem, config, spans)
+            found["turns_before"] = backward_common.turns_of(problem, config, spans)
     return found
 
 
@@ -123,10 +116,10 @@ def outputs(
     head_dim, s = inputs["key"].shape[3], inputs["key"].shape[1]
     whole = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
     places = {}
-    dq_sum = jax.ShapeDtypeStruct((b, n, *backward_dq.sums_shape(config, rows, head_dim)), jnp.float32)
+    dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *fragments.SHAPE), jnp.float32)
     if config.last_writes:
         whole["d_query"] = jax.ShapeDtypeStruct(inputs["query"].shape, problem.dtype)
-    if backward_turns.first_stores(problem, config):
+    if backward_common.first_stores(problem, config):
         whole["dq_sum"] = dq_sum
     elif not config.last_writes:
         places["dq_sum"] = jnp.zeros(dq_sum.shape, dq_sum.dtype)
@@ -147,8 +140,7 @@ def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, 
     if "d_query" in written:
         d_query = written["d_query"][:, : problem.query_length, :, : problem.head_dim]
     else:
-        dq_sum = fragments.as_rows(written["dq_sum"]) if config.by_registers else written["dq_sum"]
-        dq_sum = dq_sum[:, :, : problem.query_length, : problem.head_dim]
+        dq_sum = fragments.as_rows(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
     return [
         d_query,
@@ -182,3 +174,56 @@ def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
         return x
     inside = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
     return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
+
+
+def launch(
+    problem: Attention,
+    config: AnyBackwardConfig,
+    scratch: dict[str, Any],
+    body: Callable[[Attention, Any, SimpleNamespace, int], None],
+    operands: tuple[jax.Array, ...],
+    *,
+    ctas: int,
+    tickets: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Runs `body(problem, config, refs, ctas)` with XLA's share before and after it.
+
+    `tickets`: a counter of which the kernel draws tiles.
+    """
+    ops = named(problem, operands)
+    nothing = without_keys(problem, ops)
+    delta = logit_shift(ops, nothing)
+    arrays = inputs(problem, config, ops, nothing, delta)
+    whole, begun = outputs(problem, config, arrays)
+    if tickets is not None:
+        begun["tickets"] = tickets
+    names = [*arrays, *begun, *whole, *scratch]
+
+    def kernel(*refs: jax.Ref) -> None:
+        body(problem, config, SimpleNamespace(**dict(zip(names, refs, strict=True))), ctas)
+
+    call = plgpu.kernel(
+        kernel,
+        out_type=list(whole.values()),
+        grid=(ctas,),
+        grid_names=("cta",),
+        scratch_types=list(scratch.values()),
+        num_threads=config.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="attention_backward",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+    )
+
+    def run(begun: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        return places.call(call, arrays, begun, list(whole.values()))
+
+    # Each call has tickets of its own, which `vmap` would share.
+    run = run if tickets is None else sequential_vmap(run)
+    results, left = run(list(begun.values()), *arrays.values())
+    written = dict(zip(whole, results, strict=True)) | dict(zip(begun, left, strict=True))
+    found = gradients(problem, config, written)
+    if problem.bias_gradient:
+        found.append(bias_gradient(problem, ops, written["d_logits"]))
+    if problem.sinks:
+        found.append(sinks_gradient(ops, nothing, delta))
+    return tuple(found)

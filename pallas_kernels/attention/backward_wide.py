@@ -23,14 +23,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import asynchronous, emit, loops, scopes
 from pallas_kernels.attention import (
-    backward_launch,
-    backward_memory,
-    backward_turns,
+    backward_common,
+    backward_operands,
     fragments,
     gather,
     limits,
@@ -38,13 +35,22 @@ from pallas_kernels.attention import (
     products,
     schedule,
 )
-from pallas_kernels.attention.backward_blocks import Block, Compare, Span, Step
-from pallas_kernels.attention.backward_operands import CHUNK, TILE, capped_bias, padded_dims
-from pallas_kernels.attention.backward_tiles import EachBlock
-from pallas_kernels.attention.backward_weights import WGMMA, bent, by_column, load_late, probabilities
+from pallas_kernels.attention.backward_common import (
+    Compare,
+    Step,
+    Tile,
+    bent,
+    by_column,
+    capped_bias,
+    load_late,
+    probabilities,
+)
+from pallas_kernels.attention.backward_operands import CHUNK, TILE, padded_dims
 from pallas_kernels.attention.configs import BackwardWideConfig
-from pallas_kernels.attention.memory import ACC, columns_of_tile, store, tiled, transforms
+from pallas_kernels.attention.memory import ACC, store, tiled
 from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.schedule import Span
+from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
 
 Accumulator = Any  # a reference to one in registers
@@ -62,31 +68,25 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return limits.declines_any(problem, widest=256)
 
 
-def _barriers(problem: Attention, config: BackwardWideConfig) -> dict[str, list[int]]:
-    """The barriers' arrivals, by the name of their array."""
-    once, warps, threads = 1, pipeline.WARPS, emit.WARPGROUP
-    found = dict(
-        key_full=[once],
-        value_full=[once],
-        query_full=[once] * config.stages,
-        query_empty=[warps] * config.stages,
-        d_out_full=[once] * config.d_out_stages,
-        d_out_empty=[warps] * config.d_out_stages,
-        p_full=[threads],
-        ds_full=[threads],
-    )
-    if config.bias_slots:
-        found |= dict(bias_full=[once] * config.bias_slots, bias_empty=[warps] * config.bias_slots)
+def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple[int, ...]]:
+    """The CTA's barriers by name, with the arrivals that complete a phase."""
+    warps, threads = (pipeline.WARPS,), (emit.WARPGROUP,)
+    stages, d_out_stages, slots = config.stages, config.d_out_stages, config.bias_stages
+    found = {"key_full": (1,), "value_full": (1,), "p_full": threads, "ds_full": threads}
+    found |= {"query_full": (1,) * stages, "query_empty": warps * stages}
+    found |= {"d_out_full": (1,) * d_out_stages, "d_out_empty": warps * d_out_stages}
+    if slots:
+        found |= {"bias_full": (1,) * slots, "bias_empty": warps * slots}
     if schedule.may_see_nothing(problem):
-        found |= dict(landed=[once])
+        found["landed"] = (1,)
     return found
 
 
 def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
     """Shared memory, by name."""
     (head_dim, value_dim), dtype, optional = padded_dims(problem), problem.dtype, {}
-    if config.bias_slots:
-        optional["bias_smem"] = tiled((config.bias_slots, *TILE), problem.bias_dtype)
+    if config.bias_stages:
+        optional["bias_smem"] = tiled((config.bias_stages, *TILE), problem.bias_dtype)
     if capped_bias(problem):
         optional["slope_smem"] = plgpu.SMEM(fragments.SHAPE, jnp.float32)
     return optional | dict(
@@ -97,24 +97,13 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
         squares_smem=plgpu.SMEM((config.squares, *fragments.SHAPE), jnp.float32),
         ds_smem=tiled((1, *TILE), dtype),
         statistics_smem=plgpu.SMEM((config.stages + config.d_out_stages, CHUNK), jnp.float32),
-        barriers=pipeline.barriers(sum(map(len, _barriers(problem, config).values()))),
+        barriers=pipeline.barriers(sum(map(len, _arrivals(problem, config).values()))),
     )
 
 
 def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
     """What the scratch takes."""
-    return backward_memory.size(scratch(problem, config))
-
-
-def _named(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace) -> SimpleNamespace:
-    """`refs` with what is a part of an array in shared memory, by its name."""
-    found, start = {}, 0
-    for name, arrivals in _barriers(problem, config).items():
-        found[name] = refs.barriers.at[pl.ds(start, len(arrivals))]
-        start += len(arrivals)
-    found["lse_smem"] = refs.statistics_smem.at[pl.ds(0, config.stages)]
-    found["delta_smem"] = refs.statistics_smem.at[pl.ds(config.stages, config.d_out_stages)]
-    return SimpleNamespace(**(vars(refs) | found))
+    return backward_common.scratch_bytes(scratch(problem, config))
 
 
 def _slot(n: jax.Array, stages: int) -> jax.Array:
@@ -125,24 +114,24 @@ def _slot(n: jax.Array, stages: int) -> jax.Array:
 # The copies, each issued by one warp.
 
 
-def _prologue(block: Block) -> None:
+def _prologue(tile: Tile) -> None:
     """Keys and values, and as many steps' queries and cotangents as there are stages."""
-    refs, config = block.refs, block.config
-    keys = block.batch, pl.ds(block.first_key, CHUNK), block.key_head, slice(None)
+    refs, config = tile.refs, tile.config
+    keys = tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head, slice(None)
 
     @pl.when(pipeline.is_first_warp() != 0)
     def _():
-        for i in range(max(config.stages, config.d_out_stages, config.bias_slots)):
+        for i in range(max(config.stages, config.d_out_stages, config.bias_stages)):
             if i == 0:
                 _copy_all(refs.key_full.at[0], (refs.key, keys, refs.key_smem.at[0]))
             if i < config.stages:
-                _fetch_query(block, i)
+                _fetch_query(tile, i)
             if i == 0:
                 _copy_all(refs.value_full.at[0], (refs.value, keys, refs.value_smem.at[0]))
             if i < config.d_out_stages:
-                _fetch_d_out(block, i)
-            if i < config.bias_slots:
-                _fetch_bias(block, i)
+                _fetch_d_out(tile, i)
+            if i < config.bias_stages:
+                _fetch_bias(tile, i)
 
 
 def _copy_all(full: jax.Ref, *copies: tuple[Any, tuple[Any, ...], Any]) -> None:
@@ -153,38 +142,38 @@ def _copy_all(full: jax.Ref, *copies: tuple[Any, tuple[Any, ...], Any]) -> None:
 
 
 def _with_step(fetch: Any) -> Any:
-    """`fetch(block, step)` as a function of how many steps of the tile come before, which does nothing past its end."""
+    """`fetch(tile, step)` as a function of how many steps of the tile come before, which does nothing past its end."""
 
     @functools.wraps(fetch)
-    def fetch_if_any(block: Block, before: Any) -> None:
-        @pl.when(before < block.steps)
+    def fetch_if_any(tile: Tile, before: Any) -> None:
+        @pl.when(before < tile.steps)
         def _():
-            queries = block.span.end - block.span.first
-            h = lax.div(jnp.int32(before), queries) if block.group > 1 else 0
-            fetch(block, block.step(h, block.span.first + (before - h * queries)))
+            queries = tile.span.end - tile.span.first
+            h = lax.div(jnp.int32(before), queries) if tile.group > 1 else 0
+            fetch(tile, tile.step(h, tile.span.first + (before - h * queries)))
 
     return fetch_if_any
 
 
 @_with_step
-def _fetch_query(block: Block, step: Step) -> None:
+def _fetch_query(tile: Tile, step: Step) -> None:
     """Issues the copies of a step's queries."""
-    refs, slot, rows = block.refs, lax.rem(step.n, block.config.stages), pl.ds(step.i * CHUNK, CHUNK)
-    query = refs.query, (block.batch, rows, step.head, slice(None)), refs.query_smem.at[slot]
-    lse = refs.lse, (block.batch, step.head, rows), refs.lse_smem.at[slot]
+    refs, slot, rows = tile.refs, lax.rem(step.n, tile.config.stages), pl.ds(step.i * CHUNK, CHUNK)
+    query = refs.query, (tile.batch, rows, step.head, slice(None)), refs.query_smem.at[slot]
+    lse = refs.lse, (tile.batch, step.head, rows), refs.lse_smem.at[slot]
     _copy_all(refs.query_full.at[slot], query, lse)
 
 
 @_with_step
-def _fetch_d_out(block: Block, step: Step) -> None:
+def _fetch_d_out(tile: Tile, step: Step) -> None:
     """Issues the copies of a step's cotangents; zeroes rows without a key, which may be NaN."""
-    refs, slot, rows = block.refs, lax.rem(step.n, block.config.d_out_stages), pl.ds(step.i * CHUNK, CHUNK)
-    d_out = refs.d_out, (block.batch, rows, step.head, slice(None)), refs.d_out_smem.at[slot]
-    delta = refs.delta, (block.batch, step.head, rows), refs.delta_smem.at[slot]
+    refs, slot, rows = tile.refs, lax.rem(step.n, tile.config.d_out_stages), pl.ds(step.i * CHUNK, CHUNK)
+    d_out = refs.d_out, (tile.batch, rows, step.head, slice(None)), refs.d_out_smem.at[slot]
+    delta = refs.delta, (tile.batch, step.head, rows), refs.delta_smem.at[slot]
     full = refs.d_out_full.at[slot]
-    if not schedule.may_see_nothing(block.problem):
+    if not schedule.may_see_nothing(tile.problem):
         return _copy_all(full, d_out, delta)
-    nothing, landed = refs.without_keys[block.batch, step.head, step.i] != 0, refs.landed.at[0]
+    nothing, landed = refs.without_keys[tile.batch, step.head, step.i] != 0, refs.landed.at[0]
     # A phase of `landed` ends at each step, so that the step's number is the phase's.
     pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(landed, 0))
     pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, d_out, delta))
@@ -193,109 +182,109 @@ def _fetch_d_out(block: Block, step: Step) -> None:
     def _():
         _copy_all(landed, d_out)
         pipeline.wait(refs.landed, step.n, 1)
-        _zero_rows(refs.d_out_smem.at[slot], refs.lse.at[block.batch, step.head, rows])
+        backward_common.zero_rows(refs.d_out_smem.at[slot], refs.lse.at[tile.batch, step.head, rows])
         _copy_all(full, delta)
 
 
 @_with_step
-def _fetch_bias(block: Block, step: Step) -> None:
+def _fetch_bias(tile: Tile, step: Step) -> None:
     """Issues the copy of a step's tile of the bias."""
-    refs, slot = block.refs, lax.rem(step.n, block.config.bias_slots)
-    batch, head = gather.broadcast_index((block.batch, step.head), refs.bias.shape)
-    at = batch, head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(block.first_key, CHUNK)
+    refs, slot = tile.refs, lax.rem(step.n, tile.config.bias_stages)
+    batch, head = gather.broadcast_index((tile.batch, step.head), refs.bias.shape)
+    at = batch, head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(tile.first_key, CHUNK)
     _copy_all(refs.bias_full.at[slot], (refs.bias, at, refs.bias_smem.at[slot]))
 
 
-def _release(block: Block, step: Step, empty: jax.Ref, stages: int, fetch: Any) -> None:
+def _release(tile: Tile, step: Step, empty: jax.Ref, stages: int, fetch: Any) -> None:
     """Releases the step's stage; the last warp to do so asks for what comes there next."""
     last = pipeline.release(empty.at[lax.rem(step.n, stages)])
-    pl.when(last != 0)(lambda: fetch(block, step.n - block.steps_before + stages))
+    pl.when(last != 0)(lambda: fetch(tile, step.n - tile.first_stage + stages))
 
 
 # Warpgroup 0.
 
 
-def _values(block: Block) -> None:
+def _values(tile: Tile) -> None:
     """The warpgroup of dV, and of the probabilities."""
-    asynchronous.wait(block.refs.key_full.at[0], jnp.int32(0))
+    asynchronous.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
-        first = _first_scores(block) if block.config.ahead else None
-        block.each_step(lambda _, step, compare, x: _add_to_dv(block, step, sums, compare, x), first)
+        first = _first_scores(tile) if tile.config.ahead else None
+        tile.each_step(lambda tile, step, compare, x: _add_to_dv(tile, step, sums, compare, x), first)
 
-    sums = pl.run_state(mainloop)(_zeros(block.refs.value_smem.shape[2]))
-    _epilogue(block, VALUES, sums, block.refs.value_smem.at[0], block.refs.d_value)
+    sums = pl.run_state(mainloop)(_zeros(tile.refs.value_smem.shape[2]))
+    _epilogue(tile, VALUES, sums, tile.refs.value_smem.at[0], tile.refs.d_value)
 
 
-def _begin_scores(block: Block, n: jax.Array) -> jax.Array:
+def _begin_scores(tile: Tile, n: jax.Array) -> jax.Array:
     """Begins the product of keys and queries of step `n`."""
-    here, slot = loops.recomputed(jnp.int32(0)), _slot(n, block.config.stages)
-    return products.begin_pieces([block.refs.key_smem.at[here]], block.refs.query_smem.at[slot])
+    here, slot = loops.recomputed(jnp.int32(0)), _slot(n, tile.config.stages)
+    return products.begin_pieces([tile.refs.key_smem.at[here]], tile.refs.query_smem.at[slot])
 
 
-def _first_scores(block: Block) -> jax.Array:
+def _first_scores(tile: Tile) -> jax.Array:
     """The first step's product of keys and queries, if there is a step."""
 
     def multiply() -> jax.Array:
-        pipeline.wait(block.refs.query_full, block.steps_before, block.config.stages)
-        return products.finish(_begin_scores(block, block.steps_before), later=0)
+        pipeline.wait(tile.refs.query_full, tile.first_stage, tile.config.stages)
+        return products.finish(_begin_scores(tile, tile.first_stage), later=0)
 
     nothing = lambda: plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
-    return lax.cond(jnp.int32(block.steps) > 0, multiply, nothing)
+    return lax.cond(jnp.int32(tile.steps) > 0, multiply, nothing)
 
 
-def _begin_next_scores(block: Block, step: Step) -> jax.Array:
+def _begin_next_scores(tile: Tile, step: Step) -> jax.Array:
     """Begins the next step's product; after a tile's last one, that of the same queries once more, for nothing."""
-    follows = step.n - block.steps_before + 1 < block.steps
-    pl.when(follows)(lambda: pipeline.wait(block.refs.query_full, step.n + 1, block.config.stages))
-    return _begin_scores(block, step.n + jnp.int32(follows))
+    follows = step.n - tile.first_stage + 1 < tile.steps
+    pl.when(follows)(lambda: pipeline.wait(tile.refs.query_full, step.n + 1, tile.config.stages))
+    return _begin_scores(tile, step.n + jnp.int32(follows))
 
 
-def _add_to_dv(block: Block, step: Step, sums: Sums, compare: Compare, x: jax.Array | None) -> jax.Array | None:
+def _add_to_dv(tile: Tile, step: Step, sums: Sums, compare: Compare, x: jax.Array | None) -> jax.Array | None:
     """A step of warpgroup 0; `x` is its product of keys and queries, if that is multiplied ahead.
 
     What comes back is the next step's then.
     """
-    problem, config, refs = block.problem, block.config, block.refs
+    problem, config, refs = tile.problem, tile.config, tile.refs
     d_out_slot = _slot(step.n, config.d_out_stages)
     if x is None:
         pipeline.wait(refs.query_full, step.n, config.stages)
-        begun = _begin_scores(block, step.n)
-        extras = _load_early(block, step)
+        begun = _begin_scores(tile, step.n)
+        extras = _load_early(tile, step)
         x = products.finish(begun, later=0)
     else:
-        extras = _load_early(block, step)
-    if config.bias_slots:
+        extras = _load_early(tile, step)
+    if config.bias_stages:
         fragments.commit()
-        _release(block, step, refs.bias_empty, config.bias_slots, _fetch_bias)
-    extras |= load_late(block, step, 0)
+        _release(tile, step, refs.bias_empty, config.bias_stages, _fetch_bias)
+    extras |= load_late(tile, step, 0)
     x, slope = bent(problem, x)
     if slope is not None and capped_bias(problem):
         fragments.store(refs.slope_smem, slope)
         slope = None
-    p = probabilities(block, step, 0, x, extras, compare)
-    _begin_turn(block, step, VALUES)
-    fragments.store(block.refs.squares_smem.at[0], p if slope is None else p * slope)
+    p = probabilities(tile, step, 0, x, extras, compare)
+    _begin_turn(tile, step, VALUES)
+    fragments.store(tile.refs.squares_smem.at[0], p if slope is None else p * slope)
     asynchronous.arrive_each(refs.p_full.at[0])
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
     _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
     pipeline.wait(refs.ds_full, step.n, 1)
 
     def release() -> None:
-        _release(block, step, refs.d_out_empty, config.d_out_stages, _fetch_d_out)
+        _release(tile, step, refs.d_out_empty, config.d_out_stages, _fetch_d_out)
 
     meanwhile = None
     if config.ahead:
-        meanwhile = lambda: (1, _begin_next_scores(block, step))
-    begun = _add_to_dq(block, step, VALUES, at_first=release, meanwhile=meanwhile)
+        meanwhile = lambda: (1, _begin_next_scores(tile, step))
+    begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)
     return products.finish(begun, later=0) if config.ahead else None
 
 
-def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
+def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
     """What the scores need of mask and bias that is asked for before the product is there."""
-    refs, slots, found = block.refs, block.config.bias_slots, {}
-    if block.problem.mask:
-        corner = block.batch, step.head, block.first_key, step.i * CHUNK
+    refs, slots, found = tile.refs, tile.config.bias_stages, {}
+    if tile.problem.mask:
+        corner = tile.batch, step.head, tile.first_key, step.i * CHUNK
         found["held"] = gather.load_bits(refs.mask, 2, corner, CHUNK)
     if slots:
         pipeline.wait(refs.bias_full, step.n, slots)
@@ -306,21 +295,21 @@ def _load_early(block: Block, step: Step) -> dict[str, jax.Array]:
 # Warpgroup 1.
 
 
-def _keys(block: Block) -> None:
+def _keys(tile: Tile) -> None:
     """The warpgroup of dK, and of the score gradients."""
-    asynchronous.wait(block.refs.value_full.at[0], jnp.int32(0))
-    asynchronous.wait(block.refs.key_full.at[0], jnp.int32(0))
+    asynchronous.wait(tile.refs.value_full.at[0], jnp.int32(0))
+    asynchronous.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
-        block.each_step_alike(lambda step: _add_to_dk(block, step, sums))
+        tile.each_step_alike(lambda step: _add_to_dk(tile, step, sums))
 
-    sums = pl.run_state(mainloop)(_zeros(block.refs.key_smem.shape[2]))
-    _epilogue(block, KEYS, [x * block.problem.scale for x in sums], block.refs.key_smem.at[0], block.refs.d_key)
+    sums = pl.run_state(mainloop)(_zeros(tile.refs.key_smem.shape[2]))
+    _epilogue(tile, KEYS, [x * tile.problem.scale for x in sums], tile.refs.key_smem.at[0], tile.refs.d_key)
 
 
-def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
+def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> None:
     """A step of warpgroup 1."""
-    problem, config, refs = block.problem, block.config, block.refs
+    problem, config, refs = tile.problem, tile.config, tile.refs
     here = loops.recomputed(jnp.int32(0))
     slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
@@ -331,53 +320,53 @@ def _add_to_dk(block: Block, step: Step, sums: Sums) -> None:
         plgpu.wgmma(dp, refs.value_smem.at[here], refs.d_out_smem.at[d_out_slot].T)
         pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
         pipeline.wait(refs.p_full, step.n, 1)
-        d_scores = fragments.load(block.refs.squares_smem.at[0]) * pull
+        d_scores = fragments.load(tile.refs.squares_smem.at[0]) * pull
         if capped_bias(problem):
             if problem.bias_gradient:
-                store(_d_logits(block, step), d_scores.astype(problem.dtype))
+                store(_d_logits(tile, step), d_scores.astype(problem.dtype))
             d_scores = d_scores * fragments.load(refs.slope_smem)
         return d_scores.astype(problem.dtype)
 
     ds = pl.run_scoped(score_gradients, ACC(TILE, jnp.float32))
-    _begin_turn(block, step, KEYS)
+    _begin_turn(tile, step, KEYS)
     fragments.store_factor(refs.ds_smem, ds)
     fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
     asynchronous.arrive_each(refs.ds_full.at[0])
     pipeline.wait(refs.ds_full, step.n, 1)
     if bias_of_scores:
-        plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(block, step))
-    _add_to_dq(block, step, KEYS, meanwhile=lambda: (_multiply(sums, ds, refs.query_smem.at[slot]), None))
+        plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(tile, step))
+    _add_to_dq(tile, step, KEYS, meanwhile=lambda: (_multiply(sums, ds, refs.query_smem.at[slot]), None))
     plgpu.wgmma_wait(0)
-    _release(block, step, refs.query_empty, config.stages, _fetch_query)
+    _release(tile, step, refs.query_empty, config.stages, _fetch_query)
 
 
-def _d_logits(block: Block, step: Step) -> Any:
+def _d_logits(tile: Tile, step: Step) -> Any:
     """Where the gradient of the tile's logits goes, which is the bias' before its reduction."""
-    keys, rows = pl.ds(block.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
-    return block.refs.d_logits.at[block.batch, step.head, keys, rows]
+    keys, rows = pl.ds(tile.first_key, CHUNK), pl.ds(step.i * CHUNK, CHUNK)
+    return tile.refs.d_logits.at[tile.batch, step.head, keys, rows]
 
 
 # Both.
 
 
-def _begin_turn(block: Block, step: Step, warpgroup: int) -> None:
+def _begin_turn(tile: Tile, step: Step, warpgroup: int) -> None:
     """Waits until what is on its way to device memory has left shared memory, and ends the turn of the step before."""
-    if block.config.turns:
-        backward_turns.end_before(block, step, jnp.int32(warpgroup))
-    elif block.problem.bias_gradient:
+    if tile.config.turns:
+        backward_common.end_turn_before(tile, step, jnp.int32(warpgroup))
+    elif tile.problem.bias_gradient:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    elif block.config.squares > 1:
+    elif tile.config.squares > 1:
         fragments.await_read()
 
 
-def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
+def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
     """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
-    refs, here, turns = block.refs, loops.recomputed(jnp.int32(0)), block.config.turns
+    refs, here, turns = tile.refs, loops.recomputed(jnp.int32(0)), tile.config.turns
     half = refs.key_smem.shape[2] // CHUNK // 2 * CHUNK
     columns = range(half) if warpgroup == VALUES else range(half, refs.key_smem.shape[2])
-    mine = [columns[at : at + block.config.dq_columns] for at in range(0, len(columns), block.config.dq_columns)]
-    before: Any = backward_turns.before(block, step.i) if turns else None
-    ended: Any = backward_turns.ended(block, step, jnp.int32(warpgroup)) if turns else None
+    mine = [columns[at : at + tile.config.dq_columns] for at in range(0, len(columns), tile.config.dq_columns)]
+    before: Any = backward_common.turns_before(tile, step.i) if turns else None
+    ended: Any = backward_common.turns_ended(tile, step, jnp.int32(warpgroup)) if turns else None
 
     def multiply(*parts: Accumulator) -> Any:
         for part, at in zip(parts, mine, strict=True):
@@ -387,13 +376,13 @@ def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, m
             plgpu.wgmma_wait(len(mine))
             at_first()
         later, begun = meanwhile() if meanwhile is not None else (0, None)
+        if turns:
+            backward_common.await_turn(tile, step, jnp.int32(warpgroup), before, ended)
         for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
             numbers = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
-            if turns and i == 0:
-                backward_turns.wait(block, step, jnp.int32(warpgroup), before, ended)
             for c in range(len(at) // CHUNK):
                 square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
-                _add_square(block, step, warpgroup, square, at.start // CHUNK + c, before, i == c == 0)
+                _add_square(tile, step, warpgroup, square, at.start // CHUNK + c, before, i == c == 0)
         return begun
 
     if not mine:
@@ -401,21 +390,19 @@ def _add_to_dq(block: Block, step: Step, warpgroup: int, at_first: Any = None, m
     return pl.run_scoped(multiply, *(ACC((CHUNK, len(at)), jnp.float32) for at in mine))
 
 
-def _add_square(
-    block: Block, step: Step, warpgroup: int, square: Any, column: int, before: Any, is_first: bool
-) -> None:
+def _add_square(tile: Tile, step: Step, warpgroup: int, square: Any, column: int, before: Any, is_first: bool) -> None:
     """Adds 64 columns of dQ to the sum in device memory."""
-    target = block.refs.dq_sum.at[block.batch, step.head, step.i, column]
-    if block.config.squares == 1:
+    target = tile.refs.dq_sum.at[tile.batch, step.head, step.i, column]
+    if tile.config.squares == 1:
         return fragments.reduce(target, square)
     # Warpgroup 0 has no part of dQ on its way from the probabilities to the score gradients.
-    dq_smem = block.refs.squares_smem.at[block.config.squares - 2 + warpgroup]
-    if block.config.turns:
+    dq_smem = tile.refs.squares_smem.at[tile.config.squares - 2 + warpgroup]
+    if tile.config.turns:
         if not is_first:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         fragments.store(dq_smem, square)
         plgpu.commit_smem()
-        backward_turns.add(block, dq_smem, target, before)
+        backward_common.add_in_turn(tile, dq_smem, target, before)
     else:
         if not is_first:
             fragments.await_read()
@@ -440,71 +427,44 @@ def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> int:
     return len(sums)
 
 
-def _epilogue(block: Block, warpgroup: int, gradient: Any, place: Any, target: jax.Ref) -> None:
+def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax.Ref) -> None:
     """Writes dK or dV by way of the keys' or the values' place in shared memory, when no product reads those."""
-    if block.config.turns:
-        backward_turns.end_last(block, jnp.int32(warpgroup))
-    scopes.sync_block(block.config.warpgroups)
+    if tile.config.turns:
+        backward_common.end_last_turn(tile, jnp.int32(warpgroup))
+    scopes.sync_block(tile.config.warpgroups)
     for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):
-        place[:, start : start + width] = x.astype(block.problem.dtype)
+        place[:, start : start + width] = x.astype(tile.problem.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(block.first_key, CHUNK)
-    plgpu.copy_smem_to_gmem(place, target.at[block.batch, rows, block.key_head])
+    rows = pl.ds(tile.first_key, CHUNK)
+    plgpu.copy_smem_to_gmem(place, target.at[tile.batch, rows, tile.key_head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _zero_rows(target: Any, lse: Any) -> None:
-    """The calling warp zeroes the rows of a stage `[rows, columns]` whose lse is inf, before products read it."""
-    rows, columns = target.shape
-    tile = columns_of_tile(columns, jnp.dtype(target.dtype))
-    row_bytes = tile * jnp.dtype(target.dtype).itemsize
-    tile_bytes = TILE_ROWS * row_bytes
-
-    def zero_rows_of_warp(ctx, target, lse):
-        places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR)]
-        stores = " ".join(f"@empty st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
-        lane = arith.remui(utils.thread_idx(), emit.c32(32))
-        for first in range(0, rows, 32):
-            text = (
-                "{ .reg .b32 row, at, group, word; .reg .b64 source; .reg .pred empty; "
-                f"add.u32 row, $2, {first}; mad.wide.u32 source, row, 4, $0; ld.global.b32 word, [source]; "
-                f"setp.eq.b32 empty, word, {INFINITY}; div.u32 group, row, {TILE_ROWS}; rem.u32 row, row, {TILE_ROWS}; "
-                f"mad.lo.u32 at, row, {row_bytes}, $1; mad.lo.u32 at, group, {columns // tile * tile_bytes}, at; "
-                f"{stores} }}"
-            )
-            emit.ptx(text, "l,r,r,~{memory}", [emit.global_address(lse), emit.shared_address(target), lane])
-        emit.ptx("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;", "~{memory}", [])
-
-    arguments = plgpu.RefType(transforms(tile, jnp.dtype(target.dtype))), plgpu.RefType()
-    plgpu.inline_mgpu(arg_types=arguments)(zero_rows_of_warp)(target, lse)
-
-
-def _uniform(block: Block) -> Block:
-    """`block`, whose numbers the compiler knows to be the same in all threads.
+def _uniform(tile: Tile) -> Tile:
+    """`tile`, whose numbers the compiler knows to be the same in all threads.
 
     It then keeps what loops need of them, and the products' descriptors, in registers of the warp. Without, a window
     spills 112 bytes a thread, as ptxas -c has it.
     """
-    span = Span(*(gather.uniform(x) if isinstance(x, jax.Array) else x for x in block.span))
-    facts = {name: gather.uniform(getattr(block, name)) for name in ("batch", "key_head", "index")}
-    return dataclasses.replace(block, span=span, **facts)
+    span = Span(*(gather.uniform(x) if isinstance(x, jax.Array) else x for x in tile.span))
+    facts = {name: gather.uniform(getattr(tile, name)) for name in ("batch", "key_head", "index")}
+    return dataclasses.replace(tile, span=span, **facts)
 
 
-def _body(problem: Attention, config: BackwardWideConfig, each_block: EachBlock) -> None:
-    def tile(block: Block, first: jax.Array) -> None:
-        block = dataclasses.replace(_uniform(block), refs=_named(problem, config, block.refs))
-        arrivals = [n for numbers in _barriers(problem, config).values() for n in numbers]
-        pipeline.start(block.refs.barriers, tuple(arrivals))
-        scopes.sync_block(config.warpgroups)
-        _prologue(block)
-        warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == VALUES)(lambda: _values(block))
-        pl.when(warpgroup == KEYS)(lambda: _keys(block))
-
-    each_block(tile)
+def _body(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace, ctas: int) -> None:
+    refs.lse_smem = refs.statistics_smem.at[pl.ds(0, config.stages)]
+    refs.delta_smem = refs.statistics_smem.at[pl.ds(config.stages, config.d_out_stages)]
+    backward_common.name_barriers(refs, refs.barriers, _arrivals(problem, config))
+    # Mosaic takes no literal where it expects a number of the kernel.
+    tile = _uniform(Tile.of(problem, config, refs, lax.axis_index("cta"), 0 * lax.axis_index("cta")))
+    scopes.sync_block(config.warpgroups)
+    _prologue(tile)
+    warpgroup = lax.axis_index("warpgroup")
+    pl.when(warpgroup == VALUES)(lambda: _values(tile))
+    pl.when(warpgroup == KEYS)(lambda: _keys(tile))
 
 
 def run(problem: Attention, config: BackwardWideConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    names = scratch(problem, config)
-    return backward_launch.launch("attention_backward", problem, config, names, _body, operands)
+    memory, ctas = scratch(problem, config), backward_common.tile_count(problem, config)
+    return backward_operands.launch(problem, config, memory, _body, operands, ctas=ctas)

@@ -41,33 +41,32 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """A block: 64 keys to each of `warpgroups` warpgroups, and `stages` slots for `block_q` queries each.
+    """A CTA: 64 keys to each of `warpgroups` warpgroups, and a pipeline of `stages` stages of `block_q` queries each.
 
-    `tiles`: of keys; each block has its `own`, or one block to a multiprocessor takes those `dealt` to it, or `drawn`
-    one after another, as it becomes free. `together`: of how many heads, at most, the tiles are started in turns.
-    `turns`: blocks of keys add to a tile of dQ in their order. `last_writes`: the last one writes it, in 16 bits.
-    `bias_slots` is as in `ForwardConfig`. `queries_first`: a tile's first queries are asked for before its keys.
-    `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them. `apart`: each block of
-    keys begins a block of queries later than the one before it.
+    `scheduler`: of tiles of keys; a CTA to each tile (`single`), or a CTA to each SM, to which tiles are dealt in turn
+    (`static`), or which takes the next one as it becomes free (`dynamic`). `together`: of how many heads, at most, the
+    tiles are started in turn. `turns`: tiles of keys add to a tile of dQ in their order. `last_writes`: the last one
+    writes it, in 16 bits. `bias_stages`: tiles of the bias in shared memory; with 0 each thread loads what its scores
+    need. `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them. `apart`: each
+    tile of keys begins a tile of queries later than the one before it. `adds_registers`: dQ is added to device memory
+    from registers, and takes no shared memory; without turns alone.
     """
 
     block_q: int
     warpgroups: int
     stages: int
-    tiles: Literal["own", "dealt", "drawn"] = "own"
+    scheduler: Literal["single", "static", "dynamic"] = "single"
     together: int = 1
     turns: bool = False
     last_writes: bool = False
-    bias_slots: int = 0
-    queries_first: bool = False
+    bias_stages: int = 0
     ahead: bool = False
     apart: bool = False
-
-    by_registers = True  # the sums of dQ are stored as the registers have them, not by rows
+    adds_registers: bool = False
 
     @property
     def block_kv(self) -> int:
-        """Keys of a block."""
+        """Keys of a CTA."""
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
@@ -84,22 +83,21 @@ class BackwardWideConfig:
     shared memory. With one, for the probabilities, dQ is added to device memory from registers; with three, each
     warpgroup's part of dQ leaves through one of its own, as turns want it; with two, warpgroup 0 has the one of the
     probabilities. `dq_columns`: of dQ, that a product has. `ahead`: the next step's scores are multiplied beside this
-    step's dQ. `tiles`, `together`, `turns` and `bias_slots` are as in `BackwardConfig`.
+    step's dQ. `together`, `turns` and `bias_stages` are as in `BackwardConfig`.
     """
 
     stages: int = 2
     d_out_stages: int = 2
     squares: int = 1
-    tiles: Literal["own"] = "own"
     together: int = 1
     turns: bool = False
-    bias_slots: int = 0
+    bias_stages: int = 0
     ahead: bool = False
     dq_columns: int = 128
 
+    scheduler = "single"
     last_writes = False
     apart = False
-    by_registers = True
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS
     warpgroups = 2

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.attention import backward_memory, backward_turns, memory, schedule
+from pallas_kernels.attention import backward as backward_kernel
+from pallas_kernels.attention import backward_common, memory, schedule
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
 from pallas_kernels.attention import forward as forward_kernel
 from pallas_kernels.attention.configs import BackwardConfig, BackwardWideConfig, ForwardConfig
@@ -75,9 +76,15 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     """As many queries at a time as the registers hold."""
     narrow = max(problem.head_dim, problem.value_dim) <= 64
     config = _in_turns(problem, BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2))
-    config = _drawn(problem, _ahead(problem, _in_order(problem, device, config)))
-    config = _filling(problem, device, config)
-    return (_with_slots(problem, device, [config], backward_memory.shared_bytes),)
+    config = _ahead(problem, _in_order(problem, device, config))
+    config = _filling(problem, device, _dynamic(problem, _static(problem, config)))
+    found = _with_bias_stages(problem, device, [config], backward_kernel.shared_bytes)
+    if found.bias_stages == 0 and not (config.turns or config.last_writes):
+        # Shared memory for dQ is better spent on a tile of the bias.
+        config = dataclasses.replace(config, adds_registers=True)
+        registers = _with_bias_stages(problem, device, [config], backward_kernel.shared_bytes)
+        found = registers if registers.bias_stages else found
+    return (found,)
 
 
 def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
@@ -92,10 +99,26 @@ def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     return dataclasses.replace(config, ahead=not config.last_writes and (narrow or problem.bias is None))
 
 
-def _drawn(problem: Attention, config: BackwardConfig) -> BackwardConfig:
+def _static(problem: Attention, config: BackwardConfig) -> BackwardConfig:
+    """`config` with persistent CTAs where tiles take equally long, but for turns.
+
+    D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a CTA to each, H200. Where tiles wait for turns, CTAs would need
+    the whole device to themselves, lest a tile wait for one whose CTA cannot start, and are slower: D = 128, S = 2048,
+    bf16, 558 TFLOP/s with a CTA to each, 542 persistent, H200.
+    """
+    return config if config.turns or _uneven(problem) else dataclasses.replace(config, scheduler="static")
+
+
+def _uneven(problem: Attention) -> bool:
+    """Whether some tiles take longer than others."""
+    data = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
+    return data or schedule.bounds(problem) != (None, None)
+
+
+def _dynamic(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     """`config` with tiles that are drawn where some take longer than others, or are so short that their ends matter.
 
-    bf16, H200, us in all, a block to each and drawn. Where data decide, 2048 tokens: causal masks, heads of 64, 1025
+    bf16, H200, us in all, a CTA to each and drawn. Where data decide, 2048 tokens: causal masks, heads of 64, 1025
     and 998, of 128, 854 and 812; random ones, 1771 and 1770, 1491 and 1460. Documents, 16384 tokens: 851 and 840, 671
     and 637. Where shapes decide, causal: heads of 64, 2048 tokens, 862 and 832; 4096, 1420 and 1398; 8192, 2558 and
     2552; 16384, 4775 and 4830; of 128, 2048, 737 and 716; 8192, 2212 and 2187; 16384, 4196 and 4208; eight query heads
@@ -108,15 +131,14 @@ def _drawn(problem: Attention, config: BackwardConfig) -> BackwardConfig:
         bounded = schedule.bounds(problem) != (None, None)
         short = bounded and not config.last_writes and _rows(problem) <= 8192
         few = -(-problem.key_length // config.block_kv) <= MOST_TURNS
-        return dataclasses.replace(config, tiles="drawn") if (few if config.turns else short) else config
+        return dataclasses.replace(config, scheduler="dynamic") if (few if config.turns else short) else config
     if config.turns:
         return config
     if problem.mask is None:
         # Of documents the cache holds more heads than of whole sequences. As many heads of 128 as it holds of those, 2,
-        # and 16: documents of 1024 tokens 637 and 608, one of 16384 4508 and 4537. Queries first: 610 and 618.
-        return dataclasses.replace(config, tiles="drawn", together=16)
-    # Keys first, and queries: causal mask, heads of 64, 998 and 991, of 128, 801 and 796; random mask, 1400 and 1388.
-    return dataclasses.replace(config, tiles="drawn", queries_first=True)
+        # and 16: documents of 1024 tokens 637 and 608, one of 16384 4508 and 4537.
+        return dataclasses.replace(config, scheduler="dynamic", together=16)
+    return dataclasses.replace(config, scheduler="dynamic")
 
 
 def _filling(problem: Attention, device: Device, config: BackwardConfig) -> BackwardConfig:
@@ -126,7 +148,7 @@ def _filling(problem: Attention, device: Device, config: BackwardConfig) -> Back
     9124; a step apart 9446. Of 64, side by side and a step apart 10860 and 10484, 9836 and 9648; two heads together
     10896. With 8192 tokens, heads of 128, two together 4802 and 4864; with 4096, of 64, a step apart 2785 and 2807.
     """
-    plain = config.tiles == "dealt" and problem.bias is None and problem.soft_cap is None
+    plain = config.scheduler == "static" and problem.bias is None and problem.soft_cap is None
     if not plain or 2 * -(-problem.key_length // config.block_kv) <= device.sm_count:
         return config
     if max(problem.head_dim, problem.value_dim) <= 64:
@@ -155,7 +177,7 @@ def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     Those passes take 88 us for 67 MB of dQ (bf16, H200). In all, us, any order and turns, S = 512: D = 64, 567 and 522,
     D = 128, 477 and 422; S = 2048: 1576 and 1575, 1326 and 1346.
     """
-    counts = backward_turns.counts(problem, config)
+    counts = backward_common.turn_counts(problem, config)
     alone = counts == (1, 1)
     known = counts is not None and counts[0] > 0 and _can_write_last(problem)
     short = known and -(-problem.key_length // config.block_kv) <= MOST_TURNS
@@ -177,18 +199,17 @@ def _can_write_last(problem: Attention) -> bool:
 def backward_wide(problem: Attention, device: Device) -> tuple[BackwardWideConfig, ...]:
     """As many stages as fit in shared memory, and slots for the bias."""
     config = _in_order(problem, device, BackwardWideConfig(turns=problem.deterministic))
-    config = dataclasses.replace(config, tiles="own")
     squares = (3, 2) if config.turns else (1,)
     configs = [dataclasses.replace(config, d_out_stages=d, squares=n) for d in (2, 1) for n in squares]
-    return (_with_slots(problem, device, configs, backward_wide_kernel.shared_bytes),)
+    return (_with_bias_stages(problem, device, configs, backward_wide_kernel.shared_bytes),)
 
 
-def _with_slots[Config: (BackwardConfig, BackwardWideConfig)](
+def _with_bias_stages[Config: (BackwardConfig, BackwardWideConfig)](
     problem: Attention, device: Device, configs: list[Config], shared_bytes: Callable[[Attention, Any], int]
 ) -> Config:
     """The first config that fits in shared memory, with as many slots for the bias as do, if that can be copied."""
     slots = (2, 1, 0) if memory.bias_is_tiled(problem) else (0,)
-    found = (dataclasses.replace(c, bias_slots=n) for n in slots for c in configs)
+    found = (dataclasses.replace(c, bias_stages=n) for n in slots for c in configs)
     # Mosaic's kernels declare a byte beside what they are given at the launch.
     return next(c for c in found if shared_bytes(problem, c) < device.smem_per_cta)
 
@@ -197,8 +218,7 @@ def _in_order[Config: (BackwardConfig, BackwardWideConfig)](
     problem: Attention, device: Device, config: Config
 ) -> Config:
     """`config` with the order of the tiles, by what makes them wait."""
-    uneven = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
-    if schedule.bounds(problem) != (None, None) or uneven:
+    if _uneven(problem):
         # The longest tiles of as many heads as the cache holds come first: causal, D = 128, S = 2048, bf16,
         # 532 TFLOP/s, and 512 head by head, H200. Two tiles to each multiprocessor at least, lest the last be long:
         # 64 heads on 8, D = 128, 4096 tokens, us, of 1, 4, 8 and 16 heads 5362, 5142, 5059, 5123; 2048, of 2, 4, 8 and
@@ -207,10 +227,7 @@ def _in_order[Config: (BackwardConfig, BackwardWideConfig)](
         together = max(_in_cache(problem), min(-(-2 * device.sm_count // tiles), 8))
         return dataclasses.replace(config, together=min(together, 16))
     if not config.turns:
-        # Tiles that take equally long: D = 128, S = 2048, bf16, 601 TFLOP/s, and 591 with a block to each, H200.
-        return dataclasses.replace(config, tiles="dealt")
-    # A head's tiles wait for each other, a step each, unless they start a step apart. Persistent blocks would need the
-    # whole device to themselves, lest a tile wait for one whose block cannot start, and are slower: D = 128, S = 2048,
-    # bf16, 558 TFLOP/s with a block to each, 542 persistent, H200.
+        return config
+    # A head's tiles wait for each other, a step each, unless they start a step apart.
     steps = -(-problem.query_length // config.block_q)
     return dataclasses.replace(config, together=-(-5 * device.sm_count // (4 * steps)))

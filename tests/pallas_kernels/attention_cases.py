@@ -14,7 +14,7 @@ import mask_patterns
 import numpy as np
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_memory, backward_wide, dispatch
+from pallas_kernels.attention import backward, backward_wide, dispatch
 from pallas_kernels.attention.configs import BackwardWideConfig
 from pallas_kernels.attention.problem import Attention, Op
 
@@ -76,7 +76,7 @@ def problem_of(
 
 def backward_bytes(p: Attention, config: Any) -> int:
     """What the backward kernel of that config takes of shared memory."""
-    kernel = backward_wide if isinstance(config, BackwardWideConfig) else backward_memory
+    kernel = backward_wide if isinstance(config, BackwardWideConfig) else backward
     return kernel.shared_bytes(p, config)
 
 

@@ -16,8 +16,8 @@ import pytest
 from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_d_out, dispatch, heuristics
-from pallas_kernels.attention.backward_blocks import Block
+from pallas_kernels.attention import backward_operands, dispatch, heuristics
+from pallas_kernels.attention.backward_common import Tile
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
@@ -315,7 +315,7 @@ def test_apart_visits_the_same_queries_in_another_order(facts, queries):
     config, beside = BackwardConfig(64, warpgroups=2, stages=2, apart=True), BackwardConfig(64, warpgroups=2, stages=2)
     refs, begins = types.SimpleNamespace(key_lengths=jnp.asarray([700, 130])), set()
     for tile in range(6):
-        block, other = (Block.of(p, c, refs, jnp.int32(tile), jnp.int32(0)) for c in (config, beside))
+        block, other = (Tile.of(p, c, refs, jnp.int32(tile), jnp.int32(0)) for c in (config, beside))
         first, inner_first, inner_end, end = (int(x) for x in block.span)
         visited = [int(block.step(0, jnp.int32(i)).i) for i in range(first, end)]
         assert sorted(visited) == [int(other.step(0, jnp.int32(i)).i) for i in range(first, end)]
@@ -372,7 +372,7 @@ COPIED: dict[str, tuple[int, Attention]] = {
 def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
     slots, p = COPIED[name]
     monkeypatch.setattr(heuristics, "MOST_TURNS", 0)  # as of more keys
-    assert decided(p).config.bias_slots == slots
+    assert decided(p).config.bias_stages == slots
     check(p, decided(p).run, interpreted)
 
 
@@ -383,7 +383,7 @@ def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
         ("1NTS", "float32", (2048, 2048), (64, 64), {}, 0),  # no room
         ("1NTS", "bfloat16", (2048, 2048), (128, 128), {}, 2),
         ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"deterministic": True}, 1),
-        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"soft_cap": 2.0}, 0),
+        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"soft_cap": 2.0}, 2),
         ("1NTS", "float32", (2048, 2048), (128, 128), {}, 1),
         ("1NTS", "bfloat16", (2048, 2048), (256, 256), {}, 2),
         ("1NTS", "bfloat16", (2048, 2048), (256, 256), {"soft_cap": 2.0}, 2),
@@ -396,14 +396,14 @@ def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
 )
 def test_which_biases_are_copied(shape, dtype, lengths, dims, facts, slots):
     p = with_bias(shape, dtype, lengths, dims, (4, 2), bias_gradient=False, **facts)
-    assert decided(p).config.bias_slots == slots
+    assert decided(p).config.bias_stages == slots
 
 
 @pytest.mark.parametrize("keys", [192, 200])
 def test_only_what_the_engine_does_not_copy_is_transposed(keys):
     p = with_bias("1NTS", "bfloat16", (136, keys), (128, 128), (4, 2), bias_gradient=False)
     lowered = jax.jit(decided(p).run).trace(*abstract(p)).lower(lowering_platforms=("cuda",)).as_text()
-    assert (f"tensor<1x4x{keys}x136xbf16>" in lowered) == (decided(p).config.bias_slots == 0) == (keys == 200)
+    assert (f"tensor<1x4x{keys}x136xbf16>" in lowered) == (decided(p).config.bias_stages == 0) == (keys == 200)
 
 
 @pytest.mark.parametrize("keys", [128, 200])
@@ -421,7 +421,7 @@ def test_sequences_that_share_a_bias_come_one_after_the_other(shape, facts):
     config, blocks = decided(p).config, 4
 
     def place(tile: jax.Array) -> tuple[jax.Array, ...]:
-        block = Block.of(p, config, types.SimpleNamespace(), tile, jnp.int32(0))
+        block = Tile.of(p, config, types.SimpleNamespace(), tile, jnp.int32(0))
         return block.key_head, block.batch, block.index
 
     found = np.stack(jax.vmap(place)(jnp.arange(p.batch * p.key_heads * blocks, dtype=jnp.int32)), axis=1)
@@ -456,7 +456,7 @@ def test_tiles_that_are_drawn_in_the_interpreter(name, interpreted, monkeypatch)
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     kind, dims, facts, patterns = DRAWN[name]
     p = problem_of(kind, (150, 390), dims, "bfloat16", **{"heads": (2, 1), **facts})
-    assert decided(p).config.tiles == "drawn"
+    assert decided(p).config.scheduler == "dynamic"
     check(p, decided(p).run, interpreted, **patterns)
 
 
@@ -477,27 +477,26 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
 
 
 @pytest.mark.parametrize(
-    "kind, head_dim, facts, tiles, queries_first",
+    "kind, head_dim, facts, scheduler",
     [
-        ("mask", 64, {}, "drawn", True),
-        ("mask", 128, {"segments": True}, "drawn", True),
-        ("segments-causal", 128, {}, "drawn", False),
-        ("mask", 128, {"deterministic": True}, "own", False),
-        ("mask", 64, {"bias": (1, 1, 1, 4096), "bias_dtype": jnp.dtype("bfloat16")}, "own", False),
-        ("mask", 256, {}, "own", False),
-        ("causal", 128, {}, "drawn", False),
-        ("causal", 128, {"query_length": 16384}, "own", False),
-        ("causal", 128, {"query_heads": 32, "key_heads": 4}, "own", False),
-        ("causal", 128, {"deterministic": True}, "own", False),
-        ("full", 64, {"key_length": 512}, "drawn", False),
-        ("full", 64, {"key_length": 128}, "dealt", False),
-        ("full", 128, {}, "dealt", False),
+        ("mask", 64, {}, "dynamic"),
+        ("mask", 128, {"segments": True}, "dynamic"),
+        ("segments-causal", 128, {}, "dynamic"),
+        ("mask", 128, {"deterministic": True}, "single"),
+        ("mask", 64, {"bias": (1, 1, 1, 4096), "bias_dtype": jnp.dtype("bfloat16")}, "single"),
+        ("mask", 256, {}, "single"),
+        ("causal", 128, {}, "dynamic"),
+        ("causal", 128, {"query_length": 16384}, "single"),
+        ("causal", 128, {"query_heads": 32, "key_heads": 4}, "single"),
+        ("causal", 128, {"deterministic": True}, "single"),
+        ("full", 64, {"key_length": 512}, "dynamic"),
+        ("full", 64, {"key_length": 128}, "static"),
+        ("full", 128, {}, "static"),
     ],
 )
-def test_who_draws(kind, head_dim, facts, tiles, queries_first):
+def test_who_draws(kind, head_dim, facts, scheduler):
     p = dataclasses.replace(problem_of(kind, (4096, 4096), (head_dim,) * 2, "bfloat16"), **facts)
-    config = decided(p).config
-    assert (config.tiles, getattr(config, "queries_first", False)) == (tiles, queries_first)
+    assert decided(p).config.scheduler == scheduler
 
 
 @pytest.mark.parametrize("kind", ["mask", "segments", "bias", "lengths"])
@@ -514,7 +513,7 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
     nothing = np.zeros((1, 2, 200), bool)
     nothing[0, 0, 63] = nothing[0, 1, 199] = True
     config = BackwardConfig(block_q, warpgroups=2, stages=2)
-    found = backward_d_out.blocks_with(jnp.asarray(nothing), config)
+    found = backward_operands.tiles_without_keys(jnp.asarray(nothing), config)
     expected = {64: [[1, 0, 0, 0], [0, 0, 0, 1]], 128: [[1, 0], [0, 1]]}[block_q]
     np.testing.assert_array_equal(found, [expected])
 

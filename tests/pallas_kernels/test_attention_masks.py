@@ -16,7 +16,7 @@ from attention_cases import counts_of, operands_of, seen_of
 from test_attention_segments import in_blocks, spread
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_operands, backward_turns, bits, forward, heuristics, schedule
+from pallas_kernels.attention import backward_common, backward_operands, bits, forward, heuristics, schedule
 from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
@@ -121,7 +121,7 @@ def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
         before = np.cumsum(visited[:, ::-1], axis=1)[:, ::-1] - visited
     turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
     np.testing.assert_array_equal(turns, before)
-    assert backward_turns.counts(p, config) is None
+    assert backward_common.turn_counts(p, config) is None
 
 
 def test_later_queries_start_first():

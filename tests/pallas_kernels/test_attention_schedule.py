@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import dispatch, forward, tile_scheduler
-from pallas_kernels.attention.backward_blocks import Block
+from pallas_kernels.attention.backward_common import Tile
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200, Device
 
@@ -66,7 +66,7 @@ def check_tiles(p: Attention) -> None:
     refs = types.SimpleNamespace(spans=jnp.zeros((1, 1, sizes[2], 4), jnp.int32))
 
     def place(tile: jax.Array) -> tuple[jax.Array, ...]:
-        block = Block.of(p, config, refs, tile, jnp.int32(0))
+        block = Tile.of(p, config, refs, tile, jnp.int32(0))
         return block.batch, block.key_head, block.index
 
     batch, head, last = (np.asarray(x) for x in jax.vmap(place)(taken))

@@ -12,7 +12,7 @@ import test_attention_forward
 from attention_cases import counts_of, seen_of
 from documents import PATTERNS
 
-from pallas_kernels.attention import backward_blocks, backward_operands, backward_turns, schedule, segments
+from pallas_kernels.attention import backward_common, backward_operands, schedule, segments
 from pallas_kernels.attention.configs import BackwardConfig
 from pallas_kernels.attention.pairs import Pairs, spans
 from pallas_kernels.attention.problem import Attention, Op
@@ -129,10 +129,10 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
     whole, inner = in_blocks(seen, config.block_kv, config.block_q, whole=True), spread(table, blocks, 1, 2)
     if not p.query_lengths:  # of queries past their length the weights are 0
         assert not (inner & ~whole).any()
-    order = slice(None, None, -1 if backward_blocks.latest_first(p, config) else 1)
+    order = slice(None, None, -1 if backward_common.latest_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
     np.testing.assert_array_equal(found["turns_before"][:, 0], before)
-    assert visited.any(1).all() or not backward_turns.first_stores(p, config)
+    assert visited.any(1).all() or not backward_common.first_stores(p, config)
 
 
 @pytest.mark.parametrize("rules", RULES)
@@ -146,10 +146,10 @@ def test_turns_of_one_segment_are_those_without_segments(rules):
     table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):
-        sequence = backward_blocks.sequence_at(p, config, ops, b)
+        sequence = backward_common.sequence_at(p, config, ops, b)
         block = SimpleNamespace(problem=plain, config=config, index=j, sequence=sequence)
         for i in range(table[b, j, 0], table[b, j, 3]):
-            assert turns[b, j, i] == backward_turns.before(block, jnp.int32(i))
+            assert turns[b, j, i] == backward_common.turns_before(block, jnp.int32(i))
 
 
 @pytest.mark.parametrize("causal", [True, False])
