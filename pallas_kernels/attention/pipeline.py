@@ -35,9 +35,17 @@ start = asynchronous.start_barriers
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
-    asynchronous.wait(
-        full.at[stage(n, stages)], stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
-    )
+    parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
+
+    def wait_barrier(ctx, full, parity):
+        # In the scope of the CTA: in that of a cluster, each wait would invalidate the L1 cache.
+        text = (
+            "{ .reg .pred done; AGAIN: "
+            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
+        )
+        emit.ptx(text, "r,r,~{memory}", [emit.shared_address(full), emit.scalar(parity)])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(full.at[stage(n, stages)], parity)
 
 
 def stage(n: Index, stages: int) -> jax.Array:

@@ -988,9 +988,9 @@ MUTANTS = (
     ),
     _drawn_backward(
         "span_not_told",
-        "which queries come past a tile of keys is not read from its record",
-        "index, sequence, Span(*span), first_stage, t)",
-        "index, sequence, Span(0, 0, 0, 0), first_stage, t)",
+        "a tile's record does not say which queries come past its keys",
+        "(jnp.where(number < tiles, batch, -1), *rest)",
+        "(jnp.where(number < tiles, batch, -1), *rest[:3], 0, 0, 0, 0)",
     ),
     _drawn_backward(
         "keys_too_early",
