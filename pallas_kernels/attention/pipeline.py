@@ -35,14 +35,39 @@ start = asynchronous.start_barriers
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
-    asynchronous.wait(
-        full.at[stage(n, stages)], stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
-    )
+    parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
+
+    def wait_barrier(ctx, full, parity):
+        # In the scope of the CTA: in that of a cluster, each wait would invalidate the L1 cache.
+        text = (
+            "{ .reg .pred done; AGAIN: "
+            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
+        )
+        emit.ptx(text, "r,r,~{memory}", [emit.shared_address(full), emit.scalar(parity)])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(full.at[stage(n, stages)], parity)
 
 
 def stage(n: Index, stages: int) -> jax.Array:
     """Which stage step `n` has."""
     return lax.rem(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)).astype(jnp.int32)
+
+
+def arrive(empty: jax.Ref) -> jax.Array:
+    """Each warp arrives once; `when(result)` is the warp whose arrival was the phase's last, and may come much later."""
+
+    def arrive_at_stage(ctx, empty):
+        text = (
+            "{ .reg .b32 lane; .reg .b64 state; .reg .pred first; mov.u32 lane, %laneid; "
+            "setp.eq.u32 first, lane, 0; mov.b32 $0, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
+            "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
+        )
+        address = emit.shared_address(empty)
+        pending = llvm.inline_asm(emit.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
+        return emit.integer(pending)
+
+    pending = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(arrive_at_stage)(empty)
+    return (pending == 1).astype(jnp.int32)
 
 
 def release(empty: jax.Ref) -> jax.Array:
