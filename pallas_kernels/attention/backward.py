@@ -463,7 +463,7 @@ def _add_to_dq(
     problem, config, refs = tile.problem, tile.config, tile.refs
     if config.last_writes and config.turns and not _fetches_early(config):
         _fetch_sum(part, ended)
-    for other in range(config.warpgroups):
+    for other in map(loops.recomputed, map(jnp.int32, range(config.warpgroups))):
         plgpu.wgmma(dq_sum, part.ds_smem.at[other, row].T, refs.key_smem.at[other, column])
     begun = None
     if config.ahead:
@@ -591,7 +591,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, c) in zip(slots, here, strict=False):
-            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype))
+            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype), once=True)
         plgpu.commit_smem()
         for slot, (_, ref, c) in zip(slots, here, strict=False):
             plgpu.copy_smem_to_gmem(slot.at[0], ref.at[tile.batch, rows, tile.key_head, pl.ds(c * CHUNK, CHUNK)])
