@@ -178,8 +178,8 @@ def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
 
     if not may_see_nothing:
         return _copy(full, [*parts, d_out])
-    for part in parts:
-        pipeline.copy(*part, full)
+    for source, at, to in parts:
+        pipeline.copy(source, at, to, full)
     nothing, landed = refs.without_keys[batch, head, i] != 0, refs.landed.at[stage]
 
     @pipeline.when(nothing)

@@ -17,6 +17,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -288,7 +289,7 @@ def _clip(x: Index, low: Index, high: Index) -> Any:
 def scratch_bytes(scratch: dict[str, Any]) -> int:
     """What the arrays and barriers take."""
     found = scratch.values()
-    barriers = sum(math.prod(x.num_barriers) for x in found if isinstance(x, plgpu.Barrier))
+    barriers = sum(int(np.prod(x.num_barriers)) for x in found if isinstance(x, plgpu.Barrier))
     arrays = [math.prod(x.shape) * x.dtype.itemsize for x in found if not isinstance(x, plgpu.Barrier)]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in arrays) + barriers * BARRIER_BYTES
 

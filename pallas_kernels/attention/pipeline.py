@@ -54,7 +54,7 @@ def stage(n: Index, stages: int) -> jax.Array:
 
 
 def arrive(empty: jax.Ref) -> jax.Array:
-    """Each warp arrives once; `when(result)` is the warp whose arrival was the phase's last, and may come much later."""
+    """Each warp arrives once; `when(result)` is the warp whose arrival was the phase's last, and may come later."""
 
     def arrive_at_stage(ctx, empty):
         text = (
