@@ -42,6 +42,17 @@ def thread_in_warpgroup() -> ir.Value:
     return arith.remui(utils.thread_idx(), c32(WARPGROUP))
 
 
+def thread_found_here() -> ir.Value:
+    """The thread's number in its warpgroup, and nothing that the compiler would keep in registers all along a loop."""
+    thread = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    return arith.remui(thread, c32(WARPGROUP))
+
+
+def opaque(x: ir.Value) -> ir.Value:
+    """A word of which the compiler does not know where it comes from, so that what follows from it stays in a loop."""
+    return llvm.inline_asm(i32(), [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+
+
 def equals(x: ir.Value, constant: int) -> ir.Value:
     """Whether an integer is the constant."""
     return arith.cmpi(arith.CmpIPredicate.eq, x, c32(constant))

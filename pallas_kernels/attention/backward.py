@@ -137,17 +137,12 @@ def _place(tile: Tile, j: Any) -> _Place:
 
 
 def _place_after(tile: Tile, step: Step, stages: int) -> _Place:
-    """The place of the stage so many behind a step's. Most are of the same tile, and wait for no record."""
-
-    def here() -> _Place:
-        head, i = step.head, step.visit + stages
-        for _ in range(stages * (tile.group > 1)):
-            wraps = (i >= tile.span.end).astype(jnp.int32)
-            head, i = head + wraps, i - wraps * (tile.span.end - tile.span.first)
-        return _Place(tile.batch, head, tile.visited(i), tile.first_key)
-
-    n = step.n + stages
-    return _Place(*lax.cond(n < tile.first_stage + tile.steps, here, lambda: _place_behind(tile, n)))
+    """The place of the stage so many behind a step's, of the same tile."""
+    head, i = step.head, step.visit + stages
+    for _ in range(stages * (tile.group > 1)):
+        wraps = (i >= tile.span.end).astype(jnp.int32)
+        head, i = head + wraps, i - wraps * (tile.span.end - tile.span.first)
+    return _Place(tile.batch, head, tile.visited(i), tile.first_key)
 
 
 def _place_behind(tile: Tile, n: Any) -> _Place:
@@ -158,6 +153,18 @@ def _place_behind(tile: Tile, n: Any) -> _Place:
 
 
 def _copy_stage(tile: Tile, place: _Place, n: Any) -> None:
+    """Issues the copies of stage `n`, in which there may be no step."""
+    full = tile.refs.full.at[pipeline.stage(n, tile.config.stages)]
+    pipeline.when((place.batch >= 0) & (place.i >= 0))(lambda: _copy_step(tile, place, n))
+
+    @pipeline.when((place.batch >= 0) & (place.i < 0))
+    def _():
+        pipeline.expect(full, 0)
+        if schedule.may_see_nothing(tile.problem):
+            pipeline.expect(tile.refs.landed.at[pipeline.stage(n, tile.config.stages)], 0)
+
+
+def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
     """Issues the copies of stage `n`: a step's queries and cotangents, and their statistics."""
     config, refs, (batch, head, i, _) = tile.config, tile.refs, place
     stage, rows = pipeline.stage(n, config.stages), pl.ds(i * config.block_q, config.block_q)
@@ -169,32 +176,24 @@ def _copy_stage(tile: Tile, place: _Place, n: Any) -> None:
     ]
     d_out = refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]
 
-    @pl.when((batch >= 0) & (i >= 0))
+    if not may_see_nothing:
+        return _copy(full, [*parts, d_out])
+    for source, at, to in parts:
+        pipeline.copy(source, at, to, full)
+    nothing, landed = refs.without_keys[batch, head, i] != 0, refs.landed.at[stage]
+
+    @pipeline.when(nothing)
     def _():
-        if not may_see_nothing:
-            return _copy(full, [*parts, d_out])
-        for source, at, to in parts:
-            pipeline.copy(source, at, to, full)
-        nothing, landed = refs.without_keys[batch, head, i] != 0, refs.landed.at[stage]
+        _copy(landed, [d_out])
+        pipeline.wait(refs.landed, n, config.stages)
+        backward_common.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
+        pipeline.expect(full, _bytes(parts))
 
-        @pl.when(nothing)
-        def _():
-            _copy(landed, [d_out])
-            pipeline.wait(refs.landed, n, config.stages)
-            backward_common.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
-            pipeline.expect(full, _bytes(parts))
-
-        @pl.when(jnp.logical_not(nothing))
-        def _():
-            pipeline.copy(*d_out, full)
-            pipeline.expect(full, _bytes([*parts, d_out]))
-            pipeline.expect(landed, 0)  # a phase to each of the stage's
-
-    @pl.when((batch >= 0) & (i < 0))
+    @pipeline.when(jnp.logical_not(nothing))
     def _():
-        pipeline.expect(full, 0)
-        if may_see_nothing:
-            pipeline.expect(refs.landed.at[stage], 0)
+        pipeline.copy(*d_out, full)
+        pipeline.expect(full, _bytes([*parts, d_out]))
+        pipeline.expect(landed, 0)  # a phase to each of the stage's
 
 
 def _copy_bias(tile: Tile, place: _Place, n: Any) -> None:
@@ -227,17 +226,39 @@ def _release(empty: jax.Ref, n: Any, stages: int, copy: Callable[[], None]) -> N
     pl.when(last != 0)(copy)
 
 
-def _release_stage(tile: Tile, step: Step) -> None:
-    """The warps have read what a step reads, but for its bias."""
+def _release_stage(tile: Tile, step: Step) -> jax.Array:
+    """The warps have read what a step reads, but for its bias; whether this warp is to refill the stage in a moment.
+
+    Right after the release, products would wait for the warp. Of a tile's last stages, which are refilled for the next
+    tile, that is as it is: there are no registers for another tile's place once products are under way.
+    """
     stages = tile.config.stages
-    copy = lambda: _copy_stage(tile, _place_after(tile, step, stages), step.n + stages)
-    _release(tile.refs.empty, step.n, stages, copy)
+    n, released = step.n + stages, pipeline.arrive(tile.refs.empty.at[pipeline.stage(step.n, stages)])
+    within = n < tile.first_stage + tile.steps
+
+    @pl.when(jnp.logical_not(within))
+    def _():
+        pipeline.when(released)(lambda: _copy_stage(tile, _place_behind(tile, n), n))
+
+    return released * within.astype(jnp.int32)
+
+
+def _refill(tile: Tile, step: Step, released: jax.Array) -> None:
+    """Refills the stage of the step before, once the step's first product is under way, if this warp is to."""
+    stages = tile.config.stages - 1
+    pipeline.when(released)(lambda: _copy_step(tile, _place_after(tile, step, stages), step.n + stages))
 
 
 def _release_bias(tile: Tile, step: Step) -> None:
     """The warps have read a step's bias."""
     slots = tile.config.bias_stages
-    copy = lambda: _copy_bias(tile, _place_after(tile, step, slots), step.n + slots)
+    n = step.n + slots
+
+    def copy() -> None:
+        within = n < tile.first_stage + tile.steps
+        here, behind = lambda: _place_after(tile, step, slots), lambda: _place_behind(tile, n)
+        _copy_bias(tile, _Place(*lax.cond(within, here, behind)), n)
+
     _release(tile.refs.bias_empty, step.n, slots, copy)
 
 
@@ -279,7 +300,7 @@ def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
 
     def mainloop(sums: Any) -> None:
         first = _first_scores(tile) if tile.config.ahead else None
-        tile.each_step(functools.partial(_step, sums), first)
+        tile.each_step(functools.partial(_step, sums), (first, jnp.int32(0)))
 
     dk, dv = pl.run_state(mainloop)(tuple(ACC.init(x) for x in zeros))
     tile = tile.again()
@@ -322,12 +343,14 @@ class _Part(NamedTuple):
 
 
 def _step(
-    sums: tuple[Accumulator, Accumulator], tile: Tile, step: Step, compare: Compare, scores: jax.Array | None
-) -> jax.Array | None:
+    sums: tuple[Accumulator, Accumulator], tile: Tile, step: Step, compare: Compare, carry: tuple[Any, jax.Array]
+) -> tuple[jax.Array | None, jax.Array]:
     """Adds to dK and dV in registers and to dQ in device memory.
 
-    `scores`: the step's K Q^T, if that is multiplied ahead; what comes back is the next step's then.
+    `carry`: the step's K Q^T, if that is multiplied ahead, and whether the warp is to refill the stage of the step
+    before; what comes back is the same for the next step.
     """
+    scores, released = carry
     problem, config, refs = tile.problem, tile.config, tile.refs
     dk_sum, dv_sum = sums
     warpgroup, stage = loops.recomputed(lax.axis_index("warpgroup")), lax.rem(step.n, config.stages)
@@ -343,6 +366,7 @@ def _step(
         dp_sum[...] = by_column(refs.delta_smem.at[stage], shape)
         begun = _begin_scores(tile, stage) if scores is None else None
         plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
+        _refill(tile, step, released)
         extras = backward_common.load_early(tile, step, warpgroup)
         if config.bias_stages:
             extras["bias"] = _read_bias(part)
@@ -378,8 +402,7 @@ def _step(
         plgpu.wgmma_wait(0)
     else:
         begun = products.finish(begun, later=0)
-    _release_stage(tile, step)
-    return begun
+    return begun, _release_stage(tile, step)
 
 
 def _begin_scores(tile: Tile, stage: jax.Array) -> jax.Array:
@@ -440,7 +463,7 @@ def _add_to_dq(
     problem, config, refs = tile.problem, tile.config, tile.refs
     if config.last_writes and config.turns and not _fetches_early(config):
         _fetch_sum(part, ended)
-    for other in range(config.warpgroups):
+    for other in map(loops.recomputed, map(jnp.int32, range(config.warpgroups))):
         plgpu.wgmma(dq_sum, part.ds_smem.at[other, row].T, refs.key_smem.at[other, column])
     begun = None
     if config.ahead:
@@ -568,7 +591,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, c) in zip(slots, here, strict=False):
-            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype))
+            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype), once=True)
         plgpu.commit_smem()
         for slot, (_, ref, c) in zip(slots, here, strict=False):
             plgpu.copy_smem_to_gmem(slot.at[0], ref.at[tile.batch, rows, tile.key_head, pl.ds(c * CHUNK, CHUNK)])

@@ -528,8 +528,8 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
 
     def mask_tile(ctx, x, keys, most, least):
         registers = x.registers.copy()
-        lane = arith.remui(utils.thread_idx(), emit.c32(32))
-        warp = arith.divui(emit.thread_in_warpgroup(), emit.c32(32))
+        thread = emit.thread_found_here()
+        lane, warp = arith.remui(thread, emit.c32(32)), arith.divui(thread, emit.c32(32))
         first = arith.addi(arith.muli(warp, emit.c32(16)), arith.divui(lane, emit.c32(4)))
         column = arith.muli(arith.remui(lane, emit.c32(4)), emit.c32(2))
         outside = utils.c(-math.inf, ir.F32Type.get())

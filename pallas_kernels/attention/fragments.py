@@ -107,19 +107,20 @@ def as_rows(sums: jax.Array) -> jax.Array:
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)
 
 
-def store_factor(target: jax.Ref, factor: jax.Array) -> None:
-    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`."""
+def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
+    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`; `once`: outside of the loop over steps."""
     dtype = jnp.dtype(target.dtype)
 
     def store_squares(ctx, target, factor):
-        lane, warp = _lane_and_warp()
+        lane, warp = _lane_and_warp(once)
         # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
         # eight columns on.
         matrix, row = arith.divui(lane, emit.c32(8)), arith.remui(lane, emit.c32(8))
         below, right = arith.remui(matrix, emit.c32(2)), arith.divui(matrix, emit.c32(2))
         line = arith.addi(arith.muli(warp, emit.c32(16)), arith.addi(arith.muli(below, emit.c32(8)), row))
         base = arith.addi(emit.shared_address(target), arith.muli(line, emit.c32(_ROW_BYTES)))
-        swizzled = arith.muli(arith.xori(right, row), emit.c32(16))
+        # A copy that the compiler cannot see through: it would keep each sum with a constant all along the loop.
+        swizzled = emit.opaque(arith.muli(arith.xori(right, row), emit.c32(16)))
         words = [_word(pair) for pair in factor.registers.flat]
         for i in range(len(words) // 4):
             square, columns = divmod(i, _SIDE // 16)
@@ -161,8 +162,8 @@ def _thread_place(ref: ir.Value) -> ir.Value:
     return arith.addi(emit.shared_address(ref), offset)
 
 
-def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
-    thread = emit.thread_in_warpgroup()
+def _lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
+    thread = emit.thread_found_here() if once else emit.thread_in_warpgroup()
     return arith.remui(thread, emit.c32(32)), arith.divui(thread, emit.c32(32))
 
 

@@ -53,6 +53,23 @@ def stage(n: Index, stages: int) -> jax.Array:
     return lax.rem(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)).astype(jnp.int32)
 
 
+def arrive(empty: jax.Ref) -> jax.Array:
+    """Each warp arrives once; `when(result)` is the warp whose arrival was the phase's last, and may come later."""
+
+    def arrive_at_stage(ctx, empty):
+        text = (
+            "{ .reg .b32 lane; .reg .b64 state; .reg .pred first; mov.u32 lane, %laneid; "
+            "setp.eq.u32 first, lane, 0; mov.b32 $0, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
+            "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
+        )
+        address = emit.shared_address(empty)
+        pending = llvm.inline_asm(emit.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
+        return emit.integer(pending)
+
+    pending = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(arrive_at_stage)(empty)
+    return (pending == 1).astype(jnp.int32)
+
+
 def release(empty: jax.Ref) -> jax.Array:
     """Each warp arrives once; 1 in the warp whose arrival is the phase's last, and 0 in the others."""
 

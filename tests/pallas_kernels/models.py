@@ -146,6 +146,10 @@ def _release_stage(machine: Any, static: Any, ref: Any) -> list[Any]:
     return [machine.arrive_last(ref, 4)]
 
 
+def _arrive_at_stage(machine: Any, static: Any, ref: Any) -> list[Any]:
+    return [machine.arrive_last(ref, 4)]
+
+
 def _first_warp(machine: Any, static: Any) -> list[Any]:
     return [jnp.int32(machine.warpgroup == 0)]
 
