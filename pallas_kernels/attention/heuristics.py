@@ -79,8 +79,8 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     config = _ahead(problem, _in_order(problem, device, config))
     config = _filling(problem, device, _dynamic(problem, _static(problem, config)))
     found = _with_bias_stages(problem, device, [config], backward_kernel.shared_bytes)
-    if (found.bias_stages == 0 or not narrow) and problem.bias and not (config.turns or config.last_writes):
-        # Shared memory for dQ is better spent on a tile of the bias, and wider heads would spill 8 bytes.
+    if found.bias_stages == 0 and not (config.turns or config.last_writes):
+        # Shared memory for dQ is better spent on a tile of the bias.
         config = dataclasses.replace(config, adds_registers=True)
         registers = _with_bias_stages(problem, device, [config], backward_kernel.shared_bytes)
         found = registers if registers.bias_stages else found
@@ -93,13 +93,10 @@ def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     H200, us, without and with it: 4096 tokens, heads of 64, 3004 and 2794, causal 1614 and 1514; of 128, 2585 and 2428,
     causal 1327 and 1242; documents of 1024 tokens and heads of 64, 903 and 880, of 128, 706 and 682; masks, heads of
     128, causal 811 and 787, random 1410 and 1384; with a bias and heads of 128, 2345 and 2451. Beside a last turn's
-    branches heads of 128, causal, would spill 640 bytes; beside a bias that TMA copies heads of
-    16 and 32 would, 204.
+    branches heads of 128, causal, would spill 640 bytes.
     """
-    spills = problem.bias is not None and (
-        memory.bias_is_tiled(problem) or max(problem.head_dim, problem.value_dim) > 64
-    )
-    return dataclasses.replace(config, ahead=not config.last_writes and not spills)
+    narrow = max(problem.head_dim, problem.value_dim) <= 64
+    return dataclasses.replace(config, ahead=not config.last_writes and (narrow or problem.bias is None))
 
 
 def _static(problem: Attention, config: BackwardConfig) -> BackwardConfig:
