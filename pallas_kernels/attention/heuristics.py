@@ -96,7 +96,9 @@ def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     branches heads of 128, causal, would spill 640 bytes.
     """
     narrow = max(problem.head_dim, problem.value_dim) <= 64
-    return dataclasses.replace(config, ahead=not config.last_writes and (narrow or problem.bias is None))
+    # Beside a copied bias' gradient 36 bytes would spill.
+    fits = (narrow or problem.bias is None) and not (problem.bias_gradient and memory.bias_is_tiled(problem))
+    return dataclasses.replace(config, ahead=not config.last_writes and fits)
 
 
 def _static(problem: Attention, config: BackwardConfig) -> BackwardConfig:
