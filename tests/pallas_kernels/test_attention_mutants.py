@@ -35,12 +35,13 @@ pytestmark = pytest.mark.slow
 # A deadlocked simulation notices it after this long, or in the model of what it waits for.
 DEADLOCK_S = 2.0
 FEW = dataclasses.replace(hardware.H200, sm_count=2)
+# A warpgroup that does not wait may get two phases ahead: the other one's barrier then shows the phase before for ever.
 REJECTIONS = {
     NUMBERS: (AssertionError,),
     RACE: (RaceDetected,),
     UNORDERED: (AssertionError, RaceDetected),
     NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
-    NOT_WAITED_FOR: (RaceDetected, jax.errors.JaxRuntimeError),
+    NOT_WAITED_FOR: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
     OUT_OF_STEP: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
     DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
     UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
