@@ -96,8 +96,8 @@ def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     branches heads of 128, causal, would spill 640 bytes.
     """
     narrow = max(problem.head_dim, problem.value_dim) <= 64
-    # Beside a copied bias' gradient 36 bytes would spill.
-    fits = (narrow or problem.bias is None) and not (problem.bias_gradient and memory.bias_is_tiled(problem))
+    # Beside a copied bias up to 40 bytes would spill.
+    fits = problem.bias is None or (narrow and not memory.bias_is_tiled(problem))
     return dataclasses.replace(config, ahead=not config.last_writes and fits)
 
 
