@@ -92,13 +92,10 @@ def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
 
     H200, us, without and with it: 4096 tokens, heads of 64, 3004 and 2794, causal 1614 and 1514; of 128, 2585 and 2428,
     causal 1327 and 1242; documents of 1024 tokens and heads of 64, 903 and 880, of 128, 706 and 682; masks, heads of
-    128, causal 811 and 787, random 1410 and 1384; with a bias and heads of 128, 2345 and 2451. Beside a last turn's
-    branches heads of 128, causal, would spill 640 bytes.
+    128, causal 811 and 787, random 1410 and 1384; with a bias and heads of 128, 2345 and 2451, and with one and heads
+    up to 64 up to 52 bytes would spill. Beside a last turn's branches heads of 128, causal, would spill 640 bytes.
     """
-    narrow = max(problem.head_dim, problem.value_dim) <= 64
-    # Beside a copied bias up to 40 bytes would spill.
-    fits = problem.bias is None or (narrow and not memory.bias_is_tiled(problem))
-    return dataclasses.replace(config, ahead=not config.last_writes and fits)
+    return dataclasses.replace(config, ahead=not config.last_writes and problem.bias is None)
 
 
 def _static(problem: Attention, config: BackwardConfig) -> BackwardConfig:
