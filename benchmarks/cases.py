@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.problem import Op, Problem
 
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 PASSES = ("fwd", "bwd", "value_and_vjp", "call", "value_and_grad", "value_and_grad_mean")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 from benchmarks.cases import Case
-from pallas_kernels import dispatch
 from pallas_kernels.monoid import Stats, log_normalizer
+from pallas_kernels.softmax import dispatch
 
 OPS = ("cross_entropy", "top_k")
 Function = Callable[..., Any]

@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.cases import Case
 from benchmarks.oracle import oracle
-from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer
-from pallas_kernels.problem import IGNORED
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import IGNORED
 
 _CHECKED_ELEMENTS = 1 << 28  # at once, in float32
 _LOSS_ULPS = 64.0

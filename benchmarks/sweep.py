@@ -1,4 +1,4 @@
-"""Times configs of the ladder's rungs against each other: the measurements `pallas_kernels.heuristics` stands on.
+"""Times configs of the ladder's rungs against each other: what `pallas_kernels.softmax.heuristics` stands on.
 
     python -m benchmarks.sweep --rung=cluster --dtype=bfloat16 --cols=128256,151936 --blocks=4,6,8 --registers=1,2
 
@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from benchmarks import probes, timing
-from pallas_kernels import dispatch, hardware
-from pallas_kernels.configs import StagedConfig
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels import hardware
+from pallas_kernels.softmax import dispatch
+from pallas_kernels.softmax.config import StagedConfig
+from pallas_kernels.softmax.problem import Op, Problem
 
 _RUNG = flags.DEFINE_enum("rung", "cluster", ["block", "cluster"], "The rung whose configs to time.")
 _OP = flags.DEFINE_list("op", ["softmax"], "Operations.")

@@ -1,8 +1,8 @@
 """Why `jaxsoftmax.softmax` is a primitive and not a `jax.custom_vjp` function: the same derivative, bound twice.
 
-`pallas_kernels.vjp` binds the pair (forward, backward) by `jax.custom_vjp`; `jaxsoftmax` registers it as the rules of
-a primitive. Gradients are the same; forward mode, and what is built on it, exists only for the primitive. Here the
-`custom_vjp` function is written out over the plain XLA reference, so that it runs on any machine.
+`pallas_kernels.softmax.derivatives` binds the pair (forward, backward) by `jax.custom_vjp`; `jaxsoftmax` registers it
+as the rules of a primitive. Gradients are the same; forward mode, and what is built on it, exists only for the
+primitive. Here the `custom_vjp` function is written out over the plain XLA reference, so that it runs on any machine.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsoftmax
-from pallas_kernels import reference
+from pallas_kernels.softmax import reference
 
 
 @jax.custom_vjp

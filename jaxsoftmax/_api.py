@@ -12,8 +12,8 @@ from jaxsoftmax._checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._primitives import bind
 from jaxsoftmax._sharding import cut_alike
 from pallas_kernels.monoid import Stats, combine, log_normalizer
-from pallas_kernels.problem import Op
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 # Bound once: a program may put this library's functions in their place.
 _JAX_NN = {Op.SOFTMAX: jax.nn.softmax, Op.LOG_SOFTMAX: jax.nn.log_softmax}

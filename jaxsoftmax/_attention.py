@@ -11,7 +11,7 @@ from jaxsoftmax._attention_checks import CausalAlignment
 from jaxsoftmax._attention_primitives import attend
 from jaxsoftmax._checks import ArrayLike, Implementation
 from pallas_kernels.attention.operands import Operands, Rules
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 
 class _Keywords(TypedDict, total=False):

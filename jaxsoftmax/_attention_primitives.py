@@ -26,7 +26,7 @@ from jaxsoftmax._attention_lowering import Part
 from jaxsoftmax._attention_sharding import agreed, layout_of
 from jaxsoftmax._sharding import mesh_of, on_mesh_of, place, settings_for, spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 SAVED_NAMES = {"out": "flash_attention_out", "lse": "flash_attention_lse"}
 

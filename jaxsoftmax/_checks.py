@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.monoid import Stats
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 type ArrayLike = jax.typing.ArrayLike  # an alias with a name of its own, which is what help() prints
 Axis = int | Iterable[int] | None

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._sharding import Cuts, Names, names_of
-from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, merge_over
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import Op
 
 LocalStats = Callable[..., Stats]
 

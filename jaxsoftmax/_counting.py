@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, combine
+from pallas_kernels.softmax import reference
 
 # Comparisons of both rankings up to which counting is faster than sorting, for one row; XLA takes longer over each of
 # them for several rows. In comparisons: one among the candidates, which are gathered for it, a padded copy, and chunks

@@ -17,8 +17,8 @@ from jaxsoftmax._cross_entropy_tangents import weigh
 from jaxsoftmax._primitives import bind
 from jaxsoftmax._sharding import settings_for
 from pallas_kernels.monoid import Stats, log_normalizer
-from pallas_kernels.problem import IGNORED, Op
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax.problem import IGNORED, Op
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 
 @overload

@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 from jaxsoftmax import _lowering
 from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, of_weight, seen, weigh
 from jaxsoftmax._primitives import BY_OP, bind, higher_jvp, zeros
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:

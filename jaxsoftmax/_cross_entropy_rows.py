@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from jaxsoftmax._collective import from_all
 from jaxsoftmax._sharding import Cuts, mesh_axes, names_of, spec_of
-from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
-from pallas_kernels.problem import IGNORED, Op
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import IGNORED, Op
 
 Rows = Callable[..., Any]
 Pick = Callable[..., jax.Array]

@@ -20,9 +20,9 @@ from jaxsoftmax import _checks, _lowering
 from jaxsoftmax._cross_entropy_rows import of_this_device
 from jaxsoftmax._primitives import define, higher_jvp, zeros
 from jaxsoftmax._sharding import Cuts, lower_plain, on_mesh_of, settings_for, unify_varying
-from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, log_normalizer
-from pallas_kernels.problem import IGNORED, Op
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import IGNORED, Op
 
 Axes = tuple[int, ...]
 Numbers = Sequence[jax.Array | None]

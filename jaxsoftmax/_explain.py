@@ -20,8 +20,8 @@ from jaxsoftmax._selection import chunk_size, select
 from jaxsoftmax._top_k import TOP_K, top_k_softmax
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Op
-from pallas_kernels.vjp import RULES
+from pallas_kernels.softmax.derivatives import RULES
+from pallas_kernels.softmax.problem import Op
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
 

@@ -15,9 +15,10 @@ from jax.interpreters import mlir
 from jaxsoftmax import _checks, _collective, _sharding
 from jaxsoftmax import _cross_entropy_rows as losses
 from jaxsoftmax._rows import Plan, plan
-from pallas_kernels import hardware, reference
+from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import Op
 
 Asked = tuple[Sequence[Any], dict[str, Any]]
 

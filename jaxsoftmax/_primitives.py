@@ -30,9 +30,9 @@ from jaxsoftmax._sharding import (
     spec_of,
     unify_varying,
 )
-from pallas_kernels import reference
-from pallas_kernels.problem import Op
-from pallas_kernels.vjp import RULES, TRANSPOSE
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
+from pallas_kernels.softmax.problem import Op
 
 SAVED_NAME = "softmax_out"
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.problem import Op, Problem
 
 if TYPE_CHECKING:
-    from pallas_kernels.dispatch import Decision
+    from pallas_kernels.softmax.dispatch import Decision
 
 Shape = tuple[int, ...]
 
@@ -129,7 +129,7 @@ def plan(
     sums depend on how many rows there are, so that they are transposed if `batch_invariant` too.
     """
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
-    from pallas_kernels import dispatch
+    from pallas_kernels.softmax import dispatch
 
     if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
         return Plan((("every kernel", "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))

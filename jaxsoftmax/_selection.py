@@ -20,10 +20,10 @@ from jaxsoftmax import _counting
 from jaxsoftmax._collective import from_all
 from jaxsoftmax._primitives import bind
 from jaxsoftmax._sharding import Cuts, names_of
-from pallas_kernels import reference
 from pallas_kernels.monoid import Stats, merge_over
-from pallas_kernels.problem import Op
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 # Rows that XLA orders in one kernel; and the cost of ordering an element, of a chunk's state, of a chunk that begins
 # anywhere and of a padded copy, in reads of an element.

@@ -23,9 +23,9 @@ from jaxsoftmax._checks import ArrayLike, Implementation
 from jaxsoftmax._primitives import bind, zeros
 from jaxsoftmax._selection import probabilities, select, select_across
 from jaxsoftmax._sharding import mesh_axes, mesh_of, spec_of, unify_varying
-from pallas_kernels import reference
-from pallas_kernels.problem import Op
-from pallas_kernels.reference import accumulator_dtype
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]

@@ -25,7 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import emit, hardware, loops, scopes
+from pallas_kernels import hardware
 from pallas_kernels.attention import (
     backward_common,
     backward_operands,
@@ -44,6 +44,7 @@ from pallas_kernels.attention.memory import ACC, store, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
+from pallas_kernels.mosaic import loops, ptx, reduce
 
 Accumulator = Any  # a reference to one in registers
 
@@ -308,7 +309,7 @@ def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
     if tile.config.turns:
         backward_common.end_last_turn(tile, warpgroup)
     _release_keys(tile)
-    scopes.sync_block(tile.config.warpgroups)
+    reduce.sync_block(tile.config.warpgroups)
     drawn = draw()
     _epilogue(tile.again(), warpgroup, dk, dv)
     return drawn
@@ -448,7 +449,7 @@ def _share(part: _Part, ds: jax.Array) -> None:
     """Puts score gradients where all warpgroups find them, and waits for theirs."""
     fragments.store_factor(part.ds_smem.at[part.warpgroup], ds)
     fragments.commit()
-    scopes.sync_block(part.tile.config.warpgroups)
+    reduce.sync_block(part.tile.config.warpgroups)
 
 
 def _add_to_dq(
@@ -534,7 +535,7 @@ def _fence_copies() -> None:
     """Orders what this thread has read before what it tells TMA to read."""
 
     def fence_copies(ctx):
-        emit.ptx("fence.proxy.async.global;", "~{memory}", [])
+        ptx.asm("fence.proxy.async.global;", "~{memory}", [])
 
     plgpu.inline_mgpu()(fence_copies)()
 
@@ -639,7 +640,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
 
     publish(zero, draw(zero) if _all_drawn(config) else cta, zero)
     second = draw(1)
-    scopes.sync_block(config.warpgroups)
+    reduce.sync_block(config.warpgroups)
     first = Tile.of_record(problem, config, refs, zero)
     pl.when((pipeline.is_first_warp() != 0) & (first.batch >= 0))(lambda: prologue(first))
     lax.while_loop(lambda state: Tile.of_record(problem, config, refs, state[0]).batch >= 0, visit, (zero, second))

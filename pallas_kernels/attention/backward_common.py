@@ -24,15 +24,15 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import elementary, emit
 from pallas_kernels.attention import gather, pairs, pipeline, schedule, tile_scheduler
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.memory import columns_of_tile, transforms
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import WGMMA
-from pallas_kernels.elementary import LOG2E
-from pallas_kernels.emit import Index
+from pallas_kernels.mosaic import fast_math, ptx
+from pallas_kernels.mosaic.fast_math import LOG2E
+from pallas_kernels.mosaic.ptx import Index
 
 Compare = bool | jax.Array  # whether a step compares indices and segment ids, and applies the mask
 COLUMN = WGMMA.reduce(0)
@@ -381,10 +381,10 @@ def turns_ended(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
 
     def load_turns(ctx, turns):
         text = "ld.relaxed.gpu.global.s32 $0, [$1];"
-        ended = llvm.inline_asm(emit.i32(), [emit.global_address(turns)], text, "=r,l", has_side_effects=True)
-        return emit.integer(ended)
+        ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(turns)], text, "=r,l", has_side_effects=True)
+        return ptx.integer(ended)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(load_turns)(
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(load_turns)(
         _counter(tile, warpgroup, step.head, step.i)
     )
 
@@ -398,10 +398,10 @@ def await_turn(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
             "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
             "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; MINE: }"
         )
-        operands = [emit.global_address(turns), emit.scalar(value), emit.scalar(ended)]
-        emit.ptx(text, "l,r,r,~{memory}", operands)
+        operands = [ptx.global_address(turns), ptx.scalar(value), ptx.scalar(ended)]
+        ptx.asm(text, "l,r,r,~{memory}", operands)
 
-    arguments = (plgpu.RefType(), emit.SPLAT, emit.SPLAT)
+    arguments = (plgpu.RefType(), ptx.SPLAT, ptx.SPLAT)
     counter = _counter(tile, warpgroup, step.head, step.i)
     plgpu.inline_mgpu(arg_types=arguments)(await_turns)(counter, jnp.int32(value), ended)
 
@@ -439,9 +439,9 @@ def _end(turns: jax.Ref) -> None:
     """
 
     def count_turn(ctx, turns):
-        leader = emit.equals(emit.thread_in_warpgroup(), 0)
+        leader = ptx.equals(ptx.thread_in_warpgroup(), 0)
         text = "@$1 red.relaxed.gpu.global.add.s32 [$0], 1;"
-        emit.ptx(text, "l,b,~{memory}", [emit.global_address(turns), leader])
+        ptx.asm(text, "l,b,~{memory}", [ptx.global_address(turns), leader])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(count_turn)(turns)
 
@@ -483,7 +483,7 @@ def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]
     if problem.soft_cap is None:
         return x * (problem.scale * LOG2E), None
     # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
-    tanh = 1.0 - 2.0 / (1.0 + elementary.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
+    tanh = 1.0 - 2.0 / (1.0 + fast_math.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
     return tanh * (problem.soft_cap * LOG2E), 1.0 - tanh * tanh
 
 
@@ -501,7 +501,7 @@ def probabilities(
     elif compare:
         x = compared(x)
     lse = by_column(refs.lse_smem.at[lax.rem(step.n, tile.config.stages)], x.shape)
-    return elementary.weight_in_sum(x, lse)
+    return fast_math.weight_in_sum(x, lse)
 
 
 def _corner(tile: Tile, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Array]:
@@ -528,23 +528,23 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
 
     def mask_tile(ctx, x, keys, most, least):
         registers = x.registers.copy()
-        thread = emit.thread_found_here()
-        lane, warp = arith.remui(thread, emit.c32(32)), arith.divui(thread, emit.c32(32))
-        first = arith.addi(arith.muli(warp, emit.c32(16)), arith.divui(lane, emit.c32(4)))
-        column = arith.muli(arith.remui(lane, emit.c32(4)), emit.c32(2))
+        thread = ptx.thread_found_here()
+        lane, warp = arith.remui(thread, ptx.c32(32)), arith.divui(thread, ptx.c32(32))
+        first = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
+        column = arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2))
         outside = utils.c(-math.inf, ir.F32Type.get())
-        keys, most, least = (emit.scalar(v) for v in (keys, most, least))
+        keys, most, least = (ptx.scalar(v) for v in (keys, most, least))
         for r in range(2):
-            at = arith.addi(first, emit.c32(8 * r))
+            at = arith.addi(first, ptx.c32(8 * r))
             # The register's column is a constant, so that each comparison is one instruction.
             lowest = arith.subi(arith.subi(at, most), column)
             highest = arith.subi(arith.subi(at, least), column)
             exists = arith.cmpi(arith.CmpIPredicate.slt, at, keys)
             for j in range(shape[1] // 8):
                 values = []
-                for e, value in enumerate(emit.elements(registers.flat[2 * j + r])):
+                for e, value in enumerate(ptx.elements(registers.flat[2 * j + r])):
                     tests = [exists] if ragged else []
-                    constant = emit.c32(8 * j + e)
+                    constant = ptx.c32(8 * j + e)
                     if right is not None:
                         tests.append(arith.cmpi(arith.CmpIPredicate.sge, constant, lowest))
                     if left is not None:
@@ -556,7 +556,7 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=WGMMA)
-    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[emit.SPLAT] * 3), return_type=result)
+    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[ptx.SPLAT] * 3), return_type=result)
     return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))
 
 
@@ -585,7 +585,7 @@ def zero_rows(target: Any, lse: Any) -> None:
             + f" add.u32 row, row, 32; setp.lt.u32 more, row, {rows}; @more bra AGAIN; "
             "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
         )
-        emit.ptx(text, "l,r,~{memory}", [emit.global_address(lse), emit.shared_address(target)])
+        ptx.asm(text, "l,r,~{memory}", [ptx.global_address(lse), ptx.shared_address(target)])
 
     arguments = plgpu.RefType(transforms(tile, jnp.dtype(target.dtype))), plgpu.RefType()
     plgpu.inline_mgpu(arg_types=arguments)(zero_rows_of_warp)(target, lse)

@@ -10,12 +10,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels import monoid, places
+from pallas_kernels import monoid
 from pallas_kernels.attention import backward_common, bits, fragments, pairs, schedule, segments
 from pallas_kernels.attention.backward_common import capped_bias
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.elementary import LOG2E
+from pallas_kernels.mosaic import workspace
+from pallas_kernels.mosaic.fast_math import LOG2E
 
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
 TILE = (CHUNK, CHUNK)  # keys and queries of a step, where a warpgroup has all keys
@@ -215,7 +216,7 @@ def launch(
     )
 
     def run(begun: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        return places.call(call, arrays, begun, list(whole.values()))
+        return workspace.call(call, arrays, begun, list(whole.values()))
 
     # Each call has tickets of its own, which `vmap` would share.
     run = run if tickets is None else sequential_vmap(run)

@@ -24,7 +24,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, emit, loops, scopes
 from pallas_kernels.attention import (
     backward_common,
     backward_operands,
@@ -52,6 +51,7 @@ from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
+from pallas_kernels.mosaic import loops, mbarrier, ptx, reduce
 
 Accumulator = Any  # a reference to one in registers
 Sums = tuple[Accumulator, ...]  # the pieces of a gradient
@@ -70,7 +70,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple[int, ...]]:
     """The CTA's barriers by name, with the arrivals that complete a phase."""
-    warps, threads = (pipeline.WARPS,), (emit.WARPGROUP,)
+    warps, threads = (pipeline.WARPS,), (ptx.WARPGROUP,)
     stages, d_out_stages, slots = config.stages, config.d_out_stages, config.bias_stages
     found = {"key_full": (1,), "value_full": (1,), "p_full": threads, "ds_full": threads}
     found |= {"query_full": (1,) * stages, "query_empty": warps * stages}
@@ -206,7 +206,7 @@ def _release(tile: Tile, step: Step, empty: jax.Ref, stages: int, fetch: Any) ->
 
 def _values(tile: Tile) -> None:
     """The warpgroup of dV, and of the probabilities."""
-    asynchronous.wait(tile.refs.key_full.at[0], jnp.int32(0))
+    mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
         first = _first_scores(tile) if tile.config.ahead else None
@@ -265,7 +265,7 @@ def _add_to_dv(tile: Tile, step: Step, sums: Sums, compare: Compare, x: jax.Arra
     p = probabilities(tile, step, 0, x, extras, compare)
     _begin_turn(tile, step, VALUES)
     fragments.store(tile.refs.squares_smem.at[0], p if slope is None else p * slope)
-    asynchronous.arrive_each(refs.p_full.at[0])
+    mbarrier.arrive_each(refs.p_full.at[0])
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
     _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
     pipeline.wait(refs.ds_full, step.n, 1)
@@ -297,8 +297,8 @@ def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
 
 def _keys(tile: Tile) -> None:
     """The warpgroup of dK, and of the score gradients."""
-    asynchronous.wait(tile.refs.value_full.at[0], jnp.int32(0))
-    asynchronous.wait(tile.refs.key_full.at[0], jnp.int32(0))
+    mbarrier.wait(tile.refs.value_full.at[0], jnp.int32(0))
+    mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
     def mainloop(sums: Sums) -> None:
         tile.each_step_alike(lambda step: _add_to_dk(tile, step, sums))
@@ -331,7 +331,7 @@ def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> None:
     _begin_turn(tile, step, KEYS)
     fragments.store_factor(refs.ds_smem, ds)
     fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
-    asynchronous.arrive_each(refs.ds_full.at[0])
+    mbarrier.arrive_each(refs.ds_full.at[0])
     pipeline.wait(refs.ds_full, step.n, 1)
     if bias_of_scores:
         plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(tile, step))
@@ -431,7 +431,7 @@ def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax
     """Writes dK or dV by way of the keys' or the values' place in shared memory, when no product reads those."""
     if tile.config.turns:
         backward_common.end_last_turn(tile, jnp.int32(warpgroup))
-    scopes.sync_block(tile.config.warpgroups)
+    reduce.sync_block(tile.config.warpgroups)
     for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):
         place[:, start : start + width] = x.astype(tile.problem.dtype)
     plgpu.commit_smem()
@@ -457,7 +457,7 @@ def _body(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace,
     backward_common.name_barriers(refs, refs.barriers, _arrivals(problem, config))
     # Mosaic takes no literal where it expects a number of the kernel.
     tile = _uniform(Tile.of(problem, config, refs, lax.axis_index("cta"), 0 * lax.axis_index("cta")))
-    scopes.sync_block(config.warpgroups)
+    reduce.sync_block(config.warpgroups)
     _prologue(tile)
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup == VALUES)(lambda: _values(tile))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import asynchronous, hardware, scopes
+from pallas_kernels import hardware
 from pallas_kernels.attention import (
     bits,
     gather,
@@ -42,6 +42,7 @@ from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import ROW, WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
+from pallas_kernels.mosaic import mbarrier, reduce
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
@@ -149,7 +150,7 @@ def _start(cta: Cta) -> None:
             for i in range(config.bias_stages):
                 _copy_bias(cta, _read(cta, 0), i)
 
-    scopes.sync_block(config.warpgroups)
+    reduce.sync_block(config.warpgroups)
 
 
 def _index(cta: Cta, t: Any, ticket: Any) -> jax.Array:
@@ -413,7 +414,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
         return out[...]
 
-    asynchronous.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))
+    mbarrier.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))
     x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
     _release_stage(cta, tile, skipped)
     state, weights, _ = fold(problem, config, empty(value_dim), x)

@@ -13,10 +13,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import emit
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.mosaic import ptx
 
 SHAPE = 16, 256  # of a square's sums
 _SIDE = WARPGROUP_ROWS
@@ -31,8 +31,8 @@ def store(target: jax.Ref, sums: jax.Array) -> None:
     def store_fragments(ctx, target, sums):
         at = _thread_place(target)
         for i, pairs in enumerate(_vectors(sums.registers)):
-            numbers = [number for pair in pairs for number in emit.elements(pair)]
-            emit.ptx(f"st.shared.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}", [at, *numbers])
+            numbers = [number for pair in pairs for number in ptx.elements(pair)]
+            ptx.asm(f"st.shared.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}", [at, *numbers])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store_fragments)(target, sums)
 
@@ -63,13 +63,13 @@ def add(source: jax.Ref, target: jax.Ref) -> None:
         text = (
             "{ .reg .b32 lane, warp, from; .reg .b64 to; .reg .pred first; "
             "mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; "
-            f"and.b32 warp, warp, {emit.WARPS - 1}; "
+            f"and.b32 warp, warp, {ptx.WARPS - 1}; "
             f"mad.wide.u32 to, warp, {_WARP_BYTES}, $0; mad.lo.u32 from, warp, {_WARP_BYTES}, $1; "
             "setp.eq.u32 first, lane, 0; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
             f"@first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [to], [from], {_WARP_BYTES}; "
             "@first cp.async.bulk.commit_group; }"
         )
-        emit.ptx(text, "l,r,~{memory}", [emit.global_address(target), emit.shared_address(source)])
+        ptx.asm(text, "l,r,~{memory}", [ptx.global_address(target), ptx.shared_address(source)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(add_warps)(source, target)
 
@@ -79,12 +79,12 @@ def reduce(target: jax.Ref, sums: jax.Array) -> None:
 
     def reduce_fragments(ctx, target, sums):
         lane, warp = _lane_and_warp()
-        offset = arith.addi(arith.muli(warp, emit.c32(_WARP_BYTES)), arith.muli(lane, emit.c32(16)))
-        at = arith.addi(emit.global_address(target), arith.extui(emit.i64(), offset))
+        offset = arith.addi(arith.muli(warp, ptx.c32(_WARP_BYTES)), arith.muli(lane, ptx.c32(16)))
+        at = arith.addi(ptx.global_address(target), arith.extui(ptx.i64(), offset))
         for i, pairs in enumerate(_vectors(sums.registers)):
-            numbers = [number for pair in pairs for number in emit.elements(pair)]
+            numbers = [number for pair in pairs for number in ptx.elements(pair)]
             text = f"red.relaxed.gpu.global.add.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};"
-            emit.ptx(text, "l,f,f,f,f,~{memory}", [at, *numbers])
+            ptx.asm(text, "l,f,f,f,f,~{memory}", [at, *numbers])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(reduce_fragments)(target, sums)
 
@@ -93,7 +93,7 @@ def await_read() -> None:
     """Waits until a warp's part that is on its way may be stored over."""
 
     def await_warps(ctx):
-        emit.ptx("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;", "~{memory}", [])
+        ptx.asm("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;", "~{memory}", [])
 
     plgpu.inline_mgpu()(await_warps)()
 
@@ -115,18 +115,18 @@ def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> N
         lane, warp = _lane_and_warp(once)
         # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
         # eight columns on.
-        matrix, row = arith.divui(lane, emit.c32(8)), arith.remui(lane, emit.c32(8))
-        below, right = arith.remui(matrix, emit.c32(2)), arith.divui(matrix, emit.c32(2))
-        line = arith.addi(arith.muli(warp, emit.c32(16)), arith.addi(arith.muli(below, emit.c32(8)), row))
-        base = arith.addi(emit.shared_address(target), arith.muli(line, emit.c32(_ROW_BYTES)))
+        matrix, row = arith.divui(lane, ptx.c32(8)), arith.remui(lane, ptx.c32(8))
+        below, right = arith.remui(matrix, ptx.c32(2)), arith.divui(matrix, ptx.c32(2))
+        line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.addi(arith.muli(below, ptx.c32(8)), row))
+        base = arith.addi(ptx.shared_address(target), arith.muli(line, ptx.c32(_ROW_BYTES)))
         # A copy that the compiler cannot see through: it would keep each sum with a constant all along the loop.
-        swizzled = emit.opaque(arith.muli(arith.xori(right, row), emit.c32(16)))
+        swizzled = ptx.opaque(arith.muli(arith.xori(right, row), ptx.c32(16)))
         words = [_word(pair) for pair in factor.registers.flat]
         for i in range(len(words) // 4):
             square, columns = divmod(i, _SIDE // 16)
-            at = arith.addi(base, arith.xori(swizzled, emit.c32(32 * columns)))
+            at = arith.addi(base, arith.xori(swizzled, ptx.c32(32 * columns)))
             text = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{square * _SIDE * _ROW_BYTES}], {{$1,$2,$3,$4}};"
-            emit.ptx(text, "r,r,r,r,r,~{memory}", [at, *words[4 * i : 4 * i + 4]])
+            ptx.asm(text, "r,r,r,r,r,~{memory}", [at, *words[4 * i : 4 * i + 4]])
 
     tiled = plgpu.RefType(memory.transforms(_SIDE, dtype))
     assert target.shape[1:] == (_SIDE, _SIDE)
@@ -141,7 +141,7 @@ def commit() -> None:
     """
 
     def fence_shared(ctx):
-        emit.ptx("fence.proxy.async.shared::cta;", "~{memory}", [])
+        ptx.asm("fence.proxy.async.shared::cta;", "~{memory}", [])
 
     plgpu.inline_mgpu()(fence_shared)()
 
@@ -158,15 +158,15 @@ def _offset(i: int) -> int:
 
 def _thread_place(ref: ir.Value) -> ir.Value:
     lane, warp = _lane_and_warp()
-    offset = arith.addi(arith.muli(warp, emit.c32(_WARP_BYTES)), arith.muli(lane, emit.c32(16)))
-    return arith.addi(emit.shared_address(ref), offset)
+    offset = arith.addi(arith.muli(warp, ptx.c32(_WARP_BYTES)), arith.muli(lane, ptx.c32(16)))
+    return arith.addi(ptx.shared_address(ref), offset)
 
 
 def _lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
-    thread = emit.thread_found_here() if once else emit.thread_in_warpgroup()
-    return arith.remui(thread, emit.c32(32)), arith.divui(thread, emit.c32(32))
+    thread = ptx.thread_found_here() if once else ptx.thread_in_warpgroup()
+    return arith.remui(thread, ptx.c32(32)), arith.divui(thread, ptx.c32(32))
 
 
 def _word(pair: ir.Value) -> ir.Value:
-    word = vector.bitcast(ir.VectorType.get((1,), emit.i32()), pair)
+    word = vector.bitcast(ir.VectorType.get((1,), ptx.i32()), pair)
     return vector.extract(word, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))

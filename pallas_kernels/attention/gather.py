@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import bits
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.emit import (
+from pallas_kernels.mosaic.ptx import (
     INTEGER,
     SPLAT,
     Index,

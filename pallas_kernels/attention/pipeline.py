@@ -20,17 +20,17 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import asynchronous, emit
 from pallas_kernels.attention import memory
-from pallas_kernels.emit import INTEGER, SPLAT, Index
+from pallas_kernels.mosaic import mbarrier, ptx
+from pallas_kernels.mosaic.ptx import INTEGER, SPLAT, Index
 
 WARPS = 4  # of a warpgroup
 LANES = 32  # of a warp
 VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
 
-barriers = asynchronous.barriers
-start = asynchronous.start_barriers
+barriers = mbarrier.barriers
+start = mbarrier.start_barriers
 
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
@@ -43,7 +43,7 @@ def wait(full: jax.Ref, n: Index, stages: int) -> None:
             "{ .reg .pred done; AGAIN: "
             "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
         )
-        emit.ptx(text, "r,r,~{memory}", [emit.shared_address(full), emit.scalar(parity)])
+        ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(full), ptx.scalar(parity)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(full.at[stage(n, stages)], parity)
 
@@ -62,9 +62,9 @@ def arrive(empty: jax.Ref) -> jax.Array:
             "setp.eq.u32 first, lane, 0; mov.b32 $0, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
         )
-        address = emit.shared_address(empty)
-        pending = llvm.inline_asm(emit.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
-        return emit.integer(pending)
+        address = ptx.shared_address(empty)
+        pending = llvm.inline_asm(ptx.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
+        return ptx.integer(pending)
 
     pending = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(arrive_at_stage)(empty)
     return (pending == 1).astype(jnp.int32)
@@ -82,9 +82,9 @@ def release(empty: jax.Ref) -> jax.Array:
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 pending, state; "
             "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
         )
-        address = emit.shared_address(empty)
-        last = llvm.inline_asm(emit.i32(), [address], text, "=r,r,~{memory}", has_side_effects=True)
-        return emit.integer(last)
+        address = ptx.shared_address(empty)
+        last = llvm.inline_asm(ptx.i32(), [address], text, "=r,r,~{memory}", has_side_effects=True)
+        return ptx.integer(last)
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(release_stage)(empty)
 
@@ -97,7 +97,7 @@ def is_first_warp() -> jax.Array:
             "{ .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32; "
             "vote.sync.any.pred first, first, 0xffffffff; selp.u32 $0, 1, 0, first; }"
         )
-        return emit.integer(llvm.inline_asm(emit.i32(), [], text, "=r", has_side_effects=True))
+        return ptx.integer(llvm.inline_asm(ptx.i32(), [], text, "=r", has_side_effects=True))
 
     return plgpu.inline_mgpu(arg_types=(), return_type=INTEGER)(first_warp)()
 
@@ -110,7 +110,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
 
     def vote_any(ctx, x):
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
-        return emit.integer(llvm.inline_asm(emit.i32(), [emit.scalar(x)], text, "=r,r", has_side_effects=True))
+        return ptx.integer(llvm.inline_asm(ptx.i32(), [ptx.scalar(x)], text, "=r,r", has_side_effects=True))
 
     vote_any.interpret = lambda x: ({}, [x])
     operation = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(vote_any)
@@ -122,8 +122,8 @@ def expect(full: jax.Ref, count: Index) -> None:
 
     def expect_copies(ctx, full, count):
         elected = utils.single_thread_predicate(utils.ThreadSubset.WARP)
-        operands = [emit.shared_address(full), emit.scalar(count), elected]
-        emit.ptx("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
+        operands = [ptx.shared_address(full), ptx.scalar(count), elected]
+        ptx.asm("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(expect_copies)(full, jnp.int32(count))
 
@@ -149,7 +149,7 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
             if extent is None:
                 index.append(slice(None))
                 continue
-            first = arith.index_cast(ir.IndexType.get(), emit.scalar(next(following)))
+            first = arith.index_cast(ir.IndexType.get(), ptx.scalar(next(following)))
             index.append(mgpu.ds(first, int(extent)) if extent else first)
         ctx.async_copy(
             src_ref=source,
@@ -157,7 +157,7 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
             gmem_slice=tuple(index),
             gmem_transform=(mgpu.TileTransform((TMA_ROWS, columns)),) if tiled else (),
             swizzle=columns * dtype.itemsize if tiled else None,
-            barrier=mgpu.BarrierRef(utils.memref_ptr(full), emit.c32(0), emit.c32(0), 1),
+            barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
             arrive=False,
             predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
         )
@@ -185,7 +185,7 @@ def zero_rows(ref: Any, first: Index) -> None:
                 + f" add.u32 row, row, {LANES}; "
             )
         text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
-        emit.ptx(text, "r,r,~{memory}", [emit.shared_address(ref), emit.scalar(first)])
+        ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(ref), ptx.scalar(first)])
 
     target = plgpu.RefType(memory.transforms(tile, dtype))
     plgpu.inline_mgpu(arg_types=(target, SPLAT))(zero_from)(ref, jnp.int32(first))

@@ -17,9 +17,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import emit
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.mosaic import ptx
 
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
 _SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes, and how a descriptor names them
@@ -43,7 +43,7 @@ def begin_pieces(left: Sequence[Any], right: Any) -> jax.Array:
     columns = memory.columns_of_tile(left[0].shape[1], dtype)
 
     def begin_product(ctx, *refs):
-        places = [arith.andi(arith.shrui(emit.shared_address(ref), emit.c32(4)), emit.c32(0x3FFF)) for ref in refs]
+        places = [arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF)) for ref in refs]
         into = "{" + ",".join(f"${i}" for i in range(numbers)) + "}"
         kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
         text, operands, numbered = "{ .reg .pred p; wgmma.fence.sync.aligned;", [], itertools.count(numbers)
@@ -52,7 +52,7 @@ def begin_pieces(left: Sequence[Any], right: Any) -> jax.Array:
             for i, at in ((here, within), (-1, column)):
                 # A group of columns lies eight rows behind the one before it.
                 offset = (at // columns * 8 * columns + at % columns) * dtype.itemsize
-                place = arith.addi(places[i], emit.c32(offset >> 4))
+                place = arith.addi(places[i], ptx.c32(offset >> 4))
                 operands.append(_descriptor(place, widths[i], columns * dtype.itemsize, dtype))
             text += (
                 f" setp.ne.b32 p, {int(column > 0)}, 0; wgmma.mma_async.sync.aligned.m{rows}n{2 * numbers}k{_DEPTH}"
@@ -90,8 +90,8 @@ def wait_behind(x: jax.Array) -> None:
     """
 
     def wait_for_numbers(ctx, x):
-        number = emit.elements(x.registers.flat[-1])[-1]
-        emit.ptx("{ .reg .pred p; setp.gt.f32 p, $0, 0f7F000000; @p nanosleep.u32 0; }", "f", [number])
+        number = ptx.elements(x.registers.flat[-1])[-1]
+        ptx.asm("{ .reg .pred p; setp.gt.f32 p, $0, 0f7F000000; @p nanosleep.u32 0; }", "f", [number])
 
     plgpu.inline_mgpu(arg_types=(WGMMA,))(wait_for_numbers)(x)
 
@@ -100,4 +100,4 @@ def _descriptor(place: ir.Value, width: int, swizzle: int, dtype: jnp.dtype) -> 
     """How WGMMA is told of rows of `width` numbers from `place` on, in tiles of eight rows and `swizzle` bytes."""
     between_eights = 8 * width * dtype.itemsize
     layout = between_eights >> 4 << 32 | _SWIZZLES[swizzle] << 62
-    return arith.ori(arith.extui(emit.i64(), place), emit.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))
+    return arith.ori(arith.extui(ptx.i64(), place), ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))

@@ -8,10 +8,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import elementary
 from pallas_kernels.attention import gather, schedule
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.problem import Attention
+from pallas_kernels.mosaic import fast_math
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
@@ -57,7 +57,7 @@ def logits(
         x = x * problem.scale
     if problem.soft_cap is not None:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11 of the cap.
-        x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + elementary.exp_16bit(x * (2 / problem.soft_cap)))
+        x = problem.soft_cap - (2 * problem.soft_cap) / (1.0 + fast_math.exp_16bit(x * (2 / problem.soft_cap)))
     if extras.bias is not None:
         x = x + extras.bias.astype(jnp.float32)
     if edge is None:

@@ -9,12 +9,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import elementary, monoid
+from pallas_kernels import monoid
 from pallas_kernels.attention import gather, scores
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import ROW, WGMMA
-from pallas_kernels.elementary import LOG2E
+from pallas_kernels.mosaic import fast_math
+from pallas_kernels.mosaic.fast_math import LOG2E
 
 # What others add to logits to hide keys is larger. The weights are `exp2(x * log2(e) - m)` in one fused operation, with
 # `m` rounded: in a row that has nothing else the difference is no more near 0 from here on, and the power overflows.
@@ -99,7 +100,7 @@ def finish(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tu
         m, total, factor = monoid.combine((m, total, factor), of_sink, exp=jnp.exp2)
     if hidden is not None:
         unseen |= hidden
-    lse = jnp.where(unseen, jnp.full_like(m, -jnp.inf), m / LOG2E + elementary.log(total))
+    lse = jnp.where(unseen, jnp.full_like(m, -jnp.inf), m / LOG2E + fast_math.log(total))
     return unseen, factor / total, lse
 
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import emit, places
 from pallas_kernels.attention import gather
+from pallas_kernels.mosaic import ptx, workspace
 
 LOOKAHEAD = 2  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
@@ -34,13 +34,13 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     places = range(len(record))
 
     def store_told(ctx, words, *numbers):
-        first = emit.equals(emit.thread_in_warpgroup(), 0)
+        first = ptx.equals(ptx.thread_in_warpgroup(), 0)
         for at, number in zip(places, numbers, strict=True):
-            address = arith.addi(emit.shared_address(words), emit.c32(4 * at))
-            emit.ptx("@$2 st.shared.s32 [$0], $1;", "r,r,b,~{memory}", [address, emit.scalar(number), first])
-        emit.ptx("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
+            address = arith.addi(ptx.shared_address(words), ptx.c32(4 * at))
+            ptx.asm("@$2 st.shared.s32 [$0], $1;", "r,r,b,~{memory}", [address, ptx.scalar(number), first])
+        ptx.asm("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
-    arguments = (plgpu.RefType(), *[emit.SPLAT] * len(record))
+    arguments = (plgpu.RefType(), *[ptx.SPLAT] * len(record))
     record, rows = [jnp.int32(x) for x in record], tile_smem.shape[0] // RECORDS
     plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
@@ -56,19 +56,19 @@ def draw(tickets: jax.Ref) -> jax.Array:
     """The next ticket of the launch's counter, in the first thread of the calling warpgroup; 0 in the others."""
 
     def draw_tile(ctx, words):
-        first = emit.equals(emit.thread_in_warpgroup(), 0)
+        first = ptx.equals(ptx.thread_in_warpgroup(), 0)
         text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
-        operands = [emit.global_address(words), first]
-        return emit.integer(llvm.inline_asm(emit.i32(), operands, text, "=&r,l,b", has_side_effects=True))
+        operands = [ptx.global_address(words), first]
+        return ptx.integer(llvm.inline_asm(ptx.i32(), operands, text, "=&r,l,b", has_side_effects=True))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=emit.INTEGER)(draw_tile)(tickets)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(draw_tile)(tickets)
 
 
 def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
     """Calls a kernel with a counter of tickets, which `vmap` does not share between the calls that it makes of one."""
 
     def draw(*arrays: jax.Array) -> list[jax.Array]:
-        return places.call(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
+        return workspace.call(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
 
     return sequential_vmap(draw)(*operands)
 

@@ -7,11 +7,10 @@ Traffic: 1 read, 1 write.
 
 import functools
 
-from pallas_kernels import heuristics
-from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.softmax import staged
+from pallas_kernels.softmax import heuristics, staged
+from pallas_kernels.softmax.config import StagedConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.rung import Rung, declines_any
 
 

@@ -15,13 +15,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, heuristics, mosaic, scopes
-from pallas_kernels.configs import GridConfig
-from pallas_kernels.emit import Index
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.scopes import Exchange
-from pallas_kernels.softmax import row_ops
+from pallas_kernels.mosaic import mbarrier, reduce, vectors
+from pallas_kernels.mosaic.ptx import Index
+from pallas_kernels.mosaic.reduce import Exchange
+from pallas_kernels.softmax import heuristics, row_ops
+from pallas_kernels.softmax.config import GridConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
 from pallas_kernels.softmax.share import Share, copies, has_tails, tails
 from pallas_kernels.softmax.staged import allocated, share_bytes, tail_bytes
@@ -82,33 +82,33 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
     *slot, barrier, ticket, near_slots, far_slots = scratch
     if has_tails(problem, config):
         slot = [*slot[:-1], *(slot[-1].at[0, o] for o in range(problem.operands))]
-    asynchronous.start_barriers(barrier, (copies(problem, config),))
+    mbarrier.start_barriers(barrier, (copies(problem, config),))
     near.clear(near_slots, config.warpgroups)
     far.clear(far_slots, config.warpgroups)
-    scopes.take_ticket(words, ticket)
-    scopes.sync_block(config.warpgroups)
+    reduce.take_ticket(words, ticket)
+    reduce.sync_block(config.warpgroups)
     writes, row, member = _task(problem, config, ticket[0])
     warpgroup: Index = lax.axis_index("warpgroup") if config.warpgroups > 1 else 0
     share = Share(operands, config, member, warpgroup)
 
-    def begin(cache: asynchronous.Cache) -> None:
+    def begin(cache: mbarrier.Cache) -> None:
         pl.when(warpgroup == 0)(lambda: share.copy(row, slot, barrier.at[0], cache))
 
     def arrive() -> None:
-        asynchronous.wait(barrier.at[0], jnp.int32(0))
+        mbarrier.wait(barrier.at[0], jnp.int32(0))
         share.fill_outside(row, slot)
 
     def read() -> None:
         begin("evict_last")
         arrive()
         stats = share.in_block(near, share.partial_stats(slot, row), near_slots.at[0])
-        scopes.to_grid(far, row_ops.as_numbers(stats), share.layout, words, row, member)
+        reduce.to_grid(far, row_ops.as_numbers(stats), share.layout, words, row, member)
 
     def write() -> None:
         labelled = operands.labelled(row, share.tile)
         if problem.op.gives_rows:
             begin("evict_first")
-        stats = share.merged(far, scopes.from_grid(far, words, row, far_slots.at[0], config.warpgroups))
+        stats = share.merged(far, reduce.from_grid(far, words, row, far_slots.at[0], config.warpgroups))
         if problem.op.gives_rows:
             arrive()
         share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled, streams=True)
@@ -120,7 +120,7 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
 def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     near, far = _exchanges(problem, config)
-    tile = mosaic.Tile(problem.dtype, config.registers)
+    tile = vectors.Tile(problem.dtype, config.registers)
     share = (config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
         problem,
@@ -129,11 +129,11 @@ def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
         name="grid",
         grid=problem.rows * (config.blocks + _writers(problem, config)),
         warpgroups=config.warpgroups,
-        shared=[scopes.grid_words(problem.rows, far)],
+        shared=[reduce.grid_words(problem.rows, far)],
         scratch=[
             *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
             *[tails(problem, 1)] * has_tails(problem, config),
-            asynchronous.barriers(1),
+            mbarrier.barriers(1),
             plgpu.SMEM((2,), jnp.int32),
             near.scratch,
             far.scratch,

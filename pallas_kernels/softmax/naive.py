@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import heuristics, mosaic
-from pallas_kernels.configs import NaiveConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.softmax import row_ops
+from pallas_kernels.mosaic import vectors
+from pallas_kernels.softmax import heuristics, row_ops
+from pallas_kernels.softmax.config import NaiveConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import RowStats
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
@@ -31,8 +31,8 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def _tile(problem: Problem) -> mosaic.Tile:
-    return mosaic.Tile(problem.dtype, registers=1, lanes=1)
+def _tile(problem: Problem) -> vectors.Tile:
+    return vectors.Tile(problem.dtype, registers=1, lanes=1)
 
 
 def _body(operands: Operands) -> None:

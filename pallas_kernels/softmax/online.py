@@ -14,13 +14,14 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import heuristics, monoid, mosaic, numbers, scopes
-from pallas_kernels.configs import OnlineConfig
-from pallas_kernels.emit import WARPGROUP, Index
+from pallas_kernels import monoid
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.scopes import Exchange
-from pallas_kernels.softmax import row_ops
+from pallas_kernels.mosaic import reduce, row_scalars, vectors
+from pallas_kernels.mosaic.ptx import WARPGROUP, Index
+from pallas_kernels.mosaic.reduce import Exchange
+from pallas_kernels.softmax import heuristics, row_ops
+from pallas_kernels.softmax.config import OnlineConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
 # Pieces added one after the other before their sum is added to the others': rounding grows with the number of sums.
@@ -38,7 +39,7 @@ def _fold(
     row: jax.Array,
     stats: tuple[jax.Array, ...],
     tiles: row_ops.Tiles,
-    tile: mosaic.Tile,
+    tile: vectors.Tile,
     exp: monoid.Exp,
 ) -> tuple[jax.Array, ...]:
     """The running statistics, with one more piece of the row."""
@@ -46,7 +47,7 @@ def _fold(
     maximum = [tiles[0].max(axis=1)] if row_ops.has_max(op) else []
     spread = tile.broadcast(maximum[0]) if maximum else None
     terms = row_ops.terms(op, tiles, spread, exp)
-    sums = [numbers.sums_of_rows(operands.inputs[0], row, term, tile) for term in terms]
+    sums = [row_scalars.sums_of_rows(operands.inputs[0], row, term, tile) for term in terms]
     return row_ops.combine(problem, stats, [*maximum, *sums], exp)
 
 
@@ -54,7 +55,7 @@ def partial_stats(
     operands: Operands,
     row: jax.Array,
     labelled: row_ops.Labelled | None,
-    tile: mosaic.Tile,
+    tile: vectors.Tile,
     warpgroups: int = 1,
     warpgroup: Index = 0,
 ) -> tuple[jax.Array, ...]:
@@ -78,7 +79,7 @@ def partial_stats(
     return lax.fori_loop(0, -(-steps // _ADDED), add_group, nothing)
 
 
-def _steps(problem: Problem, tile: mosaic.Tile, warpgroups: int) -> int:
+def _steps(problem: Problem, tile: vectors.Tile, warpgroups: int) -> int:
     return -(-problem.max_vectors // (WARPGROUP * tile.registers * warpgroups))
 
 
@@ -87,12 +88,12 @@ def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, exchange:
     op, exp = problem.op, row_ops.exp_for(problem)
     row = lax.axis_index("rows")
     warpgroup = lax.axis_index("warpgroup")
-    tile = mosaic.Tile(problem.dtype, config.registers)
+    tile = vectors.Tile(problem.dtype, config.registers)
     share = WARPGROUP * config.registers
     steps = _steps(problem, tile, config.warpgroups)
     labelled = operands.labelled(row, tile)
     partial = partial_stats(operands, row, labelled, tile, config.warpgroups, warpgroup)
-    everybody = scopes.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
+    everybody = reduce.across_block(exchange, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
     stats = row_ops.with_factors(problem, row_ops.merge(problem, everybody, exchange.layout, exp, tile), labelled)
     if op.gives_stats:
         pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, labelled, row, tile))

@@ -13,10 +13,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import elementary, monoid, mosaic
+from pallas_kernels import monoid
 from pallas_kernels.monoid import Exp, decay
-from pallas_kernels.numbers import of_first_lane
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.mosaic import fast_math, vectors
+from pallas_kernels.mosaic.row_scalars import of_first_lane
+from pallas_kernels.softmax.problem import Op, Problem
 
 Tiles = tuple[jax.Array, ...]  # the operands' tiles, in float32
 
@@ -50,7 +51,7 @@ def fills(problem: Problem) -> tuple[float, ...]:
 
 def exp_for(problem: Problem) -> Exp:
     """The `exp` of differences of the problem's logits, which are in its unit."""
-    return elementary.exp_for(problem.dtype, problem.unit)
+    return fast_math.exp_for(problem.dtype, problem.unit)
 
 
 def has_max(op: Op) -> bool:
@@ -101,7 +102,7 @@ def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], ex
     return maximum, *(next(rest) if d else x + y for x, y, d in zip(a[1:], b[1:], decays, strict=True))
 
 
-def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: mosaic.Tile) -> RowStats:
+def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: vectors.Tile) -> RowStats:
     """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity.
 
     `layout` is that of `partial`. All threads have the same: of sums of weighted parts, one lane's.
@@ -119,7 +120,7 @@ def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp,
     return RowStats(_repeat(total, tile), tuple(both))
 
 
-def _repeat(number: jax.Array, tile: mosaic.Tile) -> jax.Array:
+def _repeat(number: jax.Array, tile: vectors.Tile) -> jax.Array:
     return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
 
 
@@ -135,7 +136,7 @@ def from_numbers(problem: Problem, numbers: Sequence[jax.Array]) -> RowStats:
 
 def in_one(problem: Problem, numbers: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """A row's numbers as results, which are not counted in the problem's unit."""
-    state = monoid.scaled(monoid.Stats(*numbers[:2]), problem.unit, exp=elementary.exp_32bit)
+    state = monoid.scaled(monoid.Stats(*numbers[:2]), problem.unit, exp=fast_math.exp_32bit)
     return *state, *(_times_unit(problem, total) for total in numbers[2:])
 
 
@@ -165,7 +166,7 @@ def with_factors(problem: Problem, stats: RowStats, labelled: Labelled | None) -
     weights = jnp.where(labelled.labels >= 0, weights, jnp.zeros_like(weights))
     slope = weights
     if problem.z_loss:
-        lse = _times_unit(problem, maximum) + elementary.log(total)
+        lse = _times_unit(problem, maximum) + fast_math.log(total)
         slope = weights * (1.0 + (2.0 * problem.z_loss) * lse)
     smooth = (weights * (problem.smoothing / problem.cols),) if has_total(problem) else ()
     return RowStats(stats.max, stats.sums, (slope * (1.0 / total), *smooth))
@@ -187,7 +188,7 @@ def result(
             out = out - each(factor)
         return _bent(problem, out, first)
     if op is Op.LOG_SOFTMAX:
-        return _times_unit(problem, first - each(stats.max)) - each(elementary.log(stats.sums[0]))
+        return _times_unit(problem, first - each(stats.max)) - each(fast_math.log(stats.sums[0]))
     (t,) = others
     if op is Op.LOG_SOFTMAX_TANGENT:
         out = t - each(stats.sums[1] * (1.0 / stats.sums[0]))

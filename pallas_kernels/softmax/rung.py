@@ -10,12 +10,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import elementary, masks, mosaic, numbers, places
-from pallas_kernels.emit import Index
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
-from pallas_kernels.problem import IGNORED, Problem
+from pallas_kernels.mosaic import fast_math, masks, row_scalars, vectors, workspace
+from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.problem import IGNORED, Problem
 from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -86,16 +86,16 @@ class Operands:
         """The row's label; of operations without labels, what is not ignored."""
         return self.of_rows[0][row] if self.of_rows else 0
 
-    def labelled(self, row: Index, tile: mosaic.Tile) -> Labelled | None:
+    def labelled(self, row: Index, tile: vectors.Tile) -> Labelled | None:
         """What else is to be known of the tile's rows."""
         if not self.of_rows:
             return None
-        labels = numbers.load(self.of_rows[0], row, tile, fill=IGNORED)
+        labels = row_scalars.load(self.of_rows[0], row, tile, fill=IGNORED)
         if not self.problem.op.gives_rows:
             return Labelled(labels)
-        weights = numbers.load(self.of_rows[1], row, tile, fill=0)
-        logits = self.capped(self._scaled(numbers.load_element(self.inputs[0], row, labels, tile)))
-        held = None if self.mask is None else numbers.load_element(self.mask, row, labels, tile)
+        weights = row_scalars.load(self.of_rows[1], row, tile, fill=0)
+        logits = self.capped(self._scaled(row_scalars.load_element(self.inputs[0], row, labels, tile)))
+        held = None if self.mask is None else row_scalars.load_element(self.mask, row, labels, tile)
         return Labelled(labels, weights, logits, held)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
@@ -106,10 +106,10 @@ class Operands:
 
     def capped(self, x: jax.Array) -> jax.Array:
         """The logits in their unit."""
-        return x if self.problem.soft_cap is None else elementary.tanh_for(self.problem.dtype)(x)
+        return x if self.problem.soft_cap is None else fast_math.tanh_for(self.problem.dtype)(x)
 
     def in_float32(
-        self, raw: Tiles, row: Index, first: Index, tile: mosaic.Tile, *, interior: bool = False, capped: bool = True
+        self, raw: Tiles, row: Index, first: Index, tile: vectors.Tile, *, interior: bool = False, capped: bool = True
     ) -> Tiles:
         """Tiles as the operation wants them: float32, the logits in their unit, -inf where the mask does not hold.
 
@@ -129,13 +129,13 @@ class Operands:
                 first_operand = masks.select(self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf)
         return (first_operand, *others)
 
-    def load_raw(self, row: Index, first: Index, tile: mosaic.Tile, labelled: Labelled | None) -> Tiles:
+    def load_raw(self, row: Index, first: Index, tile: vectors.Tile, labelled: Labelled | None) -> Tiles:
         """The operands' tiles from device memory, as they are."""
         fills, labels = row_ops.fills(self.problem), labelled and labelled.labels
         pairs = zip(self.inputs, fills, strict=True)
-        return tuple(mosaic.load(ref, row, first, tile, fill=fill, labels=labels) for ref, fill in pairs)
+        return tuple(vectors.load(ref, row, first, tile, fill=fill, labels=labels) for ref, fill in pairs)
 
-    def load(self, row: Index, first: Index, tile: mosaic.Tile, labelled: Labelled | None) -> Tiles:
+    def load(self, row: Index, first: Index, tile: vectors.Tile, labelled: Labelled | None) -> Tiles:
         """The operands' tiles from device memory, as `in_float32` has them."""
         return self.in_float32(self.load_raw(row, first, tile, labelled), row, first, tile)
 
@@ -145,7 +145,7 @@ class Operands:
         stats: RowStats,
         row: jax.Array,
         first: Index,
-        tile: mosaic.Tile,
+        tile: vectors.Tile,
         *,
         interior: bool = False,
         streams: bool = False,
@@ -155,23 +155,23 @@ class Operands:
         out = row_ops.result(problem, tiles, stats, row_ops.exp_for(problem), tile.broadcast)
         if self.mask is not None:
             out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
-        mosaic.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
+        vectors.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
 
     def store_at_labels(
-        self, labelled: Labelled | None, stats: RowStats, row: jax.Array, tile: mosaic.Tile, **share: Any
+        self, labelled: Labelled | None, stats: RowStats, row: jax.Array, tile: vectors.Tile, **share: Any
     ) -> None:
-        """Corrects a result with labels there, once it is written; `share` as in `numbers.store_element`."""
+        """Corrects a result with labels there, once it is written; `share` as in `row_scalars.store_element`."""
         if labelled is None:
             return
         value = row_ops.at_labels(self.problem, stats, labelled, row_ops.exp_for(self.problem))
         value = value.astype(self.problem.dtype)
-        numbers.store_element(self.outputs[0], row, labelled.labels, value, tile, **share)
+        row_scalars.store_element(self.outputs[0], row, labelled.labels, value, tile, **share)
 
-    def store_stats(self, stats: RowStats, labelled: Labelled | None, row: jax.Array, tile: mosaic.Tile) -> None:
+    def store_stats(self, stats: RowStats, labelled: Labelled | None, row: jax.Array, tile: vectors.Tile) -> None:
         """Writes the maximum and the sums of the rows that begin at `row`."""
         values = row_ops.in_one(self.problem, row_ops.numbers(stats, labelled))
         for ref, value in zip(self.outputs[self.problem.op.gives_rows :], values, strict=True):
-            numbers.store(ref, row, value, tile)
+            row_scalars.store(ref, row, value, tile)
 
 
 def launch(
@@ -219,7 +219,7 @@ def launch(
         ),
         **axes,
     )
-    out, _ = places.call(kernel, operands, shared, out_type) if shared else (kernel(*operands), None)
+    out, _ = workspace.call(kernel, operands, shared, out_type) if shared else (kernel(*operands), None)
     if problem.op.gives_rows:
         return tuple(out) if problem.op.gives_stats else out[0]
     return Stats(*out) if len(out) == 2 else tuple(out)

@@ -10,12 +10,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, loops, mosaic, numbers, scopes
-from pallas_kernels.configs import SharedConfig
-from pallas_kernels.emit import WARPGROUP, Index
-from pallas_kernels.problem import Problem
-from pallas_kernels.scopes import Exchange
+from pallas_kernels.mosaic import loops, mbarrier, reduce, row_scalars, vectors
+from pallas_kernels.mosaic.ptx import WARPGROUP, Index
+from pallas_kernels.mosaic.reduce import Exchange
+from pallas_kernels.mosaic.vectors import VECTOR_BYTES, Tile
 from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.config import SharedConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 from pallas_kernels.softmax.rung import Operands
 
@@ -33,7 +34,7 @@ def copies(problem: Problem, config: SharedConfig) -> int:
 
 def is_ragged(problem: Problem) -> bool:
     """Whether rows begin anywhere between aligned vectors."""
-    return problem.cols * problem.dtype.itemsize % mosaic.VECTOR_BYTES != 0
+    return problem.cols * problem.dtype.itemsize % VECTOR_BYTES != 0
 
 
 def has_tails(problem: Problem, config: SharedConfig) -> bool:
@@ -43,12 +44,12 @@ def has_tails(problem: Problem, config: SharedConfig) -> bool:
 
 def tails(problem: Problem, slots: int) -> Any:
     """Shared memory for those, of each of the operands in each of the slots."""
-    return plgpu.SMEM((slots, problem.operands, mosaic.VECTOR_BYTES // problem.dtype.itemsize), problem.dtype)
+    return plgpu.SMEM((slots, problem.operands, VECTOR_BYTES // problem.dtype.itemsize), problem.dtype)
 
 
 def whole(problem: Problem) -> int:
     """How many of a row's vectors lie in it, whatever its alignment; less the first."""
-    v = mosaic.VECTOR_BYTES // problem.dtype.itemsize
+    v = VECTOR_BYTES // problem.dtype.itemsize
     return max(problem.cols - v + 1, 0) // v if problem.cols % v else problem.cols // v
 
 
@@ -60,7 +61,7 @@ class Share:
     config: SharedConfig
     block: Index  # of those that share a row
     warpgroup: Index  # of those that walk it
-    barrier: int = scopes.BLOCK  # at which those meet
+    barrier: int = reduce.BLOCK  # at which those meet
     inside: bool = False  # known to hang over no end of a row
 
     @property
@@ -94,11 +95,11 @@ class Share:
         return (step * blocks + self.block) * size if self.config.spread else self.first + step * size
 
     @property
-    def tile(self) -> mosaic.Tile:
-        return mosaic.Tile(self.problem.dtype, self.config.registers)
+    def tile(self) -> Tile:
+        return Tile(self.problem.dtype, self.config.registers)
 
     @property
-    def stats_tile(self) -> mosaic.Tile:
+    def stats_tile(self) -> Tile:
         """Of which the statistics are taken, which must not depend on the row's alignment."""
         return dataclasses.replace(self.tile, wraps=is_ragged(self.problem))
 
@@ -108,20 +109,20 @@ class Share:
             return self.granule(step) + self.warpgroup * (WARPGROUP * self.config.registers)
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
 
-    def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: asynchronous.Cache = None) -> None:
+    def copy(self, row: jax.Array, slot: list[jax.Ref], barrier: jax.Ref, cache: mbarrier.Cache = None) -> None:
         """Starts copying a row's operands into a slot."""
         pairs, label = list(zip(self.operands.inputs, slot, strict=False)), self.operands.label(row)
         if not self.config.spread:
             for ref, to in pairs:
-                asynchronous.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
+                mbarrier.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
             for ref, to in zip(self.operands.inputs, self._tails(slot), strict=False):
-                asynchronous.copy_row(ref, row, self.first + self.vectors, 1, to, barrier, cache, label)
+                mbarrier.copy_row(ref, row, self.first + self.vectors, 1, to, barrier, cache, label)
             return
 
         def copy_granules(step: jax.Array, _: None) -> None:
             for ref, to in pairs:
                 piece = self.granule(step), self.config.granule, to.at[step]
-                asynchronous.copy_row(ref, row, *piece, barrier, cache, label)
+                mbarrier.copy_row(ref, row, *piece, barrier, cache, label)
 
         self._loop(0, self.staged, copy_granules, None)
 
@@ -177,19 +178,19 @@ class Share:
         threads = WARPGROUP * self.config.warpgroups
         fills = row_ops.fills(self.problem)
         for ref, to, fill in zip(self.operands.inputs, self._tails(slot), fills, strict=False):
-            asynchronous.fill_outside(ref, row, self.first + self.vectors, 1, 1, to, fill, threads)
+            mbarrier.fill_outside(ref, row, self.first + self.vectors, 1, 1, to, fill, threads)
         for ref, to, fill in zip(self.operands.inputs, slot, fills, strict=False):
             if not self.config.spread:
-                asynchronous.fill_outside(ref, row, self.first, start, stop, to, fill, threads)
+                mbarrier.fill_outside(ref, row, self.first, start, stop, to, fill, threads)
                 continue
             for step in sorted({0, *range(start // size, self.staged)}):
                 begin = min(max(start - step * size, 0), size)
-                asynchronous.fill_outside(ref, row, self.granule(step), begin, size, to.at[step], fill, threads)
+                mbarrier.fill_outside(ref, row, self.granule(step), begin, size, to.at[step], fill, threads)
         self.sync()
 
     def sync(self) -> None:
         """Waits for all threads that walk the share."""
-        scopes.sync_block(self.config.warpgroups, self.barrier)
+        reduce.sync_block(self.config.warpgroups, self.barrier)
 
     def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool) -> Tiles:
         """The operands' tiles of a step, as `Operands.in_float32` has them."""
@@ -209,7 +210,7 @@ class Share:
             return raw
         at, tails = self.at(step) - self.first, self._tails(slot) or [None] * len(raw)
         parts = zip(raw, self.operands.inputs, slot, tails, row_ops.fills(self.problem), strict=False)
-        wrap = lambda x, ref, staged, tail, fill: asynchronous.wrap(x, ref, row, staged, tail, at, tile, fill)
+        wrap = lambda x, ref, staged, tail, fill: mbarrier.wrap(x, ref, row, staged, tail, at, tile, fill)
         return tuple(wrap(*part) for part in parts)
 
     def _in_float32(
@@ -217,7 +218,7 @@ class Share:
         raw: Tiles,
         row: jax.Array,
         step: jax.Array,
-        tile: mosaic.Tile,
+        tile: Tile,
         interior: bool = False,
         capped: bool = True,
     ) -> Tiles:
@@ -255,7 +256,7 @@ class Share:
 
         zeros = tuple(tile.full(0.0) for _ in row_ops.decaying(self.problem))
         sums = self._over_steps(slot, row, kept, add, zeros, capped=True)
-        add_row = lambda x: numbers.sums_of_rows(self.operands.inputs[0], row, x, self.stats_tile)
+        add_row = lambda x: row_scalars.sums_of_rows(self.operands.inputs[0], row, x, self.stats_tile)
         return *maximum, *map(add_row, sums)
 
     @property
@@ -271,7 +272,7 @@ class Share:
     def in_block(self, exchange: Exchange, partial: Partial, slots: jax.Ref) -> RowStats:
         """The block's statistics, from those of its warps."""
         warpgroups = self.config.warpgroups
-        everybody = scopes.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups, self.barrier)
+        everybody = reduce.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups, self.barrier)
         return self.merged(exchange, everybody)
 
     def in_cluster(
@@ -279,8 +280,8 @@ class Share:
     ) -> RowStats:
         """The cluster's statistics, from those of its warps."""
         blocks, index = self.config.blocks, self.block * self.config.warpgroups + self.warpgroup
-        everybody = scopes.across_cluster(exchange, partial, self.layout, index, slots, barrier, parity, blocks)
-        pl.when(self.warpgroup == 0)(lambda: asynchronous.expect_bytes(barrier, exchange.bytes_expected))
+        everybody = reduce.across_cluster(exchange, partial, self.layout, index, slots, barrier, parity, blocks)
+        pl.when(self.warpgroup == 0)(lambda: mbarrier.expect_bytes(barrier, exchange.bytes_expected))
         return self.merged(exchange, everybody)
 
     def write(
@@ -315,7 +316,7 @@ class Share:
         zeros, to = self.tile.full(0.0).astype(self.problem.dtype), self.operands.outputs[0]
 
         def write_step(step: jax.Array, _: None) -> None:
-            mosaic.store(to, row, self.at(step), zeros, self.tile, interior=self.always_full, streams=streams)
+            vectors.store(to, row, self.at(step), zeros, self.tile, interior=self.always_full, streams=streams)
 
         lax.fori_loop(0, self.steps, write_step, None)
 

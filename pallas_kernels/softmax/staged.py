@@ -11,12 +11,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, mosaic, scopes
-from pallas_kernels.configs import SharedConfig, StagedConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.scopes import Exchange
+from pallas_kernels.mosaic import mbarrier, reduce, vectors
+from pallas_kernels.mosaic.reduce import Exchange
 from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.config import SharedConfig, StagedConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, launch
 from pallas_kernels.softmax.share import Share, copies, has_tails, is_ragged, tails
 
@@ -36,12 +36,12 @@ def shared_bytes(problem: Problem, config: StagedConfig) -> int:
 
 def share_bytes(problem: Problem, config: SharedConfig) -> int:
     """What of a block's share of a row stands in shared memory, of one operand."""
-    return config.staged(problem.max_vectors) * config.granule * mosaic.VECTOR_BYTES
+    return config.staged(problem.max_vectors) * config.granule * vectors.VECTOR_BYTES
 
 
 def tail_bytes(problem: Problem, config: SharedConfig) -> int:
     """What a share's tails take, of all operands."""
-    return problem.operands * mosaic.VECTOR_BYTES * has_tails(problem, config)
+    return problem.operands * vectors.VECTOR_BYTES * has_tails(problem, config)
 
 
 def allocated(*sizes: int) -> int:
@@ -79,15 +79,15 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
     full, met = barriers.at[pl.ds(0, config.slots)], barriers.at[pl.ds(config.slots, 2)]
     first_row = group * config.rows
     rows = jnp.minimum(config.rows, problem.rows - first_row)
-    asynchronous.start_barriers(barriers, (copies(problem, config),) * config.slots + (1, 1))
+    mbarrier.start_barriers(barriers, (copies(problem, config),) * config.slots + (1, 1))
     exchange.clear(slots, config.warpgroups)
     if clustered:
-        scopes.arrive_in_cluster()
+        reduce.arrive_in_cluster()
 
     @pl.when(share.warpgroup == 0)
     def _():
         for turn in range(2 if clustered else 0):
-            asynchronous.expect_bytes(met.at[turn], exchange.bytes_expected)
+            mbarrier.expect_bytes(met.at[turn], exchange.bytes_expected)
         for i in range(config.slots):
             pl.when(i < rows)(lambda i=i: share.copy(first_row + i, slot_of(i), full.at[i]))
 
@@ -98,11 +98,11 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
         slot = slot_of(in_slot)
         labelled = operands.labelled(row, share.tile)
         kept = share.load(row, labelled)
-        asynchronous.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
+        mbarrier.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
         share.fill_outside(row, slot)
         partial = share.partial_stats(slot, row, kept)
         if clustered:
-            pl.when(i == 0)(scopes.await_cluster)
+            pl.when(i == 0)(reduce.await_cluster)
             stats = share.in_cluster(exchange, partial, slots.at[turn], met.at[turn], lax.rem(lax.div(i, 2), 2))
         else:
             stats = share.in_block(exchange, partial, slots.at[turn])
@@ -126,7 +126,7 @@ def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str)
     if is_ragged(problem) and (config.in_registers or config.spread):
         raise ValueError(f"{config}: statistics of rows that begin anywhere are taken of shares in shared memory")
     exchange = warps_exchange(problem, config)
-    tile = mosaic.Tile(problem.dtype, config.registers)
+    tile = vectors.Tile(problem.dtype, config.registers)
     staged = (config.slots, config.staged(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
         problem,
@@ -140,6 +140,6 @@ def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str)
             *[plgpu.SMEM(staged, problem.dtype)] * problem.operands,
             *[tails(problem, config.slots)] * has_tails(problem, config),
             exchange.scratch,
-            asynchronous.barriers(config.slots + 2),
+            mbarrier.barriers(config.slots + 2),
         ],
     )

@@ -20,13 +20,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous, heuristics, mosaic, scopes
-from pallas_kernels.configs import TeamConfig
-from pallas_kernels.emit import WARPGROUP, WARPS
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.scopes import Exchange
-from pallas_kernels.softmax import row_ops
+from pallas_kernels.mosaic import mbarrier, reduce, vectors
+from pallas_kernels.mosaic.ptx import WARPGROUP, WARPS
+from pallas_kernels.mosaic.reduce import Exchange
+from pallas_kernels.softmax import heuristics, row_ops
+from pallas_kernels.softmax.config import TeamConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
 from pallas_kernels.softmax.share import Share, copies, is_ragged, whole
 from pallas_kernels.softmax.staged import allocated, share_bytes
@@ -69,9 +69,9 @@ def _copy(block: Block, share: Share) -> None:
 
     def copy(i: jax.Array, _: None) -> None:
         # Threads that copy nothing would fall behind the phases that they wait for.
-        scopes.sync_block(1, share.barrier)
+        reduce.sync_block(1, share.barrier)
         before = i - config.coming
-        pl.when(before >= 0)(lambda: asynchronous.wait(block.full(before), phase(before, config.slots)))
+        pl.when(before >= 0)(lambda: mbarrier.wait(block.full(before), phase(before, config.slots)))
         block.await_place(i)
         block.copy(share, i)
 
@@ -84,13 +84,13 @@ def _read(block: Block, share: Share) -> None:
 
     def read(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
-        asynchronous.wait(block.full(i), phase(i, config.slots))
+        mbarrier.wait(block.full(i), phase(i, config.slots))
         share.fill_outside(row, slot)
         stats = share.in_block(near, share.partial_stats(slot, row), block.near.at[lax.rem(i, jnp.int32(2))])
         numbers = row_ops.as_numbers(stats)
         publish = lambda: block.board.publish(numbers, share.layout, block.where(i), block.member)
         pl.when(share.warpgroup == 0)(publish)
-        asynchronous.arrive(block.walked(i))
+        mbarrier.arrive(block.walked(i))
 
     lax.fori_loop(0, block.rows, read, None)
     _meet(block)
@@ -102,13 +102,13 @@ def _write(block: Block, share: Share) -> None:
 
     def write(i: jax.Array, _: None) -> None:
         row, slot = block.row(i), block.slot(i)
-        asynchronous.wait(block.heard(i), phase(i, TURNS))
+        mbarrier.wait(block.heard(i), phase(i, TURNS))
         stats = block.stats_told(i, share)
-        asynchronous.arrive(block.taken(i))
-        asynchronous.wait(block.walked(i), phase(i, config.slots))
+        mbarrier.arrive(block.taken(i))
+        mbarrier.wait(block.walked(i), phase(i, config.slots))
         first = jnp.where(block.holds_words(i), block.board.steps, 0)
         share.write(slot, row, stats, None, first=first)
-        asynchronous.release(block.written(i))
+        mbarrier.release(block.written(i))
 
     lax.fori_loop(0, block.rows, write, None)
 
@@ -136,7 +136,7 @@ def _hear(block: Block) -> None:
     share, near = block.share(2 * config.warpgroups + 1, _HEARING), exchanges_of(block.problem, config)[0]
 
     def across(exchange: Exchange, values: Sequence[jax.Array], index: int, slots: jax.Ref) -> list[jax.Array]:
-        return scopes.across_block(exchange, values, share.layout, index, slots, 1, share.barrier)
+        return reduce.across_block(exchange, values, share.layout, index, slots, 1, share.barrier)
 
     # Not by the board, where others, who may be rows ahead, write over this row's words.
     def find_for(member: jax.Array, i: jax.Array) -> None:
@@ -150,17 +150,17 @@ def _hear(block: Block) -> None:
     def find_alone(i: jax.Array) -> None:
         slots = block.found_alone.at[turn(i)]
         lax.fori_loop(0, config.blocks, lambda member, _: find_for(member, i), None)
-        scopes.sync_block(1, share.barrier)
+        reduce.sync_block(1, share.barrier)
         numbers = row_ops.as_numbers(share.merged(board.found, board.found.read(slots)))
         across(board.told, numbers, 0, block.told.at[turn(i)])
 
     def hear(i: jax.Array, patience: jax.Array) -> jax.Array:
-        pl.when(i >= TURNS)(lambda: asynchronous.wait(block.taken(i), 1 - phase(i, TURNS)))
+        pl.when(i >= TURNS)(lambda: mbarrier.wait(block.taken(i), 1 - phase(i, TURNS)))
         told = block.told.at[turn(i)]
         heard = board.hear(block.where(i), block.member, told, patience, _HEARING)
         pl.when(jnp.logical_not(heard))(lambda: find_alone(i))
         # One thread for its warp would do; compute-sanitizer takes what the others have written for a race.
-        asynchronous.arrive_each(block.heard(i))
+        mbarrier.arrive_each(block.heard(i))
         return jnp.where(heard, patience, 0)
 
     pl.when(block.rows > 0)(lambda: board.enter(block.where(jnp.int32(0))))
@@ -171,7 +171,7 @@ def _hear(block: Block) -> None:
 
 def _meet(block: Block) -> None:
     """Waits for all who need words: those who read, gather and hear."""
-    scopes.sync_block(block.config.warpgroups + 2, _MEETING)
+    reduce.sync_block(block.config.warpgroups + 2, _MEETING)
 
 
 def _finish(block: Block) -> None:
@@ -187,7 +187,7 @@ def _finish(block: Block) -> None:
         # On their way while others leave; more than one share's would spill.
         begun = [share.begin(row, board.steps) for share in shares[:1]]
         board.leave(block.where(last), block.left)
-        scopes.sync_block(1, _HEARING)
+        reduce.sync_block(1, _HEARING)
 
         @pl.when(block.left[0] == config.blocks - 1)
         def _():
@@ -214,10 +214,10 @@ def _body(operands: Operands, *scratch: jax.Ref, config: TeamConfig) -> None:
     warps = WARPS * computing
     arrivals = [copies(problem, config)] * config.slots + [warps] * (2 * config.slots)
     arrivals += [WARPGROUP] * TURNS + [warps] * TURNS
-    asynchronous.start_barriers(barriers, tuple(arrivals))
+    mbarrier.start_barriers(barriers, tuple(arrivals))
     for exchange, ref in zip(exchanges_of(problem, config), (near, found, near_alone, found_alone), strict=False):
         exchange.clear(ref, config.threads)
-    scopes.sync_block(config.threads)
+    reduce.sync_block(config.threads)
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup < computing)(lambda: _on_share(block, _read, block.share(0, _READING)))
     writes = jnp.logical_and(warpgroup >= computing, warpgroup < 2 * computing)
@@ -230,7 +230,7 @@ def _body(operands: Operands, *scratch: jax.Ref, config: TeamConfig) -> None:
 
 def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    tile = mosaic.Tile(problem.dtype, config.registers)
+    tile = vectors.Tile(problem.dtype, config.registers)
     share = (config.slots, config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
         problem,
@@ -243,7 +243,7 @@ def run(problem: Problem, config: TeamConfig, *operands: jax.Array) -> Results:
             *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
             *(exchange.scratch for exchange in exchanges_of(problem, config)),
             plgpu.SMEM((1,), jnp.int32),
-            asynchronous.barriers(barriers_of(config)),
+            mbarrier.barriers(barriers_of(config)),
         ],
     )
 

@@ -8,13 +8,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import asynchronous
-from pallas_kernels.board import Board, Where
-from pallas_kernels.configs import TeamConfig
-from pallas_kernels.emit import WARPS
-from pallas_kernels.problem import Problem
-from pallas_kernels.scopes import Exchange
+from pallas_kernels.mosaic import mbarrier
+from pallas_kernels.mosaic.ptx import WARPS
+from pallas_kernels.mosaic.reduce import Exchange
 from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.board import Board, Where
+from pallas_kernels.softmax.config import TeamConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.rung import Operands
 from pallas_kernels.softmax.share import Share
 
@@ -104,7 +104,7 @@ class Block:
     def await_place(self, i: jax.Array) -> None:
         """Waits until what stands where the team's row `i` will is written."""
         before = i - self.config.slots
-        written = lambda: asynchronous.wait(self.written(before), phase(before, self.config.slots))
+        written = lambda: mbarrier.wait(self.written(before), phase(before, self.config.slots))
         pl.when(before >= 0)(written)
 
     def full(self, i: jax.Array) -> jax.Ref:

@@ -8,11 +8,11 @@ Traffic: 1 read, 1 write.
 import jax
 from jax import lax
 
-from pallas_kernels import heuristics, mosaic, numbers
-from pallas_kernels.configs import WarpConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
-from pallas_kernels.softmax import row_ops
+from pallas_kernels.mosaic import row_scalars, vectors
+from pallas_kernels.softmax import heuristics, row_ops
+from pallas_kernels.softmax.config import WarpConfig
+from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
 from pallas_kernels.softmax.rung import Operands, Results, Rung, declines_any, launch
 
@@ -23,23 +23,23 @@ MAX_REGISTERS = {"none": 128, "full": 64, "shared": 64}
 def unsupported(problem: Problem, device: Device) -> str | None:
     """Rows longer than a warp can hold."""
     streams = problem.operands
-    words = -(-problem.max_vectors // 32) * (mosaic.VECTOR_BYTES // problem.dtype.itemsize) * streams
+    words = -(-problem.max_vectors // 32) * (vectors.VECTOR_BYTES // problem.dtype.itemsize) * streams
     if words > (most := MAX_REGISTERS[problem.where]):
         return f"a row of {problem.cols} takes {words} float32 registers a thread, more than {most}"
     return declines_any(problem)
 
 
-def _tile(problem: Problem, config: WarpConfig) -> mosaic.Tile:
-    return mosaic.Tile(problem.dtype, config.registers, config.lanes, config.tiles)
+def _tile(problem: Problem, config: WarpConfig) -> vectors.Tile:
+    return vectors.Tile(problem.dtype, config.registers, config.lanes, config.tiles)
 
 
-def _finish(operands: Operands, tiles: Tiles, labelled: Labelled | None, row: jax.Array, tile: mosaic.Tile) -> None:
+def _finish(operands: Operands, tiles: Tiles, labelled: Labelled | None, row: jax.Array, tile: vectors.Tile) -> None:
     """Reduces a tile's rows and writes their results."""
     problem = operands.problem
     op, exp = problem.op, row_ops.exp_for(problem)
     maximum = tiles[0].max(axis=1) if row_ops.has_max(op) else None
     spread = None if maximum is None else tile.broadcast(maximum)
-    add = lambda term: numbers.sums_of_rows(operands.inputs[0], row, term, tile)
+    add = lambda term: row_scalars.sums_of_rows(operands.inputs[0], row, term, tile)
     sums = tuple(map(add, row_ops.terms(op, tiles, spread, exp)))
     stats = row_ops.with_factors(problem, RowStats(maximum, sums), labelled)
     if op.gives_stats:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cases, losses, models, peers, probes, report, runner, timing, truth, variants
-from pallas_kernels import reference
+from pallas_kernels.softmax import reference
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from benchmarks import sweep
-from pallas_kernels.configs import StagedConfig
+from pallas_kernels.softmax.config import StagedConfig
 
 
 @pytest.fixture

@@ -24,13 +24,13 @@ from jaxsoftmax import (
     _selection,
     _top_k,
 )
-from pallas_kernels import dispatch
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax import dispatch
+from pallas_kernels.softmax.problem import Op, Problem
 
 
 @dataclasses.dataclass(frozen=True)

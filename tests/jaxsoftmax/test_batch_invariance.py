@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax import _cross_entropy_rows, _cross_entropy_tangents, _invariance, _selection, batch_invariant
-from pallas_kernels import dispatch, heuristics
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax import dispatch, heuristics
+from pallas_kernels.softmax.problem import Op, Problem
 from tests.jaxsoftmax.conftest import AttentionStandIns, StandIns
 
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxsoftmax
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 from tests import errors, oracle
 
 INF = np.inf

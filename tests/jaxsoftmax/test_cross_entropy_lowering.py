@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 from tests import oracle
 from tests.jaxsoftmax.test_sharding import collectives, mesh
 

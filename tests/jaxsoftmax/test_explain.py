@@ -11,7 +11,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import _explain
 from pallas_kernels.hardware import H200
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 
 A100 = dataclasses.replace(H200, name="NVIDIA A100", compute_capability="8.0")
 
@@ -19,7 +19,7 @@ A100 = dataclasses.replace(H200, name="NVIDIA A100", compute_capability="8.0")
 @pytest.fixture
 def explained(stand_ins: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stand-ins with what a decision has besides."""
-    from pallas_kernels import dispatch
+    from pallas_kernels.softmax import dispatch
 
     decide = dispatch.decide
     facts = {"reason": "it is the only one", "config": "Config(rows=4)", "bytes_moved": 2_000_000}

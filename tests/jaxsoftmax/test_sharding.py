@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 from tests.jaxsoftmax import labelled
 
 SHAPE = (8, 4, 16)

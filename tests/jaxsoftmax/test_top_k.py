@@ -14,7 +14,7 @@ from jax import export
 
 import jaxsoftmax
 from jaxsoftmax import _selection, _top_k, top_k_softmax
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]

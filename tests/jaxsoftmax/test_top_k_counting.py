@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsoftmax import _counting, _selection, top_k_softmax
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 from tests.jaxsoftmax.test_top_k import SOME, X, check_transformation
 

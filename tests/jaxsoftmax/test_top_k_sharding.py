@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _counting, _selection, top_k_softmax
-from pallas_kernels.problem import Op
+from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 
 SHAPE = (8, 4, 3200)

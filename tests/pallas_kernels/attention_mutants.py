@@ -198,8 +198,8 @@ MUTANTS = (
     _forward(
         "lse_of_base_2",
         "the logsumexp is of base 2",
-        "m / LOG2E + elementary.log(total)",
-        "m + elementary.log(total) * LOG2E",
+        "m / LOG2E + fast_math.log(total)",
+        "m + fast_math.log(total) * LOG2E",
     ),
     _forward(
         "tail_dropped",
@@ -471,7 +471,7 @@ MUTANTS = (
     _forward(
         "query_not_awaited",
         "queries are read before they are there",
-        "asynchronous.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))",
+        "mbarrier.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))",
         "pass",
         rejected_by=RACE,
     ),
@@ -1017,15 +1017,15 @@ MUTANTS = (
     _backward(
         "no_block_barrier",
         "dQ is multiplied from scores that are not all there",
-        "scopes.sync_block(part.tile.config.warpgroups)",
+        "reduce.sync_block(part.tile.config.warpgroups)",
         "pass",
         rejected_by=UNORDERED,
     ),
     _backward(
         "scores_not_committed",
         "scores leave to the bias before copies may see them",
-        "fragments.commit()\n    scopes",
-        "scopes",
+        "fragments.commit()\n    reduce",
+        "reduce",
         "bias",
         rejected_by=RACE,
     ),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hardware import H200
-from pallas_kernels.problem import IGNORED, Op, Problem
+from pallas_kernels.softmax.problem import IGNORED, Op, Problem
 
 DTYPES = tuple(jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 INF, NAN = np.float32(np.inf), np.float32(np.nan)

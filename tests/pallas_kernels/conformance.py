@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 import oracle
 
-from pallas_kernels import monoid, reference
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels import monoid
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import Op, Problem
 
 Run = Callable[..., Any]
 _FLOAT32 = np.finfo(np.float32)

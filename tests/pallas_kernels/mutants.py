@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import wrong
 
-from pallas_kernels import asynchronous, board, elementary, masks, monoid, mosaic, numbers, scopes
-from pallas_kernels.configs import GridConfig, StagedConfig, TeamConfig
-from pallas_kernels.problem import Op
-from pallas_kernels.softmax import row_ops, share, team_block
+from pallas_kernels import monoid
+from pallas_kernels.mosaic import fast_math, masks, mbarrier, reduce, row_scalars, vectors
+from pallas_kernels.softmax import board, row_ops, share, team_block
+from pallas_kernels.softmax.config import GridConfig, StagedConfig, TeamConfig
+from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.rung import Operands
 from tests import top_k_mutants
 
@@ -159,7 +160,7 @@ def _where_copied(walked, block, i):
 
 
 def _only_arrived(release, barrier):
-    asynchronous.arrive(barrier)
+    mbarrier.arrive(barrier)
 
 
 def _in_one_turn(clear, exchange, slots, warpgroups):
@@ -248,15 +249,15 @@ KERNEL_MUTANTS = (
         rungs=("naive", "block", "online"),
         form=(("scale", 0.3),),
     ),
-    KernelMutant("outside_is_zero", "columns past the end are read as 0", mosaic.load, _zero_filled, rungs=_STREAMING),
-    KernelMutant("store_left_out", "nothing is written", mosaic.store, _left_out, rungs=("naive", "block")),
-    KernelMutant("store_next_row", "rows are written one further", mosaic.store, _next_row, rungs=("warp", "cluster")),
+    KernelMutant("outside_is_zero", "columns past the end are read as 0", vectors.load, _zero_filled, rungs=_STREAMING),
+    KernelMutant("store_left_out", "nothing is written", vectors.store, _left_out, rungs=("naive", "block")),
+    KernelMutant("store_next_row", "rows are written one further", vectors.store, _next_row, rungs=("warp", "cluster")),
     KernelMutant(
-        "exp_of_base_2", "the exponential is of base 2", elementary.exp_for, _base_2, rungs=("warp", "online", "grid")
+        "exp_of_base_2", "the exponential is of base 2", fast_math.exp_for, _base_2, rungs=("warp", "online", "grid")
     ),
-    KernelMutant("copies_next_row", "the next row is staged", asynchronous.copy_row, _next_row_copied, rungs=_STAGED),
+    KernelMutant("copies_next_row", "the next row is staged", mbarrier.copy_row, _next_row_copied, rungs=_STAGED),
     KernelMutant(
-        "nothing_filled", "a copy's ends are left as they are", asynchronous.fill_outside, _left_out, rungs=_STAGED
+        "nothing_filled", "a copy's ends are left as they are", mbarrier.fill_outside, _left_out, rungs=_STAGED
     ),
     KernelMutant(
         "nothing_kept",
@@ -270,30 +271,30 @@ KERNEL_MUTANTS = (
     KernelMutant(
         "tail_left_out",
         "the elements in which a share's last row vector ends, in the next share, are left out",
-        asynchronous.wrap,
+        mbarrier.wrap,
         _without_tail,
         rungs=(*_CLUSTER, *_GRID),
     ),
-    KernelMutant("no_wait", "the cluster's numbers are not waited for", asynchronous.wait, _left_out, rungs=_CLUSTER),
+    KernelMutant("no_wait", "the cluster's numbers are not waited for", mbarrier.wait, _left_out, rungs=_CLUSTER),
     KernelMutant(
         "no_block_barrier",
         "the block's threads do not meet",
-        scopes.sync_block,
+        reduce.sync_block,
         _left_out,
         rungs=_MERGING,
         may_deadlock=True,
     ),
     KernelMutant(
-        "no_cluster_barrier", "a cluster's blocks do not meet", scopes.await_cluster, _left_out, rungs=_CLUSTER
+        "no_cluster_barrier", "a cluster's blocks do not meet", reduce.await_cluster, _left_out, rungs=_CLUSTER
     ),
-    KernelMutant("wrong_stride", "quantities take each other's slots", scopes.Exchange.read, _swapped, rungs=_MERGING),
+    KernelMutant("wrong_stride", "quantities take each other's slots", reduce.Exchange.read, _swapped, rungs=_MERGING),
     KernelMutant(
-        "slots_not_cleared", "slots without a warp are not cleared", scopes.Exchange.clear, _left_out, rungs=_CLUSTER
+        "slots_not_cleared", "slots without a warp are not cleared", reduce.Exchange.clear, _left_out, rungs=_CLUSTER
     ),
     KernelMutant(
         "slots_cleared_once",
         "of slots without a block, only as many as threads are cleared",
-        scopes.Exchange.clear,
+        reduce.Exchange.clear,
         _in_one_turn,
         rungs=_GRID,
         form=(("rows", 1),),
@@ -302,7 +303,7 @@ KERNEL_MUTANTS = (
     KernelMutant(
         "own_warp_in_block",
         "a warp knows its own part only",
-        scopes.across_block,
+        reduce.across_block,
         _own_numbers_only,
         rungs=("block", "online"),
     ),
@@ -336,7 +337,7 @@ KERNEL_MUTANTS = (
         deadlocks=True,
     ),
     KernelMutant(
-        "unfenced", "what is written is copied over without a fence", asynchronous.release, _only_arrived, rungs=_TEAM
+        "unfenced", "what is written is copied over without a fence", mbarrier.release, _only_arrived, rungs=_TEAM
     ),
     KernelMutant(
         "next_row_alone",
@@ -354,19 +355,19 @@ KERNEL_MUTANTS = (
         rungs=_TEAM,
         form=(("cols", 1020),),
     ),
-    KernelMutant("first_of_grid", "a row is its first block's", scopes.from_grid, _first_member, rungs=_GRID),
+    KernelMutant("first_of_grid", "a row is its first block's", reduce.from_grid, _first_member, rungs=_GRID),
     KernelMutant(
-        "own_warp_in_cluster", "the same in a cluster", scopes.across_cluster, _own_numbers_only, rungs=_CLUSTER
+        "own_warp_in_cluster", "the same in a cluster", reduce.across_cluster, _own_numbers_only, rungs=_CLUSTER
     ),
     KernelMutant(
         "merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only, rungs=_MERGING
     ),
-    _gradient("label_off_by_one", "the label is the next column", numbers.store_element, _next_label),
+    _gradient("label_off_by_one", "the label is the next column", row_scalars.store_element, _next_label),
     _gradient("mass_lost", "labels are not smoothed", row_ops.with_factors, _nothing_smoothed, _SOME, smoothing=0.1),
     _gradient("z_loss_sign", "the z loss is subtracted", row_ops.with_factors, _other_sign, _SOME, z_loss=0.1),
     _gradient("cap_not_derived", "the gradient goes past the soft cap", row_ops._bent, _unbent, _SOME, soft_cap=5.0),
     _gradient("ignored_counted", "ignored rows give their own numbers", row_ops.numbers, _none_ignored, _SOME),
-    _gradient("ignored_read", "ignored rows are read", mosaic.load, _all_read, ("warp", "online")),
+    _gradient("ignored_read", "ignored rows are read", vectors.load, _all_read, ("warp", "online")),
     _gradient("ignored_unwritten", "ignored rows get no zeros", share.Share._write_zeros, _left_out, ("block", "grid")),
     _gradient(
         "outside_capped", "columns past the end count as the soft cap", masks.inside, _all_inside, _SOME, soft_cap=5.0
@@ -374,7 +375,7 @@ KERNEL_MUTANTS = (
     _gradient(
         "label_unmasked",
         "the label counts where the mask excludes it",
-        numbers.load_element,
+        row_scalars.load_element,
         _held_at_label,
         _SOME,
         where="full",
@@ -411,7 +412,7 @@ HARNESS_FAULTS = (
     ),
     (
         "lanes keep sums of their own, which may differ in the last bit",
-        "`numbers.of_first_lane` of block, cluster, online, grid left out",
+        "`row_scalars.of_first_lane` of block, cluster, online, grid left out",
         "test_aot.py: seen in the PTX; the interpreter has no lanes",
     ),
     ("registers spill", "toy kernel with too long a row", "test_aot.py: ptxas reports it"),

@@ -16,10 +16,10 @@ from cases import DTYPES, Op, Problem
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
-from pallas_kernels import dispatch, heuristics
-from pallas_kernels.configs import StagedConfig
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER, grid, row_ops, staged, team
+from pallas_kernels.softmax import dispatch, grid, heuristics, row_ops, staged, team
+from pallas_kernels.softmax.config import StagedConfig
+from pallas_kernels.softmax.dispatch import LADDER
 
 pytestmark = pytest.mark.aot
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from interpreter import interpret
 
-from pallas_kernels.configs import StagedConfig
-from pallas_kernels.problem import Op, Problem
-from pallas_kernels.softmax import LADDER
+from pallas_kernels.softmax.config import StagedConfig
+from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.problem import Op, Problem
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import at_once, interpret
 
-from pallas_kernels import asynchronous
-from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
-from pallas_kernels.softmax import LADDER
+from pallas_kernels.mosaic import mbarrier
+from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
+from pallas_kernels.softmax.dispatch import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
 REAL = (1, 2, 125, 127, 128, 256, 1000, 1001, 1024, 4096, 8192, 32000, 50257, 65537, 128256, 262144, 1000003)
@@ -245,7 +245,7 @@ def test_identical_rows_have_identical_bits(name, op):
 def test_sums_of_aligned_vectors_are_seen(name, monkeypatch):
     """The test above fails for a kernel that adds up what lies in aligned vectors."""
     config, cols = _RAGGED[name]
-    monkeypatch.setattr(asynchronous, "wrap", lambda raw, *_: raw)
+    monkeypatch.setattr(mbarrier, "wrap", lambda raw, *_: raw)
     case = _case(LADDER[name], Problem(Op.STATS, 9, cols, DTYPES[2]), config)
     assert max(len(bits) for bits in _bits_of_rows(interpret(case.run, *_at_every_alignment(case.problem)))) > 1
 

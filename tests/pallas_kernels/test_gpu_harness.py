@@ -9,7 +9,7 @@ import poisoned
 import pytest
 import toy
 
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.problem import Op, Problem
 
 PROBLEM = Problem(Op.SOFTMAX, 64, 1024, jnp.dtype(jnp.bfloat16))
 

@@ -11,9 +11,9 @@ import pytest
 from cases import DTYPES, Problem
 from interpreter import Deadlock, at_once, interpret
 
-from pallas_kernels.configs import GridConfig, OnlineConfig, StagedConfig, TeamConfig
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER
+from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, TeamConfig
+from pallas_kernels.softmax.dispatch import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
 pytestmark = pytest.mark.slow

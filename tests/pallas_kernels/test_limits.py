@@ -7,11 +7,11 @@ import attention_cases
 import pytest
 from cases import DTYPES, Op, Problem
 
-from pallas_kernels import dispatch, heuristics
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import LADDER, grid, staged, team
+from pallas_kernels.softmax import dispatch, grid, heuristics, staged, team
+from pallas_kernels.softmax.dispatch import LADDER
 
 LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
 

@@ -5,7 +5,7 @@ import jax
 import pytest
 from cases import DTYPES, Op, Problem
 
-from pallas_kernels.softmax import LADDER
+from pallas_kernels.softmax.dispatch import LADDER
 
 
 @pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)

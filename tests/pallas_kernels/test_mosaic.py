@@ -7,7 +7,7 @@ import models
 import numpy as np
 import pytest
 
-from pallas_kernels import elementary, mosaic
+from pallas_kernels.mosaic import fast_math, vectors
 
 LANES = (1, 4, 8, 16, 32, 128)
 
@@ -17,16 +17,16 @@ LANES = (1, 4, 8, 16, 32, 128)
 def test_every_overhanging_vector_is_masked(lanes, dtype):
     wrong = []
     for registers in (1, 2, 3, 5):
-        tile = mosaic.Tile(jnp.dtype(dtype), registers, lanes)
+        tile = vectors.Tile(jnp.dtype(dtype), registers, lanes)
         capacity = registers * lanes * tile.vector
         for cols in range(max(1, capacity - 5 * lanes), capacity - tile.vector + 2):
             array = jax.ShapeDtypeStruct((tile.rows, cols), tile.dtype)
-            span = mosaic.Span.of(array, tile, at_start=True)
+            span = vectors.Span.of(array, tile, at_start=True)
             for row in range(tile.vector if cols % tile.vector else 1):
                 _, inside = models.elements(tile, cols, np.int32(row), np.int32(0))
-                vectors = np.asarray(inside).reshape(tile.rows, registers, -1, tile.vector)
-                partly = (vectors.any(-1) & ~vectors.all(-1)).any((0, 2))
-                outside = (~vectors.any(-1)).any((0, 2))
+                held = np.asarray(inside).reshape(tile.rows, registers, -1, tile.vector)
+                partly = (held.any(-1) & ~held.all(-1)).any((0, 2))
+                outside = (~held.any(-1)).any((0, 2))
                 wrong += [
                     (registers, cols, row, j)
                     for j in range(registers)
@@ -41,15 +41,15 @@ def test_exp_in_a_unit(dtype, unit):
     d = np.concatenate([-np.linspace(0, 100, 40001) / unit, [0]]).astype(np.float32)
     exponent = d.astype(np.float64) * np.float32(unit)
     d, exponent = d[exponent > -80], exponent[exponent > -80]
-    got = np.asarray(jax.jit(elementary.exp_for(jnp.dtype(dtype), unit))(d), np.float64)
+    got = np.asarray(jax.jit(fast_math.exp_for(jnp.dtype(dtype), unit))(d), np.float64)
     # Without optimisation the CPU rounds the product, and may take (x + c) - c for x.
     ulps = 2 + 2 * np.abs(exponent)
     assert (np.abs(got / np.exp(exponent) - 1) <= ulps * 2.0**-23).all()
     special = jnp.array([-jnp.inf, jnp.nan], jnp.float32)
-    np.testing.assert_array_equal(elementary.exp_for(jnp.dtype(dtype), unit)(special) < 1e-37, [True, False])
+    np.testing.assert_array_equal(fast_math.exp_for(jnp.dtype(dtype), unit)(special) < 1e-37, [True, False])
 
 
-@pytest.mark.parametrize("tanh, slack", [(elementary.tanh_16bit, None), (elementary.tanh_32bit, 2.5)])
+@pytest.mark.parametrize("tanh, slack", [(fast_math.tanh_16bit, None), (fast_math.tanh_32bit, 2.5)])
 def test_tanh(tanh, slack):
     x = np.concatenate([np.linspace(-20, 20, 40001), np.logspace(-30, 0, 3001), [0, 0.55, 1e30]]).astype(np.float32)
     truth = np.tanh(x.astype(np.float64))
@@ -68,6 +68,6 @@ def test_log_is_accurate_also_where_it_is_near_zero():
         [np.exp(rng.uniform(-87, 88, 20000)), 1 + rng.uniform(-0.3, 0.4, 20000), 1 + 1e-6 * np.arange(9)]
     )
     x = x.astype(np.float32)
-    errors.assert_accurate(elementary.log(x), np.log(x), np.log(x.astype(np.float64)), slack=1.5)
+    errors.assert_accurate(fast_math.log(x), np.log(x), np.log(x.astype(np.float64)), slack=1.5)
     special = jnp.array([0, jnp.inf, jnp.nan], jnp.float32)
-    np.testing.assert_array_equal(elementary.log(special), [-np.inf, np.inf, np.nan])
+    np.testing.assert_array_equal(fast_math.log(special), [-np.inf, np.inf, np.nan])

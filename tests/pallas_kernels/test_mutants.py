@@ -6,7 +6,7 @@ import pytest
 import wrong
 from mutants import DOCUMENT, FUNCTION_MUTANTS, document
 
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.problem import Op, Problem
 
 OPS = (Op.SOFTMAX, Op.LOG_SOFTMAX, Op.STATS, Op.SOFTMAX_TANGENT)
 ROWS = 2 * len(cases.ROW_KINDS) + 1

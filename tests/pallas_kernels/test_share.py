@@ -6,8 +6,8 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.configs import StagedConfig, TeamConfig
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.config import StagedConfig, TeamConfig
+from pallas_kernels.softmax.problem import Op, Problem
 from pallas_kernels.softmax.share import Share
 
 SIDE_BY_SIDE = StagedConfig(blocks=3, warpgroups=1, registers=2, slots=1, rows=1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.monoid import Stats, decay
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.problem import Op, Problem
 
 
 def never_guarded(frm: jax.Array, to: jax.Array, *, exp: Any = jnp.exp) -> jax.Array:

@@ -15,9 +15,10 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.emit import (
+from pallas_kernels.mosaic.ptx import (
     SPLAT,
     Index,
+    asm,
     c32,
     c64,
     elements,
@@ -26,12 +27,11 @@ from pallas_kernels.emit import (
     i32,
     i64,
     number,
-    ptx,
     scalar,
     thread_in_warpgroup,
     word,
 )
-from pallas_kernels.mosaic import Span, Tile
+from pallas_kernels.mosaic.vectors import Span, Tile
 
 
 def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
@@ -96,7 +96,7 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
         first_lane = equals(arith.remui(thread, c32(tile.lanes)), 0)
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        ptx("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, number(value), arith.andi(first_lane, exists)])
+        asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, number(value), arith.andi(first_lane, exists)])
 
     ref_rows = ref.shape[0]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))
@@ -142,7 +142,7 @@ def store_element(
         index = arith.addi(arith.muli(_wide(at), c64(cols)), _wide(place))
         address = arith.addi(global_address(ref), arith.muli(index, c64(itemsize)))
         word = arith.bitcast(ir.IntegerType.get_signless(bits), number(value))
-        ptx(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
+        asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, SPLAT, SPLAT))(store_over)(

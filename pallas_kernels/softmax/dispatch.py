@@ -5,9 +5,13 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import hardware, heuristics, softmax
+from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Problem
+from pallas_kernels.softmax import block, cluster, grid, heuristics, naive, online, team, warp
+from pallas_kernels.softmax.problem import Problem
+
+# One file per algorithm, in the order in which each improves on the one before.
+LADDER = {module.RUNG.name: module.RUNG for module in (naive, warp, block, online, cluster, grid, team)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +29,20 @@ class Decision:
     def run(self, *operands: jax.Array) -> Any:
         """Runs the chosen kernel on `[rows, cols]` operands, followed by `[rows]` ones if it has some."""
         assert self.kernel is not None, self.reason
-        return softmax.LADDER[self.kernel].run(self.problem, self.config, *operands)
+        return LADDER[self.kernel].run(self.problem, self.config, *operands)
 
 
 def decide(problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None) -> Decision:
     """Picks the fastest rung that accepts `problem` on `device`; `kernel` and `config` override the choice."""
     no_device = hardware.supports_kernels(device)
-    refusals = {name: no_device or rung.unsupported(problem, device) for name, rung in softmax.LADDER.items()}
+    refusals = {name: no_device or rung.unsupported(problem, device) for name, rung in LADDER.items()}
     order = heuristics.order(problem, device)
     chosen = next((name for name in ((kernel,) if kernel else order) if refusals[name] is None), None)
     if chosen is None:
         left_out = "not asked for" if kernel else "slower than XLA for so few, so long rows"
         declined = tuple((name, why or left_out) for name, why in refusals.items())
         return Decision(problem, device, None, None, "no kernel takes the problem", declined, 0)
-    rung = softmax.LADDER[chosen]
+    rung = LADDER[chosen]
     source = "by the heuristic" if config is None else "asked for"
     config = rung.configs(problem, device)[0] if config is None else config
     declined = tuple(

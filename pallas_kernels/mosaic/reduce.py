@@ -16,15 +16,15 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels import asynchronous
-from pallas_kernels.emit import (
+from pallas_kernels.mosaic import mbarrier
+from pallas_kernels.mosaic.ptx import (
     SPLAT,
     WARPGROUP,
     Index,
+    asm,
     c32,
     equals,
     global_address,
-    ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
@@ -82,7 +82,7 @@ class Exchange:
                         spare = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(self.spare - first))
                         address = arith.addi(shared_address(slots), arith.muli(thread, c32(4)))
                         address = arith.addi(address, c32(4 * (at + first)))
-                        ptx("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
+                        asm("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
 
         if self.spare:
             plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)
@@ -103,7 +103,7 @@ class Exchange:
             at = arith.addi(shared_address(slots), arith.muli(scalar(member), c32(4)))
             for q, value in enumerate(values):
                 text = f"@$2 st.shared.b32 [$0 + {4 * q * self.slots}], $1;"
-                ptx(text, "r,r,b,~{memory}", [at, word(value), first])
+                asm(text, "r,r,b,~{memory}", [at, word(value), first])
 
         arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
         plgpu.inline_mgpu(arg_types=arguments)(put_numbers)(slots, jnp.int32(member), *values)
@@ -129,7 +129,7 @@ def across_block(
         first_lane = equals(lane, 0)
         for q, value in enumerate(values):
             at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * exchange.slots)))
-            ptx("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, word(value), first_lane])
+            asm("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, word(value), first_lane])
 
     arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(publish)(slots, jnp.int32(warpgroup), *values)
@@ -163,11 +163,11 @@ def across_cluster(
                 "@$4 mapa.shared::cluster.u32 slot, $0, $2; @$4 mapa.shared::cluster.u32 barrier, $1, $2; "
                 "@$4 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [slot], $3, [barrier]; }"
             )
-            ptx(text, "r,r,r,r,b", [at, shared_address(barrier), lane, word(value), to_peer])
+            asm(text, "r,r,r,r,b", [at, shared_address(barrier), lane, word(value), to_peer])
 
     arguments = (plgpu.RefType(), plgpu.RefType(), SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(send)(slots, barrier, jnp.int32(warpgroup), *values)
-    asynchronous.wait(barrier, parity)
+    mbarrier.wait(barrier, parity)
     return exchange.read(slots)
 
 
@@ -197,7 +197,7 @@ def take_ticket(words: jax.Ref, to: jax.Ref, warpgroup: int = 0) -> None:
             "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
             "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"
         )
-        ptx(text, "l,r,b", [global_address(words), shared_address(to), first])
+        asm(text, "l,r,b", [global_address(words), shared_address(to), first])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(draw_ticket)(words, to)
 
@@ -214,7 +214,7 @@ def to_grid(
         first = equals(utils.thread_idx(), 0)
         for q, value in enumerate(values):
             at = _word(exchange, words, scalar(row), q, scalar(member))
-            ptx("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
+            asm("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
 
     arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(publish_words)(words, jnp.int32(row), jnp.int32(member), *values)
@@ -234,7 +234,7 @@ def from_grid(exchange: Exchange, words: jax.Ref, row: Index, slots: jax.Ref, wa
                     "{ .reg .b32 word; .reg .pred missing; AGAIN: @$2 ld.relaxed.gpu.global.b32 word, [$0]; "
                     "setp.eq.and.s32 missing, word, -1, $2; @missing bra AGAIN; @$2 st.shared.b32 [$1], word; }"
                 )
-                ptx(text, "l,r,b,~{memory}", [_word(exchange, words, scalar(row), q, of), slot, waits])
+                asm(text, "l,r,b,~{memory}", [_word(exchange, words, scalar(row), q, of), slot, waits])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT))(await_words)(words, slots, jnp.int32(row))
     sync_block(warpgroups)
@@ -251,7 +251,7 @@ def sync_block(warpgroups: int, barrier: int = BLOCK) -> None:
     """Waits for all threads of the block, or of so many warpgroups that have a barrier of their own."""
 
     def block_sync(ctx):
-        ptx(f"barrier.sync.aligned {barrier}, {WARPGROUP * warpgroups};", "~{memory}", [])
+        asm(f"barrier.sync.aligned {barrier}, {WARPGROUP * warpgroups};", "~{memory}", [])
 
     plgpu.inline_mgpu()(block_sync)()
 
@@ -263,7 +263,7 @@ def arrive_in_cluster() -> None:
     """
 
     def arrive_cluster(ctx):
-        ptx("barrier.cluster.arrive.relaxed.aligned;", "~{memory}", [])
+        asm("barrier.cluster.arrive.relaxed.aligned;", "~{memory}", [])
 
     plgpu.inline_mgpu()(arrive_cluster)()
 
@@ -272,7 +272,7 @@ def await_cluster() -> None:
     """Waits until all threads of the cluster's blocks have arrived."""
 
     def await_arrivals(ctx):
-        ptx("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
+        asm("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
 
     plgpu.inline_mgpu()(await_arrivals)()
 

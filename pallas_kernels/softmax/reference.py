@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.monoid import Stats, decay, exp_in, log_normalizer, scaled
-from pallas_kernels.problem import IGNORED
+from pallas_kernels.softmax.problem import IGNORED
 
 Axes = tuple[int, ...]
 

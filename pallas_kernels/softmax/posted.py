@@ -6,8 +6,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.emit import WARPGROUP, c32, i32, integer, ptx, shared_address, thread_in_warpgroup
-from pallas_kernels.scopes import Exchange
+from pallas_kernels.mosaic.ptx import WARPGROUP, asm, c32, i32, integer, shared_address, thread_in_warpgroup
+from pallas_kernels.mosaic.reduce import Exchange
 
 _MARK = 0x7FC5A17E  # a NaN in float32, and two in 16 bits, that arithmetic does not make
 _COUNTER = -1  # in the place of a row, of a count
@@ -26,7 +26,7 @@ def post(addresses: Sequence[ir.Value], numbers: Sequence[ir.Value], row: ir.Val
         "mov.b128 both, {lo, hi}; @$4 st.relaxed.gpu.global.b128 [$0], both; }"
     )
     for k, address in enumerate(addresses):
-        ptx(text, "l,r,r,r,b,~{memory}", [address, *numbers[2 * k : 2 * k + 2], row, wanted])
+        asm(text, "l,r,r,r,b,~{memory}", [address, *numbers[2 * k : 2 * k + 2], row, wanted])
 
 
 def await_posted(
@@ -67,7 +67,7 @@ def begin_count(address: ir.Value, wanted: ir.Value) -> None:
         "@$2 ld.relaxed.gpu.global.b128 found, [$0]; mov.b128 {lo, hi}, found; setp.ne.and.b64 missing, hi, mark, $2; "
         "@missing atom.relaxed.gpu.global.cas.b128 found, [$0], found, none; }"
     )
-    ptx(text, "l,r,b,~{memory}", [address, c32(_COUNTER), wanted])
+    asm(text, "l,r,b,~{memory}", [address, c32(_COUNTER), wanted])
 
 
 def count_one(address: ir.Value, to: ir.Value, wanted: ir.Value) -> None:
@@ -79,7 +79,7 @@ def count_one(address: ir.Value, to: ir.Value, wanted: ir.Value) -> None:
         "{ .reg .b32 before; @$2 fence.acq_rel.gpu; @$2 atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
         "@$2 fence.acq_rel.gpu; @$2 st.shared.u32 [$1], before; }"
     )
-    ptx(text, "l,r,b,~{memory}", [address, shared_address(to), wanted])
+    asm(text, "l,r,b,~{memory}", [address, shared_address(to), wanted])
 
 
 def _awaiting(exchange: Exchange, nap_ns: int) -> str:

@@ -8,9 +8,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.emit import SPLAT, Index, c64, elements, global_address, scalar
-from pallas_kernels.mosaic import Span, Tile
-from pallas_kernels.numbers import row_of
+from pallas_kernels.mosaic.ptx import SPLAT, Index, c64, elements, global_address, scalar
+from pallas_kernels.mosaic.row_scalars import row_of
+from pallas_kernels.mosaic.vectors import Span, Tile
 
 
 def select(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile, z: jax.Array, other: float) -> jax.Array:

@@ -7,7 +7,7 @@ width. (The last vector of an array may end up to 14 bytes past it: XLA hands ou
 Sums must not depend on where such vectors begin: rows with the same elements have the same sums, bit for bit. They are
 sums of row vectors, which begin at the row's start. A row vector ends in the next lane's aligned vector, and the last
 one of a warp in the first one of the next warp: a tile that `wraps` holds all elements of the warp's row vectors, the
-last ones in the place of those before the first one. `numbers.sums_of_rows` adds them up in order.
+last ones in the place of those before the first one. `row_scalars.sums_of_rows` adds them up in order.
 """
 
 import dataclasses
@@ -23,10 +23,11 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.emit import (
+from pallas_kernels.mosaic.ptx import (
     SPLAT,
     WARPGROUP,
     Index,
+    asm,
     c32,
     c64,
     elements,
@@ -35,7 +36,6 @@ from pallas_kernels.emit import (
     i32,
     i64,
     number,
-    ptx,
     scalar,
     thread_in_warpgroup,
 )
@@ -316,13 +316,13 @@ def store(
                 for e, (part, mask) in enumerate(zip(parts, v.masks, strict=True)):
                     at = arith.addi(v.address, c64(e * bits // 8))
                     kind = "h" if bits == 16 else "r"
-                    ptx(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, arith.andi(partly, mask)])
+                    asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, arith.andi(partly, mask)])
             guard, operands = ("", []) if whole is None else ("@$5 ", [whole])
             text = f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};"
             if streams:
                 create = ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
                 text = f"{{ {create} {guard}st.global.L2::cache_hint.v4.b32 [$0], {{$1,$2,$3,$4}}, policy; }}"
-            ptx(
+            asm(
                 text,
                 "l,r,r,r,r" + ",b" * len(operands),
                 [v.address, *elements(vector.bitcast(words, register)), *operands],

@@ -101,6 +101,6 @@ def shared_address(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
 
 
-def ptx(text: str, constraints: str, operands: list[ir.Value]) -> None:
+def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
     """Inline assembly without a result."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)

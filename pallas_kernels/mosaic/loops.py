@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.emit import INTEGER, SPLAT, Index, i32, integer, ptx, scalar
+from pallas_kernels.mosaic.ptx import INTEGER, SPLAT, Index, asm, i32, integer, scalar
 
 
 def rolled[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
@@ -19,7 +19,7 @@ def rolled[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Ca
     """
 
     def keep_rolled(ctx):
-        ptx('.pragma "nounroll";', "", [])
+        asm('.pragma "nounroll";', "", [])
 
     def step(i: jax.Array, carry: Carry) -> Carry:
         plgpu.inline_mgpu()(keep_rolled)()

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.problem import Op, Problem
 
 
 class Rule(NamedTuple):
@@ -100,7 +100,7 @@ _apply.defvjp(_forward, _backward)
 
 def _run(op: Op, scale: float, kernel: str | None, *operands: jax.Array) -> Any:
     # Importing the ladder imports Pallas, which takes longer than importing JAX; RULES alone must stay cheap.
-    from pallas_kernels import dispatch
+    from pallas_kernels.softmax import dispatch
 
     rows, cols = operands[0].shape
     problem = Problem(op, rows, cols, operands[0].dtype, scale=scale)

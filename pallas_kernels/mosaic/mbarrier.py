@@ -16,20 +16,20 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.emit import (
+from pallas_kernels.mosaic.ptx import (
     SPLAT,
     Index,
+    asm,
     c32,
     c64,
     equals,
     global_address,
     i32,
-    ptx,
     scalar,
     shared_address,
     thread_in_warpgroup,
 )
-from pallas_kernels.mosaic import VECTOR_BYTES, Span, Tile, load_vector
+from pallas_kernels.mosaic.vectors import VECTOR_BYTES, Span, Tile, load_vector
 
 Cache = Literal["evict_last", "evict_first"] | None
 
@@ -50,7 +50,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
         text = makes + "@$1 fence.mbarrier_init.release.cluster;"
-        ptx(text, "r,b", [shared_address(ref), equals(utils.thread_idx(), 0)])
+        asm(text, "r,b", [shared_address(ref), equals(utils.thread_idx(), 0)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(make_barriers)(ref)
 
@@ -60,7 +60,7 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
 
     def announce(ctx, ref):
         text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
-        ptx(text, "r,b", [shared_address(ref), _leader()])
+        asm(text, "r,b", [shared_address(ref), _leader()])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(announce)(ref)
 
@@ -71,7 +71,7 @@ def arrive(ref: jax.Ref) -> None:
     def arrive_warps(ctx, ref):
         first = equals(arith.remui(utils.thread_idx(), c32(32)), 0)
         text = "bar.warp.sync 0xffffffff; @$1 mbarrier.arrive.shared.b64 _, [$0];"
-        ptx(text, "r,b,~{memory}", [shared_address(ref), first])
+        asm(text, "r,b,~{memory}", [shared_address(ref), first])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_warps)(ref)
 
@@ -81,7 +81,7 @@ def arrive_each(ref: jax.Ref) -> None:
 
     # Where one of a warp arrives for words that all of it wrote, compute-sanitizer reports a race.
     def arrive_threads(ctx, ref):
-        ptx("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
+        asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_threads)(ref)
 
@@ -100,7 +100,7 @@ def wait(ref: jax.Ref, parity: jax.Array) -> None:
             "{ .reg .pred done; AGAIN: "
             "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
         )
-        ptx(text, "r,r,~{memory}", [shared_address(ref), scalar(parity)])
+        asm(text, "r,r,~{memory}", [shared_address(ref), scalar(parity)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(ref, jnp.int32(parity))
 
@@ -139,7 +139,7 @@ def copy_row(
             text = f"{{ {create} {text} }}"
         size = arith.muli(here, c32(VECTOR_BYTES))
         operands = [shared_address(barrier), shared_address(to), address, size, _leader(), some]
-        ptx(text, "r,r,l,r,b,b", operands)
+        asm(text, "r,r,l,r,b,b", operands)
 
     arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType(), plgpu.RefType(), SPLAT)
     operands = (ref, jnp.int32(row), jnp.int32(first), to, barrier, jnp.int32(label))
@@ -171,7 +171,7 @@ def fill_outside(
             for e in range(v):
                 outside = arith.cmpi(arith.CmpIPredicate.uge, arith.addi(column, c32(e)), c32(span.cols))
                 kind, at = "h" if bits == 16 else "r", arith.addi(address, c32(e * dtype.itemsize))
-                ptx(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, arith.andi(owned, outside)])
+                asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, arith.andi(owned, outside)])
 
     arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arguments)(fill_elements)(gmem, jnp.int32(row), jnp.int32(first), to)

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 
-from pallas_kernels.configs import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
 from pallas_kernels.hardware import Device
-from pallas_kernels.problem import Op, Problem
+from pallas_kernels.softmax.config import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
+from pallas_kernels.softmax.problem import Op, Problem
 
 KIB, MIB = 1024, 1024**2
 
