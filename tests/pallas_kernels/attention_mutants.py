@@ -18,7 +18,7 @@ from pallas_kernels.attention.problem import Op
 
 NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
-UNORDERED = "wrong numbers or a race"
+UNORDERED = "wrong numbers, a race or a deadlock"
 OUT_OF_STEP = "a race detected, or a deadlock reported"
 UNDER_WAY = "a product under way, whose numbers or operands are touched"
 NOT_FINITE = "infinities in a product"

@@ -39,7 +39,7 @@ FEW = dataclasses.replace(hardware.H200, sm_count=2)
 REJECTIONS = {
     NUMBERS: (AssertionError,),
     RACE: (RaceDetected,),
-    UNORDERED: (AssertionError, RaceDetected),
+    UNORDERED: (AssertionError, RaceDetected, Deadlock),
     NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
     NOT_WAITED_FOR: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
     OUT_OF_STEP: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
