@@ -1,4 +1,4 @@
-"""Device memory in which the blocks of a kernel meet: it comes with numbers in it, and is written by many."""
+"""Workspace: initialised global memory that all CTAs of a launch share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from jax import lax
 def call(
     kernel: Callable[..., Any],
     operands: Sequence[jax.Array],
-    places: Sequence[jax.Array],
+    workspace: Sequence[jax.Array],
     out_type: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What `kernel(*operands, *places)` returns, and what is in the places then; `places` are given as references.
+    """What `kernel(*operands, *workspace)` returns, and what the workspace holds then.
 
-    They are references here only: with `jax.new_ref` the caller would have an effect, and XLA's partitioner lowers
-    nothing that has one.
+    The kernel gets the workspace as references. They are references here only: with `jax.new_ref` the caller would have
+    an effect, and XLA's partitioner lowers nothing that has one.
     """
 
     def run(state: tuple[list[jax.Ref], list[jax.Ref]]) -> None:
@@ -26,5 +26,5 @@ def call(
             out[...] = value
 
     empty = [lax.empty(x.shape, x.dtype) for x in out_type]
-    written, results = pl.run_state(run)((list(places), empty))
+    written, results = pl.run_state(run)((list(workspace), empty))
     return results, written
