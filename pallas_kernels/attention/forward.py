@@ -42,12 +42,11 @@ from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import ROW, WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, reduce
+from pallas_kernels.mosaic import reduce
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
 _NO_TILE = -1
-RECORD = len(Place._fields) + len(Span._fields)  # integers that a tile's record has
 ALIGNMENT = 1024  # of arrays in tiles; others need less
 
 
@@ -65,7 +64,7 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
         "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
         "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
         "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
-        "words": pipeline.barriers(len(sum(_arrivals(problem, config).values(), ())) + tile_scheduler.rows(RECORD)),
+        "words": pipeline.barriers(_ring_rows(problem) + len(sum(_arrivals(problem, config).values(), ()))),
     }
     if config.bias_stages:
         assert problem.bias_dtype is not None
@@ -100,11 +99,17 @@ def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int,
     }
 
 
+def _ring_rows(problem: Attention) -> int:
+    """Rows that the ring of tile records takes."""
+    return tile_scheduler.rows(10 if problem.query_lengths or problem.key_lengths else 8)
+
+
 class _Tile(NamedTuple):
     """A tile of queries: the CTA's tile number `t`, its first step `n`, where its rows are and which keys they see."""
 
     t: Any
     n: Any
+    key_head: Any
     place: Place
     span: Span
 
@@ -118,6 +123,7 @@ class _Step(NamedTuple):
 
     batch: Any
     head: Any
+    key_head: Any
     row: Any
     key: Any  # its first
     keys: Any  # of the sequence
@@ -130,7 +136,7 @@ def _start(cta: Cta) -> None:
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        pipeline.start(cta.words, sum(_arrivals(problem, config).values(), ()))
+        pipeline.start(cta.barriers, sum(_arrivals(problem, config).values(), ()))
         # The first copies are under way before the other tiles' records are written.
         _publish(cta, 0, _index(cta, 0, me))
 
@@ -138,7 +144,7 @@ def _start(cta: Cta) -> None:
         def _():
             for w in range(config.warpgroups):
                 _copy_query(cta, _read(cta, 0), w)
-            _copy_stage(cta, _read(cta, 0), 0)
+            _copy_first_stage(cta, _read(cta, 0))
 
         for t in range(1, tile_scheduler.LOOKAHEAD):
             _publish(cta, t, _index(cta, t, me + t * cta.ctas))
@@ -184,35 +190,41 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     if problem.hidden_by_data:
         at = gather.broadcast_index((batch, head, index), cta.spans.shape)
         span = schedule.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
-    place = Place(batch, head, index, queries, keys)
-    tile_scheduler.publish(cta.tile_smem, t, (*place, *(x * exists for x in span)))
+    key_head = lax.div(head, jnp.int32(problem.query_heads // problem.key_heads))
+    first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
+    record = batch, key_head, first, end, head, index, inner_first, inner_end
+    if problem.query_lengths or problem.key_lengths:
+        record += queries, keys
+    tile_scheduler.publish(cta.tile_smem, t, record)
 
 
-def _read(cta: Cta, t: Any, n: Any = 0, *, uniform: bool = False) -> _Tile:
+def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
     """The record of the CTA's tile `t`, which begins at step `n`; a tile that does not exist has no steps."""
-    record = tile_scheduler.read(cta.tile_smem, t, uniform=uniform)
-    place, problem = Place(*record[: len(Place._fields)]), cta.problem
-    place = place._replace(row=place.row * cta.config.block_q)  # in this form Mosaic sees that rows come in eights
-    if not problem.query_lengths:
-        place = place._replace(queries=problem.query_length)
-    if not problem.key_lengths:
-        place = place._replace(keys=problem.key_length)
-    return _Tile(jnp.int32(t), jnp.int32(n), place, Span(*record[len(Place._fields) : RECORD]))
+    return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, n)
+
+
+def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
+    """What a record says."""
+    problem, (batch, key_head, first, end, head, index, inner_first, inner_end, *lengths) = cta.problem, record
+    place = Place(batch, head, index * cta.config.block_q, problem.query_length, problem.key_length)
+    if problem.query_lengths:
+        place = place._replace(queries=lengths[0])
+    if problem.key_lengths:
+        place = place._replace(keys=lengths[1])
+    return _Tile(jnp.int32(t), jnp.int32(n), key_head, place, Span(first, inner_first, inner_end, end))
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
     """The tile's step `i`."""
     batch, head, row, _, keys = tile.place
-    return _Step(batch, head, row, (tile.span.end - 1 - i) * cta.config.block_kv, jnp.int32(keys), 1)
+    key = (tile.span.end - 1 - i) * cta.config.block_kv
+    return _Step(batch, head, tile.key_head, row, key, jnp.int32(keys), 1)
 
 
-def _step(cta: Cta, tile: _Tile, i: Any) -> _Step:
-    """The step `i` after the tile's first, which may be one of the next two tiles'; each has one step at least."""
-    after = _read(cta, tile.t + 1).steps
-    behind = (i >= tile.steps).astype(jnp.int32)
-    twice = behind * ((after > 0) & (i - tile.steps >= after)).astype(jnp.int32)
-    found, j = _read(cta, tile.t + behind + twice), i - behind * tile.steps - twice * after
-    return _step_of(cta, found, j)._replace(exists=(j < found.steps).astype(jnp.int32))
+def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
+    """The step before the tile's step `i`; before its first step, the last one of the tile `before`."""
+    steps = _step_of(cta, tile, i - 1), _step_of(cta, before, before.steps - 1)
+    return _Step(*(jnp.where(i > 0, x, y) for x, y in zip(*steps, strict=True)))
 
 
 def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
@@ -224,6 +236,18 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
         full, to = cta.query_full.at[warpgroup], cta.query_smem.at[warpgroup]
         pipeline.expect(full, pipeline.size(to))
         pipeline.copy(cta.query, (tile.place.batch, rows, tile.place.head, slice(None)), to, full)
+
+
+def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
+    """The calling warp asks for the CTA's first keys, if it has a tile of queries."""
+    step, to = _step_of(cta, tile, 0), cta.key_smem.at[0]
+
+    @pipeline.when(tile.steps > 0)
+    def _():
+        if cta.problem.key_lengths:
+            pipeline.expect(cta.landed.at[0], 0)
+        pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
+        pipeline.copy(cta.key, _rows(cta, step), to, cta.stage_full.at[0])
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -244,15 +268,44 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
         _when(key.exists, lambda: pipeline.copy(cta.key, _rows(cta, key), to[0], full))
         _when(whole, lambda: pipeline.copy(cta.value, _rows(cta, value), to[1], full))
 
-    def later() -> None:
-        key, value = _step(cta, tile, i), _step(cta, tile, jnp.maximum(i - 1, 0))
-        value = value._replace(exists=value.exists * (i > 0).astype(jnp.int32))
-        pipeline.when(key.exists + value.exists)(lambda: copy(key, value))
+    def copy_later() -> None:
+        following, j = _read(cta, tile.t + 1), i - tile.steps
+        is_next = j < following.steps
+
+        def copy_next() -> None:
+            key, value = _step_of(cta, following, j), _step_before(cta, following, j, tile)
+            copy(key, value._replace(exists=1))
+
+        def copy_any() -> None:
+            found, j = _tile_with_step(cta, tile, i)
+            exists = j < found.steps
+            key = _step_of(cta, found, j)._replace(exists=exists.astype(jnp.int32))
+            # The values of a CTA's last step come without keys.
+            value = _step_before(cta, found, j, _read(cta, found.t - 1))
+            value = value._replace(exists=(exists | (j == 0)).astype(jnp.int32))
+            pipeline.when(value.exists)(lambda: copy(key, value))
+
+        pipeline.when(is_next)(copy_next)
+        pipeline.when(jnp.logical_not(is_next))(copy_any)
 
     # Most steps are within the tile: their copies do not wait for the records of others.
-    within = (i > 0) & (i < tile.steps)
+    within = i < tile.steps
     pipeline.when(within)(lambda: copy(_step_of(cta, tile, i), _step_of(cta, tile, i - 1)))
-    pipeline.when(jnp.logical_not(within))(later)
+    pipeline.when(jnp.logical_not(within))(copy_later)
+
+
+def _tile_with_step(cta: Cta, tile: _Tile, i: Any) -> tuple[_Tile, Any]:
+    """In which of the tiles behind `tile` the step `i` after its first is, and the step's number there."""
+
+    def is_behind(state: tuple[Any, Any]) -> jax.Array:
+        steps = _read(cta, state[0]).steps
+        return (steps > 0) & (state[1] >= steps)
+
+    def to_next(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        return state[0] + 1, state[1] - _read(cta, state[0]).steps
+
+    t, j = lax.while_loop(is_behind, to_next, (tile.t + 1, i - tile.steps))
+    return _read(cta, t), j
 
 
 def _when(exists: Any, copy: Callable[[], None]) -> None:
@@ -271,22 +324,28 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
 
 def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
     """Where a step's keys or values are."""
-    group = cta.problem.query_heads // cta.problem.key_heads
-    return step.batch, pl.ds(step.key, cta.config.block_kv), lax.div(step.head, jnp.int32(group)), slice(None)
+    return step.batch, pl.ds(step.key, cta.config.block_kv), step.key_head, slice(None)
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
     """The calling warp asks for the bias of the step `i` after the tile's first."""
-    problem, config, step = cta.problem, cta.config, _step(cta, tile, jnp.int32(i))
+    problem, config, i = cta.problem, cta.config, jnp.int32(i)
     slot = pipeline.stage(tile.n + i, config.bias_stages)
-    batch, head = gather.broadcast_index((step.batch, step.head), problem.bias)
     to, full = cta.bias_smem.at[slot], cta.bias_full.at[slot]
 
-    @pipeline.when(step.exists)
-    def _():
+    def copy(step: _Step) -> None:
+        batch, head = gather.broadcast_index((step.batch, step.head), problem.bias)
         pipeline.expect(full, pipeline.size(to))
         at = batch, head, pl.ds(step.row, config.block_q), pl.ds(step.key, config.block_kv)
         pipeline.copy(cta.bias, at, to, full)
+
+    def copy_later() -> None:
+        found, j = _tile_with_step(cta, tile, i)
+        pipeline.when(j < found.steps)(lambda: copy(_step_of(cta, found, j)))
+
+    within = i < tile.steps
+    pipeline.when(within)(lambda: copy(_step_of(cta, tile, i)))
+    pipeline.when(jnp.logical_not(within))(copy_later)
 
 
 def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
@@ -318,24 +377,24 @@ def _tiles(cta: Cta) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
     def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        t, n, _, index = state
-        tile = _read(cta, t, n, uniform=True)
+        t, n, index, *record = state
+        tile = _tile(cta, tuple(record), t, n)
         place = tile.place._replace(row=tile.place.row + warpgroup * WARPGROUP_ROWS)
         own = schedule.span(cta.problem, cta.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
         own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
         ticket = _draw(cta)
-        state = _mainloop(cta, tile, place, own, index)
+        state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
         _epilogue(cta, place, state)
         # What is asked for here is needed in the next tile's first step.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, ticket)
-        return t + 1, n + tile.steps, _read(cta, t + 1, uniform=True).steps, index
+        return t + 1, n + tile.steps, index, *following
 
     index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
-    first = jnp.int32(0), jnp.int32(0), _read(cta, 0, uniform=True).steps, index
-    lax.while_loop(lambda state: state[2] > 0, visit, first)
+    first = jnp.int32(0), jnp.int32(0), index, *tile_scheduler.read(cta.tile_smem, 0)
+    lax.while_loop(lambda state: _tile(cta, state[3:], 0, 0).steps > 0, visit, first)
 
 
 def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
@@ -351,7 +410,7 @@ def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
     lax.fori_loop(start, stop, step, None)
 
 
-def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array) -> State:
+def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array) -> tuple[State, tuple[jax.Array, ...]]:
     """All tiles of keys that the warpgroup's queries see, from the last to the first, folded into their state.
 
     `index`: the tile of queries whose record is to be published meanwhile.
@@ -384,6 +443,16 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         pl.when(warpgroup == 0)(lambda: _publish(cta, tile.t + tile_scheduler.LOOKAHEAD, index))
         return logits(i, True, lambda: products.finish(begun, later=0))
 
+    def release_query() -> None:
+        """The queries have been read. From the tile's second step on, the next tile's record is known to be written."""
+        last = pipeline.release(cta.query_empty.at[warpgroup])
+        pl.when(last != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
+
+    def finish_scores(begun: Any, i: jax.Array) -> jax.Array:
+        x = products.finish(begun, later=1)
+        pipeline.when(i == count - 1)(release_query)
+        return x
+
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state = carry[0]
 
@@ -395,32 +464,41 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
             begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
             plgpu.wgmma(out, weights, cta.value_smem.at[stage(i)])
             edge = schedule.at_edge(problem, span, span.end - 1 - i)
-            x = logits(i, edge, lambda: products.finish(begun, later=1))
-            new, new_weights, rescale = fold(problem, config, state, x)
+            x = logits(i, edge, lambda: finish_scores(begun, i))
+            released: list[jax.Array] = []
+
+            def release() -> None:
+                plgpu.wgmma_wait(0)
+                released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))
+
+            halfway = (lambda: None) if config.overlaps else release
+            new, new_weights, rescale = fold(problem, config, state, x, halfway=halfway)
             if config.overlaps:
                 products.wait_behind(new.sum)
+                release()
             summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
-            _release_stage(cta, tile, skipped + i)
+            pipeline.when(released[0])(lambda: _copy_stage(cta, tile, skipped + i + config.stages))
             return new._replace(out=rescale(summed)), new_weights
 
         return pl.run_scoped(multiply, *cleared_type, out_type)
 
-    def last(out: Any) -> jax.Array:
+    def last(out: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out[...] = state.out
         wait(count)
         plgpu.wgmma(out, weights, cta.value_smem.at[stage(count)])
         # The next tile's record is known to be written from here on.
-        issues = pipeline.release(cta.query_empty.at[warpgroup])
-        pl.when(issues != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
-        return out[...]
+        following = tile_scheduler.read(cta.tile_smem, tile.t + 1)
+        pipeline.when(count == 1)(release_query)
+        return out[...], following
 
-    mbarrier.wait(cta.query_full.at[warpgroup], pipeline.stage(tile.t, 2))
+    pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)
     x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
     _release_stage(cta, tile, skipped)
-    state, weights, _ = fold(problem, config, empty(value_dim), x)
+    state, weights, _ = fold(problem, config, empty(value_dim), x, first=True)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
-    return state._replace(out=pl.run_scoped(last, out_type))
+    out, following = pl.run_scoped(last, out_type)
+    return state._replace(out=out), following
 
 
 def _epilogue(cta: Cta, place: Place, state: State) -> None:
@@ -432,9 +510,13 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
         hidden = row >= place.queries - place.row
     unseen, factor, lse = finish(state, cta.sinks[place.head] if problem.sinks else None, hidden)
     rows, columns = pl.ds(place.row, WARPGROUP_ROWS), cta.out_smem.shape[-1]
+
+    def hide(out: jax.Array) -> jax.Array:
+        return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
+
     for start in range(0, state.out.shape[1], columns):
         out = state.out[:, start : start + columns]
-        out = jnp.where(by_row(unseen, out), jnp.zeros_like(out), out * by_row(factor, out))
+        out = lax.cond(gather.any_row(unseen), hide, lambda out: out, out * by_row(factor, out))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         cta.out_smem[warpgroup] = out.astype(problem.dtype)
         if start == 0:
@@ -447,12 +529,14 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
 
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
-    cta, first = Cta(**static, **dict(zip(names, refs, strict=True))), 0
+    cta = Cta(**static, **dict(zip(names, refs, strict=True)))
+    first = _ring_rows(cta.problem)
+    cta.tile_smem = cta.words.at[pl.ds(0, first)]
+    cta.barriers = cta.words.at[pl.ds(first, cta.words.shape[0] - first)]
     for name, arrivals in _arrivals(cta.problem, cta.config).items():
         if arrivals:
             setattr(cta, name, cta.words.at[pl.ds(first, len(arrivals))])
         first += len(arrivals)
-    cta.tile_smem = cta.words.at[pl.ds(first, tile_scheduler.rows(RECORD))]
     _start(cta)
     _tiles(cta)
     plgpu.wait_smem_to_gmem(0)

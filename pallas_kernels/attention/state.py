@@ -40,8 +40,18 @@ def empty(value_dim: int) -> State:
     return State(m, *zeros)
 
 
-def fold(problem: Attention, config: ForwardConfig, state: State, x: jax.Array) -> tuple[State, jax.Array, Rescale]:
+def fold(
+    problem: Attention,
+    config: ForwardConfig,
+    state: State,
+    x: jax.Array,
+    *,
+    first: bool = False,
+    halfway: Callable[[], None] = lambda: None,
+) -> tuple[State, jax.Array, Rescale]:
     """The state with the maximum and sum of a tile's logits, their weights, and what `out` still needs.
+
+    `first`: no keys were seen before. `halfway` is called where half of the weights are still to be computed.
 
     This is `monoid.combine`, but the weights are taken against the common maximum at once: no second factor.
     """
@@ -73,14 +83,21 @@ def fold(problem: Attention, config: ForwardConfig, state: State, x: jax.Array) 
 
     if config.early:
         early, rest = x[:, : config.early], x[:, config.early :]
-        grows = gather.any_above(highest, factor, state.max + float(config.slack))
-        # Its exponentials begin while it is not yet known, and are computed again where a maximum has grown.
-        same = state.max, jnp.ones_like(state.max), *lax.optimization_barrier(weighed(early, state.max, state.sum))
-        maximum, decay, total, weights = lax.cond(grows, lambda: joined(early), lambda: same)
-        total, others = weighed(rest, maximum, total)
-        weights = jnp.concatenate([weights, others], axis=1)
+        if first:
+            grows, (maximum, decay, total, weights) = None, joined(early)
+        else:
+            grows = gather.any_above(highest, factor, state.max + float(config.slack))
+            # Its exponentials begin while it is not yet known, and are computed again where a maximum has grown.
+            same = state.max, jnp.ones_like(state.max), *lax.optimization_barrier(weighed(early, state.max, state.sum))
+            maximum, decay, total, weights = lax.cond(grows, lambda: joined(early), lambda: same)
+        half = rest.shape[1] // 2 // PARTIAL_COLUMNS * PARTIAL_COLUMNS
+        total, more = weighed(rest[:, :half], maximum, total)
+        halfway()
+        total, others = weighed(rest[:, half:], maximum, total)
+        weights = jnp.concatenate([weights, more, others], axis=1)
     else:
         maximum, decay, total, weights = joined(x)
+        halfway()
         grows = gather.any_row(decay != 1.0) if config.slack else None
 
     def rescale(out: jax.Array) -> jax.Array:

@@ -2,8 +2,9 @@
 
 A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step
 of tile `t`. The pipeline, of two stages, orders a record before its readers: a warpgroup that has waited for the stage
-behind tile `t` knows that all warps have released the last step before tile `t`, or a later one, and so that record
-`t + 1` is written; the warp that refills a stage after the last step of tile `t` knows that `t + 2` is, too.
+behind tile `t`, or for any of its steps but the first, knows that all warps have released the last step before tile
+`t`, or a later one, and so that record `t + 1` is written; the warp that refills a stage after the last step of tile
+`t` knows that `t + 2` is, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,22 +27,24 @@ RECORDS = 8  # a power of two; a warpgroup may still read the record of two tile
 
 def rows(fields: int) -> int:
     """Rows of two integers, each as large as a barrier, that the ring of records of `fields` integers takes."""
-    return RECORDS * -(-fields // 2)
+    return RECORDS * 2 * -(-fields // 4)
 
 
 def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     """The calling warpgroup writes the record of the CTA's tile `t`."""
-    places = range(len(record))
+    record = [jnp.int32(x) for x in record]
+    record += [record[0]] * (-len(record) % 4)
 
     def store_told(ctx, words, *numbers):
         first = ptx.equals(ptx.thread_in_warpgroup(), 0)
-        for at, number in zip(places, numbers, strict=True):
-            address = arith.addi(ptx.shared_address(words), ptx.c32(4 * at))
-            ptx.asm("@$2 st.shared.s32 [$0], $1;", "r,r,b,~{memory}", [address, ptx.scalar(number), first])
+        for i in range(0, len(numbers), 4):
+            address = arith.addi(ptx.shared_address(words), ptx.c32(4 * i))
+            operands = [address, *map(ptx.scalar, numbers[i : i + 4]), first]
+            ptx.asm("@$5 st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,b,~{memory}", operands)
         ptx.asm("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
     arguments = (plgpu.RefType(), *[ptx.SPLAT] * len(record))
-    record, rows = [jnp.int32(x) for x in record], tile_smem.shape[0] // RECORDS
+    rows = tile_smem.shape[0] // RECORDS
     plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 

@@ -219,7 +219,7 @@ def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
 
 
 def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
-    machine.scatter(words, np.unravel_index(np.array(static.places), words.shape), True, jnp.stack(numbers))
+    machine.scatter(words, np.unravel_index(np.arange(len(numbers)), words.shape), True, jnp.stack(numbers))
 
 
 def _publish_words(machine: Any, static: Any, words: Any, row: Any, member: Any, *values: Any) -> None:
