@@ -19,6 +19,7 @@ class ForwardConfig:
     `overwrites`: scores are written over what their registers hold, which else are cleared before each tile.
     `overlaps`: weights are computed beside the product of those before with their values, which ptxas else waits for
     first.
+    `query_ahead`: the next tile's queries are asked for beside a tile's last weights, and else behind them.
     """
 
     block_kv: int
@@ -30,6 +31,7 @@ class ForwardConfig:
     section_mib: int = 16
     overwrites: bool = False
     overlaps: bool = False
+    query_ahead: bool = False
 
     stages = 2  # with which `tile_scheduler` says when records are written
 

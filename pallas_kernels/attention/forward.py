@@ -450,7 +450,8 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
 
     def finish_scores(begun: Any, i: jax.Array) -> jax.Array:
         x = products.finish(begun, later=1)
-        pipeline.when(i == count - 1)(release_query)
+        if config.query_ahead:
+            pipeline.when(i == count - 1)(release_query)
         return x
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
@@ -488,7 +489,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         plgpu.wgmma(out, weights, cta.value_smem.at[stage(count)])
         # The next tile's record is known to be written from here on.
         following = tile_scheduler.read(cta.tile_smem, tile.t + 1)
-        pipeline.when(count == 1)(release_query)
+        release_query() if not config.query_ahead else pipeline.when(count == 1)(release_query)
         return out[...], following
 
     pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)

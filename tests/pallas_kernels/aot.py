@@ -78,11 +78,11 @@ class Report:
 
         Mosaic gives a reduction across a warpgroup's warps its scratch at a fixed address, the same for every
         warpgroup, and orders it by a barrier of that warpgroup alone: silently wrong, and invisible to the interpreter.
-        What is read there after another wait is something else's.
+        What is read there after another wait, or behind a jump, is something else's.
         """
         after_own_barrier = False
         for line in self.ptx.splitlines():
-            if re.search(r"bar\.sync|barrier\.sync|try_wait", line):
+            if re.search(r"bar\.sync|barrier\.sync|try_wait|bra\.uni", line):
                 after_own_barrier = re.search(r"bar\.sync\s+\S+, 128;", line) is not None
             if after_own_barrier and re.search(r"ld\.shared.*\[__dynamic_shmem__0", line) and self.threads > 128:
                 return True
