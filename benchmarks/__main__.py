@@ -22,7 +22,8 @@ import jax
 from absl import app, flags
 from absl.testing import absltest, parameterized
 
-from benchmarks import cases, environment, models, peers, plot, report, runner, timing, variants
+from benchmarks import cases, peers, plot, report, runner, timing, variants
+from benchmarks import results as measured
 
 _OP = flags.DEFINE_list("op", [], "Operations: softmax, log_softmax, logsumexp, cross_entropy, top_k.")
 _CASE = flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
@@ -67,7 +68,7 @@ class Session:
     def __init__(self, chosen: tuple[cases.Case, ...]):
         self.chosen = chosen
         self.records: list[dict] = []
-        self.header = environment.header(commit=_COMMIT.value, seed=_SEED.value, rounds=_ROUNDS.value)
+        self.header = measured.header(commit=_COMMIT.value, seed=_SEED.value, rounds=_ROUNDS.value)
         self.started = time.perf_counter()
         ours = [name for name in _IMPL.value if name not in peers.NAMES]
         self.peer_names = [name for name in _IMPL.value if name in peers.NAMES]
@@ -82,7 +83,7 @@ class Session:
         if self.options.impls:
             record = runner.run(case, self.options)
         else:
-            sizes = {"least_bytes": models.least_bytes(case), "operand_bytes": models.operand_bytes(case)}
+            sizes = {"least_bytes": cases.least_bytes(case), "operand_bytes": cases.operand_bytes(case)}
             record = {"case": runner.describe(case), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
         if self.peer_names:
             answer = self.peers.measure(_for_peers(case))
@@ -92,8 +93,8 @@ class Session:
         elapsed = time.perf_counter() - self.started
         print(f"[{len(self.records)}/{len(self.chosen)} {elapsed:.0f}s] {report.line(record)}", flush=True)
         if _JSON.value:
-            self.header["clocks_after"] = environment.clocks()
-            report.write(pathlib.Path(_JSON.value), self.header, self.records)
+            self.header["clocks_after"] = measured.clocks()
+            measured.write(pathlib.Path(_JSON.value), self.header, self.records)
         return record
 
     def close(self) -> None:
@@ -128,9 +129,9 @@ def load_tests(*_) -> unittest.TestSuite:
 
 
 def _for_peers(case: cases.Case) -> dict:
-    operand = models.operand_bytes(case)
+    operand = cases.operand_bytes(case)
     buffers = timing.buffers_needed(operand, hot=case.hot)
-    traffic = {"least_bytes": models.least_bytes(case), "copied_bytes": models.copied_bytes(case)}
+    traffic = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
     return runner.describe(case) | traffic | {"buffers": buffers}
 
 

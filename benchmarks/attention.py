@@ -26,10 +26,8 @@ from benchmarks import (
     attention_impls,
     attention_peers,
     attention_processes,
-    attention_rules,
-    environment,
-    report,
 )
+from benchmarks import results as measured
 from benchmarks.attention_runner import Bench, Options, attempt
 from benchmarks.peers import Peers
 
@@ -76,14 +74,14 @@ def measure(
     """
     started = time.monotonic()
     deadline = None if budget_s is None else started + budget_s
-    header = environment.header(commit=commit, seed=options.seed, rounds=options.rounds)
+    header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
     header |= {"topic": "attention", "left_out": [case.name for case in cases]}
     header["versions"] |= cudnn_version()
     records, by_name = [], {case.name: case for case in cases}
 
     def save() -> None:
         if path is not None:
-            report.write(path, header, records)
+            measured.write(path, header, records)
 
     def show(record: Mapping[str, Any]) -> None:
         elapsed = time.monotonic() - started
@@ -107,7 +105,7 @@ def measure(
             if not _is_over(deadline):
                 _add_peers(record, by_name[record["case"]["name"]], peers)
                 show(record)
-    header["clocks_after"] = environment.clocks()
+    header["clocks_after"] = measured.clocks()
     save()
     if header["left_out"]:
         print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
@@ -145,7 +143,7 @@ def _add_peers(record: dict[str, Any], case: attention_cases.Case, peers: Peers)
     record["peers_matmul"] = answer.get("matmul")
     beside = "ours" in record["impls"]
     record["impls"] |= {name: _by_time(entry) if beside else entry for name, entry in answer["impls"].items()}
-    record |= attention_rules.against_best(record)
+    record |= measured.against_best(record)
 
 
 def _by_time(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,20 +74,3 @@ def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) 
         direct = programs["direct"]["us"]
         found |= {"direct_us": direct, "direct_tflop_per_s": round(flops / direct / 1e6, 2)}
     return found | {"programs": programs}
-
-
-def faster(record: Mapping[str, Any], peer: str) -> float | None:
-    """How many times faster ours is; a peer of another run by the shares of each one's own matrix product."""
-    ours, other = record["impls"].get("ours", {}), record["impls"].get(peer, {})
-    if "us" not in ours or "us" not in other:
-        return None
-    product = other.get("matmul_tflop_per_s")
-    return other["us"] / ours["us"] * (product / record["matmul"]["tflop_per_s"] if product else 1)
-
-
-def against_best(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fastest peer, and how many times faster ours is; XLA is no peer, as its scores are in memory."""
-    found = {name: faster(record, name) for name in record["impls"] if name not in ("ours", "xla")}
-    ratios = {name: ratio for name, ratio in found.items() if ratio is not None}
-    best = min(ratios, key=lambda name: ratios[name], default=None)
-    return {"best_peer": best, "ratio": round(ratios[best], 4) if best is not None else None}

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_impls, attention_rules, attention_truth, environment, probes, timing
+from benchmarks import attention_impls, attention_rules, attention_truth, probes, timing
+from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_impls import IMPLS
 from benchmarks.variants import Declined
@@ -106,10 +107,10 @@ class Bench:
             "clock": clock,
             **self._ceilings(timings),
             "impls": impls,
-            "nvjitlink": environment.loaded("libnvJitLink"),
+            "nvjitlink": measured.loaded("libnvJitLink"),
             "seconds": round(time.perf_counter() - started, 2),
         }
-        return record | attention_rules.against_best(record)
+        return record | measured.against_best(record)
 
     def _measured(self, case: Case) -> Shape:
         return case.shape if self.on_gpu else case.shape.shrunk()

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import attention_docs, cases, plot, report, summary, training
 from benchmarks import peers as torchs
+from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, RUNG, Results
 from benchmarks.targets import TARGETS, Target
 
@@ -95,7 +96,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
             rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
-        when = report.measured((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
+        when = report.when((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
         caption = _caption([record for _, record in found])
         return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {when}."
 
@@ -108,9 +109,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "cross_entropy": of_op(
         "cross_entropy",
         {
-            "units": lambda record: _number(report.units(record, "ours"), ".2f"),
-            "extra memory": lambda record: _number(report.extra_memory(record, "ours"), ".2%"),
-            "XLA's": lambda record: _number(report.extra_memory(record, "xla"), ".0%"),
+            "units": lambda record: _number(measured.units(record, "ours"), ".2f"),
+            "extra memory": lambda record: _number(measured.extra_memory(record, "ours"), ".2%"),
+            "XLA's": lambda record: _number(measured.extra_memory(record, "xla"), ".0%"),
         },
         ("xla", "xla_f32"),
     ),
@@ -152,7 +153,7 @@ def _comparison(
             *(fact(record) for fact in facts.values()),
             *(_against(record, peer) for peer in peers),
             _number(ours.get("max_error_ulp"), ".1f"),
-            *(_error(report.loss_error(record, peer)) for peer in judged),
+            *(_error(measured.loss_error(record, peer)) for peer in judged),
             record["run"]["when"],
         ])  # fmt: skip
     return report.markdown(heads, rows) + "\n\n" + _caption(records, peers)
@@ -166,7 +167,7 @@ def title(case: Mapping[str, Any]) -> str:
 
 
 def _against(record: Mapping[str, Any], peer: str) -> str:
-    ratio = report.ratio(record, peer)
+    ratio = measured.ratio(record, peer)
     if ratio is not None:
         return format(ratio, ".2f")
     status = record["impls"].get(peer, {}).get("status", "-")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import latency, models, probes, timing, truth, variants
+from benchmarks import cases, latency, probes, timing, truth, variants
 from benchmarks.cases import Case
 
 _CPU_ELEMENTS = 1 << 18
@@ -55,16 +55,16 @@ def run(case: Case, options: Options) -> dict[str, Any]:
         record["rows_measured"] = case.rows
     if case.pass_ == "call":
         return record | latency.run(case, options)
-    buffers = timing.buffers_needed(models.operand_bytes(case), hot=case.hot) if on_gpu else 1
+    buffers = timing.buffers_needed(cases.operand_bytes(case), hot=case.hot) if on_gpu else 1
     operands = variants.make_operands(case, buffers, options.seed)
     ready, impls, schedule = _prepare(case, operands, buffers, options)
     right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
     schedule = [*(timing.Variant(name, ready[name].launch, ready[name].is_slow()) for name in right), *schedule]
     clock, timings, copies = _time(case, schedule, buffers, options)
     record |= {
-        "least_bytes": models.least_bytes(case),
-        "operand_bytes": models.operand_bytes(case),
-        "flops": models.flops(case),
+        "least_bytes": cases.least_bytes(case),
+        "operand_bytes": cases.operand_bytes(case),
+        "flops": cases.flops(case),
         "buffers": buffers,
         "clock": clock,
         "copy": probes.best_copy(copies) if copies else None,
@@ -99,9 +99,9 @@ def _probes(case: Case, buffers: int, options: Options) -> list[timing.Variant]:
     """What is timed beside the implementations in JAX's process."""
     found = []
     if options.copy != "torch" or jax.default_backend() != "gpu":
-        found.append(probes.copy_variant(models.copied_bytes(case), buffers))
+        found.append(probes.copy_variant(cases.copied_bytes(case), buffers))
     if all(problem.op.streams == 1 for problem in case.problems):
-        found.append(probes.read_variant(models.least_bytes(case), buffers))
+        found.append(probes.read_variant(cases.least_bytes(case), buffers))
     return found
 
 
@@ -181,7 +181,7 @@ def _time(
 ) -> tuple[str, dict[str, timing.Timing], dict[str, tuple[float, int]]]:
     """Times implementations and probes together; copies as {method: (microseconds, bytes moved)}."""
     on_gpu = jax.default_backend() == "gpu"
-    size = models.copied_bytes(case)
+    size = cases.copied_bytes(case)
     torch_times = _torch_copy(size, buffers, options)
     clock, timings = timing.measure(
         schedule,

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_rules, peers, report
+from benchmarks import peers, report
+from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, Results, Setting
 
 Record = Mapping[str, Any]
@@ -75,12 +76,12 @@ def _row(label: str, records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     share = (record["impls"]["ours"].get("fraction_of_copy") for record in records)
-    others = ([ratio for peer in peers.NAMES if (ratio := report.ratio(r, peer)) is not None] for r in records)
+    others = ([ratio for peer in peers.NAMES if (ratio := measured.ratio(r, peer)) is not None] for r in records)
     return [
         label,
         _count(records),
         "-" if records[0]["case"]["op"] == "top_k" else _spread(share),
-        _spread(report.ratio(record, "xla") for record in records),
+        _spread(measured.ratio(record, "xla") for record in records),
         _spread(min(ratios, default=None) for ratios in others),
     ]
 
@@ -95,7 +96,7 @@ def _attention_row(label: str, records: Sequence[Record]) -> list[str]:
         _count(records),
         _spread(shares),
         "-",
-        _spread(attention_rules.against_best(record)["ratio"] for record in records),
+        _spread(measured.against_best(record)["ratio"] for record in records),
     ]
 
 

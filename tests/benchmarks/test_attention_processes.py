@@ -9,7 +9,8 @@ import types
 
 import pytest
 
-from benchmarks import attention, attention_cases, attention_processes, environment, report
+from benchmarks import attention, attention_cases, attention_processes
+from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_runner import Bench, Options
 
@@ -48,7 +49,7 @@ def test_processes_measure_what_one_would_and_the_end_of_one_does_not_end_the_ru
         assert found[case.name]["nvjitlink"] is None
     assert set(found[_case(TINY, "bwd").name]["impls"]["ours"]["programs"]) == {"fwd", "value_and_vjp", "direct"}
     assert all(record["impls"]["fa4"] == torchs["fa4"] for record in records)
-    written = report.read(path)
+    written = measured.read(path)
     assert written["records"] == json.loads(json.dumps(records))
     assert written["header"]["left_out"] == []
     assert written["header"]["commit"] == "abc"
@@ -93,5 +94,5 @@ def test_a_forward_pass_is_judged_by_the_truth_with_gradients_where_there_is_one
 
 
 def test_a_library_is_found_where_it_was_loaded_from():
-    assert pathlib.Path(environment.loaded("libc.so")).is_file()
-    assert environment.loaded("libnvJitLink") is None
+    assert pathlib.Path(measured.loaded("libc.so")).is_file()
+    assert measured.loaded("libnvJitLink") is None

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, losses, models, peers, probes, report, runner, timing, truth, variants
+from benchmarks import cases, losses, peers, probes, report, runner, timing, truth, variants
+from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     file = tmp_path / "run.json"
     out = _run(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
     assert "on the CPU" in out
-    found = report.read(file)
+    found = measured.read(file)
     assert {"device", "versions", "commit", "seed", "timestamp", "inputs"} <= set(found["header"])
     assert [r["case"]["name"] for r in found["records"]] == [
         "softmax_fwd_f32_32768x1024",
@@ -113,7 +114,7 @@ def test_a_loss_in_float32_is_another_formula(pass_):
     record = runner.run(
         _case(f"cross_entropy_{pass_}_bf16_8192x32000"), runner.Options(("ours", "xla", "xla_f32"), rounds=1)
     )
-    error = {name: report.loss_error(record, name) for name in record["impls"]}
+    error = {name: measured.loss_error(record, name) for name in record["impls"]}
     assert error["ours"] < 1
     assert error["xla_f32"] < 2
     assert error["xla"] > (1000 if pass_ == "fwd" else 2)
@@ -235,8 +236,8 @@ def test_every_row_is_looked_at(monkeypatch):
 
 def test_ours_keeps_only_its_output_for_the_backward_pass():
     case = _case("softmax_value_and_vjp_bf16_32768x4096")
-    assert variants.build(case, "ours").residual_bytes == models.operand_bytes(case)
-    assert variants.build(case, "xla").residual_bytes > models.operand_bytes(case)
+    assert variants.build(case, "ours").residual_bytes == cases.operand_bytes(case)
+    assert variants.build(case, "xla").residual_bytes > cases.operand_bytes(case)
 
 
 def test_rungs_decline_without_a_gpu():
@@ -278,9 +279,8 @@ def test_what_libraries_print_is_no_answer(tmp_path):
 
 
 def test_the_header_says_where_a_run_was_made(tmp_path):
-    from benchmarks import environment
 
-    header = environment.header(commit="abc", seed=3, rounds=5)
+    header = measured.header(commit="abc", seed=3, rounds=5)
     assert (header["commit"], header["seed"]) == ("abc", 3)
     assert header["versions"]["jax"] == jax.__version__
     assert json.dumps(header)

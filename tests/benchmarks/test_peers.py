@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks import cases, models, peers, runner
+from benchmarks import cases, peers, runner
 
 
 class Tensor(np.ndarray):
@@ -117,7 +117,7 @@ def fake_torch():
 
 def _case(pass_, rows=4, cols=256, op="softmax", variant=""):
     case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
-    sizes = {"least_bytes": models.least_bytes(case), "copied_bytes": models.copied_bytes(case)}
+    sizes = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
     return runner.describe(case) | sizes | {"buffers": 3}
 
 
