@@ -32,8 +32,8 @@ _PASS = flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
 _TAG = flags.DEFINE_list("tag", [], "Tags; default 'standard' on a GPU and 'smoke' elsewhere, when no filter is given.")
 _IMPL = flags.DEFINE_list(
     "impl",
-    ["ours", "xla", *peers.NAMES],
-    f"ours, xla, xla_f32 (losses), ladder (every rung), rung:NAME, and {', '.join(peers.NAMES)}.",
+    ["ours", "xla", *measured.ROW_LIBRARIES],
+    f"ours, xla, xla_f32 (losses), ladder (every rung), rung:NAME, and {', '.join(measured.ROW_LIBRARIES)}.",
 )
 _KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use.")
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
@@ -48,8 +48,8 @@ _PEERS_PATH = flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side,
 
 flags.register_validator(
     "impl",
-    lambda names: all(name in variants.NAMES + peers.NAMES or name.startswith("rung:") for name in names),
-    message=f"--impl takes {', '.join(variants.NAMES + peers.NAMES)} and rung:NAME",
+    lambda names: all(name in variants.NAMES + measured.ROW_LIBRARIES or name.startswith("rung:") for name in names),
+    message=f"--impl takes {', '.join(variants.NAMES + measured.ROW_LIBRARIES)} and rung:NAME",
 )
 
 
@@ -70,8 +70,8 @@ class Session:
         self.records: list[dict] = []
         self.header = measured.header(commit=_COMMIT.value, seed=_SEED.value, rounds=_ROUNDS.value)
         self.started = time.perf_counter()
-        ours = [name for name in _IMPL.value if name not in peers.NAMES]
-        self.peer_names = [name for name in _IMPL.value if name in peers.NAMES]
+        ours = [name for name in _IMPL.value if name not in measured.ROW_LIBRARIES]
+        self.peer_names = [name for name in _IMPL.value if name in measured.ROW_LIBRARIES]
         config = json.loads(_CONFIG.value) if _CONFIG.value else None
         self.options = runner.Options(
             tuple(variants.expand(ours)), _ROUNDS.value, _SEED.value, _COPY.value, _KERNEL.value, config
@@ -116,7 +116,7 @@ def load_tests(*_) -> unittest.TestSuite:
         @parameterized.named_parameters(*((f"_{case.name}", case) for case in chosen))
         def test(self, case: cases.Case):
             impls = session.measure(case)["impls"]
-            ours = {name: entry for name, entry in impls.items() if name not in peers.NAMES}
+            ours = {name: entry for name, entry in impls.items() if name not in measured.ROW_LIBRARIES}
             red = {name: entry["reason"] for name, entry in ours.items() if entry["status"] in ("WRONG", "failed")}
             self.assertEmpty(red, f"WRONG or failed: {red}")
 

@@ -25,7 +25,7 @@ from benchmarks import (
     attention_cases,
     attention_impls,
     attention_peers,
-    attention_processes,
+    attention_runner,
 )
 from benchmarks import results as measured
 from benchmarks.attention_runner import Bench, Options, attempt
@@ -91,7 +91,7 @@ def measure(
     apart = processes > 1 and bool(options.impls)
     if apart:
         print(f"compiling {len(cases)} cases in {processes} processes", flush=True)
-        found = attention_processes.records(cases, options, processes, deadline)
+        found = attention_runner.records(cases, options, processes, deadline)
     else:
         found = _one_by_one(cases, options, deadline)
     for record in found:

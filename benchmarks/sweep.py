@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from benchmarks import probes, timing
+from benchmarks import timing
 from pallas_kernels import hardware
 from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.config import StagedConfig
@@ -84,7 +84,7 @@ def _timed(job: Job, lock: str) -> str:
     first = _operands(problem, 0)
     run = jax.jit(decision.run).lower(*first).compile()
     buffers = [first, *(_operands(problem, k) for k in range(1, timing.buffers_needed(size, hot=False)))]
-    copy = probes.copy_variant(2 * size, len(buffers))
+    copy = timing.copy_variant(2 * size, len(buffers))
     launches = timing.launches_per_round(problem.least_bytes)
     with _alone(lock):
         ours = timing.Variant("ours", lambda k: run(*buffers[k]))
@@ -92,7 +92,7 @@ def _timed(job: Job, lock: str) -> str:
             [ours, copy], buffers=len(buffers), rounds=3, launches=launches, device_clock=True
         )
     us, copy_us = times["ours"].median, times[copy.name].median
-    rate, copy_rate = problem.least_bytes / us / 1e6, probes.moved_bytes(2 * size) / copy_us / 1e6
+    rate, copy_rate = problem.least_bytes / us / 1e6, timing.moved_bytes(2 * size) / copy_us / 1e6
     return f"{us:.1f} us, {rate:.2f} TB/s; copy kernel {copy_rate:.2f}; {clock}"
 
 

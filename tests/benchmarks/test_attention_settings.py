@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import attention_cases, attention_docs, docs, summary, targets
+from benchmarks import attention_cases, attention_docs, docs, targets
 from benchmarks import results as measured
 from benchmarks.results import FOLDER, Results, Setting
 
@@ -171,7 +171,7 @@ def test_a_table_says_whether_nvjitlink_was_loaded(run):
 def test_the_summary_has_the_newest_jax_of_each_card(run):
     run("h200", "0.12.0.1", {FULL: {"ours": 100.0, "cudnn": 150.0}})
     run("h200", "0.11.2", {FULL: {"ours": 100.0, "cudnn": 200.0}})
-    text = summary.table(run("h100", "0.11.2", {FULL: {"ours": 100.0, "cudnn": 120.0}}))
+    text = docs.summary(run("h100", "0.11.2", {FULL: {"ours": 100.0, "cudnn": 120.0}}))
     rows = [line.split(" | ")[0] for line in text.splitlines() if "flash_attention`," in line]
     assert rows == [
         "| `flash_attention`, NVIDIA H200, JAX 0.12.0.1",

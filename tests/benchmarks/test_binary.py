@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, losses, peers, probes, report, runner, timing, truth, variants
+from benchmarks import cases, peers, report, runner, timing, truth, variants
 from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
@@ -193,19 +193,19 @@ def test_a_rung_has_the_loss_around_it(pass_):
     def run(x, *rows):
         return kernel(x, *(row[:, None] for row in rows), axes=(1,))
 
-    function, take = losses.rung(case, types.SimpleNamespace(run=run))
-    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), losses.ours(case)(*operands)))
+    function, take = variants.rung_of_loss(case, types.SimpleNamespace(run=run))
+    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), variants.ours_of_loss(case)(*operands)))
     for got, want in zip(*outputs, strict=True):
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-5)
 
 
 def test_labels_are_of_every_kind():
     case = _case("cross_entropy_fwd_bf16_8192x32000")
-    y = losses.labels(case, jax.random.key(0))
+    y = variants.labels(case, jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
     assert len(set(y.tolist())) > 7000
     case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
-    assert (losses.labels(case, jax.random.key(0)) == -100).sum() == 4096
+    assert (variants.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
@@ -299,22 +299,21 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "ROTATED_BYTES", 3 * 2**20)
     monkeypatch.setattr(timing, "_device_kernels", kernels)
-    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
-    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
     case = _case("logsumexp_fwd_bf16_32768x4096").shrunk(2**19)
     record = runner.run(case, runner.Options(rounds=2))
     assert (record["clock"], record["buffers"]) == ("cupti", 3)
-    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic", "read"}
+    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic"}
     assert record["copy"]["method"] == "copy:torch"
     assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
     assert record["impls"]["ours"]["us"] == 1000.0
     assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
-    assert record["read"]["us"] == 1000.0
 
 
 def test_what_is_slow_is_launched_less_often(monkeypatch):
     """The path of a GPU run in which XLA takes long, with and without sessions apart."""
-    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic", "read")}
+    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic")}
 
     def kernels(schedule):
         launched = [variant.name for _, variant in schedule.slots()]
@@ -328,8 +327,8 @@ def test_what_is_slow_is_launched_less_often(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "_device_kernels", kernels)
     monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
-    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
-    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
     monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
     case = _case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
     for together in (False, True):

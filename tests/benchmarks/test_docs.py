@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import cases, docs, plot, summary
+from benchmarks import cases, docs, plot
 from benchmarks import results as measured
 from benchmarks.results import Results
 from benchmarks.targets import TARGETS
@@ -172,18 +172,18 @@ def test_every_promise_selects_cases():
 
 def test_every_line_of_the_summary_selects_cases():
     everything = [{"op": c.op, "pass": c.pass_, "rows": c.rows, "tags": c.tags} for c in cases.all_cases()]
-    assert all(any(map(line.takes, everything)) for line in summary.LINES)
-    assert not any(line.takes(case) for line in summary.LINES for case in everything if "extended" in case["tags"])
+    assert all(any(map(line.takes, everything)) for line in docs.LINES)
+    assert not any(line.takes(case) for line in docs.LINES for case in everything if "extended" in case["tags"])
 
 
 def test_the_summary_says_the_worst_and_the_best(folder):
     peers = {"liger": _entry(45.0, 0.9, "torch"), "quack": _entry(36.0, 0.75, "torch")}
     records = [_record(SHORT, _entry(30.0, 1.0), xla=_entry(45.0), **peers), _record(LONG, _entry(900.0, 0.96))]
-    assert summary.table(Results(folder("some", "2026-11-02", *records))).splitlines()[2] == (
+    assert docs.summary(Results(folder("some", "2026-11-02", *records))).splitlines()[2] == (
         "| `softmax` | 2 | 0.98 (0.96 ... 1.00) | 1.50 (1.50 ... 1.50) | 1.11 (1.11 ... 1.11) |"
     )
     records[1]["impls"]["ours"] = {"status": "WRONG", "reason": "off"}
-    assert "| `softmax` | 2, 1 WRONG | 1.00 (1.00 ... 1.00) |" in summary.table(
+    assert "| `softmax` | 2, 1 WRONG | 1.00 (1.00 ... 1.00) |" in docs.summary(
         Results(folder("wrong", "2026-11-03", *records))
     )
 
