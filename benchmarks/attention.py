@@ -5,12 +5,14 @@ Examples:
   python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks.attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=attention.json
+  python -m benchmarks.attention --draws=200 --seed=1 --impl=ours,cudnn,tokamax --processes=8 --json=draws.json
   python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
 """
 
 import ctypes
 import os
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +47,8 @@ def define_flags() -> None:
     flags.DEFINE_list("kind", [], f"Kinds: {', '.join(attention_cases.KINDS)}.")
     flags.DEFINE_list("impl", ["ours", "cudnn", "mgpu", "tokamax"], f"Implementations: {', '.join(impls)}.")
     flags.DEFINE_integer("rounds", 3, "Interleaved rounds.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
+    flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --draws.")
+    flags.DEFINE_integer("draws", 0, "Measure so many random calls, which the seed decides.", lower_bound=0)
     flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
     flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
     flags.DEFINE_string("json", None, "Where to write results, after each case.")
@@ -66,6 +69,7 @@ def measure(
     commit: str | None = None,
     budget_s: float | None = None,
     processes: int = 1,
+    topic: str = "attention",
 ) -> list[dict[str, Any]]:
     """Runs the cases, printing and saving each; those that the budget leaves out are named in the file's header.
 
@@ -75,7 +79,7 @@ def measure(
     started = time.monotonic()
     deadline = None if budget_s is None else started + budget_s
     header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
-    header |= {"topic": "attention", "left_out": [case.name for case in cases]}
+    header |= {"topic": topic, "left_out": [case.name for case in cases]}
     header["versions"] |= cudnn_version()
     records, by_name = [], {case.name: case for case in cases}
 
@@ -177,6 +181,38 @@ def _line(entry: Mapping[str, Any]) -> str:
     return f"{spread}  {entry['tflop_per_s']:>6.1f} TFLOP/s{direct}  error {entry['error']:.1e}"
 
 
+def draws_won(records: Sequence[Mapping[str, Any]], shown: int = 5) -> str:
+    """In which share of the draws ours is no slower than each library and than the fastest, and the worst draws."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for record in records:
+        name = record["case"]["name"]
+        ratios = {peer: measured.faster(record, peer) for peer in record["impls"] if peer != "ours"}
+        for peer, ratio in [*ratios.items(), ("the fastest of RIVALS", record["ratio"])]:
+            if ratio is not None:
+                found.setdefault(peer, []).append((ratio, name))
+    if not found:
+        return f"none of {len(records)} draws was timed by both ours and another library"
+    text = []
+    for peer, pairs in found.items():
+        won, mean = sum(ratio >= 1 for ratio, _ in pairs), statistics.geometric_mean(ratio for ratio, _ in pairs)
+        share = f"{won} of {len(pairs)} draws won ({100 * won / len(pairs):.1f} %)"
+        text.append(f"against {peer}: {share}, geometric mean {mean:.3f}; the worst:")
+        text += [f"  {ratio:.3f}  {name}" for ratio, name in sorted(pairs)[:shown]]
+    return "\n".join(text).replace("the fastest of RIVALS", f"the fastest of {', '.join(measured.RIVALS)}")
+
+
+def _chosen() -> tuple[attention_cases.Case, ...]:
+    """The cases that the flags name."""
+    filters = [name for name in ("tag", "case", "pass", "kind") if FLAGS[name].present]
+    if FLAGS.draws and filters:
+        given = ", ".join(f"--{name}" for name in filters)
+        sys.exit(f"--draws: got {FLAGS.draws} beside {given}, wanted it without them; leave out --draws or {given}.")
+    if FLAGS.draws:
+        return attention_cases.draws(FLAGS.draws, FLAGS.seed)
+    passes = FLAGS["pass"].value or ()
+    return attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+
+
 def cudnn_version() -> dict[str, str]:
     """The version of the cuDNN that is loaded; empty without one."""
     if jax.default_backend() != "gpu":
@@ -190,8 +226,7 @@ def cudnn_version() -> dict[str, str]:
 
 
 def main(_: Sequence[str]) -> None:
-    passes = FLAGS["pass"].value or ()
-    cases = attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+    cases = _chosen()
     if not cases:
         sys.exit("No case matches these flags.")
     if FLAGS.list:
@@ -205,9 +240,12 @@ def main(_: Sequence[str]) -> None:
     options = Options(tuple(name for name in FLAGS.impl if name not in names), FLAGS.rounds, FLAGS.seed)
     peers = Peers(names, FLAGS.rounds, FLAGS.peers_path, attention_peers.__name__) if names else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
+    limits |= {"topic": "attention draws"} if FLAGS.draws else {}
     records = measure(cases, options, peers=peers, path=path, commit=FLAGS.commit, **limits)
     if peers is not None:
         peers.close()
+    if FLAGS.draws:
+        print(draws_won(records), flush=True)
     red = [
         r["case"]["name"] for r in records if r["impls"].get("ours", {}).get("status", "failed") in ("WRONG", "failed")
     ]

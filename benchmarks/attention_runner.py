@@ -1,7 +1,8 @@
 """Compiles, checks and times cases of attention; time is taken as `benchmarks.timing` says.
 
 A backward alone is timed as (value and vjp) less forward, which is all that some peers allow, for every implementation
-alike; ours also directly, from its residuals ("direct"). Operands exceed L2 in every case, so one set is enough.
+alike; ours also directly, from its residuals ("direct"). Operands of the table's cases exceed L2, so one set is enough;
+calls that are drawn may run from L2, those of every implementation alike.
 
 Cases may be dealt over processes: each compiles its share, and once all have, they measure one after another. Tracing
 holds Python's lock, and Mosaic compiles one kernel of a process at a time, so that threads alone gain little.
