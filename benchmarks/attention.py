@@ -1,13 +1,4 @@
-r"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
-
-Examples:
-  python -m benchmarks.attention --list --tag=core
-  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
-      --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
-  python -m benchmarks.attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=attention.json
-  python -m benchmarks.attention --draws=200 --seed=1 --impl=ours,cudnn,tokamax --processes=8 --json=draws.json
-  python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
-"""
+"""Attention in the benchmark binary: which cases are measured, what a run prints and saves, and random draws."""
 
 import ctypes
 import os
@@ -21,11 +12,10 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from benchmarks import (
     attention_cases,
-    attention_impls,
     attention_peers,
     attention_runner,
 )
@@ -36,28 +26,6 @@ from benchmarks.peers import Peers
 FLAGS = flags.FLAGS
 _TOGETHER = 5  # cases that are compiled at once
 _MATMULS = ("matmul", "peers_matmul")
-
-
-def define_flags() -> None:
-    """Names are the softmax benchmark's where they mean the same; defined here so that importing defines none."""
-    impls = (*attention_impls.IMPLS, *attention_peers.NAMES)
-    flags.DEFINE_list("tag", ["core"], f"Tags: {', '.join(attention_cases.TAGS)}.")
-    flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
-    flags.DEFINE_list("pass", [], f"Passes: {', '.join(attention_cases.PASSES)}.")
-    flags.DEFINE_list("kind", [], f"Kinds: {', '.join(attention_cases.KINDS)}.")
-    flags.DEFINE_list("impl", ["ours", "cudnn", "mgpu", "tokamax"], f"Implementations: {', '.join(impls)}.")
-    flags.DEFINE_integer("rounds", 3, "Interleaved rounds.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --draws.")
-    flags.DEFINE_integer("draws", 0, "Measure so many random calls, which the seed decides.", lower_bound=0)
-    flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
-    flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
-    flags.DEFINE_string("json", None, "Where to write results, after each case.")
-    flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
-    flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
-    flags.DEFINE_bool("list", False, "List the selected cases and stop.")
-    flags.register_validator("impl", lambda names: set(names) <= set(impls), f"--impl takes {', '.join(impls)}")
-    tags = set(attention_cases.TAGS)
-    flags.register_validator("tag", lambda names: set(names) <= tags, f"--tag takes {', '.join(attention_cases.TAGS)}")
 
 
 def measure(
@@ -210,7 +178,7 @@ def _chosen() -> tuple[attention_cases.Case, ...]:
     if FLAGS.draws:
         return attention_cases.draws(FLAGS.draws, FLAGS.seed)
     passes = FLAGS["pass"].value or ()
-    return attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+    return attention_cases.select(tags=FLAGS.tag or ["core"], passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
 
 
 def cudnn_version() -> dict[str, str]:
@@ -225,7 +193,8 @@ def cudnn_version() -> dict[str, str]:
     return {"cudnn": str(version())}
 
 
-def main(_: Sequence[str]) -> None:
+def main() -> None:
+    """Measures what the binary's flags, which are parsed, ask for."""
     cases = _chosen()
     if not cases:
         sys.exit("No case matches these flags.")
@@ -252,8 +221,3 @@ def main(_: Sequence[str]) -> None:
     if red and "ours" in FLAGS.impl:
         print(f"ours is WRONG or failed in {len(red)} of {len(records)}: {', '.join(red)}", flush=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)

@@ -1,8 +1,8 @@
 """Attention on torch's side, which is flash-attn-4: in a process of its own, by CUDA events.
 
-`python -m benchmarks.attention` starts `python -m benchmarks.attention_peers`, which never imports JAX and speaks as
-`benchmarks.peers` says. Results are judged as `benchmarks.attention_truth` judges, by torch. The backward pass is timed
-as on JAX's side, (value and vjp) less forward, and "direct" from what a forward pass saved. A matrix product is
+`python -m benchmarks --op=attention` starts `python -m benchmarks.attention_peers`, which never imports JAX and speaks
+as `benchmarks.peers` says. Results are judged as `benchmarks.attention_truth` judges, by torch. The backward pass is
+timed as on JAX's side, (value and vjp) less forward, and "direct" from what a forward pass saved. A matrix product is
 interleaved: shares of it compare across processes. What a peer does not take it refuses, with its own words.
 """
 

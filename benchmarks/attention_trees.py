@@ -2,11 +2,11 @@
 
     python -m benchmarks.attention_trees --tree before=../before CASE=VARIANT+VARIANT... ...
 
-A case is one of `benchmarks.attention`, forward or backward, or one of the same form: `bwd_causal_d64_s8192_b2_h32`. A
-variant is a tree, `now` or one that `--tree` names, as it is or with other knobs: `now:together=8,tiles=drawn`. Each
-case has a process of its own. They compile beside each other and are timed one after another, the variants of a case
-interleaved; the kernel and XLA's share before and after it count. What comes out is compared with the first variant's.
-The exit status is 0 if all variants have a time.
+A case is one of `python -m benchmarks --op=attention`, forward or backward, or one of the same form:
+`bwd_causal_d64_s8192_b2_h32`. A variant is a tree, `now` or one that `--tree` names, as it is or with other knobs:
+`now:together=8,tiles=drawn`. Each case has a process of its own. They compile beside each other and are timed one
+after another, the variants of a case interleaved; the kernel and XLA's share before and after it count. What comes out
+is compared with the first variant's. The exit status is 0 if all variants have a time.
 """
 
 import argparse

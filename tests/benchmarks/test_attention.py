@@ -234,7 +234,7 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch):
 
 def test_the_binary_lists_and_refuses():
     run = lambda *flags: subprocess.run(
-        [sys.executable, "-m", "benchmarks.attention", *flags],
+        [sys.executable, "-m", "benchmarks", "--op=attention", *flags],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -242,8 +242,10 @@ def test_the_binary_lists_and_refuses():
         timeout=120,
     )
     assert len(run("--list", "--tag=core").stdout.strip().splitlines()) == 20
-    assert "--impl takes ours" in run("--list", "--impl=our").stderr
-    assert "No case matches" in run("--pass=backward").stderr
+    assert "--impl: got our, wanted some of ours, cudnn" in run("--list", "--impl=our").stderr
+    assert "--pass: got backward, wanted some of fwd, bwd" in run("--pass=backward").stderr
+    assert "No case matches" in run("--tag=core", "--kind=bias").stderr
+    assert "--dtype: got" in run("--dtype=f16").stderr
 
 
 def _entry(us, flops, **facts):

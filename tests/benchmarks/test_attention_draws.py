@@ -102,7 +102,7 @@ def test_the_report_names_the_share_and_the_worst():
 
 
 def _run(*flags):
-    command = [sys.executable, "-m", "benchmarks.attention", *flags]
+    command = [sys.executable, "-m", "benchmarks", "--op=attention", *flags]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
 

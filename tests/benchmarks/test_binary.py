@@ -56,7 +56,7 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     assert forward["impls"]["ours"]["temp_bytes"] >= 0
 
 
-@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.attention"])
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.invariance"])
 def test_without_absl_the_extra_is_named(module):
     hidden = "import runpy, sys; sys.modules['absl'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", hidden, module], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -66,12 +66,22 @@ def test_without_absl_the_extra_is_named(module):
 
 
 def test_a_name_that_is_no_implementation_is_refused():
-    assert "--impl takes ours, xla" in _run("--impl=quak", "--list", expect=1)
+    assert "--impl: got quak, wanted some of ours, xla" in _run("--impl=quak", "--list", expect=1)
 
 
-@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=attention", "--pass=backward"])
-def test_flags_that_select_nothing_are_refused(flag):
-    assert "No case matches" in _run(flag, "--rounds=1", expect=1)
+@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=atention", "--pass=backward", "--dtype=f8"])
+def test_names_that_do_not_exist_are_refused(flag):
+    name, value = flag.split("=")
+    assert f"{name}: got {value}, wanted some of" in _run(flag, "--rounds=1", expect=1)
+
+
+@pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"]])
+def test_attention_and_rows_are_not_mixed(flags):
+    assert "wanted it" in _run(*flags, expect=1)
+
+
+def test_flags_that_select_nothing_are_refused():
+    assert "No case matches" in _run("--tag=core", "--case=nothing", expect=1)
 
 
 def test_help_lists_the_flags():
