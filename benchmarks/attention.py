@@ -205,7 +205,7 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         print("No GPU: every case runs on one short sequence, by wall clock. Times say nothing about the kernels.")
     path = pathlib.Path(FLAGS.json) if FLAGS.json else None
-    names = [name for name in FLAGS.impl if name in attention_peers.NAMES]
+    names = [name for name in FLAGS.impl if name in measured.ATTENTION_LIBRARIES]
     options = Options(tuple(name for name in FLAGS.impl if name not in names), FLAGS.rounds, FLAGS.seed)
     peers = Peers(names, FLAGS.rounds, FLAGS.peers_path, attention_peers.__name__) if names else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}

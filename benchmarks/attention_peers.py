@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks import attention_rules, peers
 
-NAMES = ("fa4",)
 _MATMUL_SIZE = 8192
 _REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
