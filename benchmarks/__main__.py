@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: each selected case is a test that first checks the result, then reports its time.
+r"""`python -m benchmarks`: each selected case is checked first, and reported with its time if the result is right.
 
 Examples:
   python -m benchmarks --list --tag=core
@@ -7,6 +7,11 @@ Examples:
   python -m benchmarks --tag=ladder --impl=ladder,xla --json=benchmarks/results/h200/ladder.json
   python -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json=losses.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
+  python -m benchmarks --op=attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
+      --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
+  python -m benchmarks --op=attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=FILE
+  python -m benchmarks --op=attention --draws=200 --seed=1 --impl=ours,cudnn,tokamax --processes=8 --json=FILE
+  python -m benchmarks --op=attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
 """
 
 import json
@@ -22,34 +27,66 @@ import jax
 from absl import app, flags
 from absl.testing import absltest, parameterized
 
-from benchmarks import cases, environment, models, peers, plot, report, runner, timing, variants
+from benchmarks import attention, attention_cases, attention_impls, cases, peers, plot, report, runner, timing, variants
+from benchmarks import results as measured
 
-_OP = flags.DEFINE_list("op", [], "Operations: softmax, log_softmax, logsumexp, cross_entropy, top_k.")
-_CASE = flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
-_DTYPE = flags.DEFINE_list("dtype", [], "float16 or f16, bfloat16 or bf16, float32 or f32.")
+ATTENTION = "attention"
+OPS = tuple(dict.fromkeys(case.op for case in cases.all_cases()))
+TAGS = tuple(sorted({tag for case in cases.all_cases() for tag in case.tags}))
+ROW_IMPLS = (*variants.NAMES, *measured.ROW_LIBRARIES)
+ATTENTION_IMPLS = (*attention_impls.IMPLS, *measured.ATTENTION_LIBRARIES)
+
+FLAGS = flags.FLAGS
+_OP = flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
+_CASE = flags.DEFINE_list("case", [], "Regular expressions searched in case names; or names of calls of attention.")
+_DTYPE = flags.DEFINE_list("dtype", [], "Of rows: float16 or f16, bfloat16 or bf16, float32 or f32.")
 _PASS = flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
-_TAG = flags.DEFINE_list("tag", [], "Tags; default 'standard' on a GPU and 'smoke' elsewhere, when no filter is given.")
-_IMPL = flags.DEFINE_list(
-    "impl",
-    ["ours", "xla", *peers.NAMES],
-    f"ours, xla, xla_f32 (losses), ladder (every rung), rung:NAME, and {', '.join(peers.NAMES)}.",
+_TAG = flags.DEFINE_list(
+    "tag", [], "Tags; default 'core' of attention; of rows, without a filter, 'standard' on a GPU, 'smoke' elsewhere."
 )
-_KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use.")
+_IMPL = flags.DEFINE_list(
+    "impl", [], f"Of rows: {', '.join(ROW_IMPLS)}, rung:NAME. Of attention: {', '.join(ATTENTION_IMPLS)}."
+)
+_KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use on rows.")
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
-_COPY = flags.DEFINE_enum("copy", "best", ["best", "mosaic", "torch"], "Which copy is the ceiling.")
-_JSON = flags.DEFINE_string("json", None, "Where to write results.")
-_PLOT = flags.DEFINE_string("plot", None, "Folder for plots.")
+_ROUNDS = flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --draws.")
+_COPY = flags.DEFINE_enum("copy", "best", ["best", "mosaic", "torch"], "Which copy is the ceiling of rows.")
+_JSON = flags.DEFINE_string("json", None, "Where to write results, after each case.")
+_PLOT = flags.DEFINE_string("plot", None, "Folder for plots of rows.")
 _LIST = flags.DEFINE_bool("list", False, "List the selected cases and stop.")
 _COMMIT = flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
 _PEERS_PATH = flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
+_KIND = flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
+flags.DEFINE_integer("draws", 0, "Measure so many random calls of attention, which --seed decides.", lower_bound=0)
+flags.DEFINE_float("budget_s", None, "Start no case of attention after so many seconds.")
+flags.DEFINE_integer("processes", 1, "Processes that compile attention beside each other.", lower_bound=1)
 
-flags.register_validator(
-    "impl",
-    lambda names: all(name in variants.NAMES + peers.NAMES or name.startswith("rung:") for name in names),
-    message=f"--impl takes {', '.join(variants.NAMES + peers.NAMES)} and rung:NAME",
-)
+
+def check_flags() -> None:
+    """Completes the flags by what a topic has as default, and ends the process at a name that there is not."""
+    attends = ATTENTION in _OP.value
+    if attends and len(_OP.value) > 1:
+        rest = ",".join(op for op in _OP.value if op != ATTENTION)
+        sys.exit(f"--op: got {ATTENTION} beside {rest}, wanted it alone; run the binary once for each.")
+    impls = ATTENTION_IMPLS if attends else ROW_IMPLS
+    given = [name for name in _IMPL.value if attends or not name.startswith("rung:")]
+    known = {"op": (*OPS, ATTENTION), "impl": impls, "tag": attention_cases.TAGS if attends else TAGS}
+    known |= {"pass": attention_cases.PASSES if attends else cases.PASSES, "kind": attention_cases.KINDS}
+    known["dtype"] = (*cases.SHORT_DTYPES, *cases.SHORT_DTYPES.values())
+    for flag, names in known.items():
+        wrong = [name for name in (given if flag == "impl" else FLAGS[flag].value or ()) if name not in names]
+        if wrong:
+            sys.exit(
+                f"--{flag}: got {','.join(wrong)}, wanted some of {', '.join(names)}; correct or leave out --{flag}."
+            )
+    for flag in ("kind", "draws", "budget_s", "processes") if not attends else ("dtype", "kernel", "config", "plot"):
+        if FLAGS[flag].present:
+            topic = "rows" if attends else ATTENTION
+            sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {topic} alone; leave it out or change --op.")
+    if not _IMPL.value:
+        FLAGS.impl = ["ours", "cudnn", "mgpu", "tokamax"] if attends else ["ours", "xla", *measured.ROW_LIBRARIES]
+    FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
 
 
 def selected() -> tuple[cases.Case, ...]:
@@ -67,22 +104,22 @@ class Session:
     def __init__(self, chosen: tuple[cases.Case, ...]):
         self.chosen = chosen
         self.records: list[dict] = []
-        self.header = environment.header(commit=_COMMIT.value, seed=_SEED.value, rounds=_ROUNDS.value)
+        self.header = measured.header(commit=_COMMIT.value, seed=_SEED.value, rounds=FLAGS.rounds)
         self.started = time.perf_counter()
-        ours = [name for name in _IMPL.value if name not in peers.NAMES]
-        self.peer_names = [name for name in _IMPL.value if name in peers.NAMES]
+        ours = [name for name in _IMPL.value if name not in measured.ROW_LIBRARIES]
+        self.peer_names = [name for name in _IMPL.value if name in measured.ROW_LIBRARIES]
         config = json.loads(_CONFIG.value) if _CONFIG.value else None
         self.options = runner.Options(
-            tuple(variants.expand(ours)), _ROUNDS.value, _SEED.value, _COPY.value, _KERNEL.value, config
+            tuple(variants.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
         )
-        self.peers = peers.Peers(self.peer_names, _ROUNDS.value, _PEERS_PATH.value)
+        self.peers = peers.Peers(self.peer_names, FLAGS.rounds, _PEERS_PATH.value)
 
     def measure(self, case: cases.Case) -> dict:
         """Runs one case in both processes, prints it, and saves everything measured so far."""
         if self.options.impls:
             record = runner.run(case, self.options)
         else:
-            sizes = {"least_bytes": models.least_bytes(case), "operand_bytes": models.operand_bytes(case)}
+            sizes = {"least_bytes": cases.least_bytes(case), "operand_bytes": cases.operand_bytes(case)}
             record = {"case": runner.describe(case), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
         if self.peer_names:
             answer = self.peers.measure(_for_peers(case))
@@ -92,8 +129,8 @@ class Session:
         elapsed = time.perf_counter() - self.started
         print(f"[{len(self.records)}/{len(self.chosen)} {elapsed:.0f}s] {report.line(record)}", flush=True)
         if _JSON.value:
-            self.header["clocks_after"] = environment.clocks()
-            report.write(pathlib.Path(_JSON.value), self.header, self.records)
+            self.header["clocks_after"] = measured.clocks()
+            measured.write(pathlib.Path(_JSON.value), self.header, self.records)
         return record
 
     def close(self) -> None:
@@ -115,7 +152,7 @@ def load_tests(*_) -> unittest.TestSuite:
         @parameterized.named_parameters(*((f"_{case.name}", case) for case in chosen))
         def test(self, case: cases.Case):
             impls = session.measure(case)["impls"]
-            ours = {name: entry for name, entry in impls.items() if name not in peers.NAMES}
+            ours = {name: entry for name, entry in impls.items() if name not in measured.ROW_LIBRARIES}
             red = {name: entry["reason"] for name, entry in ours.items() if entry["status"] in ("WRONG", "failed")}
             self.assertEmpty(red, f"WRONG or failed: {red}")
 
@@ -128,15 +165,19 @@ def load_tests(*_) -> unittest.TestSuite:
 
 
 def _for_peers(case: cases.Case) -> dict:
-    operand = models.operand_bytes(case)
+    operand = cases.operand_bytes(case)
     buffers = timing.buffers_needed(operand, hot=case.hot)
-    traffic = {"least_bytes": models.least_bytes(case), "copied_bytes": models.copied_bytes(case)}
+    traffic = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
     return runner.describe(case) | traffic | {"buffers": buffers}
 
 
 def main() -> None:
     app.define_help_flags()  # absltest's own come after the flags are read
-    flags.FLAGS(sys.argv)
+    FLAGS(sys.argv)
+    check_flags()
+    if ATTENTION in _OP.value:
+        attention.main()
+        return
     chosen = selected()
     if not chosen:
         sys.exit("No case matches these flags.")

@@ -1,16 +1,9 @@
-r"""`python -m benchmarks.attention`: attention against its peers; each result is checked first, then timed.
-
-Examples:
-  python -m benchmarks.attention --list --tag=core
-  python -m benchmarks.attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
-      --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
-  python -m benchmarks.attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=attention.json
-  python -m benchmarks.attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
-"""
+"""Attention in the benchmark binary: which cases are measured, what a run prints and saves, and random draws."""
 
 import ctypes
 import os
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,44 +12,20 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
 
 import jax
-from absl import app, flags
+from absl import flags
 
 from benchmarks import (
     attention_cases,
-    attention_impls,
     attention_peers,
-    attention_processes,
-    attention_rules,
-    environment,
-    report,
+    attention_runner,
 )
+from benchmarks import results as measured
 from benchmarks.attention_runner import Bench, Options, attempt
 from benchmarks.peers import Peers
 
 FLAGS = flags.FLAGS
 _TOGETHER = 5  # cases that are compiled at once
 _MATMULS = ("matmul", "peers_matmul")
-
-
-def define_flags() -> None:
-    """Names are the softmax benchmark's where they mean the same; defined here so that importing defines none."""
-    impls = (*attention_impls.IMPLS, *attention_peers.NAMES)
-    flags.DEFINE_list("tag", ["core"], f"Tags: {', '.join(attention_cases.TAGS)}.")
-    flags.DEFINE_list("case", [], "Regular expressions searched in case names.")
-    flags.DEFINE_list("pass", [], f"Passes: {', '.join(attention_cases.PASSES)}.")
-    flags.DEFINE_list("kind", [], f"Kinds: {', '.join(attention_cases.KINDS)}.")
-    flags.DEFINE_list("impl", ["ours", "cudnn", "mgpu", "tokamax"], f"Implementations: {', '.join(impls)}.")
-    flags.DEFINE_integer("rounds", 3, "Interleaved rounds.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
-    flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
-    flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
-    flags.DEFINE_string("json", None, "Where to write results, after each case.")
-    flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
-    flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
-    flags.DEFINE_bool("list", False, "List the selected cases and stop.")
-    flags.register_validator("impl", lambda names: set(names) <= set(impls), f"--impl takes {', '.join(impls)}")
-    tags = set(attention_cases.TAGS)
-    flags.register_validator("tag", lambda names: set(names) <= tags, f"--tag takes {', '.join(attention_cases.TAGS)}")
 
 
 def measure(
@@ -68,6 +37,7 @@ def measure(
     commit: str | None = None,
     budget_s: float | None = None,
     processes: int = 1,
+    topic: str = "attention",
 ) -> list[dict[str, Any]]:
     """Runs the cases, printing and saving each; those that the budget leaves out are named in the file's header.
 
@@ -76,14 +46,14 @@ def measure(
     """
     started = time.monotonic()
     deadline = None if budget_s is None else started + budget_s
-    header = environment.header(commit=commit, seed=options.seed, rounds=options.rounds)
-    header |= {"topic": "attention", "left_out": [case.name for case in cases]}
+    header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
+    header |= {"topic": topic, "left_out": [case.name for case in cases]}
     header["versions"] |= cudnn_version()
     records, by_name = [], {case.name: case for case in cases}
 
     def save() -> None:
         if path is not None:
-            report.write(path, header, records)
+            measured.write(path, header, records)
 
     def show(record: Mapping[str, Any]) -> None:
         elapsed = time.monotonic() - started
@@ -93,7 +63,7 @@ def measure(
     apart = processes > 1 and bool(options.impls)
     if apart:
         print(f"compiling {len(cases)} cases in {processes} processes", flush=True)
-        found = attention_processes.records(cases, options, processes, deadline)
+        found = attention_runner.records(cases, options, processes, deadline)
     else:
         found = _one_by_one(cases, options, deadline)
     for record in found:
@@ -107,7 +77,7 @@ def measure(
             if not _is_over(deadline):
                 _add_peers(record, by_name[record["case"]["name"]], peers)
                 show(record)
-    header["clocks_after"] = environment.clocks()
+    header["clocks_after"] = measured.clocks()
     save()
     if header["left_out"]:
         print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
@@ -145,7 +115,7 @@ def _add_peers(record: dict[str, Any], case: attention_cases.Case, peers: Peers)
     record["peers_matmul"] = answer.get("matmul")
     beside = "ours" in record["impls"]
     record["impls"] |= {name: _by_time(entry) if beside else entry for name, entry in answer["impls"].items()}
-    record |= attention_rules.against_best(record)
+    record |= measured.against_best(record)
 
 
 def _by_time(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +149,38 @@ def _line(entry: Mapping[str, Any]) -> str:
     return f"{spread}  {entry['tflop_per_s']:>6.1f} TFLOP/s{direct}  error {entry['error']:.1e}"
 
 
+def draws_won(records: Sequence[Mapping[str, Any]], shown: int = 5) -> str:
+    """In which share of the draws ours is no slower than each library and than the fastest, and the worst draws."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for record in records:
+        name = record["case"]["name"]
+        ratios = {peer: measured.faster(record, peer) for peer in record["impls"] if peer != "ours"}
+        for peer, ratio in [*ratios.items(), ("the fastest of RIVALS", record["ratio"])]:
+            if ratio is not None:
+                found.setdefault(peer, []).append((ratio, name))
+    if not found:
+        return f"none of {len(records)} draws was timed by both ours and another library"
+    text = []
+    for peer, pairs in found.items():
+        won, mean = sum(ratio >= 1 for ratio, _ in pairs), statistics.geometric_mean(ratio for ratio, _ in pairs)
+        share = f"{won} of {len(pairs)} draws won ({100 * won / len(pairs):.1f} %)"
+        text.append(f"against {peer}: {share}, geometric mean {mean:.3f}; the worst:")
+        text += [f"  {ratio:.3f}  {name}" for ratio, name in sorted(pairs)[:shown]]
+    return "\n".join(text).replace("the fastest of RIVALS", f"the fastest of {', '.join(measured.RIVALS)}")
+
+
+def _chosen() -> tuple[attention_cases.Case, ...]:
+    """The cases that the flags name."""
+    filters = [name for name in ("tag", "case", "pass", "kind") if FLAGS[name].present]
+    if FLAGS.draws and filters:
+        given = ", ".join(f"--{name}" for name in filters)
+        sys.exit(f"--draws: got {FLAGS.draws} beside {given}, wanted it without them; leave out --draws or {given}.")
+    if FLAGS.draws:
+        return attention_cases.draws(FLAGS.draws, FLAGS.seed)
+    passes = FLAGS["pass"].value or ()
+    return attention_cases.select(tags=FLAGS.tag or ["core"], passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+
+
 def cudnn_version() -> dict[str, str]:
     """The version of the cuDNN that is loaded; empty without one."""
     if jax.default_backend() != "gpu":
@@ -191,9 +193,9 @@ def cudnn_version() -> dict[str, str]:
     return {"cudnn": str(version())}
 
 
-def main(_: Sequence[str]) -> None:
-    passes = FLAGS["pass"].value or ()
-    cases = attention_cases.select(tags=FLAGS.tag, passes=passes, kinds=FLAGS.kind, patterns=FLAGS.case)
+def main() -> None:
+    """Measures what the binary's flags, which are parsed, ask for."""
+    cases = _chosen()
     if not cases:
         sys.exit("No case matches these flags.")
     if FLAGS.list:
@@ -203,21 +205,19 @@ def main(_: Sequence[str]) -> None:
     if jax.default_backend() != "gpu":
         print("No GPU: every case runs on one short sequence, by wall clock. Times say nothing about the kernels.")
     path = pathlib.Path(FLAGS.json) if FLAGS.json else None
-    names = [name for name in FLAGS.impl if name in attention_peers.NAMES]
+    names = [name for name in FLAGS.impl if name in measured.ATTENTION_LIBRARIES]
     options = Options(tuple(name for name in FLAGS.impl if name not in names), FLAGS.rounds, FLAGS.seed)
     peers = Peers(names, FLAGS.rounds, FLAGS.peers_path, attention_peers.__name__) if names else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
+    limits |= {"topic": "attention draws"} if FLAGS.draws else {}
     records = measure(cases, options, peers=peers, path=path, commit=FLAGS.commit, **limits)
     if peers is not None:
         peers.close()
+    if FLAGS.draws:
+        print(draws_won(records), flush=True)
     red = [
         r["case"]["name"] for r in records if r["impls"].get("ours", {}).get("status", "failed") in ("WRONG", "failed")
     ]
     if red and "ours" in FLAGS.impl:
         print(f"ours is WRONG or failed in {len(red)} of {len(records)}: {', '.join(red)}", flush=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    define_flags()
-    app.run(main)

@@ -2,11 +2,12 @@
 
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
-`standard` (everything).
+`standard` (everything). A call that no table has is named in the same form, and `draws` makes random ones.
 """
 
 import dataclasses
 import itertools
+import random
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +20,15 @@ TAGS = ("core", "grid", "rest", "standard")
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
+DTYPES = {"bfloat16": "", "float16": "_f16", "float32": "_f32"}  # and the end of the name
+SPAN = 1024  # of windows and documents, unless the name has another
 LENGTHS, DIMS = (512, 2048, 4096, 16384), (64, 128, 256)
+
+
+_NAME = re.compile(
+    rf"(?:attention_)?({'|'.join(PASSES)})_({'|'.join(KINDS)})_d(\d+)(?:v(\d+))?(?:_t(\d+))?_s(\d+)_b(\d+)_h(\d+)"
+    r"(?:g(\d+))?(?:_w(\d+))?(_f16|_f32)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +37,8 @@ class Shape:
 
     `kind` says which keys a query sees: "full"; "causal"; "window", causal, `span` keys in all; "documents", causal
     within packed documents of about `span` tokens; "mask", a random bool tensor [B, 1, T, S]; "causal_mask",
-    causal, as such a tensor; "bias", all, with a tensor [1, N, T, S].
+    causal, as such a tensor; "bias", all, with a tensor [1, N, T, S]. `length` is the number of keys; there are as many
+    queries where `queries` is 0.
     """
 
     batch: int
@@ -39,12 +49,20 @@ class Shape:
     value_dim: int
     kind: str
     span: int = 0
+    queries: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def query_length(self) -> int:
+        return self.queries or self.length
 
     @property
     def name(self) -> str:
         heads = f"{self.heads}" if self.heads == self.key_heads else f"{self.heads}g{self.key_heads}"
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}v{self.value_dim}"
-        return f"{self.kind}_d{dims}_s{self.length}_b{self.batch}_h{heads}"
+        queries = f"_t{self.queries}" if self.queries else ""
+        span = f"_w{self.span}" if self.span not in (0, SPAN) else ""
+        return f"{self.kind}_d{dims}{queries}_s{self.length}_b{self.batch}_h{heads}{span}{DTYPES[self.dtype]}"
 
     @property
     def is_causal(self) -> bool:
@@ -53,12 +71,14 @@ class Shape:
     @property
     def pairs(self) -> float:
         """Pairs of query and key in a head and sequence that count as work; by convention, causal is half of full."""
-        s = self.length
+        t, s = self.query_length, self.length
         if self.kind == "window":
             return sum(min(i + 1, self.span) for i in range(s))
         if self.kind == "documents":
             return float((self.documents() ** 2).sum() / 2)
-        return s * s / 2 if self.kind in ("causal", "causal_mask") else s * s
+        if self.kind not in ("causal", "causal_mask"):
+            return t * s
+        return s * s / 2 if t == s else sum(min(i + 1, s) for i in range(t))
 
     def flops(self, pass_: str) -> float:
         """4·B·H·S²·D forward, 10·B·H·S²·D backward, for equal head dimensions."""
@@ -82,28 +102,27 @@ class Shape:
         group, heads = self.heads // self.key_heads, min(self.key_heads, 2)
         length = min(self.length, 128)
         span = max(1, self.span * length // self.length) if self.span else 0
-        return dataclasses.replace(
-            self, batch=1, heads=group * heads, key_heads=heads, length=length, span=span
-        )  # fmt: skip
+        sizes = {"length": length, "span": span, "queries": min(self.queries, 128)}
+        return dataclasses.replace(self, batch=1, heads=group * heads, key_heads=heads, **sizes)
 
     def operands(self, seed: int) -> dict[str, jax.Array]:
-        """Random normal bfloat16 query, key, value and `d_out`, and what the kind needs."""
+        """Random normal query, key, value and `d_out`, and what the kind needs."""
         keys = iter(jax.random.split(jax.random.key(seed), 6))
-        b, s, heads = self.batch, self.length, self.heads
+        b, t, s, heads = self.batch, self.query_length, self.length, self.heads
         shapes = {
-            "query": (heads, self.head_dim),
-            "key": (self.key_heads, self.head_dim),
-            "value": (self.key_heads, self.value_dim),
-            "d_out": (heads, self.value_dim),
+            "query": (t, heads, self.head_dim),
+            "key": (s, self.key_heads, self.head_dim),
+            "value": (s, self.key_heads, self.value_dim),
+            "d_out": (t, heads, self.value_dim),
         }
-        made = {name: jax.random.normal(next(keys), (b, s, *rest), jnp.bfloat16) for name, rest in shapes.items()}
-        if self.kind == "mask":  # every query sees itself, for peers differ on queries that see nothing
-            random = jax.random.bernoulli(next(keys), 0.8, (b, 1, s, s))
-            made["mask"] = random | jnp.eye(s, dtype=bool)
+        made = {name: jax.random.normal(next(keys), (b, *rest), self.dtype) for name, rest in shapes.items()}
+        if self.kind == "mask":  # every query sees a key, for peers differ on queries that see nothing
+            bits = jax.random.bernoulli(next(keys), 0.8, (b, 1, t, s))
+            made["mask"] = bits | (jnp.arange(t)[:, None] % s == jnp.arange(s))
         if self.kind == "causal_mask":
-            made["mask"] = jnp.tile(jnp.tri(s, dtype=bool), (b, 1, 1, 1))
+            made["mask"] = jnp.tile(jnp.tri(t, s, dtype=bool), (b, 1, 1, 1))
         if self.kind == "bias":
-            made["bias"] = jax.random.normal(next(keys), (1, heads, s, s), jnp.bfloat16)
+            made["bias"] = jax.random.normal(next(keys), (1, heads, t, s), self.dtype)
         if self.kind == "documents":
             made["segments"] = jnp.asarray(self.segments())
         return made
@@ -127,7 +146,7 @@ class Case:
 
     def describe(self) -> dict[str, Any]:
         """The case as JSON."""
-        facts = {"name": self.name, "pass": self.pass_, "dtype": "bfloat16", "tags": sorted(self.tags)}
+        facts = {"name": self.name, "pass": self.pass_, "tags": sorted(self.tags)}
         return facts | dataclasses.asdict(self.shape)
 
 
@@ -140,16 +159,68 @@ def all_cases() -> tuple[Case, ...]:
 def select(
     *, tags: Iterable[str] = (), passes: Iterable[str] = (), kinds: Iterable[str] = (), patterns: Iterable[str] = ()
 ) -> tuple[Case, ...]:
-    """Cases that match every filter given; `patterns` are searched in names."""
+    """Cases that match every filter given; `patterns` are searched in names, or name calls that no table has."""
     tags, passes, kinds, patterns = frozenset(tags), frozenset(passes), frozenset(kinds), tuple(patterns)
-    return tuple(
-        case
-        for case in all_cases()
-        if (not tags or case.tags & tags)
-        and (not passes or case.pass_ in passes)
-        and (not kinds or case.shape.kind in kinds)
-        and (not patterns or any(re.search(p, case.name) for p in patterns))
+    known = {case.name for case in all_cases()}
+    named = [case for case in map(parse, patterns) if case is not None and case.name not in known]
+    return (
+        *named,
+        *(
+            case
+            for case in all_cases()
+            if (not tags or case.tags & tags)
+            and (not passes or case.pass_ in passes)
+            and (not kinds or case.shape.kind in kinds)
+            and (not patterns or any(re.search(p, case.name) for p in patterns))
+        ),
     )
+
+
+def parse(name: str) -> Case | None:
+    """The case of a name, in the table or not: `attention_bwd_causal_d64_s8192_b2_h32`; None if it is no such name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    pass_, kind, dim, value_dim, queries, length, batch, heads, key_heads, span, end = match.groups()
+    b, n, k, s, d, v = map(int, (batch, heads, key_heads or heads, length, dim, value_dim or dim))
+    spans = int(span or SPAN) if kind in ("window", "documents") else 0
+    dtype = next(dtype for dtype, short in DTYPES.items() if short == (end or ""))
+    shape = Shape(b, n, k, s, d, v, kind, spans, int(queries or 0), dtype)
+    return Case(shape, pass_, _tags(shape, pass_) if shape in set(_shapes()) else frozenset())
+
+
+def draws(count: int, seed: int) -> tuple[Case, ...]:
+    """Random calls, the same for the same seed: every kind, forward and with its gradient, before any comes again."""
+    rng, found = random.Random(seed), {}
+    while len(found) < count:
+        pairs = list(itertools.product(KINDS, ("fwd", "value_and_vjp")))
+        rng.shuffle(pairs)
+        drawn = (Case(_drawn(rng, kind, pass_), pass_, frozenset({"drawn"})) for kind, pass_ in pairs)
+        found |= {case.name: case for case in drawn}
+    return tuple(found.values())[:count]
+
+
+def _drawn(rng: random.Random, kind: str, pass_: str) -> Shape:
+    """A call of a kind.
+
+    A bias has a gradient of its own size, so its sequences are shorter. One query is measured forward, as in decoding,
+    and not causal, where it would see one key: its gradient alone is too small a sum for the gate.
+    """
+    most = 2048 if kind == "bias" else 8192
+    lengths = lambda: rng.choice((
+        rng.randint(8, 64), 2 * rng.randint(32, most // 4) + 1, 128 * rng.randint(1, most // 128)
+    ))  # fmt: skip
+    length = lengths()
+    may_decode = pass_ == "fwd" and kind in ("full", "mask", "bias")
+    is_square = kind in ("window", "documents") or rng.random() < 0.5
+    queries = 0 if is_square else rng.choice((1 if may_decode else lengths(), lengths()))
+    queries = 0 if queries == length else queries
+    span = rng.randint(8, length) if kind in ("window", "documents") else 0
+    batch = min(rng.choice((1, 2, 4, 8, 32)), max(1, TOKENS // max(length, queries)))
+    key_heads, group = rng.choice((1, 2, 4, 8)), rng.choice((1, 1, 2, 4, 8))
+    dims = rng.choice(((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (32, 32), (96, 72)))
+    dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
+    return Shape(batch, key_heads * group, key_heads, length, *dims, kind, span, queries, dtype)
 
 
 def square(length: int, dim: int, kind: str, span: int = 0) -> Shape:

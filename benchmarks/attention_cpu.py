@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags
 
 import jaxsoftmax
-from benchmarks import environment, report
+from benchmarks import results as measured
 
 FLAGS = flags.FLAGS
 _LEAST_CALLS = 10
@@ -123,13 +123,13 @@ def line(record: Mapping[str, Any]) -> str:
 
 def main(_: Sequence[str]) -> None:
     cases = [c for c in all_cases() if all(re.search(p, c.name) for p in FLAGS.case)]
-    header = environment.header(commit=FLAGS.commit, seed=0, rounds=1) | {"topic": "attention on a CPU"}
+    header = measured.header(commit=FLAGS.commit, seed=0, rounds=1) | {"topic": "attention on a CPU"}
     records = []
     for case in cases:
         records.append(measure(case, FLAGS.seconds))
         print(line(records[-1]), flush=True)
         if FLAGS.json:
-            report.write(pathlib.Path(FLAGS.json), header, records)
+            measured.write(pathlib.Path(FLAGS.json), header, records)
 
 
 if __name__ == "__main__":

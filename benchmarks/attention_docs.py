@@ -6,7 +6,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_cases, attention_rules, attention_targets, report
+from benchmarks import attention_cases, report, targets
+from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, Results, Setting
 
 Record = Mapping[str, Any]
@@ -56,16 +57,16 @@ def _section(setting: Setting, results: Results) -> str:
 
 
 def _verdicts(found: Mapping[Setting, Results]) -> str:
-    heads = ["", *(promise.describe() for promise in attention_targets.PROMISES)]
+    heads = ["", *(promise.describe() for promise in targets.PROMISES)]
     rows = []
     for setting, results in found.items():
-        for pass_ in attention_targets.PASSES:
-            verdicts = [promise.judge(results, pass_) for promise in attention_targets.PROMISES]
+        for pass_ in targets.PASSES:
+            verdicts = [promise.judge(results, pass_) for promise in targets.PROMISES]
             rows.append([f"{setting}, {PASSES[pass_]}", *map(_verdict, verdicts)])
     return report.markdown(heads, rows)
 
 
-def _verdict(verdict: attention_targets.Verdict | None) -> str:
+def _verdict(verdict: targets.Verdict | None) -> str:
     if verdict is None:
         return "-"
     where = f", at {_call(verdict.at)}" if verdict.at else ""
@@ -76,24 +77,24 @@ def _verdict(verdict: attention_targets.Verdict | None) -> str:
 def _versions(settings: Sequence[Setting], results: Sequence[Results]) -> str:
     """The same source with two versions of JAX on one card; nothing where no commit was measured with both."""
     newer, older = settings
-    pairs = attention_targets.same_source(*results)
+    pairs = targets.same_source(*results)
     if not pairs:
         return ""
     means = []
-    for pass_ in attention_targets.PASSES:
-        verdict, worst = attention_targets.versions(pairs, pass_)
+    for pass_ in targets.PASSES:
+        verdict, worst = targets.versions(pairs, pass_)
         if worst is not None:
             means.append(f"{PASSES[pass_]} {_verdict(verdict)}, the worst {_floored(worst[0])}, at {_call(worst[1])}")
     heads = ["attention", f"us, {newer.jax}", f"us, {older.jax}", "times faster", "cuDNN", "measured"]
     rows = []
     for pair in pairs:
         times = [f"{record['impls']['ours']['us']:.1f}" for record in pair]
-        ratios = [attention_targets.speed(pair, name) for name in ("ours", "cudnn")]
+        ratios = [targets.speed(pair, name) for name in ("ours", "cudnn")]
         shown = ["-" if ratio is None else _floored(ratio) for ratio in ratios]
         rows.append([title(pair[0]["case"]), *times, *shown, pair[0]["run"]["when"]])
     return (
         f"## JAX {newer.jax} against {older.jax}, same source, {newer.card}\n\n"
-        f"{attention_targets.VERSIONS.describe().capitalize()}: {'; '.join(means)}. The two versions run one after the "
+        f"{targets.VERSIONS.describe().capitalize()}: {'; '.join(means)}. The two versions run one after the "
         "other, each beside cuDNN: where cuDNN's time changes as much, the card's clock or cuDNN's version did it.\n\n"
         + report.markdown(heads, rows)
     )
@@ -187,7 +188,7 @@ def _row(record: Record, peers: Iterable[str]) -> list[str]:
 
 
 def _against(record: Record, name: str) -> str:
-    ratio, peer = attention_rules.faster(record, name), record["impls"].get(name, {})
+    ratio, peer = measured.faster(record, name), record["impls"].get(name, {})
     if ratio is not None:
         return f"{ratio:.2f} ({peer['tflop_per_s']:.0f})"
     status = peer.get("status", "-")

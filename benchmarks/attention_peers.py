@@ -1,8 +1,8 @@
 """Attention on torch's side, which is flash-attn-4: in a process of its own, by CUDA events.
 
-`python -m benchmarks.attention` starts `python -m benchmarks.attention_peers`, which never imports JAX and speaks as
-`benchmarks.peers` says. Results are judged as `benchmarks.attention_truth` judges, by torch. The backward pass is timed
-as on JAX's side, (value and vjp) less forward, and "direct" from what a forward pass saved. A matrix product is
+`python -m benchmarks --op=attention` starts `python -m benchmarks.attention_peers`, which never imports JAX and speaks
+as `benchmarks.peers` says. Results are judged as `benchmarks.attention_truth` judges, by torch. The backward pass is
+timed as on JAX's side, (value and vjp) less forward, and "direct" from what a forward pass saved. A matrix product is
 interleaved: shares of it compare across processes. What a peer does not take it refuses, with its own words.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks import attention_rules, peers
 
-NAMES = ("fa4",)
 _MATMUL_SIZE = 8192
 _REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
@@ -58,10 +57,14 @@ def measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: i
 def _operands(torch: Any, case: Mapping[str, Any]) -> list[Any]:
     """Query, key, value and the cotangent, random normal."""
     torch.manual_seed(0)
-    heads = [(case["heads"], "head_dim"), (case["key_heads"], "head_dim")]
-    heads += [(case["key_heads"], "value_dim"), (case["heads"], "value_dim")]
-    shapes = [(case["batch"], case["length"], n, case[dim]) for n, dim in heads]
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    b, t, s, n, k = case["batch"], _queries(case), case["length"], case["heads"], case["key_heads"]
+    d, v = case["head_dim"], case["value_dim"]
+    shapes = [(b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)]
+    return [torch.randn(shape, device="cuda", dtype=getattr(torch, case["dtype"])) for shape in shapes]
+
+
+def _queries(case: Mapping[str, Any]) -> int:
+    return case["queries"] or case["length"]
 
 
 def _matmul(torch: Any) -> Callable[[], Any]:
@@ -102,6 +105,8 @@ def _fa4(torch: Any, case: Mapping[str, Any]) -> tuple[Attend, str]:
     """The call, and the package's version; documents are sequences of their own lengths."""
     if case["kind"] in ("mask", "causal_mask", "bias"):
         raise NotAsked("flash-attn-4 takes such tensors only by a function compiled into its kernel")
+    if _queries(case) != case["length"] and case["kind"] != "full":
+        raise NotAsked("flash-attn-4 lets the last query see the last key, and not the first the first")
     module = importlib.import_module("flash_attn.cute.interface")
     version = importlib.metadata.version("flash-attn-4")
     if case["kind"] == "documents":
@@ -150,7 +155,7 @@ def _truths(torch: Any, case: Mapping[str, Any], operands: Sequence[Any]) -> dic
     for arrays in zip(*(_by_pair(case, x) for x in operands), strict=True):
         mine = [x.float() for x in arrays]
         exact = _attention(torch, seen, mine, lambda x: x)
-        plain = _attention(torch, seen, mine, lambda x: x.to(torch.bfloat16).float())
+        plain = _attention(torch, seen, mine, lambda x: x.to(getattr(torch, case["dtype"])).float())
         found.append((exact, plain))
     return {name: ([x[name] for x, _ in found], [x[name] for _, x in found]) for name in attention_rules.NAMES[4]}
 
@@ -172,11 +177,11 @@ def _attention(torch: Any, seen: Any, operands: Sequence[Any], rounded: Callable
 
 
 def _seen(torch: Any, case: Mapping[str, Any]) -> Any:
-    """Which keys each query sees, `[length, length]`."""
-    at = torch.arange(case["length"], device="cuda")
-    query, key = at[:, None], at[None, :]
+    """Which keys each query sees, `[queries, keys]`."""
+    at, queries = (torch.arange(n, device="cuda") for n in (case["length"], _queries(case)))
+    query, key = queries[:, None], at[None, :]
     if case["kind"] in ("full", "mask", "bias"):
-        return key >= 0
+        return (key >= 0) & (query >= 0)
     seen = key <= query
     if case["kind"] == "window":
         return seen & (query - key < case["span"])
@@ -194,7 +199,7 @@ def _judge(torch: Any, case: Mapping[str, Any], got: Mapping[str, Any], truths: 
         found = [torch.stack([_error(torch, *x) for x in zip(kind, exact, strict=True)]) for kind in (mine, plain)]
         return [x.reshape((case["batch"], -1)).tolist() for x in found]
 
-    return attention_rules.worst_head({name: errors(name) for name in got})
+    return attention_rules.worst_head({name: errors(name) for name in got}, case["dtype"])
 
 
 def _error(torch: Any, got: Any, want: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 NAMES = {1: ("out",), 3: ("d_query", "d_key", "d_value"), 4: ("out", "d_query", "d_key", "d_value")}
 ROW_WEIGHT = 1 / 16  # of the worst row of a head: a row that is missing or another's errs by a third at least
-_SLACK = 2.0**-8  # half of bfloat16's epsilon
+SLACK = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-4}  # half of epsilon in 16 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +18,11 @@ class Verdict:
     error: float
     plain_error: float
     place: str = ""  # the sequence and the head
+    slack: float = SLACK["bfloat16"]
 
     @property
     def allowed(self) -> float:
-        return 2 * self.plain_error + _SLACK
+        return 2 * self.plain_error + self.slack
 
     @property
     def right(self) -> bool:
@@ -47,10 +48,10 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error / v.allowed))
 
 
-def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]]) -> Verdict:
+def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]], dtype: str) -> Verdict:
     """The verdict on `[2, batch, heads]` of each output: the errors of what is judged and of the plain program's."""
     return worst(
-        Verdict(name, error, plain_error, f"sequence {b}, head {h}")
+        Verdict(name, error, plain_error, f"sequence {b}, head {h}", SLACK[dtype])
         for name, both in errors.items()
         for b, of_sequence in enumerate(zip(*both, strict=True))
         for h, (error, plain_error) in enumerate(zip(*of_sequence, strict=True))
@@ -74,20 +75,3 @@ def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) 
         direct = programs["direct"]["us"]
         found |= {"direct_us": direct, "direct_tflop_per_s": round(flops / direct / 1e6, 2)}
     return found | {"programs": programs}
-
-
-def faster(record: Mapping[str, Any], peer: str) -> float | None:
-    """How many times faster ours is; a peer of another run by the shares of each one's own matrix product."""
-    ours, other = record["impls"].get("ours", {}), record["impls"].get(peer, {})
-    if "us" not in ours or "us" not in other:
-        return None
-    product = other.get("matmul_tflop_per_s")
-    return other["us"] / ours["us"] * (product / record["matmul"]["tflop_per_s"] if product else 1)
-
-
-def against_best(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fastest peer, and how many times faster ours is; XLA is no peer, as its scores are in memory."""
-    found = {name: faster(record, name) for name in record["impls"] if name not in ("ours", "xla")}
-    ratios = {name: ratio for name, ratio in found.items() if ratio is not None}
-    best = min(ratios, key=lambda name: ratios[name], default=None)
-    return {"best_peer": best, "ratio": round(ratios[best], 4) if best is not None else None}

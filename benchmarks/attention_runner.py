@@ -1,13 +1,23 @@
 """Compiles, checks and times cases of attention; time is taken as `benchmarks.timing` says.
 
 A backward alone is timed as (value and vjp) less forward, which is all that some peers allow, for every implementation
-alike; ours also directly, from its residuals ("direct"). Operands exceed L2 in every case, so one set is enough.
+alike; ours also directly, from its residuals ("direct"). Operands of the table's cases exceed L2, so one set is enough;
+calls that are drawn may run from L2, those of every implementation alike.
+
+Cases may be dealt over processes: each compiles its share, and once all have, they measure one after another. Tracing
+holds Python's lock, and Mosaic compiles one kernel of a process at a time, so that threads alone gain little.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_impls, attention_rules, attention_truth, environment, probes, timing
+from benchmarks import attention_impls, attention_rules, attention_truth, timing
+from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_impls import IMPLS
 from benchmarks.variants import Declined
@@ -106,10 +117,10 @@ class Bench:
             "clock": clock,
             **self._ceilings(timings),
             "impls": impls,
-            "nvjitlink": environment.loaded("libnvJitLink"),
+            "nvjitlink": measured.loaded("libnvJitLink"),
             "seconds": round(time.perf_counter() - started, 2),
         }
-        return record | attention_rules.against_best(record)
+        return record | measured.against_best(record)
 
     def _measured(self, case: Case) -> Shape:
         return case.shape if self.on_gpu else case.shape.shrunk()
@@ -165,7 +176,7 @@ class Bench:
         jax.block_until_ready(product(a, b))
         return [
             timing.Variant("matmul", lambda _: product(a, b)),
-            probes.copy_variant(_COPIED_BYTES if self.on_gpu else 2**16, 1),
+            timing.copy_variant(_COPIED_BYTES if self.on_gpu else 2**16, 1),
         ]
 
     @property
@@ -174,10 +185,10 @@ class Bench:
 
     def _ceilings(self, timings: Mapping[str, timing.Timing]) -> dict[str, Any]:
         n, matmul = self._matmul_size, timings["matmul"].median
-        moved = probes.moved_bytes(_COPIED_BYTES if self.on_gpu else 2**16)
+        moved = timing.moved_bytes(_COPIED_BYTES if self.on_gpu else 2**16)
         copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
         tflops = {"size": n, "us": round(matmul, 3), "tflop_per_s": round(2 * n**3 / matmul / 1e6, 2)}
-        return {"matmul": tflops, "copy": probes.best_copy(copies)}
+        return {"matmul": tflops, "copy": timing.best_copy(copies)}
 
 
 def attempt(bench: Bench, case: Case) -> dict[str, Any]:
@@ -246,3 +257,61 @@ def _caught(entry: dict[str, Any]) -> Iterator[None]:
 
 def _note(name: str) -> dict[str, str]:
     return {"note": IMPLS[name].note} if IMPLS[name].note else {}
+
+
+def deal(cases: Sequence[Case], processes: int) -> list[list[Case]]:
+    """Shares of about as many shapes each. The passes of a shape stay together, as they have programs in common."""
+    shapes = list(dict.fromkeys(case.shape for case in cases))
+    shares = [shapes[first::processes] for first in range(min(processes, len(shapes)))]
+    return [[case for shape in share for case in cases if case.shape == shape] for share in shares]
+
+
+def records(
+    cases: Sequence[Case], options: Options, processes: int, deadline: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The record of each case, as it is measured; `deadline` is the `time.monotonic()` after which no case starts.
+
+    The cases of a process that ends early are recorded as failed, and the other processes go on.
+    """
+    spawning, shares = multiprocessing.get_context("spawn"), deal(cases, processes)
+    compiled = spawning.Barrier(len(shares))
+    running: dict[Any, tuple[Any, list[Case]]] = {}
+    with tempfile.NamedTemporaryFile() as device:
+        for share in shares:
+            mine, theirs = spawning.Pipe(duplex=False)
+            arguments = theirs, share, options, compiled, device.name, deadline
+            process = spawning.Process(target=_measure, args=arguments)
+            process.start()
+            theirs.close()
+            running[mine] = process, list(share)
+        while running:
+            ready: list[Any] = multiprocessing.connection.wait(list(running))
+            for pipe in ready:
+                process, left = running[pipe]
+                try:
+                    record = pipe.recv()
+                except EOFError:
+                    del running[pipe]
+                    compiled.abort()  # lest the others wait for a process that has ended
+                    process.join()
+                    reason = f"its process ended with status {process.exitcode}"
+                    yield from (failed(case, reason) for case in left if process.exitcode)
+                    continue
+                left.pop(0)
+                yield record
+
+
+def _measure(
+    pipe: Any, cases: Sequence[Case], options: Options, compiled: Any, device: str, deadline: float | None
+) -> None:
+    """Sends the records of a share; `device` is a file that a process has locked while it has the device."""
+    bench = Bench(options)
+    bench.prepare(cases)
+    with contextlib.suppress(threading.BrokenBarrierError):
+        compiled.wait()
+    # Closed by the end of the process, which frees the device's memory too.
+    fcntl.flock(os.open(device, os.O_RDWR), fcntl.LOCK_EX)
+    for case in cases:
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+        pipe.send(attempt(bench, case))

@@ -2,11 +2,11 @@
 
     python -m benchmarks.attention_trees --tree before=../before CASE=VARIANT+VARIANT... ...
 
-A case is one of `benchmarks.attention`, forward or backward, or one of the same form: `bwd_causal_d64_s8192_b2_h32`. A
-variant is a tree, `now` or one that `--tree` names, as it is or with other knobs: `now:together=8,tiles=drawn`. Each
-case has a process of its own. They compile beside each other and are timed one after another, the variants of a case
-interleaved; the kernel and XLA's share before and after it count. What comes out is compared with the first variant's.
-The exit status is 0 if all variants have a time.
+A case is one of `python -m benchmarks --op=attention`, forward or backward, or one of the same form:
+`bwd_causal_d64_s8192_b2_h32`. A variant is a tree, `now` or one that `--tree` names, as it is or with other knobs:
+`now:together=8,tiles=drawn`. Each case has a process of its own. They compile beside each other and are timed one
+after another, the variants of a case interleaved; the kernel and XLA's share before and after it count. What comes out
+is compared with the first variant's. The exit status is 0 if all variants have a time.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import attention_cases, timing
 from benchmarks.attention_cases import Shape
 
-_CASE = re.compile(r"(fwd|bwd)_(\w+?)_d(\d+)(?:v(\d+))?_s(\d+)_b(\d+)_h(\d+)(?:g(\d+))?")
-_SPANS = {"window": 1024, "documents": 1024}
 _LAUNCHES = 2  # in a round
 _COMPARED = 10**5  # numbers of each result
 
@@ -56,15 +53,11 @@ class Comparison:
     def parse(cls, text: str) -> "Comparison":
         """What an argument says."""
         name, _, variants = text.partition("=")
-        match = _CASE.fullmatch(name.removeprefix("attention_"))
-        if not match or not variants:
+        case = attention_cases.parse(name)
+        if case is None or case.pass_ == "value_and_vjp" or not variants:
             wanted = "wanted CASE=VARIANT+VARIANT, as bwd_causal_d128_s4096_b4_h16=before+now"
             raise argparse.ArgumentTypeError(f"got {text!r}; {wanted}")
-        pass_, kind, head_dim, value_dim, length, batch, heads, key_heads = match.groups()
-        sizes = [int(x) for x in (batch, heads, key_heads or heads, length, head_dim, value_dim or head_dim)]
-        b, n, k, s, d, v = sizes
-        shape = Shape(b, n, k, s, d, v, kind, _SPANS.get(kind, 0))
-        return cls(name, pass_ == "bwd", shape, {text: _variant(text) for text in variants.split("+")})
+        return cls(name, case.pass_ == "bwd", case.shape, {text: _variant(text) for text in variants.split("+")})
 
 
 def _variant(text: str) -> tuple[str, dict[str, Any]]:
@@ -105,13 +98,13 @@ def _decided(load: Load, shape: Shape, backward: bool, knobs: dict[str, Any]) ->
     if shape.kind == "documents":
         facts["segments"] = True
     if "mask" in shape.kind:
-        facts["mask"] = (shape.batch, 1, shape.length, shape.length)
+        facts["mask"] = (shape.batch, 1, shape.query_length, shape.length)
     if shape.kind == "bias":
-        bias = {"bias": (1, shape.heads, shape.length, shape.length), "bias_dtype": jnp.dtype(jnp.bfloat16)}
+        bias = {"bias": (1, shape.heads, shape.query_length, shape.length), "bias_dtype": jnp.dtype(shape.dtype)}
         facts |= bias | {"bias_gradient": backward}
-    sizes = shape.batch, shape.heads, shape.key_heads, shape.length, shape.length, shape.head_dim, shape.value_dim
+    sizes = shape.batch, shape.heads, shape.key_heads, shape.query_length, shape.length, shape.head_dim, shape.value_dim
     op = problems.Op.BACKWARD if backward else problems.Op.FORWARD
-    problem = problems.Attention(op, *sizes, jnp.dtype(jnp.bfloat16), shape.head_dim**-0.5, **facts)
+    problem = problems.Attention(op, *sizes, jnp.dtype(shape.dtype), shape.head_dim**-0.5, **facts)
     decision = dispatch.decide(problem, hardware.current())
     if decision.kernel is None:
         raise NotImplementedError(f"no kernel takes it: {dict(decision.declined)}")

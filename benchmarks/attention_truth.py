@@ -1,8 +1,8 @@
 """The gate before every time of attention: every head of every sequence, on the device, against float32.
 
 The rule is FlashAttention's, for each head: the error is at most twice that of XLA in 16 bits, plus half a unit of
-bfloat16. Errors are root mean squares, relative to the truth's; the worst row counts by a sixteenth, lest it be lost in
-the mean of thousands.
+the dtype. Errors are root mean squares, relative to the truth's; the worst row counts by a sixteenth, lest it be lost
+in the mean of thousands.
 """
 
 import math
@@ -29,14 +29,14 @@ def truth(
         sequence, head = pair // shape.key_heads, pair % shape.key_heads
         mine = [x[sequence, head] for x in arrays]
         bias = (
-            operands["bias"][0].reshape(shape.key_heads, group, *[shape.length] * 2)[head]
+            operands["bias"][0].reshape(shape.key_heads, group, shape.query_length, shape.length)[head]
             if "bias" in operands
             else None
         )
         seen = _seen(shape, operands, sequence)
         return [_computed(shape, mine, bias, seen, x, gradients) for x in (jnp.float32, operands["query"].dtype)]
 
-    at_once = max(_SCORES // (group * shape.length**2), 1)
+    at_once = max(_SCORES // (group * shape.query_length * shape.length), 1)
     found = jax.lax.map(of_pair, jnp.arange(shape.batch * shape.key_heads), batch_size=at_once)
     exact, plain = jax.tree.map(lambda x: x.reshape(shape.batch, shape.key_heads, *x.shape[1:]), found)
     return {name: (exact[name], plain[name]) for name in exact}
@@ -67,7 +67,7 @@ def judge(shape: Shape, got: Sequence[jax.Array], truths: Mapping[str, tuple[jax
     """Compares a program's outputs with the truth."""
     names = NAMES[len(got)]
     errors = jax.device_get(_errors(shape, dict(zip(names, got, strict=True)), {name: truths[name] for name in names}))
-    return worst_head({name: found.tolist() for name, found in errors.items()})
+    return worst_head({name: found.tolist() for name, found in errors.items()}, shape.dtype)
 
 
 def _by_head(shape: Shape, x: jax.Array) -> jax.Array:
@@ -96,10 +96,10 @@ def _computed(
 
 
 def _seen(shape: Shape, operands: Mapping[str, jax.Array], sequence: jax.Array) -> jax.Array:
-    """Which keys each query of a sequence sees, `[length, length]`, written independently of what is measured."""
-    query, key = jnp.arange(shape.length)[:, None], jnp.arange(shape.length)[None, :]
+    """Which keys each query of a sequence sees, `[queries, keys]`, written independently of what is measured."""
+    query, key = jnp.arange(shape.query_length)[:, None], jnp.arange(shape.length)[None, :]
     is_causal = shape.is_causal or shape.kind == "causal_mask"
-    seen = key <= query if is_causal else jnp.ones((shape.length, shape.length), bool)
+    seen = key <= query if is_causal else jnp.ones((shape.query_length, shape.length), bool)
     if shape.kind == "window":
         seen &= query - key < shape.span
     if shape.kind == "documents":

@@ -5,15 +5,17 @@ so does the whole of docs/attention_results.md.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import re
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_docs, cases, plot, report, summary, training
-from benchmarks import peers as torchs
-from benchmarks.results import NOT_MEASURED, RUNG, Results
+from benchmarks import attention_docs, cases, plot, report, training
+from benchmarks import results as measured
+from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Setting
 from benchmarks.targets import TARGETS, Target
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -74,7 +76,7 @@ def targets(results: Results) -> str:
         return NOT_MEASURED
     heads = ["promise", "must", "goal", "worst", "", "at", "cases", "measured"]
     shown = [record for target in TARGETS if (record := _worst(target, results)) is not None]
-    return report.markdown(heads, rows) + "\n\n" + _caption(shown, torchs.NAMES)
+    return report.markdown(heads, rows) + "\n\n" + _caption(shown, measured.ROW_LIBRARIES)
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
@@ -95,22 +97,121 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
             rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
-        when = report.measured((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
+        when = report.when((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
         caption = _caption([record for _, record in found])
         return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {when}."
 
     return make
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An operation in words, and which cases are its."""
+
+    label: str
+    ops: tuple[str, ...]
+    passes: tuple[str, ...]
+    rows: Callable[[int], bool] = lambda rows: True
+
+    def takes(self, case: Mapping[str, Any]) -> bool:
+        """Whether a case counts here; more dtypes and options than the promises name do not."""
+        chosen = case["op"] in self.ops and case["pass"] in self.passes and self.rows(case["rows"])
+        return chosen and "extended" not in case["tags"]
+
+
+LINES = (
+    Line("`softmax`", ("softmax",), ("fwd",), lambda rows: rows >= 1024),
+    Line("the same, at most 128 rows", ("softmax",), ("fwd",), lambda rows: rows < 1024),
+    Line("its gradient", ("softmax",), ("bwd", "value_and_vjp")),
+    Line("`log_softmax`, `logsumexp`", ("log_softmax", "logsumexp"), ("fwd",)),
+    Line("cross entropy", ("cross_entropy",), ("fwd",)),
+    Line("and its gradient", ("cross_entropy",), ("value_and_grad",)),
+    Line("the same, by `.mean()`", ("cross_entropy",), ("value_and_grad_mean",)),
+    Line("top-k softmax", ("top_k",), ("fwd",)),
+)
+ATTENTION = (("`flash_attention`", "fwd"), ("its gradient", "bwd"))
+
+
+def summary(results: Results) -> str:
+    """One row for each operation, and where the figures come from."""
+    shown = [[r for r in results.records() if line.takes(r["case"])] for line in LINES]
+    rows = [_summary_row(line.label, records) for line, records in zip(LINES, shown, strict=True)]
+    for setting, attention in _newest_jax(results).items():
+        found = attention.records()
+        for label, pass_ in ATTENTION:
+            rows.append(_attention_row(f"{label}, {setting}", [r for r in found if r["case"]["pass"] == pass_]))
+    rows = [row for row in rows if row]
+    if not rows:
+        return NOT_MEASURED
+    heads = ["operation", "cases", "of the floor", "x XLA", "x best other"]
+    records = [record for of_row in shown for record in of_row]
+    where = f" on one {report.setting(records)}" if records else ""
+    return (
+        f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case){where}, for attention on the card and with "
+        "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
+        "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
+        "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, JAX's "
+        "`attention_mgpu`, tokamax and flash-attn-4, where they take the call."
+    )
+
+
+def _newest_jax(results: Results) -> dict[Setting, Results]:
+    """Attention's results on each card, with the newest JAX that was measured there."""
+    found: dict[str, tuple[Setting, Results]] = {}
+    for setting, attention in results.by_setting("attention").items():
+        found.setdefault(setting.card, (setting, attention))
+    return dict(found.values())
+
+
+def _summary_row(label: str, records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    share = (record["impls"]["ours"].get("fraction_of_copy") for record in records)
+    others = (
+        [ratio for peer in measured.ROW_LIBRARIES if (ratio := measured.ratio(r, peer)) is not None] for r in records
+    )
+    return [
+        label,
+        _count(records),
+        "-" if records[0]["case"]["op"] == "top_k" else _spread(share),
+        _spread(measured.ratio(record, "xla") for record in records),
+        _spread(min(ratios, default=None) for ratios in others),
+    ]
+
+
+def _attention_row(label: str, records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    speeds = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
+    shares = (ours / product if ours else None for ours, product in speeds)
+    return [
+        label,
+        _count(records),
+        _spread(shares),
+        "-",
+        _spread(measured.against_best(record)["ratio"] for record in records),
+    ]
+
+
+def _count(records: Sequence[Record]) -> str:
+    wrong = sum(record["impls"]["ours"]["status"] != "ok" for record in records)
+    return f"{len(records)}, {wrong} WRONG" if wrong else str(len(records))
+
+
+def _spread(values: Iterable[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    return f"{statistics.median(known):.2f} ({known[0]:.2f} ... {known[-1]:.2f})" if known else "-"
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
-    "summary": summary.table,
+    "summary": summary,
     "everything": everything,
     "cross_entropy": of_op(
         "cross_entropy",
         {
-            "units": lambda record: _number(report.units(record, "ours"), ".2f"),
-            "extra memory": lambda record: _number(report.extra_memory(record, "ours"), ".2%"),
-            "XLA's": lambda record: _number(report.extra_memory(record, "xla"), ".0%"),
+            "units": lambda record: _number(measured.units(record, "ours"), ".2f"),
+            "extra memory": lambda record: _number(measured.extra_memory(record, "ours"), ".2%"),
+            "XLA's": lambda record: _number(measured.extra_memory(record, "xla"), ".0%"),
         },
         ("xla", "xla_f32"),
     ),
@@ -152,7 +253,7 @@ def _comparison(
             *(fact(record) for fact in facts.values()),
             *(_against(record, peer) for peer in peers),
             _number(ours.get("max_error_ulp"), ".1f"),
-            *(_error(report.loss_error(record, peer)) for peer in judged),
+            *(_error(measured.loss_error(record, peer)) for peer in judged),
             record["run"]["when"],
         ])  # fmt: skip
     return report.markdown(heads, rows) + "\n\n" + _caption(records, peers)
@@ -166,7 +267,7 @@ def title(case: Mapping[str, Any]) -> str:
 
 
 def _against(record: Mapping[str, Any], peer: str) -> str:
-    ratio = report.ratio(record, peer)
+    ratio = measured.ratio(record, peer)
     if ratio is not None:
         return format(ratio, ".2f")
     status = record["impls"].get(peer, {}).get("status", "-")
@@ -221,7 +322,7 @@ def _time_and_speed(entry: Mapping[str, Any]) -> str:
 def _caption(records: Iterable[Mapping[str, Any]], shown: Iterable[str] = ()) -> str:
     """With what the records shown were measured, and how peers that are `shown` were."""
     where = report.setting(records)
-    return f"{where}; medians of interleaved runs." + (_TORCH if set(shown) & set(torchs.NAMES) else "")
+    return f"{where}; medians of interleaved runs." + (_TORCH if set(shown) & set(measured.ROW_LIBRARIES) else "")
 
 
 def _number(value: float | None, spec: str) -> str:

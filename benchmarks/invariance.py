@@ -20,7 +20,8 @@ import numpy as np
 from absl import app, flags
 
 import jaxsoftmax
-from benchmarks import environment, report, timing
+from benchmarks import results as measured
+from benchmarks import timing
 
 FLAGS = flags.FLAGS
 NAMES = ("ours", "ours, batch invariant")
@@ -125,7 +126,7 @@ def record(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(_: list[str]) -> None:
-    header = environment.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": "invariance"}
+    header = measured.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": "invariance"}
     records: list[dict[str, Any]] = []
     for case in cases(FLAGS.shrink):
         if FLAGS.only not in case.name:
@@ -135,7 +136,7 @@ def main(_: list[str]) -> None:
         cost = "{:9.1f} us, {:9.1f} batch invariant".format(*times) if all(times) else ""
         print(f"{case.name:40} {records[-1]['status']} {cost}", flush=True)
         if FLAGS.json:
-            report.write(pathlib.Path(FLAGS.json), header | {"clocks_after": environment.clocks()}, records)
+            measured.write(pathlib.Path(FLAGS.json), header | {"clocks_after": measured.clocks()}, records)
     sys.exit(0 if records and all(r["status"] == "ok" for r in records) else 1)
 
 

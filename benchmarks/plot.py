@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import report
+from benchmarks import results as measured
 
 Record = Mapping[str, Any]
 
@@ -66,7 +66,7 @@ def _units(records: Sequence[Record], device: str, path: pathlib.Path) -> pathli
     for axes, pass_ in zip(panels, ("fwd", "value_and_grad"), strict=True):
         mine = sorted((r for r in records if r["case"]["pass"] == pass_), key=lambda r: r["case"]["cols"])
         for name in dict.fromkeys(name for record in mine for name in record["impls"]):
-            axes.plot(*_points(mine, lambda r, n=name: report.units(r, n)), "o-", label=name)
+            axes.plot(*_points(mine, lambda r, n=name: measured.units(r, n)), "o-", label=name)
         axes.set(xlabel="vocabulary", ylabel="passes over the logits", title=f"cross entropy {pass_}, {device}")
         axes.set_xscale("log", base=2)
         axes.set_ylim(0)

@@ -3,16 +3,20 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from benchmarks import latency, models, probes, timing, truth, variants
+from benchmarks import cases, timing, truth, variants
 from benchmarks.cases import Case
 
 _CPU_ELEMENTS = 1 << 18
+_CALLS = 200
+_ITERATIONS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +58,23 @@ def run(case: Case, options: Options) -> dict[str, Any]:
         case = case.shrunk(_CPU_ELEMENTS)
         record["rows_measured"] = case.rows
     if case.pass_ == "call":
-        return record | latency.run(case, options)
-    buffers = timing.buffers_needed(models.operand_bytes(case), hot=case.hot) if on_gpu else 1
+        return record | _latency(case, options)
+    buffers = timing.buffers_needed(cases.operand_bytes(case), hot=case.hot) if on_gpu else 1
     operands = variants.make_operands(case, buffers, options.seed)
     ready, impls, schedule = _prepare(case, operands, buffers, options)
     right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
     schedule = [*(timing.Variant(name, ready[name].launch, ready[name].is_slow()) for name in right), *schedule]
     clock, timings, copies = _time(case, schedule, buffers, options)
     record |= {
-        "least_bytes": models.least_bytes(case),
-        "operand_bytes": models.operand_bytes(case),
-        "flops": models.flops(case),
+        "least_bytes": cases.least_bytes(case),
+        "operand_bytes": cases.operand_bytes(case),
+        "flops": cases.flops(case),
         "buffers": buffers,
         "clock": clock,
-        "copy": probes.best_copy(copies) if copies else None,
+        "copy": timing.best_copy(copies) if copies else None,
     }
     for name in right:
         impls[name] |= timings[name].as_json() | speeds(record, timings[name].median)
-    if "read" in timings:
-        read = timings["read"]
-        record["read"] = {"us": round(read.median, 3), "tb_per_s": round(record["least_bytes"] / read.median / 1e6, 4)}
     record["impls"] = {name: impls[name] for name in options.impls}
     record["seconds"] = round(time.perf_counter() - started, 2)
     return record
@@ -97,18 +98,15 @@ def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
 
 def _probes(case: Case, buffers: int, options: Options) -> list[timing.Variant]:
     """What is timed beside the implementations in JAX's process."""
-    found = []
-    if options.copy != "torch" or jax.default_backend() != "gpu":
-        found.append(probes.copy_variant(models.copied_bytes(case), buffers))
-    if all(problem.op.streams == 1 for problem in case.problems):
-        found.append(probes.read_variant(models.least_bytes(case), buffers))
-    return found
+    if options.copy == "torch" and jax.default_backend() == "gpu":
+        return []
+    return [timing.copy_variant(cases.copied_bytes(case), buffers)]
 
 
 def _prepare(
     case: Case, operands: variants.Buffers, buffers: int, options: Options
 ) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]], list[timing.Variant]]:
-    """Programs that are compiled and right, what is known of every implementation, and the probes.
+    """Programs that are compiled and right, what is known of every implementation, and the timing.
 
     Compilation is most of a case's time, so it runs in threads; tracing does not, as Mosaic's is not known to be safe.
     """
@@ -181,7 +179,7 @@ def _time(
 ) -> tuple[str, dict[str, timing.Timing], dict[str, tuple[float, int]]]:
     """Times implementations and probes together; copies as {method: (microseconds, bytes moved)}."""
     on_gpu = jax.default_backend() == "gpu"
-    size = models.copied_bytes(case)
+    size = cases.copied_bytes(case)
     torch_times = _torch_copy(size, buffers, options)
     clock, timings = timing.measure(
         schedule,
@@ -191,7 +189,7 @@ def _time(
         device_clock=on_gpu,
     )
     torch_times += _torch_copy(size, buffers, options)
-    copies = {name: (t.median, probes.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
+    copies = {name: (t.median, timing.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
     if torch_times:
         copies["copy:torch"] = (min(torch_times), 8 * max(1, size // 8))
     return clock, timings, copies
@@ -202,9 +200,58 @@ def _torch_copy(size: int, buffers: int, options: Options) -> list[float]:
     if jax.default_backend() != "gpu" or options.copy == "mosaic":
         return []
     try:
-        return [probes.torch_copy_us(size, buffers, options.rounds)]
+        return [timing.torch_copy_us(size, buffers, options.rounds)]
     except (ImportError, RuntimeError) as error:
         if options.copy == "torch":
             raise
         print(f"  no torch copy beside JAX: {type(error).__name__}: {error}", flush=True)
         return []
+
+
+def _latency(case: Case, options: Options) -> dict[str, Any]:
+    """Measures the case's implementations, interleaved by round."""
+    (operands,) = variants.make_operands(case, 1, options.seed)
+    impls: dict[str, dict[str, Any]] = {}
+    calls, loops = {}, {}
+    check = truth.every_row(case)
+    xla = variants.build(case, "xla").function(*operands)
+    for name in options.impls:
+        try:
+            program = variants.build(case, name, kernel=options.kernel, config=options.config)
+        except variants.Declined as reason:
+            impls[name] = {"status": "declined", "reason": str(reason)}
+            continue
+        verdict = truth.judge(case, operands, program.function(*operands), xla, check)
+        right = verdict.right or name == "xla"
+        impls[name] = {"status": "ok" if right else "WRONG", "max_error_ulp": round(verdict.error, 4), "process": "jax"}
+        if right:
+            calls[name], loops[name] = program.function, _loop(program.function)
+        else:
+            impls[name]["reason"] = verdict.describe()
+    per_call = _blocked_calls(calls, operands, options.rounds, _CALLS)
+    per_iteration = _blocked_calls(loops, operands, options.rounds, 1)
+    for name in calls:
+        impls[name]["us"] = round(statistics.median(per_call[name]), 3)
+        impls[name]["p20_us"], impls[name]["p80_us"] = np.percentile(per_call[name], (20, 80)).round(3).tolist()
+        impls[name]["us_per_iteration"] = round(statistics.median(per_iteration[name]) / _ITERATIONS, 4)
+    return {"clock": "wall", "copy": None, "impls": impls}
+
+
+def _loop(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: jax.lax.fori_loop(0, _ITERATIONS, lambda _, y: function(y), x))
+
+
+def _blocked_calls(
+    functions: dict[str, Callable[..., Any]], operands: tuple[Any, ...], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Microseconds of each blocked call."""
+    for function in functions.values():
+        jax.block_until_ready(function(*operands))
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            for _ in range(calls):
+                start = time.perf_counter()
+                jax.block_until_ready(function(*operands))
+                times[name].append(1e6 * (time.perf_counter() - start))
+    return times

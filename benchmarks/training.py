@@ -31,7 +31,8 @@ import optax
 from absl import app, flags
 from flax import nnx
 
-from benchmarks import environment, report
+from benchmarks import report
+from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, Results
 
 FLAGS = flags.FLAGS
@@ -220,11 +221,11 @@ def main(_: list[str]) -> None:
     if FLAGS.child:
         _child(FLAGS.child)
         return
-    header = environment.header(commit=FLAGS.commit, seed=0, rounds=1) | {"topic": "models"}
+    header = measured.header(commit=FLAGS.commit, seed=0, rounds=1) | {"topic": "models"}
     found = record(measure(FLAGS.impl))
     print(f"The losses are at most {found['loss_gap']} apart: {'right' if found['right'] else 'WRONG'}.")
     if FLAGS.json:
-        report.write(pathlib.Path(FLAGS.json), header | {"clocks_after": environment.clocks()}, [found])
+        measured.write(pathlib.Path(FLAGS.json), header | {"clocks_after": measured.clocks()}, [found])
     sys.exit(0 if found["right"] and found["impls"].get("ours", {"status": "ok"})["status"] == "ok" else 1)
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
-from benchmarks import losses
 from benchmarks.cases import Case
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
 
+LOSSES = ("cross_entropy", "top_k")
 NAMES = ("ours", "xla", "xla_f32", "ladder")
 BASELINES = ("xla", "xla_f32")  # right by definition: what ours is compared with
 
@@ -57,7 +57,7 @@ def make_operands(case: Case, count: int, seed: int) -> Buffers:
     keys = jax.random.split(jax.random.key(seed), count * arrays)
     if case.op == "cross_entropy":
         pairs = zip(keys[::2], keys[1::2], strict=True)
-        return [(_normal(k, (case.rows, case.cols), jnp.dtype(case.dtype)), losses.labels(case, y)) for k, y in pairs]
+        return [(_normal(k, (case.rows, case.cols), jnp.dtype(case.dtype)), labels(case, y)) for k, y in pairs]
     flat = [_normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)) for key in keys]
     return [tuple(flat[i * arrays : (i + 1) * arrays]) for i in range(count)]
 
@@ -78,12 +78,12 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
     if impl == "xla_f32":
         if case.op != "cross_entropy":
             raise Declined("only a loss is compared in float32 too")
-        return _plain(losses.xla(case, wide=True))
+        return _plain(xla_of_loss(case, wide=True))
     if impl.startswith("rung:"):
         return _rung(case, impl.removeprefix("rung:"), config)
     if kernel is not None:
         return _rung(case, kernel, config)
-    program = _plain(losses.ours(case)) if case.op in losses.OPS else _public(case, _OURS[case.op])
+    program = _plain(ours_of_loss(case)) if case.op in LOSSES else _public(case, _OURS[case.op])
     return dataclasses.replace(program, **_explained(case))
 
 
@@ -116,8 +116,8 @@ def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
 
 def _xla(case: Case) -> Program:
     """As `jax.nn` has it; the backward pass alone in its leanest form, from the saved output."""
-    if case.op in losses.OPS:
-        return _plain(losses.xla(case))
+    if case.op in LOSSES:
+        return _plain(xla_of_loss(case))
     op = _XLA[case.op]
     if case.pass_ != "bwd":
         return _public(case, op)
@@ -156,7 +156,7 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
     known = decision.kernel, repr(decision.config), decision.bytes_moved
     if case.op == "cross_entropy":
-        labelled, taken = losses.rung(case, decision)
+        labelled, taken = rung_of_loss(case, decision)
         return Program(jax.jit(labelled), taken, *known)
 
     def run(*operands: jax.Array) -> jax.Array:
@@ -187,3 +187,70 @@ def _explained(case: Case) -> dict[str, Any]:
         "config": " + ".join(repr(call.config) for call in chosen),
         "bytes_moved": sum(call.bytes_moved or 0 for call in chosen),
     }
+
+
+def labels(case: Case, key: jax.Array) -> jax.Array:
+    """Random labels, the first and the last column among them; with an `ignore_index`, half of the rows have that."""
+    y = jax.random.randint(key, (case.rows,), 0, case.cols, jnp.int32).at[0].set(0).at[-1].set(case.cols - 1)
+    if "ignore_index" not in case.options:
+        return y
+    return jnp.where(jax.random.permutation(key, case.rows) < case.rows // 2, case.options["ignore_index"], y)
+
+
+def ours_of_loss(case: Case) -> Callable[..., Any]:
+    """The public functions."""
+    if case.op == "top_k":
+        return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
+    loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, **case.options)
+    if case.pass_ == "fwd":
+        return lambda x, y: loss(x, y)
+    if case.pass_ == "value_and_grad":
+        return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())
+    return jax.value_and_grad(lambda x, y: loss(x, y).mean())
+
+
+def xla_of_loss(case: Case, *, wide: bool = False) -> Callable[..., Any]:
+    """`optax`'s formula and `.mean()`, or `lax.top_k` of `jax.nn.softmax`; `wide`: of logits cast to float32 first.
+
+    The cast is what is written where a 16-bit loss will not do: the loss is then as accurate as ours.
+    """
+    if case.op == "top_k":
+        return lambda x: tuple(jax.lax.top_k(jax.nn.softmax(x, -1), **case.options))
+    formula = functools.partial(_optax, **case.options)
+    loss = (lambda x, y: formula(x.astype(jnp.float32), y)) if wide else formula
+    return loss if case.pass_ == "fwd" else jax.value_and_grad(lambda x, y: loss(x, y).mean())
+
+
+def _optax(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    ignore_index: int | None = None,
+) -> jax.Array:
+    """In the logits' dtype, as `optax` has it; with what it has no option for written around it, in float32."""
+    if logits_soft_cap is not None:
+        x = logits_soft_cap * jnp.tanh(x.astype(jnp.float32) / logits_soft_cap)
+    ignored = None if ignore_index is None else y == ignore_index
+    column = y if ignored is None else jnp.where(ignored, 0, y)
+    lse = jax.nn.logsumexp(x, axis=-1)
+    loss = lse - jnp.take_along_axis(x, column[:, None], -1)[:, 0]
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - x.mean(-1))
+    if z_loss:
+        loss += z_loss * lse**2
+    return loss if ignored is None else jnp.where(ignored, 0, loss)
+
+
+def rung_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """One rung's program and its operands, with XLA's small part of the loss after it."""
+    weights = () if case.pass_ == "fwd" else (jnp.full(case.rows, 1 / case.rows),)
+
+    def run(x: jax.Array, y: jax.Array, *weights: jax.Array) -> Any:
+        *gradient, maximum, total = decision.run(x, y, *weights)
+        loss = log_normalizer(Stats(maximum, total)) - jnp.take_along_axis(x, y[:, None], -1)[:, 0]
+        return (loss.mean(), *gradient) if gradient else loss
+
+    return run, lambda x, y: (x, y, *weights)

@@ -23,11 +23,10 @@ from benchmarks import (
     attention_rules,
     attention_truth,
     docs,
-    report,
 )
+from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape, square
 from benchmarks.attention_impls import IMPLS
-from benchmarks.attention_rules import against_best
 from benchmarks.attention_runner import Bench, Options
 from benchmarks.results import NOT_MEASURED, Results
 
@@ -202,7 +201,7 @@ def test_a_run_measures_every_pass_and_names_every_failure(tmp_path):
     records = attention.measure(
         cases, Options(("ours", "cudnn", "mgpu", "tokamax"), rounds=2), path=path, commit="abc", budget_s=1000
     )
-    found = report.read(path)
+    found = measured.read(path)
     assert found["records"] == json.loads(json.dumps(records))
     assert {"topic", "device", "versions", "commit", "seed", "left_out", "clocks_after"} <= set(found["header"])
     for record, pass_ in zip(found["records"], attention_cases.PASSES, strict=True):
@@ -220,7 +219,7 @@ def test_a_run_measures_every_pass_and_names_every_failure(tmp_path):
 def test_a_budget_that_is_spent_leaves_cases_out_and_says_which(tmp_path, capsys):
     path = tmp_path / "attention.json"
     assert attention.measure([_case(TINY)], Options(("ours",)), path=path, budget_s=0) == []
-    assert report.read(path)["header"]["left_out"] == [_case(TINY).name]
+    assert measured.read(path)["header"]["left_out"] == [_case(TINY).name]
     assert _case(TINY).name in capsys.readouterr().out
 
 
@@ -235,7 +234,7 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch):
 
 def test_the_binary_lists_and_refuses():
     run = lambda *flags: subprocess.run(
-        [sys.executable, "-m", "benchmarks.attention", *flags],
+        [sys.executable, "-m", "benchmarks", "--op=attention", *flags],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -243,8 +242,10 @@ def test_the_binary_lists_and_refuses():
         timeout=120,
     )
     assert len(run("--list", "--tag=core").stdout.strip().splitlines()) == 20
-    assert "--impl takes ours" in run("--list", "--impl=our").stderr
-    assert "No case matches" in run("--pass=backward").stderr
+    assert "--impl: got our, wanted some of ours, cudnn" in run("--list", "--impl=our").stderr
+    assert "--pass: got backward, wanted some of fwd, bwd" in run("--pass=backward").stderr
+    assert "No case matches" in run("--tag=core", "--kind=bias").stderr
+    assert "--dtype: got" in run("--dtype=f16").stderr
 
 
 def _entry(us, flops, **facts):
@@ -261,7 +262,7 @@ def results(tmp_path):
     impls = [{"ours": ours, **peers}, {"ours": {"status": "WRONG", "reason": "off", "error": None}, **peers}]
     shared = {"clock": "cupti", "matmul": {"tflop_per_s": 800.0}, "copy": {"tb_per_s": 4.2}}
     records = [
-        {"case": case.describe(), "impls": entry, **shared, **against_best({"impls": entry})}
+        {"case": case.describe(), "impls": entry, **shared, **measured.against_best({"impls": entry})}
         for case, entry in zip((good, bad), impls, strict=True)
     ]
     header = {
@@ -272,14 +273,14 @@ def results(tmp_path):
         "versions": {"jax": "0", "cudnn": "91900"},
         "left_out": [missing.name],
     }
-    report.write(tmp_path / "h200" / "attention.json", header, records)
+    measured.write(tmp_path / "h200" / "attention.json", header, records)
     return Results(tmp_path)
 
 
 def test_the_best_peer_is_the_fastest():
     impls = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
-    assert against_best({"impls": impls}) == {"best_peer": "mgpu", "ratio": 1.25}
-    assert against_best({"impls": {"ours": {"us": 2.0}}}) == {"best_peer": None, "ratio": None}
+    assert measured.against_best({"impls": impls}) == {"best_peer": "mgpu", "ratio": 1.25}
+    assert measured.against_best({"impls": {"ours": {"us": 2.0}}}) == {"best_peer": None, "ratio": None}
 
 
 def test_documents_come_from_results(results):

@@ -16,11 +16,10 @@ from benchmarks import (
     attention_cases,
     attention_docs,
     attention_peers,
-    attention_rules,
-    attention_targets,
     peers,
-    report,
+    targets,
 )
+from benchmarks import results as measured
 from benchmarks.attention_runner import Options
 from benchmarks.results import Results
 from tests import attention_oracle
@@ -238,8 +237,8 @@ def results(tmp_path):
 
     def write(name, case, impls, **of_the_run):
         record = {"case": case.describe(), "impls": impls, **shared, **of_the_run}
-        record |= attention_rules.against_best(record)
-        report.write(tmp_path / "h200" / f"{name}.json", header | {"timestamp": name}, [record])
+        record |= measured.against_best(record)
+        measured.write(tmp_path / "h200" / f"{name}.json", header | {"timestamp": name}, [record])
 
     fa4 = {"process": "torch", "version": "4.0", "matmul_tflop_per_s": 720.0}
     earlier = {
@@ -280,19 +279,19 @@ def test_in_the_same_run_times_compare(tmp_path):
     assert (record["best_peer"], record["ratio"]) == ("fa4", round(500 / 600, 4))
     assert record["peers_matmul"] == torchs
     header = {"topic": "attention", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "0"}}
-    report.write(tmp_path / "h200" / "0.json", header | {"timestamp": "0"}, [record])
-    found = lambda: attention_rules.faster(Results(tmp_path).about("attention").case(case.name), "fa4")
+    measured.write(tmp_path / "h200" / "0.json", header | {"timestamp": "0"}, [record])
+    found = lambda: measured.faster(Results(tmp_path).about("attention").case(case.name), "fa4")
     assert found() == pytest.approx(500 / 600)
-    report.write(tmp_path / "h200" / "1.json", header | {"timestamp": "1"}, [run(case)])
+    measured.write(tmp_path / "h200" / "1.json", header | {"timestamp": "1"}, [run(case)])
     assert found() == pytest.approx(500 / 600 * 720 / 800)
     again = record | {"impls": {"fa4": fa4 | {"us": 2 * fa4["us"]}}}
-    report.write(tmp_path / "h200" / "2.json", header | {"timestamp": "2"}, [again])
+    measured.write(tmp_path / "h200" / "2.json", header | {"timestamp": "2"}, [again])
     assert found() == pytest.approx(2 * 500 / 600 * 720 / 800)
 
 
 def _against_the_best(results, pass_):
     (attention,) = results.by_setting("attention").values()
-    return attention_targets.PROMISES[-1].judge(attention, pass_)
+    return targets.PROMISES[-1].judge(attention, pass_)
 
 
 def test_promises_of_attention_are_kept_against_the_best_peer(results):

@@ -9,7 +9,8 @@ import types
 
 import pytest
 
-from benchmarks import attention, attention_cases, attention_processes, environment, report
+from benchmarks import attention, attention_cases, attention_runner
+from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_runner import Bench, Options
 
@@ -24,7 +25,7 @@ def _case(shape, pass_="fwd"):
 @pytest.mark.parametrize("processes", [1, 8, 100])
 def test_every_case_is_in_one_share_beside_the_other_passes_of_its_shape(processes):
     cases = attention_cases.select(tags=["standard"], passes=["fwd", "bwd"])
-    shares = attention_processes.deal(cases, processes)
+    shares = attention_runner.deal(cases, processes)
     assert sorted(case.name for share in shares for case in share) == sorted(case.name for case in cases)
     assert len(shares) == min(processes, 32)
     shapes = [list(dict.fromkeys(case.shape for case in share)) for share in shares]
@@ -48,7 +49,7 @@ def test_processes_measure_what_one_would_and_the_end_of_one_does_not_end_the_ru
         assert found[case.name]["nvjitlink"] is None
     assert set(found[_case(TINY, "bwd").name]["impls"]["ours"]["programs"]) == {"fwd", "value_and_vjp", "direct"}
     assert all(record["impls"]["fa4"] == torchs["fa4"] for record in records)
-    written = report.read(path)
+    written = measured.read(path)
     assert written["records"] == json.loads(json.dumps(records))
     assert written["header"]["left_out"] == []
     assert written["header"]["commit"] == "abc"
@@ -72,9 +73,9 @@ def test_a_process_measures_when_all_have_compiled_and_it_has_the_device(monkeyp
             raise threading.BrokenBarrierError
 
     bench = types.SimpleNamespace(prepare=lambda cases: done.append("compiled"), run=run)
-    monkeypatch.setattr(attention_processes, "Bench", lambda options: bench)
+    monkeypatch.setattr(attention_runner, "Bench", lambda options: bench)
     pipe, barrier = types.SimpleNamespace(send=sent.append), types.SimpleNamespace(wait=wait)
-    attention_processes._measure(pipe, ["a", "b"], Options(), barrier, str(device), deadline)
+    attention_runner._measure(pipe, ["a", "b"], Options(), barrier, str(device), deadline)
     measured = ["a", "b"] if deadline is None else []
     assert done == ["compiled", "all compiled", *measured]
     assert sent == [{"case": case} for case in measured]
@@ -93,5 +94,5 @@ def test_a_forward_pass_is_judged_by_the_truth_with_gradients_where_there_is_one
 
 
 def test_a_library_is_found_where_it_was_loaded_from():
-    assert pathlib.Path(environment.loaded("libc.so")).is_file()
-    assert environment.loaded("libnvJitLink") is None
+    assert pathlib.Path(measured.loaded("libc.so")).is_file()
+    assert measured.loaded("libnvJitLink") is None

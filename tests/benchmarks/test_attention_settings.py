@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from benchmarks import attention_cases, attention_docs, attention_targets, docs, report, summary
+from benchmarks import attention_cases, attention_docs, docs, targets
+from benchmarks import results as measured
 from benchmarks.results import FOLDER, Results, Setting
 
 NAMES = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
@@ -40,7 +41,7 @@ def run(tmp_path):
             records.append({"case": case.describe(), "impls": impls, **shared})
         header = {"timestamp": f"2026-11-{next(days)}", "topic": "attention", "commit": commit}
         header |= {"device": {"name": NAMES[card]}, "versions": {"jax": jax}}
-        report.write(tmp_path / card / f"attention_{header['timestamp']}.json", header, records)
+        measured.write(tmp_path / card / f"attention_{header['timestamp']}.json", header, records)
         return Results(tmp_path)
 
     return write
@@ -124,14 +125,14 @@ def test_musts_and_goals(run, ratios, words):
         for case, ratio in zip((FULL, CAUSAL), ratios, strict=True)
     }
     (results,) = run("h100", "0.12.0.1", cells).by_setting("attention").values()
-    found = [attention_docs._verdict(promise.judge(results, "fwd")) for promise in attention_targets.PROMISES]
+    found = [attention_docs._verdict(promise.judge(results, "fwd")) for promise in targets.PROMISES]
     assert [text.split(" (2 of ")[0] for text in found] == words
     assert [text.split(" (2 of ")[1][:2] for text in found] == ["32", "32", "27", "32"]
 
 
 def test_cells_are_what_the_issue_counts():
-    for pass_ in attention_targets.PASSES:
-        wanted = [len(attention_cases.select(tags=[p.tag], passes=[pass_])) for p in attention_targets.PROMISES]
+    for pass_ in targets.PASSES:
+        wanted = [len(attention_cases.select(tags=[p.tag], passes=[pass_])) for p in targets.PROMISES]
         assert wanted == [32, 32, 27, 32]
 
 
@@ -170,7 +171,7 @@ def test_a_table_says_whether_nvjitlink_was_loaded(run):
 def test_the_summary_has_the_newest_jax_of_each_card(run):
     run("h200", "0.12.0.1", {FULL: {"ours": 100.0, "cudnn": 150.0}})
     run("h200", "0.11.2", {FULL: {"ours": 100.0, "cudnn": 200.0}})
-    text = summary.table(run("h100", "0.11.2", {FULL: {"ours": 100.0, "cudnn": 120.0}}))
+    text = docs.summary(run("h100", "0.11.2", {FULL: {"ours": 100.0, "cudnn": 120.0}}))
     rows = [line.split(" | ")[0] for line in text.splitlines() if "flash_attention`," in line]
     assert rows == [
         "| `flash_attention`, NVIDIA H200, JAX 0.12.0.1",
@@ -182,7 +183,7 @@ def test_the_summary_has_the_newest_jax_of_each_card(run):
 
 def test_committed_results_lie_in_the_folder_of_their_card():
     for path in FOLDER.glob("*/attention*.json"):
-        name = report.read(path)["header"]["device"]["name"]
+        name = measured.read(path)["header"]["device"]["name"]
         assert path.parent.name.upper() in name.upper(), f"{path} was measured on {name}"
 
 

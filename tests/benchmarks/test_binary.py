@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, losses, models, peers, probes, report, runner, timing, truth, variants
+from benchmarks import cases, peers, report, runner, timing, truth, variants
+from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     file = tmp_path / "run.json"
     out = _run(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
     assert "on the CPU" in out
-    found = report.read(file)
+    found = measured.read(file)
     assert {"device", "versions", "commit", "seed", "timestamp", "inputs"} <= set(found["header"])
     assert [r["case"]["name"] for r in found["records"]] == [
         "softmax_fwd_f32_32768x1024",
@@ -55,7 +56,7 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     assert forward["impls"]["ours"]["temp_bytes"] >= 0
 
 
-@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.attention"])
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.invariance"])
 def test_without_absl_the_extra_is_named(module):
     hidden = "import runpy, sys; sys.modules['absl'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", hidden, module], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -65,12 +66,22 @@ def test_without_absl_the_extra_is_named(module):
 
 
 def test_a_name_that_is_no_implementation_is_refused():
-    assert "--impl takes ours, xla" in _run("--impl=quak", "--list", expect=1)
+    assert "--impl: got quak, wanted some of ours, xla" in _run("--impl=quak", "--list", expect=1)
 
 
-@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=attention", "--pass=backward"])
-def test_flags_that_select_nothing_are_refused(flag):
-    assert "No case matches" in _run(flag, "--rounds=1", expect=1)
+@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=atention", "--pass=backward", "--dtype=f8"])
+def test_names_that_do_not_exist_are_refused(flag):
+    name, value = flag.split("=")
+    assert f"{name}: got {value}, wanted some of" in _run(flag, "--rounds=1", expect=1)
+
+
+@pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"]])
+def test_attention_and_rows_are_not_mixed(flags):
+    assert "wanted it" in _run(*flags, expect=1)
+
+
+def test_flags_that_select_nothing_are_refused():
+    assert "No case matches" in _run("--tag=core", "--case=nothing", expect=1)
 
 
 def test_help_lists_the_flags():
@@ -113,7 +124,7 @@ def test_a_loss_in_float32_is_another_formula(pass_):
     record = runner.run(
         _case(f"cross_entropy_{pass_}_bf16_8192x32000"), runner.Options(("ours", "xla", "xla_f32"), rounds=1)
     )
-    error = {name: report.loss_error(record, name) for name in record["impls"]}
+    error = {name: measured.loss_error(record, name) for name in record["impls"]}
     assert error["ours"] < 1
     assert error["xla_f32"] < 2
     assert error["xla"] > (1000 if pass_ == "fwd" else 2)
@@ -192,19 +203,19 @@ def test_a_rung_has_the_loss_around_it(pass_):
     def run(x, *rows):
         return kernel(x, *(row[:, None] for row in rows), axes=(1,))
 
-    function, take = losses.rung(case, types.SimpleNamespace(run=run))
-    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), losses.ours(case)(*operands)))
+    function, take = variants.rung_of_loss(case, types.SimpleNamespace(run=run))
+    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), variants.ours_of_loss(case)(*operands)))
     for got, want in zip(*outputs, strict=True):
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-5)
 
 
 def test_labels_are_of_every_kind():
     case = _case("cross_entropy_fwd_bf16_8192x32000")
-    y = losses.labels(case, jax.random.key(0))
+    y = variants.labels(case, jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
     assert len(set(y.tolist())) > 7000
     case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
-    assert (losses.labels(case, jax.random.key(0)) == -100).sum() == 4096
+    assert (variants.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
@@ -235,8 +246,8 @@ def test_every_row_is_looked_at(monkeypatch):
 
 def test_ours_keeps_only_its_output_for_the_backward_pass():
     case = _case("softmax_value_and_vjp_bf16_32768x4096")
-    assert variants.build(case, "ours").residual_bytes == models.operand_bytes(case)
-    assert variants.build(case, "xla").residual_bytes > models.operand_bytes(case)
+    assert variants.build(case, "ours").residual_bytes == cases.operand_bytes(case)
+    assert variants.build(case, "xla").residual_bytes > cases.operand_bytes(case)
 
 
 def test_rungs_decline_without_a_gpu():
@@ -278,9 +289,8 @@ def test_what_libraries_print_is_no_answer(tmp_path):
 
 
 def test_the_header_says_where_a_run_was_made(tmp_path):
-    from benchmarks import environment
 
-    header = environment.header(commit="abc", seed=3, rounds=5)
+    header = measured.header(commit="abc", seed=3, rounds=5)
     assert (header["commit"], header["seed"]) == ("abc", 3)
     assert header["versions"]["jax"] == jax.__version__
     assert json.dumps(header)
@@ -299,22 +309,21 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "ROTATED_BYTES", 3 * 2**20)
     monkeypatch.setattr(timing, "_device_kernels", kernels)
-    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
-    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
     case = _case("logsumexp_fwd_bf16_32768x4096").shrunk(2**19)
     record = runner.run(case, runner.Options(rounds=2))
     assert (record["clock"], record["buffers"]) == ("cupti", 3)
-    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic", "read"}
+    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic"}
     assert record["copy"]["method"] == "copy:torch"
     assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
     assert record["impls"]["ours"]["us"] == 1000.0
     assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
-    assert record["read"]["us"] == 1000.0
 
 
 def test_what_is_slow_is_launched_less_often(monkeypatch):
     """The path of a GPU run in which XLA takes long, with and without sessions apart."""
-    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic", "read")}
+    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic")}
 
     def kernels(schedule):
         launched = [variant.name for _, variant in schedule.slots()]
@@ -328,8 +337,8 @@ def test_what_is_slow_is_launched_less_often(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "_device_kernels", kernels)
     monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
-    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
-    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
     monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
     case = _case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
     for together in (False, True):

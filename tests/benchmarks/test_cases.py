@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import cases, models
+from benchmarks import cases
 
 MIB = 2**20
 
@@ -50,7 +50,7 @@ def test_every_loss_and_selection_is_there():
 
 def test_the_sweep_is_larger_than_the_cache():
     for case in cases.select(tags=["sweep"]):
-        assert models.operand_bytes(case) >= 64 * MIB
+        assert cases.operand_bytes(case) >= 64 * MIB
 
 
 def test_filters_are_conjunctions():
@@ -80,19 +80,19 @@ def test_a_shape_of_two_sources_is_one_case():
     ],
 )
 def test_least_bytes_match_a_hand_count(name, least):
-    assert models.least_bytes(_named(name)) == least
+    assert cases.least_bytes(_named(name)) == least
 
 
 def test_a_loss_stands_beside_a_copy_of_its_logits():
     for name in ("cross_entropy_fwd_f32_8192x128256", "cross_entropy_value_and_grad_f32_8192x128256"):
-        assert models.copied_bytes(_named(name)) == 2 * 8192 * 128256 * 4
-    assert models.copied_bytes(_named("softmax_bwd_f32_32768x4096")) == 3 * 512 * MIB
+        assert cases.copied_bytes(_named(name)) == 2 * 8192 * 128256 * 4
+    assert cases.copied_bytes(_named("softmax_bwd_f32_32768x4096")) == 3 * 512 * MIB
 
 
 def test_flops_match_a_hand_count():
-    assert models.flops(_named("cross_entropy_value_and_grad_bf16_8192x50257")) == 6 * 8192 * 50257
-    assert models.flops(_named("softmax_fwd_f16_32768x1024")) == 5 * 32768 * 1024
-    assert models.flops(_named("softmax_value_and_vjp_bf16_32768x4096")) == 9 * 32768 * 4096
+    assert cases.flops(_named("cross_entropy_value_and_grad_bf16_8192x50257")) == 6 * 8192 * 50257
+    assert cases.flops(_named("softmax_fwd_f16_32768x1024")) == 5 * 32768 * 1024
+    assert cases.flops(_named("softmax_value_and_vjp_bf16_32768x4096")) == 9 * 32768 * 4096
 
 
 def test_shrinking_keeps_the_row():

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from benchmarks import cases, docs, plot, report, summary
+from benchmarks import cases, docs, plot
+from benchmarks import results as measured
 from benchmarks.results import Results
 from benchmarks.targets import TARGETS
 from pallas_kernels.softmax import dispatch
@@ -30,7 +31,7 @@ def _entry(us, fraction=1.0, process="jax", **facts):
 def folder(tmp_path):
     def write(name, timestamp, *records):
         header = {"timestamp": timestamp, "commit": name, "device": {"name": "H"}, "versions": {"jax": "0"}}
-        report.write(tmp_path / "h200" / f"{name}.json", header, records)
+        measured.write(tmp_path / "h200" / f"{name}.json", header, records)
         return tmp_path
 
     return write
@@ -89,8 +90,8 @@ def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
     peers = _record(SHORT, quack=_entry(20.0, 0.8, "torch"), liger={"status": "declined", "reason": "no"})
     results = Results(folder("torch", "2026-11-01", peers))
     record = results.case(SHORT)
-    assert report.ratio(record, "xla") == 1.5
-    assert report.ratio(record, "quack") == 1.25
+    assert measured.ratio(record, "xla") == 1.5
+    assert measured.ratio(record, "quack") == 1.25
     row = docs.everything(results).splitlines()[2]
     assert row == "| softmax f16 32768 x 1024 | 30.0 | 4.47 | 1.00 | 1.50 | refuses | 1.25 | 0.5 | 2026-11-02 jax |"
 
@@ -129,7 +130,7 @@ def _loss(fraction, extra=0, size=2**29):
 
 def test_a_loss_is_counted_in_passes_over_the_logits(folder):
     results = Results(folder("run", "2026-11-02", _loss(0.8), _record(SELECTION, _entry(10.0), xla=_entry(70.0))))
-    assert report.units(results.case(LOSS), "ours") == 2.5
+    assert measured.units(results.case(LOSS), "ours") == 2.5
     table = docs.TABLES["cross_entropy"](results)
     assert "| case | us | units | extra memory | XLA's | x XLA | x Liger | error, ulp | of XLA | measured |" in table
     assert "bf16 8192 x 32000 | 100.0 | 2.50 | 0.00% | 200% | 4.00 | 2.00 | 0.5 | 0.5 | 2026-11-02 run |" in table
@@ -171,18 +172,18 @@ def test_every_promise_selects_cases():
 
 def test_every_line_of_the_summary_selects_cases():
     everything = [{"op": c.op, "pass": c.pass_, "rows": c.rows, "tags": c.tags} for c in cases.all_cases()]
-    assert all(any(map(line.takes, everything)) for line in summary.LINES)
-    assert not any(line.takes(case) for line in summary.LINES for case in everything if "extended" in case["tags"])
+    assert all(any(map(line.takes, everything)) for line in docs.LINES)
+    assert not any(line.takes(case) for line in docs.LINES for case in everything if "extended" in case["tags"])
 
 
 def test_the_summary_says_the_worst_and_the_best(folder):
     peers = {"liger": _entry(45.0, 0.9, "torch"), "quack": _entry(36.0, 0.75, "torch")}
     records = [_record(SHORT, _entry(30.0, 1.0), xla=_entry(45.0), **peers), _record(LONG, _entry(900.0, 0.96))]
-    assert summary.table(Results(folder("some", "2026-11-02", *records))).splitlines()[2] == (
+    assert docs.summary(Results(folder("some", "2026-11-02", *records))).splitlines()[2] == (
         "| `softmax` | 2 | 0.98 (0.96 ... 1.00) | 1.50 (1.50 ... 1.50) | 1.11 (1.11 ... 1.11) |"
     )
     records[1]["impls"]["ours"] = {"status": "WRONG", "reason": "off"}
-    assert "| `softmax` | 2, 1 WRONG | 1.00 (1.00 ... 1.00) |" in summary.table(
+    assert "| `softmax` | 2, 1 WRONG | 1.00 (1.00 ... 1.00) |" in docs.summary(
         Results(folder("wrong", "2026-11-03", *records))
     )
 
@@ -200,7 +201,7 @@ def test_an_unknown_table_is_an_error():
 
 def test_result_files_are_plain_json(folder):
     path = folder("run", "2026-11-02", _record(SHORT, _entry(30.0))) / "h200" / "run.json"
-    assert json.loads(path.read_text()) == report.read(path)
+    assert json.loads(path.read_text()) == measured.read(path)
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 import jaxsoftmax
-from benchmarks import invariance, report
+from benchmarks import invariance
+from benchmarks import results as measured
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def test_the_binary_writes_both_times(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = report.read(path)
+    found = measured.read(path)
     assert found["header"]["topic"] == "invariance"
     assert len(found["records"]) == 2
     for record in found["records"]:

@@ -7,7 +7,8 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks import cases, models, peers, runner
+from benchmarks import cases, peers, runner
+from benchmarks import results as measured
 
 
 class Tensor(np.ndarray):
@@ -117,7 +118,7 @@ def fake_torch():
 
 def _case(pass_, rows=4, cols=256, op="softmax", variant=""):
     case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
-    sizes = {"least_bytes": models.least_bytes(case), "copied_bytes": models.copied_bytes(case)}
+    sizes = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
     return runner.describe(case) | sizes | {"buffers": 3}
 
 
@@ -153,8 +154,8 @@ def installed(monkeypatch):
 def test_every_peer_is_timed_or_says_why_not(installed, monkeypatch, graphed):
     if not graphed:
         monkeypatch.setattr(peers, "_GRAPHED_BYTES", 0)
-    answer = peers._measure(fake_torch(), _case("fwd"), peers.NAMES, rounds=2)
-    assert set(answer["impls"]) == set(peers.NAMES)
+    answer = peers._measure(fake_torch(), _case("fwd"), measured.ROW_LIBRARIES, rounds=2)
+    assert set(answer["impls"]) == set(measured.ROW_LIBRARIES)
     for name in ("torch", "torch_compile", "quack"):
         entry = answer["impls"][name]
         assert (entry["status"], entry["us"], entry["process"]) == ("ok", 1.0, "torch")
@@ -204,7 +205,7 @@ def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(installed,
 def test_peers_give_the_mean_loss_and_its_gradient(installed, pass_):
     torch = fake_torch()
     case = _case(pass_, op="cross_entropy")
-    for name in peers.NAMES:
+    for name in measured.ROW_LIBRARIES:
         function, prepare = peers._peer(torch, name, case)
         (operands, *_) = peers._operands(torch, case)
         value, gradient = function(*prepare(*operands))
@@ -220,7 +221,7 @@ def test_options_that_a_peer_lacks_are_declined(installed):
 
 
 def test_top_k_is_torchs_alone(installed):
-    answer = peers._measure(fake_torch(), _case("fwd", op="top_k", variant="k8"), peers.NAMES, 1)
+    answer = peers._measure(fake_torch(), _case("fwd", op="top_k", variant="k8"), measured.ROW_LIBRARIES, 1)
     assert {name: entry["status"] for name, entry in answer["impls"].items()} == {
         "torch": "ok",
         "torch_compile": "ok",

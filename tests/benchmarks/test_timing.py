@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks import probes, timing
+from benchmarks import timing
 
 KERNELS = {"one": [("a", 1.0)], "two": [("b", 2.0), ("c", 3.0)]}
 
@@ -120,12 +120,12 @@ def test_long_kernels_are_launched_less():
 
 
 def test_the_best_copy_is_the_fastest_by_bandwidth():
-    best = probes.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
+    best = timing.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
     assert best["method"] == "copy:mosaic"
     assert best["tb_per_s"] == 4.0
     assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
 
 
 def test_copy_probe_moves_what_it_says():
-    variant = probes.copy_variant(10**6, buffers=2)
-    assert 2 * variant.launch(1).nbytes == probes.moved_bytes(10**6) <= 10**6
+    variant = timing.copy_variant(10**6, buffers=2)
+    assert 2 * variant.launch(1).nbytes == timing.moved_bytes(10**6) <= 10**6

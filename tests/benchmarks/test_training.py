@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docs, report, training
+from benchmarks import docs, training
+from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, Results
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def test_variants_train_in_processes_of_their_own(tmp_path):
         timeout=280,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    (record,) = report.read(path)["records"]
+    (record,) = measured.read(path)["records"]
     ours, theirs, cudnn = (record["impls"][name] for name in training.VARIANTS)
     assert len(ours["losses"]) == len(theirs["losses"]) == 8
     assert ours["tokens_per_s"] > 0
@@ -68,7 +69,9 @@ def test_the_table_comes_from_results(tmp_path):
     case |= {"key_heads": 4, "head_dim": 64, "vocabulary": 32000, "dtype": "bfloat16", "steps": 20}
     impls = {"ours": _entry(300), "jax.nn": FAILED, "jax.nn cudnn": _entry(200, peak_bytes=None)}
     header = {"topic": "models", "timestamp": "2026-11-21", "commit": "abc", "device": {"name": "H"}, "versions": {}}
-    report.write(tmp_path / "h200" / "models.json", header, [{"case": case, "impls": impls, **training.judged(impls)}])
+    measured.write(
+        tmp_path / "h200" / "models.json", header, [{"case": case, "impls": impls, **training.judged(impls)}]
+    )
     text = docs.rewrite("<!-- table:models -->\n<!-- /table -->", Results(tmp_path))
     assert "| GPT | tokens/s | x | ms a step | peak, GB | temporary, GB | last loss |" in text
     assert "| jaxsoftmax, 8 x 4096 | 300 | 1.00 | 100.0 | 20.0 | 16.0 | 7.000 |" in text

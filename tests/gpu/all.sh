@@ -24,7 +24,7 @@ share() { # NAME TESTS...: to be run with the other tests
 attention() { # NAME FLAGS...: a benchmark of attention
   json=$out/$1.json
   shift
-  python3 -m benchmarks.attention "$@" --json="$json" --commit="${COMMIT:?}"
+  python3 -m benchmarks --op=attention "$@" --json="$json" --commit="${COMMIT:?}"
 }
 
 rows() { # NAME FLAGS...: a benchmark of softmax or a loss
