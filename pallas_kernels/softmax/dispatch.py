@@ -7,11 +7,11 @@ import jax
 
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import block, cluster, grid, heuristics, naive, online, team, warp
+from pallas_kernels.softmax import block, cluster, grid, heuristics, naive, online, warp
 from pallas_kernels.softmax.problem import Problem
 
 # One file per algorithm, in the order in which each improves on the one before.
-LADDER = {module.RUNG.name: module.RUNG for module in (naive, warp, block, online, cluster, grid, team)}
+LADDER = {module.RUNG.name: module.RUNG for module in (naive, warp, block, online, cluster, grid)}
 
 
 @dataclasses.dataclass(frozen=True)
