@@ -172,7 +172,8 @@ def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
         *itertools.product((1, 64), (131072,), DTYPES[-1:]),
     ],
 )
-def test_softmax_and_its_gradient_take_no_memory_beside_results(rows, cols, dtype):
+def test_softmax_and_its_gradient_take_little_memory_beside_results(rows, cols, dtype):
+    """None; over the grid, a workspace of a byte for each 4 KiB of an operand."""
     def value_and_vjp(x, cotangent):
         value, pull = jax.vjp(jaxsoftmax.softmax, x)
         return value, pull(cotangent)
@@ -180,7 +181,8 @@ def test_softmax_and_its_gradient_take_no_memory_beside_results(rows, cols, dtyp
     operands = [jax.ShapeDtypeStruct((rows, cols), dtype)] * 2
     program = jax.jit(value_and_vjp).lower(*aot.on_h200(operands)).compile()
     assert program.as_text().count('custom_call_target="mosaic_gpu') == 2
-    assert program.memory_analysis().temp_size_in_bytes == 0
+    workspace = rows * cols * dtype.itemsize // 4096 if cols == 2**20 else 0
+    assert program.memory_analysis().temp_size_in_bytes <= workspace + 1024 * (workspace > 0)
 
 
 @pytest.mark.parametrize("dim, causal", [(64, False), (128, True), (256, False)])
