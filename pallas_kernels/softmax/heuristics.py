@@ -19,15 +19,15 @@ def order(problem: Problem, device: Device) -> tuple[str, ...]:
     plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
     two = plain and _rows(problem) >= 8 * device.sm_count
     if _row_bytes(problem) <= (60 if two else 108) * KIB:
-        return ("warp", "block", "cluster", "grid", "online", "naive")
+        return ("warp", "block", "cluster", "grid", "online")
     # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.
     if not problem.op.gives_rows and _rows(problem) >= 4 * device.sm_count:
-        return ("online", "warp", "cluster", "grid", "block", "naive")
+        return ("online",)
     # H200, in clusters and over the grid: f16, N = 1048576, 512 rows 556 and 593 us, 64 rows 84 and 80.
     waves = _rows(problem) * _row_bytes(problem) > 256 * MIB
     if _row_bytes(problem) > (2 * MIB if waves else MIB):
-        return ("grid", "warp", "cluster", "online", "block", "naive")
-    return ("warp", "cluster", "grid", "online", "block", "naive")
+        return ("grid", "cluster", "online")
+    return ("cluster", "grid", "online")
 
 
 def naive(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import monoid
-from pallas_kernels.mosaic import fast_math, masks, mbarrier, reduce, row_scalars, vectors
+from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
 from pallas_kernels.softmax import row_ops, share
 from pallas_kernels.softmax.config import GridConfig, StagedConfig
 from pallas_kernels.softmax.problem import Op
@@ -299,7 +299,12 @@ KERNEL_MUTANTS = (
     _gradient("ignored_read", "ignored rows are read", vectors.load, _all_read, ("warp", "online")),
     _gradient("ignored_unwritten", "ignored rows get no zeros", share.Share._write_zeros, _left_out, ("block", "grid")),
     _gradient(
-        "outside_capped", "columns past the end count as the soft cap", masks.inside, _all_inside, _SOME, soft_cap=5.0
+        "outside_capped",
+        "columns past the end count as the soft cap",
+        vectors.select_inside,
+        _all_inside,
+        _SOME,
+        soft_cap=5.0,
     ),
     _gradient(
         "label_unmasked",

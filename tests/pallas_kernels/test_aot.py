@@ -174,6 +174,7 @@ def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
 )
 def test_softmax_and_its_gradient_take_little_memory_beside_results(rows, cols, dtype):
     """None; over the grid, a workspace of a byte for each 4 KiB of an operand."""
+
     def value_and_vjp(x, cotangent):
         value, pull = jax.vjp(jaxsoftmax.softmax, x)
         return value, pull(cotangent)
