@@ -17,6 +17,7 @@ from benchmarks import attention_docs, cases, plot, report, training
 from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Setting
 from benchmarks.targets import TARGETS, Target
+from pallas_kernels.softmax.dispatch import LADDER
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -87,7 +88,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
         found = [(case, record) for case in widths if (record := results.rungs(case.name)) is not None]
         if not found:
             return NOT_MEASURED
-        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.startswith(RUNG))
+        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(RUNG) in LADDER)
         rows = []
         for name in names:
             entries = [record["impls"].get(name, {}) for _, record in found]

@@ -11,10 +11,9 @@ class Device:
     compute_capability: str
     sm_count: int
     smem_per_cta: int  # bytes a block may claim
-    l2_bytes: int
 
 
-H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024, 50 * 2**20)
+H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024)
 
 
 def supports_kernels(device: Device) -> str | None:

@@ -65,17 +65,6 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(announce)(ref)
 
 
-def arrive(ref: jax.Ref) -> None:
-    """Arrives, once for each warp of the calling warpgroup."""
-
-    def arrive_warps(ctx, ref):
-        first = equals(arith.remui(utils.thread_idx(), c32(32)), 0)
-        text = "bar.warp.sync 0xffffffff; @$1 mbarrier.arrive.shared.b64 _, [$0];"
-        asm(text, "r,b,~{memory}", [shared_address(ref), first])
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_warps)(ref)
-
-
 def arrive_each(ref: jax.Ref) -> None:
     """Arrives, once for each thread of the calling warpgroup."""
 
@@ -84,12 +73,6 @@ def arrive_each(ref: jax.Ref) -> None:
         asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_threads)(ref)
-
-
-def release(ref: jax.Ref) -> None:
-    """Arrives likewise, when what the warps have read and written in shared memory may be copied over."""
-    plgpu.commit_smem()
-    arrive(ref)
 
 
 def wait(ref: jax.Ref, parity: jax.Array) -> None:

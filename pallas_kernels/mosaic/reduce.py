@@ -95,19 +95,6 @@ class Exchange:
         tiling = plgpu.Tiling(((self.slots,), (per_lane,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1)
 
-    def put(self, values: Sequence[jax.Array], layout: Any, member: Index, slots: jax.Ref) -> None:
-        """Puts a member's numbers there, which all threads of the calling warpgroup have; they must `sync` to read."""
-
-        def put_numbers(ctx, slots, member, *values):
-            first = equals(thread_in_warpgroup(), 0)
-            at = arith.addi(shared_address(slots), arith.muli(scalar(member), c32(4)))
-            for q, value in enumerate(values):
-                text = f"@$2 st.shared.b32 [$0 + {4 * q * self.slots}], $1;"
-                asm(text, "r,r,b,~{memory}", [at, word(value), first])
-
-        arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
-        plgpu.inline_mgpu(arg_types=arguments)(put_numbers)(slots, jnp.int32(member), *values)
-
     def read(self, slots: jax.Ref) -> list[jax.Array]:
         """All members' numbers, quantity by quantity."""
         return [plgpu.load(slots.at[q], layout=self.layout, optimized=False) for q in range(self.quantities)]
@@ -120,9 +107,8 @@ def across_block(
     warpgroup: Index,
     slots: jax.Ref,
     warpgroups: int,
-    barrier: int = BLOCK,
 ) -> list[jax.Array]:
-    """`values`, one number of each warp (`[4]` in `layout`), from all warps of those who meet at the barrier."""
+    """`values`, one number of each warp (`[4]` in `layout`), from all warps of the block."""
 
     def publish(ctx, slots, index, *values):
         lane, slot = _lane_and_slot(index)
@@ -133,7 +119,7 @@ def across_block(
 
     arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
     plgpu.inline_mgpu(arg_types=arguments)(publish)(slots, jnp.int32(warpgroup), *values)
-    sync_block(warpgroups, barrier)
+    sync_block(warpgroups)
     return exchange.read(slots)
 
 
@@ -179,20 +165,15 @@ def grid_words(rows: int, exchange: Exchange) -> jax.Array:
     return jnp.full(1 + rows * exchange.quantities * exchange.members, -1, jnp.int32)
 
 
-def tickets(first: int) -> jax.Array:
-    """Device memory that has nothing but a counter of tickets, from `first` on."""
-    return jnp.full(1, first - 1, jnp.int32)
-
-
-def take_ticket(words: jax.Ref, to: jax.Ref, warpgroup: int = 0) -> None:
-    """Takes the next number of the grid's counter, in `to` after a `sync`; by the first thread of one warpgroup.
+def take_ticket(words: jax.Ref, to: jax.Ref) -> None:
+    """Takes the next number of the grid's counter, in `to` after a `sync`; by the block's first thread.
 
     Where each block takes one as it starts, it may wait for what blocks with smaller tickets do without waiting: those
     run, or have run.
     """
 
     def draw_ticket(ctx, words, to):
-        first = equals(utils.thread_idx(), WARPGROUP * warpgroup)
+        first = equals(utils.thread_idx(), 0)
         text = (
             "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
             "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"
@@ -247,11 +228,11 @@ def _word(exchange: Exchange, words: ir.Value, row: ir.Value, quantity: int, mem
     return word_address(words, arith.addi(arith.addi(of_row, c32(quantity * exchange.members)), member))
 
 
-def sync_block(warpgroups: int, barrier: int = BLOCK) -> None:
-    """Waits for all threads of the block, or of so many warpgroups that have a barrier of their own."""
+def sync_block(warpgroups: int) -> None:
+    """Waits for all threads of the block."""
 
     def block_sync(ctx):
-        asm(f"barrier.sync.aligned {barrier}, {WARPGROUP * warpgroups};", "~{memory}", [])
+        asm(f"barrier.sync.aligned {BLOCK}, {WARPGROUP * warpgroups};", "~{memory}", [])
 
     plgpu.inline_mgpu()(block_sync)()
 

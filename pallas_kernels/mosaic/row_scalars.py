@@ -31,7 +31,7 @@ from pallas_kernels.mosaic.ptx import (
     thread_in_warpgroup,
     word,
 )
-from pallas_kernels.mosaic.vectors import Span, Tile
+from pallas_kernels.mosaic.vectors import Span, Tile, row_of
 
 
 def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
@@ -234,13 +234,6 @@ def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -
         parts = [list(map(add, parts[i], parts[i + halves])) for i in range(halves)]
         halves //= 2
     return parts[0]
-
-
-def row_of(tile: Tile, row: ir.Value) -> ir.Value:
-    """The row that the thread works on."""
-    if tile.lanes > 32:
-        return row
-    return arith.addi(row, arith.divui(thread_in_warpgroup(), c32(tile.lanes)))
 
 
 def _wide(x: ir.Value) -> ir.Value:

@@ -76,33 +76,6 @@ class GridConfig(SharedConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class TeamConfig(SharedConfig):
-    """`teams` teams of `blocks` blocks, in each of them `warpgroups` that read and as many that write.
-
-    `slots`: rows of which a block has its share at once; `coming`: those of them on their way from memory.
-    `patience`: how often it looks for a number before it goes on without, about a microsecond each.
-    """
-
-    slots: int
-    teams: int
-    coming: int = 2
-    patience: int = 2**14
-
-    # H200, 256 x 1048576 float32: 568 us, and 572 with a block's granules side by side.
-    spread = True
-
-    @property
-    def rolled(self) -> bool:
-        """H200, 64 x 1048576 float32: 148 us, and 154 with loops that the compilers unroll."""
-        return True
-
-    @property
-    def threads(self) -> int:
-        """Warpgroups of a block: those, one that gathers, one that hears and one that copies."""
-        return 2 * self.warpgroups + 3
-
-
-@dataclasses.dataclass(frozen=True)
 class OnlineConfig:
     """A row to a block of `warpgroups` warpgroups, `registers` vectors in each thread at a time."""
 

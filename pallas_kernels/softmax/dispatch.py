@@ -7,11 +7,12 @@ import jax
 
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import block, cluster, grid, heuristics, naive, online, team, warp
+from pallas_kernels.softmax import grid, heuristics, naive, online, staged, warp
 from pallas_kernels.softmax.problem import Problem
 
-# One file per algorithm, in the order in which each improves on the one before.
-LADDER = {module.RUNG.name: module.RUNG for module in (naive, warp, block, online, cluster, grid, team)}
+# In the order in which each improves on the one before.
+_RUNGS = (naive.RUNG, warp.RUNG, staged.BLOCK, online.RUNG, staged.CLUSTER, grid.RUNG)
+LADDER = {rung.name: rung for rung in _RUNGS}
 
 
 @dataclasses.dataclass(frozen=True)

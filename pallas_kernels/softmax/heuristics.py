@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.config import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
+from pallas_kernels.softmax.config import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.softmax.problem import Op, Problem
 
 KIB, MIB = 1024, 1024**2
@@ -19,18 +19,15 @@ def order(problem: Problem, device: Device) -> tuple[str, ...]:
     plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
     two = plain and _rows(problem) >= 8 * device.sm_count
     if _row_bytes(problem) <= (60 if two else 108) * KIB:
-        return ("warp", "block", "cluster", "team", "grid", "online", "naive")
+        return ("warp", "block", "cluster", "grid", "online")
     # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.
     if not problem.op.gives_rows and _rows(problem) >= 4 * device.sm_count:
-        return ("online", "warp", "cluster", "team", "grid", "block", "naive")
-    # H200, in clusters, by teams, over the grid: f16, N = 1048576, 512 rows 556, 553 and 593 us, 64 rows 84, 74 and 80;
-    # f32, 64 rows by teams 146, over the grid 162; N = 131072, 64 rows 21.8, 22.0 and 22.5. Teams whose rows are not
-    # whole vectors: f16, N = 1000003, 99, over the grid 92.
+        return ("online",)
+    # H200, in clusters and over the grid: f16, N = 1048576, 512 rows 556 and 593 us, 64 rows 84 and 80.
     waves = _rows(problem) * _row_bytes(problem) > 256 * MIB
     if _row_bytes(problem) > (2 * MIB if waves else MIB):
-        first = ("team", "grid") if _whole_vectors(problem) else ("grid", "team")
-        return (*first, "warp", "cluster", "online", "block", "naive")
-    return ("warp", "cluster", "team", "grid", "online", "block", "naive")
+        return ("grid", "cluster", "online")
+    return ("cluster", "grid", "online")
 
 
 def naive(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:
@@ -121,24 +118,6 @@ def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
     # Each block reads what all have found: of 2048 that takes 64 registers a quantity, of 8192 registers spill.
     blocks = min(max(-(-_row_bytes(problem) // (32 * KIB)), 2), 2048)
     return (GridConfig(blocks=blocks, warpgroups=2, registers=2, lag=-(-lag // _row_bytes(problem))),)
-
-
-def team(problem: Problem, device: Device) -> tuple[TeamConfig, ...]:
-    """As many teams as there is room for with 32 KiB of operands to a block, and as many rows at once as it holds."""
-    # H200, f16, 64 x 1048576: 75 us, two teams; one of 128 blocks 81.
-    wanted = -(-_row_bytes(problem) // (32 * KIB))
-    teams = min(max(device.sm_count // wanted, 1), _rows(problem))
-    # 64 x 1048576: of float32 16 bytes at a time 144.5 us, 32 145.8; of float16 74.3 and 73.9, its gradient 102.9
-    # and 103.9. Without hints for the cache: with both, float16 75.3, its gradient 107.6.
-    registers = 2 if problem.dtype.itemsize < 4 and problem.operands == 1 else 1
-    blocks = device.sm_count // teams
-    config = TeamConfig(blocks, warpgroups=2, registers=registers, slots=0, teams=teams)
-    of_share = config.steps(problem.max_vectors) * config.granule
-    blocks = -(-problem.max_vectors // of_share)
-    slots = min((device.smem_per_cta - 13 * KIB) // (problem.operands * of_share * 16), 8)
-    # Rows on their way at once: 64 x 1048576, two of six 72.9 us in float16 and 145.7 in float32, six 74.3 and 147.5;
-    # the gradient of 256 rows of float32, one of three 860, two 876.
-    return (dataclasses.replace(config, blocks=blocks, slots=slots, coming=min(max(slots // 3, 1), 2)),)
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:

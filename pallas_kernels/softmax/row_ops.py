@@ -129,11 +129,6 @@ def as_numbers(stats: RowStats) -> list[jax.Array]:
     return [number for number in (stats.max, *stats.sums) if number is not None]
 
 
-def from_numbers(problem: Problem, numbers: Sequence[jax.Array]) -> RowStats:
-    """The inverse of `as_numbers`."""
-    return RowStats(numbers[0], tuple(numbers[1:])) if has_max(problem.op) else RowStats(None, tuple(numbers))
-
-
 def in_one(problem: Problem, numbers: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """A row's numbers as results, which are not counted in the problem's unit."""
     state = monoid.scaled(monoid.Stats(*numbers[:2]), problem.unit, exp=fast_math.exp_32bit)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
-from pallas_kernels.mosaic import fast_math, masks, row_scalars, vectors, workspace
+from pallas_kernels.mosaic import fast_math, row_scalars, vectors, workspace
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.problem import IGNORED, Problem
@@ -119,14 +119,16 @@ class Operands:
         first_operand, *others = (x.astype(jnp.float32) for x in raw)
         if row_ops.has_max(self.problem.op):
             first_operand = self._scaled(first_operand)
-            within = lambda z, other: masks.inside(self.inputs[0].shape, row, first, tile, z, other)
+            within = lambda z, other: vectors.select_inside(self.inputs[0].shape, row, first, tile, z, other)
             if self.problem.soft_cap is not None and capped:
                 first_operand = self.capped(first_operand)
                 first_operand = first_operand if interior else within(first_operand, -jnp.inf)
             if row_ops.has_total(self.problem):
                 others.append(first_operand if interior else within(first_operand, 0.0))
             if self.mask is not None:
-                first_operand = masks.select(self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf)
+                first_operand = vectors.select_by_mask(
+                    self.mask, self.problem.rows, row, first, tile, first_operand, -jnp.inf
+                )
         return (first_operand, *others)
 
     def load_raw(self, row: Index, first: Index, tile: vectors.Tile, labelled: Labelled | None) -> Tiles:
@@ -154,7 +156,9 @@ class Operands:
         problem = self.problem
         out = row_ops.result(problem, tiles, stats, row_ops.exp_for(problem), tile.broadcast)
         if self.mask is not None:
-            out = masks.select(self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op))
+            out = vectors.select_by_mask(
+                self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op)
+            )
         vectors.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
 
     def store_at_labels(

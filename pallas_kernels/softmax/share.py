@@ -61,8 +61,6 @@ class Share:
     config: SharedConfig
     block: Index  # of those that share a row
     warpgroup: Index  # of those that walk it
-    barrier: int = reduce.BLOCK  # at which those meet
-    inside: bool = False  # known to hang over no end of a row
 
     @property
     def problem(self) -> Problem:
@@ -134,16 +132,6 @@ class Share:
         steps = range(self.staged, self.steps)
         return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, labelled) for step in steps]
 
-    def begin(self, row: jax.Array, steps: int) -> Kept:
-        """Starts loading its first steps, as they are."""
-        return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, None) for step in range(steps)]
-
-    def write_begun(self, row: jax.Array, stats: RowStats, kept: Kept) -> None:
-        """Writes the results of those."""
-        for step, raw in enumerate(kept):
-            tiles = self._in_float32(raw, row, jnp.int32(step), self.tile)
-            self.operands.store(tiles, stats, row, self.at(jnp.int32(step)), self.tile, interior=self.always_full)
-
     @property
     def whole(self) -> int:
         """How many of a row's vectors lie in it, whatever its alignment; less the first."""
@@ -159,15 +147,9 @@ class Share:
         return steps * size + max(self.whole - (steps * blocks + blocks - 1) * size, 0)
 
     @property
-    def is_inside(self) -> jax.Array:
-        """Whether all of this block's vectors do."""
-        ends = self.granule(jnp.int32(self.steps - 1)) + self.config.granule
-        return jnp.logical_and(self.block > 0, ends <= self.whole)
-
-    @property
     def always_full(self) -> bool:
         """Whether no block's vectors hang over an end of a row."""
-        return self.inside or (self.surely_inside == self.vectors and self.problem.cols % self.tile.vector == 0)
+        return self.surely_inside == self.vectors and self.problem.cols % self.tile.vector == 0
 
     def fill_outside(self, row: jax.Array, slot: list[jax.Ref]) -> None:
         """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
@@ -190,7 +172,7 @@ class Share:
 
     def sync(self) -> None:
         """Waits for all threads that walk the share."""
-        reduce.sync_block(self.config.warpgroups, self.barrier)
+        reduce.sync_block(self.config.warpgroups)
 
     def read(self, slot: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool) -> Tiles:
         """The operands' tiles of a step, as `Operands.in_float32` has them."""
@@ -272,7 +254,7 @@ class Share:
     def in_block(self, exchange: Exchange, partial: Partial, slots: jax.Ref) -> RowStats:
         """The block's statistics, from those of its warps."""
         warpgroups = self.config.warpgroups
-        everybody = reduce.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups, self.barrier)
+        everybody = reduce.across_block(exchange, partial, self.layout, self.warpgroup, slots, warpgroups)
         return self.merged(exchange, everybody)
 
     def in_cluster(
@@ -292,16 +274,15 @@ class Share:
         labelled: Labelled | None,
         kept: Kept = (),
         streams: bool = False,
-        first: Index = 0,
     ) -> None:
-        """Writes the row's result, its statistics, or both; the result from step `first` on."""
+        """Writes the row's result, its statistics, or both."""
         if self.problem.op.gives_stats:
             leads = jnp.logical_and(self.block == 0, self.warpgroup == 0)
             pl.when(leads)(lambda: self.operands.store_stats(stats, labelled, row, self.tile))
         if not self.problem.op.gives_rows:
             return
         if labelled is None:
-            self._write_rows(slot, row, stats, kept, streams, first)
+            self._write_rows(slot, row, stats, kept, streams)
             return
         counts = self.operands.label(row) >= 0
         pl.when(jnp.logical_not(counts))(lambda: self._write_zeros(row, streams))
@@ -320,20 +301,18 @@ class Share:
 
         lax.fori_loop(0, self.steps, write_step, None)
 
-    def _write_rows(
-        self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, kept: Kept, streams: bool, first: Index = 0
-    ) -> None:
+    def _write_rows(self, slot: list[jax.Ref], row: jax.Array, stats: RowStats, kept: Kept, streams: bool) -> None:
         def store(tiles: Tiles, step: jax.Array, interior: bool) -> None:
             self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior, streams=streams)
 
         def write(start: int, stop: int, interior: bool) -> None:
             if start < stop:
                 step = lambda i, _: store(self.read(slot, row, i, interior), i, interior)
-                self._loop(start if isinstance(first, int) else jnp.maximum(start, first), stop, step, None)
+                self._loop(start, stop, step, None)
 
         # Vectors that may hang over an end of the row cost five instructions an element: they have loops of their own.
-        begin = 0 if self.inside or self.problem.cols % self.tile.vector == 0 else 1
-        end = self.staged if self.inside else min(max(self.surely_inside // self.config.granule, begin), self.staged)
+        begin = 0 if self.problem.cols % self.tile.vector == 0 else 1
+        end = min(max(self.surely_inside // self.config.granule, begin), self.staged)
         write(0, begin, interior=False)
         write(begin, end, interior=True)
         write(end, self.staged, interior=False)

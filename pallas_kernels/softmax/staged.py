@@ -1,9 +1,17 @@
-"""A row staged in shared memory, by one block or by several: what block.py, cluster.py and grid.py share.
+"""Kernels 2 and 4, block and cluster: a row is staged in shared memory, by one CTA or by a cluster of up to sixteen.
 
-Each block copies its share of the row asynchronously, walks it twice for the row's statistics (maximum, then sums; no
-shuffle until the end), merges them with the row's other warps, and walks it once more to write the result. The data
-stands in registers only where that lets one more block fit on a multiprocessor: many blocks keep the memory busy.
+Block, after warp.py: a CTA of several warpgroups stages a row in its shared memory, and its warps merge their
+(max, sum) through it. Cluster, after online.py: the CTAs of a cluster stage a part of the row each, and every warp
+stores its (max, sum) into the shared memory of all of them (distributed shared memory).
+
+Each CTA copies its part of the row asynchronously, reads it twice for the statistics (the maximum, then the sums; no
+shuffle until the end), merges them with those of the row's other warps, and reads it once more to write the result.
+Data are kept in registers only where that lets one more CTA fit on an SM: many CTAs keep the memory busy.
+Traffic: 1 read, 1 write; in a cluster 8 bytes from each warp to each CTA too.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,10 +22,10 @@ from jax import lax
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, reduce, vectors
 from pallas_kernels.mosaic.reduce import Exchange
-from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax import heuristics, row_ops
 from pallas_kernels.softmax.config import SharedConfig, StagedConfig
 from pallas_kernels.softmax.problem import Problem
-from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, launch
+from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
 from pallas_kernels.softmax.share import Share, copies, has_tails, is_ragged, tails
 
 
@@ -143,3 +151,19 @@ def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str)
             mbarrier.barriers(config.slots + 2),
         ],
     )
+
+
+def _rung(name: str, choose: Callable[[Problem, Device], tuple[StagedConfig, ...]]) -> Rung:
+    """The kernel with the configs that `choose` offers, as far as the rows fit shared memory with them."""
+
+    def unsupported(problem: Problem, device: Device) -> str | None:
+        return declines_any(problem) or does_not_fit(problem, choose(problem, device), device)
+
+    def configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
+        return fitting(problem, choose(problem, device), device)
+
+    return Rung(name, unsupported, configs, functools.partial(run, name=name), reads=1)
+
+
+BLOCK = _rung("block", heuristics.block)
+CLUSTER = _rung("cluster", heuristics.cluster)

@@ -1,7 +1,6 @@
 """Runs a kernel in Mosaic's interpreter with race detection, and fails where a GPU would go wrong silently."""
 
 import threading
-import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +20,6 @@ class RaceDetected(AssertionError):
 
 class Deadlock(AssertionError):
     """The kernel's threads waited for each other for too long."""
-
-
-def at_once(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, with the blocks of each kernel's grid as those of a cluster: only these run at the same time here."""
-    kernel = plgpu.kernel
-
-    def clustered(body: Any, *, grid: Any, grid_names: Any, **options: Any) -> Any:
-        return kernel(body, cluster=grid, cluster_names=grid_names, **options)
-
-    def run(*operands: jax.Array) -> Any:
-        with unittest.mock.patch.object(plgpu, "kernel", clustered):
-            return f(*operands)
-
-    return run
 
 
 def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0) -> Any:

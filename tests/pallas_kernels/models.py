@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.mosaic import reduce
+
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
     """The model of an operation: its own `interpret`, or the one below that has its name."""
@@ -130,10 +132,6 @@ def _announce(machine: Any, static: Any, ref: Any) -> None:
     machine.expect_bytes(ref, static.count)
 
 
-def _arrive_warps(machine: Any, static: Any, ref: Any) -> None:
-    machine.arrive_often(ref, 4)
-
-
 def _arrive_threads(machine: Any, static: Any, ref: Any) -> None:
     machine.arrive_often(ref, 128)
 
@@ -206,14 +204,8 @@ def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) ->
         machine.scatter(slots, (flat // slots.shape[1], flat % slots.shape[1]), True, value)
 
 
-def _put_numbers(machine: Any, static: Any, slots: Any, member: Any, *values: Any) -> None:
-    for q, value in enumerate(values):
-        flat = jnp.atleast_1d(q * static.self.slots + member)
-        machine.scatter(slots, (flat // slots.shape[1], flat % slots.shape[1]), True, value[:1])
-
-
 def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
-    first = machine.warpgroup == static.warpgroup
+    first = machine.warpgroup == 0
     ticket = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
 
@@ -236,82 +228,6 @@ def _await_words(machine: Any, static: Any, words: Any, slots: Any, row: Any) ->
         machine.scatter(slots, (q + 0 * of, of), mine, lax.bitcast_convert_type(numbers, np.float32))
 
 
-def _post_numbers(machine: Any, static: Any, out: Any, last: Any, row: Any, member: Any, *values: Any) -> None:
-    _post_words(machine, static.self, out, last, jnp.atleast_1d(_found(static.self, row, member)), values, row)
-
-
-def _post_copies(machine: Any, static: Any, out: Any, last: Any, row: Any, *values: Any) -> None:
-    copies = np.arange(static.self.copies)
-    _post_words(machine, static.self, out, last, _told(static.self, row, copies), values, row)
-
-
-def _post_words(machine: Any, board: Any, out: Any, last: Any, index: Any, values: Any, row: Any) -> None:
-    bits = [jnp.broadcast_to(lax.bitcast_convert_type(value[:1], np.int32), index.size) for value in values]
-    for k in range(board.planes):
-        machine.post(out, _place(board, out, last, index, k), bits[2 * k : 2 * k + 2], row)
-
-
-def _found(board: Any, row: Any, member: Any) -> Any:
-    return row % board.turns * board.words_of_row + member
-
-
-def _told(board: Any, row: Any, copy: Any) -> Any:
-    return _found(board, row, board.members + board.apart * copy)
-
-
-def _place(board: Any, out: Any, last: Any, index: Any, plane: int) -> Any:
-    """The byte of the output at which a word begins."""
-    above, host = divmod(plane, board.hosts)
-    vector = index + 1 + above * board.turns * board.words_of_row
-    step, within = vector // board.granule, vector % board.granule
-    row = last * out.shape[1] * out.dtype.itemsize // 16 * 16
-    return jnp.atleast_1d(row + 16 * ((step * board.members + host) * board.granule + within))
-
-
-def _await_found(
-    machine: Any, static: Any, out: Any, last: Any, row: Any, patience: Any, member: Any, slots: Any
-) -> list[Any]:
-    """Blocks run one after another here, unless they are a cluster: who has patience never loses it."""
-    board = static.self
-    index = _found(board, row, np.arange(board.members))
-    return _await_posted(machine, board, board.found, out, last, index, row, patience, slots)
-
-
-def _await_told(
-    machine: Any, static: Any, out: Any, last: Any, row: Any, patience: Any, member: Any, slots: Any
-) -> list[Any]:
-    board = static.self
-    index = _told(board, row, member % board.copies + 0 * np.arange(4))
-    return _await_posted(machine, board, board.told, out, last, index, row, patience, slots)
-
-
-def _await_posted(
-    machine: Any, board: Any, exchange: Any, out: Any, last: Any, index: Any, row: Any, patience: Any, slots: Any
-) -> list[Any]:
-    everything, numbers = True, []
-    for k in range(board.planes):
-        found, words = machine.await_posted(out, _place(board, out, last, index, k), row, patience > 0)
-        everything &= found
-        numbers += [words[0], words[1]]
-    for q in range(exchange.quantities):
-        place = np.unravel_index(q * slots.shape[1] + np.arange(exchange.members), slots.shape)
-        machine.scatter(slots, place, True, lax.bitcast_convert_type(numbers[q], np.float32))
-    return [everything.astype(np.int32)]
-
-
-def _enter_board(machine: Any, static: Any, out: Any, last: Any, row: Any) -> None:
-    machine.begin_count(out, _counter(static.self, out, last))
-
-
-def _leave_board(machine: Any, static: Any, out: Any, last: Any, row: Any, to: Any) -> None:
-    before = machine.count_one(out, _counter(static.self, out, last))
-    machine.scatter(to, (np.zeros(1, np.int32),), True, before)
-
-
-def _counter(board: Any, out: Any, last: Any) -> Any:
-    return _place(board, out, last, -(-board.planes // board.hosts) * board.turns * board.words_of_row, 0)
-
-
 def _word(exchange: Any, row: Any, quantity: int) -> Any:
     return 1 + (row * exchange.quantities + quantity) * exchange.members
 
@@ -331,7 +247,7 @@ def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
 
 
 def _block_sync(machine: Any, static: Any) -> None:
-    machine.block_sync(static.barrier, static.warpgroups)
+    machine.block_sync(reduce.BLOCK, static.warpgroups)
 
 
 def _arrive_cluster(machine: Any, static: Any) -> None:

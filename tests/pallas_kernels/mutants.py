@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import monoid
-from pallas_kernels.mosaic import fast_math, masks, mbarrier, reduce, row_scalars, vectors
-from pallas_kernels.softmax import board, row_ops, share, team_block
-from pallas_kernels.softmax.config import GridConfig, StagedConfig, TeamConfig
+from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
+from pallas_kernels.softmax import row_ops, share
+from pallas_kernels.softmax.config import GridConfig, StagedConfig
 from pallas_kernels.softmax.problem import Op
-from pallas_kernels.softmax.rung import Operands
 from tests import top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -83,9 +82,9 @@ FUNCTION_MUTANTS = (
 )
 
 
-_STREAMING, _STAGED, _CLUSTER = ("naive", "warp", "online"), ("block", "cluster", "grid", "team"), ("cluster",)
-_MERGING = ("block", "online", "cluster", "grid", "team")
-_GRID, _TEAM = ("grid",), ("team",)
+_STREAMING, _STAGED, _CLUSTER = ("naive", "warp", "online"), ("block", "cluster", "grid"), ("cluster",)
+_MERGING = ("block", "online", "cluster", "grid")
+_GRID = ("grid",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +99,7 @@ class KernelMutant:
     op: Op = Op.SOFTMAX
     form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
     config: Any = None  # in which it shows, if not in any
-    deadlocks: bool = False  # threads wait for ever
-    may_deadlock: bool = False  # or may: for a phase that others, who run ahead, have left behind
+    may_deadlock: bool = False  # threads may wait for ever: for a phase that others, who run ahead, have left behind
 
 
 def _unguarded(decay, frm, to, *, exp=jnp.exp):
@@ -147,29 +145,8 @@ def _first_member(from_grid, exchange, words, row, slots, warpgroups):
     return [jnp.where(jnp.arange(exchange.slots) == 0, x, x * 0) for x in everybody]
 
 
-def _of_first_row(gather, board, where, *arguments):
-    return gather(board, dataclasses.replace(where, row=where.row * 0), *arguments)
-
-
-def _of_next_row(load_raw, operands, row, *arguments):
-    return load_raw(operands, jnp.minimum(row + 1, operands.problem.rows - 1), *arguments)
-
-
-def _where_copied(walked, block, i):
-    return block.full(i)
-
-
-def _only_arrived(release, barrier):
-    mbarrier.arrive(barrier)
-
-
 def _in_one_turn(clear, exchange, slots, warpgroups):
     return clear(exchange, slots, exchange.slots)
-
-
-def _by_one_vector(is_inside, share):
-    last = share.granule(jnp.int32(share.steps - 1)) + share.config.granule - 1
-    return jnp.logical_and(share.block > 0, last <= share.whole)
 
 
 def _swapped(read, exchange, slots):
@@ -307,54 +284,6 @@ KERNEL_MUTANTS = (
         _own_numbers_only,
         rungs=("block", "online"),
     ),
-    KernelMutant(
-        "found_of_first_row",
-        "a team's row is its first",
-        board.Board.gather,
-        _of_first_row,
-        rungs=_TEAM,
-        deadlocks=True,
-    ),
-    KernelMutant(
-        "told_of_first_row",
-        "a team is told of its first row",
-        board.Board.hear,
-        _of_first_row,
-        rungs=_TEAM,
-        deadlocks=True,
-    ),
-    KernelMutant("count_not_begun", "those who leave add to what is there", board.Board.enter, _left_out, rungs=_TEAM),
-    KernelMutant("words_left", "words stay where results belong", share.Share.write_begun, _left_out, rungs=_TEAM),
-    KernelMutant(
-        "wrong_barrier", "who has read says so elsewhere", team_block.Block.walked, _where_copied, rungs=_TEAM
-    ),
-    KernelMutant(
-        "place_not_awaited",
-        "a row is copied to where another is not yet written",
-        team_block.Block.await_place,
-        _left_out,
-        rungs=_TEAM,
-        deadlocks=True,
-    ),
-    KernelMutant(
-        "unfenced", "what is written is copied over without a fence", mbarrier.release, _only_arrived, rungs=_TEAM
-    ),
-    KernelMutant(
-        "next_row_alone",
-        "who is not told walks the next row",
-        Operands.load_raw,
-        _of_next_row,
-        rungs=_TEAM,
-        config=TeamConfig(3, 1, 1, 3, 2, patience=0),
-    ),
-    KernelMutant(
-        "inside_by_one",
-        "a share that ends a vector past its row is taken for one that lies in it",
-        share.Share.is_inside,
-        _by_one_vector,
-        rungs=_TEAM,
-        form=(("cols", 1020),),
-    ),
     KernelMutant("first_of_grid", "a row is its first block's", reduce.from_grid, _first_member, rungs=_GRID),
     KernelMutant(
         "own_warp_in_cluster", "the same in a cluster", reduce.across_cluster, _own_numbers_only, rungs=_CLUSTER
@@ -370,7 +299,12 @@ KERNEL_MUTANTS = (
     _gradient("ignored_read", "ignored rows are read", vectors.load, _all_read, ("warp", "online")),
     _gradient("ignored_unwritten", "ignored rows get no zeros", share.Share._write_zeros, _left_out, ("block", "grid")),
     _gradient(
-        "outside_capped", "columns past the end count as the soft cap", masks.inside, _all_inside, _SOME, soft_cap=5.0
+        "outside_capped",
+        "columns past the end count as the soft cap",
+        vectors.select_inside,
+        _all_inside,
+        _SOME,
+        soft_cap=5.0,
     ),
     _gradient(
         "label_unmasked",

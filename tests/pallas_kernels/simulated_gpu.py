@@ -193,27 +193,9 @@ class Machine:
         """`st.relaxed.gpu` of words of `ref`, from `at` on."""
         self._on_words(ref, "set", at, value, active)
 
-    def await_words(self, ref: Ref, at: Any, count: int, missing: int, patient: Any = True) -> jax.Array:
-        """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`, or looks once; the words."""
-        return self._on_words(ref, "await", at, jnp.full(count, missing), patient)
-
-    def post(self, ref: Ref, at: Any, numbers: list[jax.Array], row: Any) -> None:
-        """`st.relaxed.gpu.b128` of up to two words and the row's mark, from the bytes `at` of `ref` on."""
-        numbers = jnp.stack([*numbers, *[jnp.zeros_like(numbers[0])] * (2 - len(numbers))])
-        self._on_posted(ref, "post", at, numbers, row)
-
-    def await_posted(self, ref: Ref, at: Any, row: Any, patient: Any) -> tuple[jax.Array, jax.Array]:
-        """Spins on `ld.relaxed.gpu.b128` until what is there has the row's mark, or looks once; whether, and words."""
-        words = self._on_posted(ref, "await", at, jnp.zeros((2, at.size), np.int32), row, patient)
-        return (words[2] != 0).all(), words[:2]
-
-    def begin_count(self, ref: Ref, at: Any) -> None:
-        """`atom.cas.b128` of nothing and the count's mark with what has not got it."""
-        self._on_posted(ref, "begin", at, jnp.zeros((2, 1), np.int32), -1)
-
-    def count_one(self, ref: Ref, at: Any) -> jax.Array:
-        """`atom.add` of one to a count; what it was."""
-        return self._on_posted(ref, "count", at, jnp.zeros((2, 1), np.int32), -1)[0]
+    def await_words(self, ref: Ref, at: Any, count: int, missing: int) -> jax.Array:
+        """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`; the words."""
+        return self._on_words(ref, "await", at, jnp.full(count, missing), True)
 
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
@@ -258,15 +240,6 @@ class Machine:
         places = dict(key=ref.key, transforms=ref.transforms, at=jnp.int32(at), active=jnp.asarray(active))
         self.token, words = callback.io_callback(
             functools.partial(_words, action=action), result, token=self.token, operand=operand, **places, **self.where
-        )
-        return words
-
-    def _on_posted(self, ref: Ref, action: str, at: Any, numbers: Any, row: Any, active: Any = True) -> jax.Array:
-        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((3, at.size), np.int32))
-        places = dict(key=ref.key, transforms=ref.transforms, at=at, numbers=numbers, row=jnp.int32(row))
-        step = functools.partial(_posted, action=action)
-        self.token, words = callback.io_callback(
-            step, result, token=self.token, active=jnp.asarray(active), **places, **self.where
         )
         return words
 
@@ -331,56 +304,6 @@ def _words(
             for i in range(operand.size):
                 clocks.setdefault((key, at + i), shared.VectorClock(shared.vector_clock_size)).update(clock)
     return token, old
-
-
-_MARK = 0x7FC5A17E
-
-
-@gpu_callbacks.fail_on_exception
-def _posted(
-    *,
-    token: Any,
-    mesh_location: Any,
-    thread: Any,
-    key: Any,
-    transforms: Any,
-    at: Any,
-    numbers: Any,
-    row: Any,
-    active: Any,
-    action: str,
-) -> Any:
-    """Atomic accesses to 16 bytes each of any buffer; they pass the race detector's clocks on."""
-    del mesh_location
-    shared, key, _ = _resolve(key, transforms)
-    content = shared.mem[key].content
-    words = content.reshape(-1).view(np.uint8)
-    assert np.shares_memory(words, content), "words stand in whole buffers"
-    at, numbers, mark = np.asarray(at), np.asarray(numbers), np.array([int(row), _MARK], np.int32)
-    if at.min() < 0 or at.max() + 16 > words.size:
-        raise IndexError(f"{thread} touches bytes {at.min()} to {at.max() + 16} of {words.size}")
-    look = lambda: np.stack([words[i : i + 16].view(np.int32) for i in at])
-    marked = lambda found: (found[:, 2:] == mark).all(axis=1)
-    while action == "await" and active and not marked(look()).all():
-        shared.check_failed()
-        time.sleep(_POLL_S / 5)
-    with shared.lock:
-        old, clocks = look(), shared.__dict__.setdefault("word_clocks", {})
-        known = marked(old)
-        if action == "count":
-            numbers, mark = old[:, :2].T + [[1], [0]], old[0, 2:]
-        elif action == "begin" and known.all():
-            numbers = old[:, :2].T
-        if action != "post":
-            for i in at:
-                if (key, int(i)) in clocks:
-                    shared.clocks[thread].update(clocks[key, int(i)])
-        if action != "await":
-            clock = shared.incr_clock(thread, take_lock=False)
-            for i, number in zip(at, numbers.T, strict=True):
-                words[i : i + 16].view(np.int32)[:] = [*number, *mark]
-                clocks.setdefault((key, int(i)), shared.VectorClock(shared.vector_clock_size)).update(clock)
-    return token, np.concatenate([old[:, :2].T, known[None].astype(np.int32)]).astype(np.int32)
 
 
 @gpu_callbacks.fail_on_exception

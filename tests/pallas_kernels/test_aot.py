@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import dispatch, grid, heuristics, row_ops, staged, team
+from pallas_kernels.softmax import dispatch, grid, heuristics, row_ops, staged
 from pallas_kernels.softmax.config import StagedConfig
 from pallas_kernels.softmax.dispatch import LADDER
 
@@ -35,7 +35,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 _MAY_SPILL = {("warp", "none"): 8}
 
 # Bytes of the rows that come to a rung.
-_SHORTEST = {"grid": 2**17, "team": 2**20}
+_SHORTEST = {"grid": 2**17}
 
 
 def _chosen():
@@ -126,14 +126,6 @@ def test_shared_memory_of_a_grid_is_what_mosaic_allocates():
     assert report.smem == grid.shared_bytes(problem, config)
 
 
-@pytest.mark.parametrize("op, cols", [(Op.SOFTMAX, 2**20), (Op.LOG_SOFTMAX_TANGENT, 1000004)])
-def test_shared_memory_of_a_team_is_what_mosaic_allocates(op, cols):
-    problem = Problem(op, 64, cols, DTYPES[2])
-    (config,) = heuristics.team(problem, H200)
-    (report,) = aot.compile_for_h200(cases.Case(LADDER["team"], problem, config).run, *cases.shapes(problem))
-    assert report.smem == team.shared_bytes(problem, config)
-
-
 def test_configs_that_do_not_fit_are_not_offered():
     problem = Problem(Op.SOFTMAX_TANGENT, 21, 50257, DTYPES[1])
     two, four = heuristics.block(problem, H200)
@@ -164,7 +156,7 @@ def test_short_rows_are_loaded_two_at_a_time(op, rows):
 @pytest.mark.parametrize("planted", [False, True])
 @pytest.mark.parametrize("name, cols", [("block", 6000), ("cluster", 65536), ("online", 1000), ("grid", 2**20)])
 def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
-    """Others may differ in the last bit. The rungs that merge all do so in one place, teams with them."""
+    """Others may differ in the last bit. The rungs that merge all do so in one place."""
     if planted:
         monkeypatch.setattr(row_ops, "of_first_lane", lambda value, tile: value)
     case = cases.default(LADDER[name], Problem(Op.SOFTMAX, 64, cols, DTYPES[2]))
@@ -180,7 +172,9 @@ def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
         *itertools.product((1, 64), (131072,), DTYPES[-1:]),
     ],
 )
-def test_softmax_and_its_gradient_take_no_memory_beside_results(rows, cols, dtype):
+def test_softmax_and_its_gradient_take_little_memory_beside_results(rows, cols, dtype):
+    """None; over the grid, a workspace of a byte for each 4 KiB of an operand."""
+
     def value_and_vjp(x, cotangent):
         value, pull = jax.vjp(jaxsoftmax.softmax, x)
         return value, pull(cotangent)
@@ -188,7 +182,8 @@ def test_softmax_and_its_gradient_take_no_memory_beside_results(rows, cols, dtyp
     operands = [jax.ShapeDtypeStruct((rows, cols), dtype)] * 2
     program = jax.jit(value_and_vjp).lower(*aot.on_h200(operands)).compile()
     assert program.as_text().count('custom_call_target="mosaic_gpu') == 2
-    assert program.memory_analysis().temp_size_in_bytes == 0
+    workspace = rows * cols * dtype.itemsize // 4096 if cols == 2**20 else 0
+    assert program.memory_analysis().temp_size_in_bytes <= workspace + 1024 * (workspace > 0)
 
 
 @pytest.mark.parametrize("dim, causal", [(64, False), (128, True), (256, False)])

@@ -12,10 +12,10 @@ import numpy as np
 import poisoned
 import pytest
 from cases import DTYPES, Op, Problem
-from interpreter import at_once, interpret
+from interpreter import interpret
 
 from pallas_kernels.mosaic import mbarrier
-from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, TeamConfig, WarpConfig
+from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.softmax.dispatch import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
@@ -34,7 +34,6 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "block": ((None, (1001,)), (StagedConfig(1, 1, 1, 1, 1), (125,)), (StagedConfig(1, 2, 1, 2, 3), (128, 2501))),
     "online": ((None, (1001,)), (OnlineConfig(2, 1), (125, 2048, 2501))),
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
-    "team": ((TeamConfig(3, 1, 1, 3, 2), (2504,)), (TeamConfig(2, 2, 1, 4, 1, patience=0), (2560,))),
     "cluster": (
         (StagedConfig(3, 2, 1, 1, 1), (2501,)),
         (StagedConfig(2, 1, 1, 1, 2, in_registers=1), (2496, 2560)),
@@ -75,14 +74,7 @@ def _interpreted():
                 yield pytest.param(
                     _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
-            if rung.name == "team" and op in _ON_OLDEST_TOO:
-                # More teams than rows, as where the number of rows may not choose.
-                yield pytest.param(
-                    _case(rung, Problem(op, 1, 2504, dtype), TeamConfig(3, 1, 1, slots=3, teams=2)),
-                    marks=pytest.mark.slow,
-                )
-            # A team's words take some of the share of each of two.
-            forms = cases.variations(rung, op, dtype, ROWS, 2504 if rung.name == "team" else min(cols, 1001))
+            forms = cases.variations(rung, op, dtype, ROWS, min(cols, 1001))
             for form in forms[i % 4 :: 4]:
                 yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
 
@@ -123,18 +115,9 @@ def _on_gpu():
     for rung in LADDER.values():
         for op in (op for op in Op if not op.has_labels):
             for dtype in DTYPES:
-                lengths = (1, 1000, *REAL[-5:]) if rung.name == "team" else REAL
-                supported = [n for n in lengths if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
+                supported = [n for n in REAL if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
                 for cols in supported:
                     yield from cases.every_config(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
-                    if rung.name == "team" and cols in (1000, 262144):
-                        # Nobody waits for anybody.
-                        case = cases.default(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
-                        yield dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
-                if rung.name == "team" and supported:
-                    # More blocks than the device runs at once: it is in vain that the first of them wait for the rest.
-                    too_many = TeamConfig(150, 2, 1, slots=3, teams=2, patience=64)
-                    yield cases.Case(rung, Problem(op, ROWS, 2**20, dtype), too_many)
                 if rung.name == "cluster":
                     # What is chosen at powers of two.
                     problems = (Problem(op, 33, n // dtype.itemsize, dtype) for n in (2**18, 2**20))
@@ -187,9 +170,7 @@ def _interpreted_slack(case: cases.Case) -> float:
 
 @pytest.mark.parametrize("case", [*_interpreted(), *_interpreted_losses()], ids=str)
 def test_interpreted(case):
-    # Blocks that wait for each other have to run at the same time.
-    together = at_once if getattr(case.config, "patience", 0) else lambda run: run
-    execute = lambda run: functools.partial(interpret, together(run))
+    execute = lambda run: functools.partial(interpret, run)
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
 
 
@@ -250,30 +231,7 @@ def test_sums_of_aligned_vectors_are_seen(name, monkeypatch):
     assert max(len(bits) for bits in _bits_of_rows(interpret(case.run, *_at_every_alignment(case.problem)))) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", _ON_OLDEST_TOO, ids=str)
-def test_who_was_not_told_finds_the_same(op):
-    """Whether a row's statistics were told, or found by who needs them, cannot be seen from the results."""
-    case = cases.Case(LADDER["team"], Problem(op, ROWS, 2504, DTYPES[2]), TeamConfig(2, 2, 1, 3, 2))
-    unheard = dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
-    operands = cases.operands(case.problem)
-    told, alone = (np.asarray(interpret(run, *operands)) for run in (at_once(case.run), unheard.run))
-    assert told.tobytes() == alone.tobytes()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cols", [262144, 1000000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", _ON_OLDEST_TOO, ids=str)
-def test_who_was_not_told_finds_the_same_on_gpu(op, dtype, cols):
-    case = cases.default(LADDER["team"], Problem(op, _rows_on_gpu(cols), cols, dtype))
-    unheard = dataclasses.replace(case, config=dataclasses.replace(case.config, patience=0))
-    operands = cases.operands(case.problem)
-    told, alone = (np.asarray(jax.jit(run)(*operands)) for run in (case.run, unheard.run))
-    assert told.tobytes() == alone.tobytes()
-
-
-_TYING = {"naive": 128, "warp": 1000, "block": 12001, "cluster": 65536, "online": 50257, "grid": 262144, "team": 2**20}
+_TYING = {"naive": 128, "warp": 1000, "block": 12001, "cluster": 65536, "online": 50257, "grid": 262144}
 
 
 @pytest.mark.gpu

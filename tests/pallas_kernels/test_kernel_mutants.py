@@ -9,10 +9,10 @@ import jax
 import mutants
 import pytest
 from cases import DTYPES, Problem
-from interpreter import Deadlock, at_once, interpret
+from interpreter import Deadlock, interpret
 
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, TeamConfig
+from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig
 from pallas_kernels.softmax.dispatch import LADDER
 
 ROWS = len(cases.ROW_KINDS) + 1
@@ -26,7 +26,6 @@ AT_WORK = {
     "online": (OnlineConfig(2, 1), 1001),
     "cluster": (StagedConfig(3, 2, 1, 1, 1), 2501),
     "grid": (GridConfig(3, 2, 1, 2), 2501),
-    "team": (TeamConfig(3, 1, 1, 3, 1), 2504),
 }
 
 
@@ -63,15 +62,13 @@ def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
     problem = Problem(mutant.op, dtype=DTYPES[2], **{"rows": ROWS, "cols": cols, **dict(mutant.form)})
     config = mutant.config or config or rung.configs(problem, H200)[0]
     run = lambda *operands: rung.run(problem, config, *operands)
-    run = at_once(run) if getattr(config, "patience", 0) else run
     jax.clear_caches()
-    expected = (Deadlock,) if mutant.deadlocks else (AssertionError, IndexError, jax.errors.JaxRuntimeError)
-    execute = functools.partial(functools.partial, interpret, limit_s=2.0 if mutant.deadlocks else 20.0)
+    execute = functools.partial(functools.partial, interpret)
     try:
-        with pytest.raises(expected) as caught:
+        with pytest.raises((AssertionError, IndexError, jax.errors.JaxRuntimeError)) as caught:
             conformance.check(run, problem, execute=execute)
     finally:
         jax.clear_caches()
     assert calls
     # A stall is a rejection only where the fault can cause one.
-    assert mutant.deadlocks or mutant.may_deadlock or caught.type is not Deadlock
+    assert mutant.may_deadlock or caught.type is not Deadlock

@@ -1,18 +1,17 @@
 """Which vectors of a block's share are taken for granted: those that lie in the row, whatever its alignment."""
 
-import itertools
 import types
 
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.softmax.config import StagedConfig, TeamConfig
+from pallas_kernels.softmax.config import StagedConfig
 from pallas_kernels.softmax.problem import Op, Problem
 from pallas_kernels.softmax.share import Share
 
 SIDE_BY_SIDE = StagedConfig(blocks=3, warpgroups=1, registers=2, slots=1, rows=1)
-APART = TeamConfig(blocks=3, warpgroups=1, registers=2, slots=3, teams=1)
-ALONE = TeamConfig(blocks=1, warpgroups=2, registers=1, slots=3, teams=1)
+APART = StagedConfig(blocks=3, warpgroups=1, registers=2, slots=1, rows=1, spread=True)
+ALONE = StagedConfig(blocks=1, warpgroups=2, registers=1, slots=1, rows=1)
 
 
 def vectors_of(share):
@@ -36,19 +35,3 @@ def test_what_surely_lies_in_a_row_does(config, cols, dtype):
 
 def lies_in_row(vector, v, head, cols):
     return vector * v >= head and (vector + 1) * v - head <= cols
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [SIDE_BY_SIDE, APART, ALONE], ids=["side by side", "apart", "alone"])
-def test_who_is_inside_of_a_row(config, dtype):
-    """A share none of whose vectors is checked lies in the row; one does that ends with a row of whole vectors."""
-    v = 16 // jnp.dtype(dtype).itemsize
-    for vectors, more in itertools.product((256, 512, 768, 1024, 1536), (-9, -8, -4, -1, 0, 1, 4, 8)):
-        cols = vectors * v + more
-        problem = Problem(Op.SOFTMAX, 2, cols, jnp.dtype(dtype))
-        for block in range(config.blocks):
-            share = Share(types.SimpleNamespace(problem=problem), config, block, 0)
-            heads = range(v if cols % v else 1)
-            inside = block > 0 and all(lies_in_row(n, v, head, cols) for n in vectors_of(share) for head in heads)
-            assert inside or not share.is_inside, (cols, block)
-            assert share.is_inside or not inside or cols % v, (cols, block)
