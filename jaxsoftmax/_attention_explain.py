@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax._attention import flash_attention
-from jaxsoftmax._attention_fold import Plan
-from jaxsoftmax._attention_lowering import OPS, Part, choose
-from jaxsoftmax._attention_primitives import BY_PART
+from jaxsoftmax._attention.api import flash_attention
+from jaxsoftmax._attention.layout import Plan
+from jaxsoftmax._attention.lowering import OPS, Part, choose
+from jaxsoftmax._attention.primitives import BY_PART
 from jaxsoftmax._explain import NOT_INVARIANT, Abstract, Explanation
 from pallas_kernels import hardware
 from pallas_kernels.attention.operands import DIFFERENTIABLE

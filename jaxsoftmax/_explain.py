@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxsoftmax import _api, _checks, _invariance, _lowering
-from jaxsoftmax._checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
-from jaxsoftmax._primitives import BY_OP
-from jaxsoftmax._rows import plan
-from jaxsoftmax._selection import chunk_size, select
-from jaxsoftmax._top_k import TOP_K, top_k_softmax
+from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
+from jaxsoftmax._softmax import api, lowering
+from jaxsoftmax._softmax.layout import plan
+from jaxsoftmax._softmax.primitives import BY_OP
+from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
+from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.derivatives import RULES
@@ -132,10 +133,10 @@ def explain(
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
     if op == "logsumexp":
-        if not (_checks.is_number(scale) and scale == 1):
+        if not (checks.is_number(scale) and scale == 1):
             raise TypeError(f"explain: scale is {scale}, but logsumexp has no scale. Multiply x by it beforehand.")
     else:
-        is_number = _checks.is_number(scale)
+        is_number = checks.is_number(scale)
         (static if is_number else arrays)["scale"] = scale
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
@@ -153,7 +154,7 @@ def explain(
             target,
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
-            (NOT_INVARIANT,) if _invariance.enabled() else (),
+            (NOT_INVARIANT,) if batch_invariance.enabled() else (),
         )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
@@ -199,7 +200,7 @@ def _explanation(
     params = dict(eqn.params)
     implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
     params.pop("function", None)
-    operands, row = _lowering.BY_OP[op].asked(avals, **params)
+    operands, row = lowering.BY_OP[op].asked(avals, **params)
     say = functools.partial(
         Explanation,
         call=_call(name, avals[0], row["axes"]),
@@ -285,13 +286,13 @@ _GRADIENT_APART = (
 )
 
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
-    "softmax": (Op.SOFTMAX, _api.softmax),
-    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(_api.softmax)),
-    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(_api.softmax)),
-    "log_softmax": (Op.LOG_SOFTMAX, _api.log_softmax),
-    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(_api.log_softmax)),
-    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(_api.log_softmax)),
-    "logsumexp": (Op.STATS, _api.logsumexp),
+    "softmax": (Op.SOFTMAX, api.softmax),
+    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(api.softmax)),
+    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(api.softmax)),
+    "log_softmax": (Op.LOG_SOFTMAX, api.log_softmax),
+    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(api.log_softmax)),
+    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(api.log_softmax)),
+    "logsumexp": (Op.STATS, api.logsumexp),
     "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
     "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),
     "top_k": (Op.STATS, top_k_softmax),

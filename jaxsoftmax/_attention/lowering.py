@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxsoftmax import _checks, _sharding
-from jaxsoftmax._attention_checks import NAME
-from jaxsoftmax._attention_fold import Plan, Shape, plan
-from jaxsoftmax._attention_sharding import Heads
+from jaxsoftmax._attention.checks import NAME
+from jaxsoftmax._attention.layout import Plan, Shape, plan
+from jaxsoftmax._attention.sharding import Heads
+from jaxsoftmax._core import checks, sharding
 from pallas_kernels import hardware
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.operands import Operands, Rules, leading, sum_to
@@ -91,13 +91,13 @@ def reference_rule(
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu" and part in OPS:
-        raise _checks.no_kernel_on_platform(NAME)
+        raise checks.no_kernel_on_platform(NAME)
     avals: Sequence[Any] = ctx.avals_in
-    params["rules"] = dataclasses.replace(params["rules"], is_local=_sharding.is_local(ctx))
+    params["rules"] = dataclasses.replace(params["rules"], is_local=sharding.is_local(ctx))
     run = functools.partial(REFERENCE[part], **params)
-    if _sharding.is_explicit(avals):
-        return _sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
-    return _sharding.lower_plain(run, ctx, *operands)
+    if sharding.is_explicit(avals):
+        return sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
+    return sharding.lower_plain(run, ctx, *operands)
 
 
 def kernel_rule(
@@ -108,7 +108,7 @@ def kernel_rule(
     if implementation == "xla" or choose(part, implementation, avals, hardware.current(), **params).decision is None:
         return reference_rule(part, ctx, *operands, implementation="xla", **params)
     run = functools.partial(_run, part, implementation, **params)
-    return _sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
+    return sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
 
 
 def choose(part: Part, implementation: str | None, avals: Sequence[Any], device: Device, **params: Any) -> Plan:
@@ -121,7 +121,7 @@ def choose(part: Part, implementation: str | None, avals: Sequence[Any], device:
         shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
     found = plan(OPS[part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
     if implementation == "mosaic_gpu" and found.decision is None:
-        raise _checks.no_kernel_for_problem(NAME, found.declined)
+        raise checks.no_kernel_for_problem(NAME, found.declined)
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._sharding import Cuts, Names, names_of
+from jaxsoftmax._core.sharding import Cuts, Names, names_of
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._collective import from_all
-from jaxsoftmax._sharding import Cuts, mesh_axes, names_of, spec_of
+from jaxsoftmax._core.sharding import Cuts, mesh_axes, names_of, spec_of
+from jaxsoftmax._softmax.sharding import from_all
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op

@@ -19,8 +19,7 @@ from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _lowering
-from jaxsoftmax._sharding import (
+from jaxsoftmax._core.sharding import (
     Result,
     common_spec,
     cut_alike,
@@ -30,6 +29,7 @@ from jaxsoftmax._sharding import (
     spec_of,
     unify_varying,
 )
+from jaxsoftmax._softmax import lowering
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
 from pallas_kernels.softmax.problem import Op
@@ -183,11 +183,11 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 
 for _op, _primitive in BY_OP.items():
-    define(_primitive, _lowering.BY_OP[_op].results, many=_op.gives_stats)
-    _lowering.register(_primitive, _lowering.BY_OP[_op])
+    define(_primitive, lowering.BY_OP[_op].results, many=_op.gives_stats)
+    lowering.register(_primitive, lowering.BY_OP[_op])
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:
-        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, _lowering.REFERENCE[_op], True)
+        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, lowering.REFERENCE[_op], True)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
 ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp

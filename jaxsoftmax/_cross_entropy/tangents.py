@@ -16,10 +16,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax import _checks, _lowering
-from jaxsoftmax._cross_entropy_rows import of_this_device
-from jaxsoftmax._primitives import define, higher_jvp, zeros
-from jaxsoftmax._sharding import Cuts, lower_plain, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.sharding import Cuts, lower_plain, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._cross_entropy.loss import of_this_device
+from jaxsoftmax._softmax import lowering
+from jaxsoftmax._softmax.primitives import define, higher_jvp, zeros
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
@@ -124,7 +125,7 @@ def _pull_loss(
     if of_loss is not None and not summed and not with_lse:
         return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
     if implementation == "mosaic_gpu":
-        raise _checks.no_kernel_of_lse() if with_lse else _checks.no_kernel_of_sum()
+        raise checks.no_kernel_of_lse() if with_lse else checks.no_kernel_of_sum()
     return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
 
 
@@ -213,7 +214,7 @@ ad.primitive_jvps[_OF_GRADIENT] = _products_jvp
 
 # The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is cut,
 # as where no kernel takes it, XLA uses those that are known.
-COTANGENT = _lowering.Computation(
+COTANGENT = lowering.Computation(
     op=Op.CROSS_ENTROPY_GRADIENT,
     results=lambda **_: ("row",),
     plain=_to_logits,
@@ -222,5 +223,5 @@ COTANGENT = _lowering.Computation(
     asked=lambda operands, **row: (_without_states(operands), row),
 )
 define(TO_LOGITS, COTANGENT.results, many=False)
-_lowering.register(TO_LOGITS, COTANGENT)
+lowering.register(TO_LOGITS, COTANGENT)
 ad.primitive_jvps[TO_LOGITS] = functools.partial(higher_jvp, TO_LOGITS, _to_logits, False)

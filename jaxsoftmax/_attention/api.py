@@ -5,11 +5,12 @@ from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _attention_checks as checks
-from jaxsoftmax import _attention_weights, _checks, _invariance
-from jaxsoftmax._attention_checks import CausalAlignment
-from jaxsoftmax._attention_primitives import attend
-from jaxsoftmax._checks import ArrayLike, Implementation
+from jaxsoftmax._attention import checks, weights
+from jaxsoftmax._attention.checks import CausalAlignment
+from jaxsoftmax._attention.primitives import attend
+from jaxsoftmax._core import batch_invariance
+from jaxsoftmax._core import checks as core_checks
+from jaxsoftmax._core.checks import ArrayLike, Implementation
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -236,7 +237,7 @@ def flash_attention(
         window_offset=end if local_window_size is not None else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
-        batch_invariant=_invariance.enabled(),
+        batch_invariant=batch_invariance.enabled(),
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )
@@ -253,10 +254,10 @@ def flash_attention(
         sinks=sink,
     )
     if dropout is None and module is None:
-        out, lse = attend(operands, rules, _checks.implementation(checks.NAME, implementation))
+        out, lse = attend(operands, rules, core_checks.implementation(checks.NAME, implementation))
     elif implementation == "mosaic_gpu":
         raise checks.no_kernel_shows_weights("there is dropout" if dropout else "the weights are to be sown")
     else:
         sown_dtype = jnp.float32 if force_fp32_for_softmax else q.dtype
-        out, lse = _attention_weights.attend(operands, rules, dropout, module, sown_dtype)
+        out, lse = weights.attend(operands, rules, dropout, module, sown_dtype)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out

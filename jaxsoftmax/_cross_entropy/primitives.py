@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from jaxsoftmax import _lowering
-from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, of_weight, seen, weigh
-from jaxsoftmax._primitives import BY_OP, bind, higher_jvp, zeros
+from jaxsoftmax._cross_entropy.tangents import of_gradient, of_logits, of_weight, seen, weigh
+from jaxsoftmax._softmax import lowering
+from jaxsoftmax._softmax.primitives import BY_OP, bind, higher_jvp, zeros
 from pallas_kernels.softmax.problem import Op
 
 
@@ -64,7 +64,7 @@ def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **param
 
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
     x, wrong = seen(x, labels, where, row["axes"]), jnp.isnan(weights)
-    plain, finite = _lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain, jnp.where(wrong, 1.0, weights)
+    plain, finite = lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain, jnp.where(wrong, 1.0, weights)
     loss, gradient = plain(x, labels, finite, *where, **row)
     return [loss, of_gradient(jnp.where(wrong, weights, 1.0), gradient, ()).astype(gradient.dtype)]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import (
+from jaxsoftmax._core.sharding import (
     Entry,
     Names,
     Piece,

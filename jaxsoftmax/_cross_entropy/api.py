@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax import _checks, _invariance
-from jaxsoftmax import _cross_entropy_checks as checks
-from jaxsoftmax._api import scaled
-from jaxsoftmax._checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._cross_entropy_primitives import losses
-from jaxsoftmax._cross_entropy_tangents import weigh
-from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import settings_for
+from jaxsoftmax._core import batch_invariance
+from jaxsoftmax._core import checks as core_checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.sharding import settings_for
+from jaxsoftmax._cross_entropy import checks
+from jaxsoftmax._cross_entropy.primitives import losses
+from jaxsoftmax._cross_entropy.tangents import weigh
+from jaxsoftmax._softmax.api import scaled
+from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax.problem import IGNORED, Op
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -146,11 +147,11 @@ def softmax_cross_entropy_with_integer_labels(
     Array([1.3862944, 0.       ], dtype=float32)
     """
     name = "softmax_cross_entropy_with_integer_labels"
-    x = _checks.floating(name, "logits", logits)
-    listed = _checks.listed_axes(name, axis, x.ndim, "logits")
+    x = core_checks.floating(name, "logits", logits)
+    listed = core_checks.listed_axes(name, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
     cols = math.prod(x.shape[d] for d in axes)
-    factor = _checks.scale_factor(name, scale, x.shape, "the logits'")
+    factor = core_checks.scale_factor(name, scale, x.shape, "the logits'")
     ignored = checks.ignore_index(name, ignore_index)
     wide = accumulator_dtype(x.dtype)
     given, shape = checks.labels(name, labels, x.shape, axes)
@@ -177,8 +178,8 @@ def softmax_cross_entropy_with_integer_labels(
         weighted=weighted,
         stats=return_lse,
         all_rows=return_lse,
-        implementation=_checks.implementation(name, implementation),
-        **_invariance.asked(),
+        implementation=core_checks.implementation(name, implementation),
+        **batch_invariance.asked(),
     )
     loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
@@ -226,11 +227,11 @@ def softmax_cross_entropy(
     Array(0.563, dtype=float32)
     """
     name = "softmax_cross_entropy"
-    x = _checks.floating(name, "logits", logits)
-    axes = _checks.axes(name, axis, x.ndim, "logits")
+    x = core_checks.floating(name, "logits", logits)
+    axes = core_checks.axes(name, axis, x.ndim, "logits")
     target, shape = checks.probabilities(name, labels, x.shape, axes)
     mask = () if where is None else (checks.mask(name, where, shape, axes),)
-    implementation = _checks.implementation(name, implementation)
+    implementation = core_checks.implementation(name, implementation)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
     wide = accumulator_dtype(x.dtype)
     target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)

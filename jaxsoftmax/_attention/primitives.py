@@ -21,10 +21,10 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _attention_lowering as lowering
-from jaxsoftmax._attention_lowering import Part
-from jaxsoftmax._attention_sharding import agreed, layout_of
-from jaxsoftmax._sharding import mesh_of, on_mesh_of, place, settings_for, spec_of, unify_varying
+from jaxsoftmax._attention import lowering
+from jaxsoftmax._attention.lowering import Part
+from jaxsoftmax._attention.sharding import agreed, layout_of
+from jaxsoftmax._core.sharding import mesh_of, on_mesh_of, place, settings_for, spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 

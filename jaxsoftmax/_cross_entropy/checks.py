@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxsoftmax import _checks
+from jaxsoftmax._core import checks
 
 Shape = Sequence[int]
 
 
 def number(function: str, name: str, value: Any, low: float, high: float) -> float:
     """A finite Python or NumPy number between two bounds."""
-    if not _checks.is_number(value):
+    if not checks.is_number(value):
         got = f"is {value!r}" if not isinstance(value, jax.Array) else f"is an array, {jax.typeof(value)}"
         raise TypeError(f"{function}: {name} {got}, expected a Python number, and a real one; it is compiled in.")
-    result = _checks.as_float(function, name, value)
+    result = checks.as_float(function, name, value)
     if not (low <= result <= high and math.isfinite(result)):
         raise ValueError(f"{function}: {name} is {value}, expected a finite number from {low} to {high}.")
     return result
@@ -46,7 +46,7 @@ def ignore_index(function: str, value: Any) -> int | None:
 
 def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
     """`where` of the logits' rank; one of the rows' rank holds for rows. Either may say that there are more rows."""
-    array = _checks.boolean(function, where)
+    array = checks.boolean(function, where)
     rows = [n for d, n in enumerate(shape) if d not in axes]
     if array.ndim not in (len(rows), len(shape)):
         raise ValueError(
@@ -91,7 +91,7 @@ def labels(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tupl
 
 def probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
     """Probabilities, of at most the logits' rank, and the logits' shape with as many rows as there are of them."""
-    array = _checks.floating(function, "labels", given)
+    array = checks.floating(function, "labels", given)
     full = _with_rows((1,) * (len(shape) - array.ndim) + array.shape, shape, axes)
     if full is None:
         raise ValueError(
@@ -133,6 +133,6 @@ def labels_in_range(function: str, given: Any, cols: Any, ignored: int | None, c
 
 def weights(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
     """Weights of the rows' rank, in the dtype of the loss."""
-    array = _checks.floating(function, "weights", given)
-    _checks.broadcastable(function, "weights", array.shape, rows, "the rows'")
+    array = checks.floating(function, "weights", given)
+    checks.broadcastable(function, "weights", array.shape, rows, "the rows'")
     return array.reshape((1,) * (len(rows) - array.ndim) + array.shape).astype(dtype)

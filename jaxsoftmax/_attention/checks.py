@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import common_spec, place, settings_for, spec_of
+from jaxsoftmax._core.sharding import common_spec, place, settings_for, spec_of
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]

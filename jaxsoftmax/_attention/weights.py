@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._attention_checks import Dropout
-from jaxsoftmax._attention_primitives import attend as flash
-from jaxsoftmax._attention_sharding import agreed
+from jaxsoftmax._attention.checks import Dropout
+from jaxsoftmax._attention.primitives import attend as flash
+from jaxsoftmax._attention.sharding import agreed
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.operands import Operands, Rules
 

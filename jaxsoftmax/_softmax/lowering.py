@@ -12,9 +12,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxsoftmax import _checks, _collective, _sharding
-from jaxsoftmax import _cross_entropy_rows as losses
-from jaxsoftmax._rows import Plan, plan
+from jaxsoftmax._core import checks
+from jaxsoftmax._core import sharding as core_sharding
+from jaxsoftmax._cross_entropy import loss as losses
+from jaxsoftmax._softmax import sharding as row_sharding
+from jaxsoftmax._softmax.layout import Plan, plan
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import reference
@@ -50,7 +52,7 @@ class Computation:
     """
 
     op: Op
-    results: Callable[..., Sequence[_sharding.Result]]
+    results: Callable[..., Sequence[core_sharding.Result]]
     plain: Callable[..., Any]
     whole: Callable[..., Any]
     across: Callable[..., Any]
@@ -66,7 +68,7 @@ def _operation(op: Op) -> Computation:
     """That of a primitive that is a row operation."""
     results = ("number", "number") if op is Op.STATS else ("row",)
     whole = lambda rows, *operands, **row: rows(op, *operands, **row)
-    return Computation(op, lambda **_: results, REFERENCE[op], whole, functools.partial(_collective.across, op))
+    return Computation(op, lambda **_: results, REFERENCE[op], whole, functools.partial(row_sharding.across, op))
 
 
 def _loss(
@@ -111,8 +113,8 @@ def reference_rule(
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu":
-        raise _checks.no_kernel_on_platform(function or NAMES[computation.op])
-    return _sharding.lower_plain(computation.plain, ctx, *operands, **params)
+        raise checks.no_kernel_on_platform(function or NAMES[computation.op])
+    return core_sharding.lower_plain(computation.plain, ctx, *operands, **params)
 
 
 def kernel_rule(
@@ -136,19 +138,21 @@ def kernel_rule(
     def whole(*xs: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(computation.whole(rows, *xs, **params))
 
-    def across(cuts: _sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+    def across(cuts: core_sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
         if named and "row" in computation.results(**params):
-            raise _checks.no_kernel_for_sharded_rows(named)
+            raise checks.no_kernel_for_sharded_rows(named)
         return jax.tree.leaves(computation.across(cuts, inside, rows, *shards, **params))
 
-    return _sharding.lower(ctx, _sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands)
+    return core_sharding.lower(
+        ctx, core_sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands
+    )
 
 
 def choose(op: Op, named: str | None, operands: Sequence[Any], device: Device, **row: Any) -> Plan:
     """The plan for a call; one without a kernel is an error of the function that is `named`, if it asked for one."""
     chosen = plan(op, [x.shape for x in operands], operands[0].dtype, device, may_transpose=named is not None, **row)
     if named is not None and chosen.decision is None:
-        raise _checks.no_kernel_for_problem(named, chosen.declined)
+        raise checks.no_kernel_for_problem(named, chosen.declined)
     return chosen
 
 
