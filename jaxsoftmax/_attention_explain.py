@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsoftmax._attention.api import flash_attention
-from jaxsoftmax._attention.layout import Plan
-from jaxsoftmax._attention.lowering import OPS, Part, choose
+from jaxsoftmax._attention.lowering import Call, Part
 from jaxsoftmax._attention.primitives import BY_PART
+from jaxsoftmax._core.lowering import Plan
 from jaxsoftmax._explain import NOT_INVARIANT, Abstract, Explanation
 from pallas_kernels import hardware
 from pallas_kernels.attention.operands import DIFFERENTIABLE
@@ -93,19 +93,19 @@ def explain_attention(
 def _explanation(
     op: str, part: Part, eqn: Any, device: Device, present: Device | None, static: dict[str, Any]
 ) -> Explanation:
-    avals = [var.aval for var in eqn.invars]
+    call, avals = Call(part), [var.aval for var in eqn.invars]
     names = eqn.params["names"]
     params = {key: value for key, value in eqn.params.items() if key != "implementation"}
     implementation = eqn.params["implementation"]
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in zip(names, avals, strict=False))
     chosen = Plan(())
-    if part not in OPS:
+    if not call.has_kernel:
         runs, reason = "xla", "forward mode has no kernel"
     elif implementation == "xla":
         asked = static.get("implementation") == "xla"
         runs, reason = "xla", "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
     else:
-        chosen = choose(part, None, avals, device, **params)
+        chosen = call.plan(avals, device, None, **params)
         named = implementation == "mosaic_gpu"
         runs, reason = "error" if named else "xla", "no kernel takes the call"
     decision = chosen.decision

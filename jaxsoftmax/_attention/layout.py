@@ -8,17 +8,15 @@ multiple of 8 are padded with zeros.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core.lowering import Plan
 from pallas_kernels.attention.operands import RANK, Rules
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
-
-if TYPE_CHECKING:
-    from pallas_kernels.attention.dispatch import Decision
 
 Shape = tuple[int, ...]
 
@@ -115,16 +113,6 @@ class Fold:
         heads = rank + _HEADS[kind]
         before, after = range(rank, heads + 1), range(heads + 1, rank + last)
         return (*self.batch_axes, *before, *self.grouped, *after)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a call will do on a device; without a kernel there are only the reasons, `declined`."""
-
-    declined: tuple[tuple[str, str], ...]
-    decision: "Decision | None" = None
-    fold: Fold | None = None
-    notes: tuple[str, ...] = ()
 
 
 def fold(shapes: Mapping[str, Shape]) -> Fold:

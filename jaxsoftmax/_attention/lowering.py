@@ -1,4 +1,4 @@
-"""From primitive to program: the chunked reference on every platform, and on CUDA the kernel that `dispatch` picks."""
+"""The lowering of attention: the chunked reference on every platform, and on CUDA a kernel between two reshapes."""
 
 import dataclasses
 import enum
@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxsoftmax._attention.checks import NAME
-from jaxsoftmax._attention.layout import Plan, Shape, plan
+from jaxsoftmax._attention.layout import Shape, plan
 from jaxsoftmax._attention.sharding import Heads
-from jaxsoftmax._core import checks, sharding
+from jaxsoftmax._core.lowering import Plan, is_local, lower, lower_plain
+from jaxsoftmax._core.sharding import is_explicit
 from pallas_kernels import hardware
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.operands import Operands, Rules, leading, sum_to
@@ -79,64 +79,52 @@ REFERENCE: dict[Part, Callable[..., Any]] = {
 }
 
 
-def register(primitive: Primitive, part: Part) -> None:
-    """Registers the lowerings of a primitive. "cuda", for the kernels are not for every "gpu"."""
-    mlir.register_lowering(primitive, functools.partial(reference_rule, part))
-    if part in OPS:
-        mlir.register_lowering(primitive, functools.partial(kernel_rule, part), platform="cuda")
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A part of an attention call, to be lowered."""
+
+    part: Part
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.part in OPS
+
+    def name(self, **_: Any) -> str:
+        return NAME
+
+    def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
+        """What a call on operands of these types will do on a device."""
+        names = params["names"]
+        dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
+        shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
+        if self.part is Part.GRADIENTS:
+            out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
+            shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
+        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
+
+    def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        """Lowers to plain XLA operations."""
+        params["rules"] = dataclasses.replace(params["rules"], is_local=is_local(ctx))
+        run = functools.partial(REFERENCE[self.part], **params)
+        if is_explicit(ctx.avals_in):
+            return lower(ctx, self._sharded(ctx, run, **params), *operands)
+        return lower_plain(run, ctx, *operands)
+
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Heads:
+        """The call by a kernel, sharded by batch and heads."""
+        return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
+
+    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> Heads:
+        avals: Sequence[Any] = ctx.avals_out
+        results, kept = params.get("wrt", ("out", "lse")), params.get("kept", (None, None))
+        return Heads(kinds(self.part, **params), results, kept, tuple(tuple(aval.shape) for aval in avals), run)
 
 
-def reference_rule(
-    part: Part, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
-) -> Any:
-    """Lowers to plain XLA operations."""
-    if implementation == "mosaic_gpu" and part in OPS:
-        raise checks.no_kernel_on_platform(NAME)
-    avals: Sequence[Any] = ctx.avals_in
-    params["rules"] = dataclasses.replace(params["rules"], is_local=sharding.is_local(ctx))
-    run = functools.partial(REFERENCE[part], **params)
-    if sharding.is_explicit(avals):
-        return sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
-    return sharding.lower_plain(run, ctx, *operands)
-
-
-def kernel_rule(
-    part: Part, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
-) -> Any:
-    """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
-    avals: Sequence[Any] = ctx.avals_in
-    if implementation == "xla" or choose(part, implementation, avals, hardware.current(), **params).decision is None:
-        return reference_rule(part, ctx, *operands, implementation="xla", **params)
-    run = functools.partial(_run, part, implementation, **params)
-    return sharding.lower(ctx, _cut(part, ctx, run, **params), *operands)
-
-
-def choose(part: Part, implementation: str | None, avals: Sequence[Any], device: Device, **params: Any) -> Plan:
-    """The plan for a call; one without a kernel is an error if a kernel was named."""
-    names = params["names"]
-    dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
-    shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
-    if part is Part.GRADIENTS:
-        out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
-        shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
-    found = plan(OPS[part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
-    if implementation == "mosaic_gpu" and found.decision is None:
-        raise checks.no_kernel_for_problem(NAME, found.declined)
-    return found
-
-
-def _cut(part: Part, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> Heads:
-    """The call, to be computed in pieces by `run`."""
-    shapes = tuple(tuple(aval.shape) for aval in ctx.avals_out)
-    results = params.get("wrt", ("out", "lse"))
-    return Heads(kinds(part, **params), results, params.get("kept", (None, None)), shapes, run)
-
-
-def _run(part: Part, implementation: str | None, *operands: jax.Array, **params: Any) -> Any:
+def _run(call: "Call", named: str | None, *operands: jax.Array, **params: Any) -> Any:
     """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
-    chosen = choose(part, implementation, operands, hardware.current(), **params)
-    decision, fold = chosen.decision, chosen.fold
-    if decision is None or fold is None:
+    part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
+    fold = chosen.layout
+    if fold is None:
         return REFERENCE[part](*operands, **params)
     names = params["names"]
     wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}
@@ -145,16 +133,9 @@ def _run(part: Part, implementation: str | None, *operands: jax.Array, **params:
         jnp.broadcast_to(x, wanted[name]) if name in wanted else x for name, x in zip(names, operands, strict=False)
     ]
     arrays += operands[len(names) :]
-    found = _launch(*map(fold.to_kernel, kinds(part, **params), arrays), decision=decision)
+    found = chosen.launch(*map(fold.to_kernel, kinds(part, **params), arrays))
     if part is Part.FORWARD:
         return tuple(map(fold.from_kernel, ("out", "lse"), found))
     given = ("query", "key", "value", *(n for n in ("bias", "sinks") if n in (wanted if n == "bias" else names)))
     gradients = dict(zip(given, found, strict=True))
     return tuple(sum_to(fold.from_kernel(name, gradients[name]), shape) for name, shape in wanted.items())
-
-
-@functools.partial(jax.jit, static_argnames="decision")
-def _launch(*operands: jax.Array, decision: Any) -> Any:
-    """One jitted function for all calls, so that equal kernels within a program are compiled once."""
-    with jax.named_scope(f"{decision.problem.op}.{decision.kernel}"):
-        return decision.run(*operands)

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax._attention import lowering
 from jaxsoftmax._attention.lowering import Part
 from jaxsoftmax._attention.sharding import agreed, layout_of
+from jaxsoftmax._core.lowering import register
 from jaxsoftmax._core.sharding import mesh_of, on_mesh_of, place, settings_for, spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -178,7 +179,7 @@ def _register() -> None:
     for part in (Part.TANGENT, Part.GRADIENTS):
         ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part])
     for part, primitive in BY_PART.items():
-        lowering.register(primitive, part)
+        register(primitive, lowering.Call(part))
 
 
 _register()

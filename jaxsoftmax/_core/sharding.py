@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Entry = str | tuple[str, ...] | None
@@ -199,30 +198,6 @@ def unify_varying(*operands: jax.Array) -> list[jax.Array]:
     ]
 
 
-def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
-    """Lowers `op` in pieces, as the operands' shardings ask."""
-
-    def pieces(*xs: jax.Array) -> list[jax.Array]:
-        avals = [jax.typeof(x) for x in xs]
-        if is_local(ctx):
-            return op.whole(*xs)
-        if is_explicit(avals):
-            mesh = mesh_of(avals)
-            ins, outs, run = op.piece([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            cut = [place(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
-            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*cut)
-        return _partitioned(op)(*xs)
-
-    return lower_plain(pieces, _with_mesh(ctx), *operands)
-
-
-def lower_plain(compute: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    """Lowers to what a function of arrays does."""
-    avals: Sequence[Any] = ctx.avals_in
-    with settings_for(*avals), on_mesh_of(avals):
-        return mlir.lower_fun(lambda *xs: jax.tree.leaves(compute(*xs, **params)))(ctx, *operands)
-
-
 @contextlib.contextmanager
 def settings_for(*avals: Any) -> Iterator[None]:
     """JAX's settings for what we trace ourselves, which may be outside the caller's context: the operands decide.
@@ -252,65 +227,3 @@ def on_mesh_of(avals: Sequence[Any]) -> Any:
 def is_explicit(avals: Sequence[Any]) -> bool:
     """Whether the operands' types say how they are cut."""
     return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))
-
-
-def is_local(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether one device holds all of the operands, so that nothing is partitioned afterwards."""
-    context = ctx.module_context.axis_context
-    if isinstance(context, mlir.SPMDAxisContext):
-        return context.manual_axes == frozenset(context.mesh.axis_names)
-    return getattr(context, "num_devices", None) == 1
-
-
-def _partitioned(op: Cuttable) -> Any:
-    @custom_partitioning
-    def call(*operands: jax.Array) -> list[jax.Array]:
-        return op.whole(*operands)
-
-    def partition(mesh: Mesh | AbstractMesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-        if mesh.empty:
-            return _partition_unnamed(op, mesh, args, results)
-        ins, outs, run = op.piece([a.shape for a in args], [spec_of(a) for a in args], mesh.shape)
-
-        def shard(*operands: jax.Array) -> list[jax.Array]:
-            # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), settings_for(*operands):
-                return run(*operands)
-
-        named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
-        return mesh, shard, list(named(outs)), named(ins)
-
-    call.def_partition(partition, sharding_rule=lambda mesh, args, _: op.shardy_rule([tuple(a.shape) for a in args]))
-    return call
-
-
-def _partition_unnamed(op: Cuttable, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Inside a partly manual region the Auto axes have no names: cuts into whole problems stay, others do not."""
-    pieces = [tuple(n // m for n, m in zip(a.shape, a.sharding.shard_shape(a.shape), strict=True)) for a in args]
-    stays = op.is_whole_in(pieces)
-    whole = NamedSharding(Mesh(jax.devices()[:1], ("all",)), P())
-    ins = tuple(a.sharding if stays else whole for a in args)
-    outs = [r.sharding if stays else whole for r in results]
-    return mesh, op.whole, outs, ins
-
-
-def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
-    """Gives `custom_partitioning` the mesh it looks for at lowering, of which only shape and names matter.
-
-    Without one it knows only shardings without names. Any mesh of the right size serves: the operands' own, the
-    ambient one, or, for 2^n devices, one of n axes of 2, which can express every way to cut them.
-    """
-    module = ctx.module_context
-    context = module.axis_context
-    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1 or context.abstract_mesh is not None:
-        return ctx
-    count = context.num_devices
-    avals: Sequence[Any] = ctx.avals_in
-    known = [aval.sharding.mesh for aval in avals] + [jax.sharding.get_abstract_mesh()]
-    mesh = next((m for m in known if not m.empty and m.size == count), None)
-    if mesh is None and count & (count - 1) == 0:
-        bits = count.bit_length() - 1
-        mesh = AbstractMesh((2,) * bits, tuple(f"bit{i}" for i in range(bits)))
-    devices = context.device_assignment or tuple((jax.devices() * count)[:count])
-    context = dataclasses.replace(context, device_assignment=devices, abstract_mesh=mesh)
-    return ctx.replace(module_context=module.replace(axis_context=context))

@@ -17,7 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.sharding import Cuts, lower_plain, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._core.lowering import lower_plain, register
+from jaxsoftmax._core.sharding import Cuts, on_mesh_of, settings_for, unify_varying
 from jaxsoftmax._cross_entropy.loss import of_this_device
 from jaxsoftmax._softmax import lowering
 from jaxsoftmax._softmax.primitives import define, higher_jvp, zeros
@@ -223,5 +224,5 @@ COTANGENT = lowering.Computation(
     asked=lambda operands, **row: (_without_states(operands), row),
 )
 define(TO_LOGITS, COTANGENT.results, many=False)
-lowering.register(TO_LOGITS, COTANGENT)
+register(TO_LOGITS, COTANGENT)
 ad.primitive_jvps[TO_LOGITS] = functools.partial(higher_jvp, TO_LOGITS, _to_logits, False)

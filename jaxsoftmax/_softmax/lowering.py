@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core import sharding as core_sharding
+from jaxsoftmax._core.lowering import Plan, lower_plain
+from jaxsoftmax._core.sharding import Cuts, Result, RowOp
 from jaxsoftmax._cross_entropy import loss as losses
+from jaxsoftmax._softmax import layout
 from jaxsoftmax._softmax import sharding as row_sharding
-from jaxsoftmax._softmax.layout import Plan, plan
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import reference
@@ -52,11 +52,60 @@ class Computation:
     """
 
     op: Op
-    results: Callable[..., Sequence[core_sharding.Result]]
+    results: Callable[..., Sequence[Result]]
     plain: Callable[..., Any]
     whole: Callable[..., Any]
     across: Callable[..., Any]
     asked: Callable[..., Asked] = _as_given
+    has_kernel: bool = True
+
+    def name(self, function: str | None = None, **_: Any) -> str:
+        return function or NAMES[self.op]
+
+    def plan(
+        self,
+        avals: Sequence[Any],
+        device: Device,
+        named: str | None,
+        batch_invariant: bool = False,
+        function: str | None = None,
+        **params: Any,
+    ) -> Plan:
+        """What a call on operands of these types will do on a device."""
+        operands, row = self.asked(avals, **params)
+        return _plan(self.op, operands, device, named, batch_invariant=batch_invariant, **row)
+
+    def reference(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        *operands: Any,
+        batch_invariant: bool = False,
+        function: str | None = None,
+        **params: Any,
+    ) -> Any:
+        """Lowers to plain XLA operations."""
+        return lower_plain(self.plain, ctx, *operands, **params)
+
+    def by_kernel(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        named: str | None,
+        batch_invariant: bool = False,
+        function: str | None = None,
+        **params: Any,
+    ) -> RowOp:
+        """The call by kernels: of whole rows, or of the parts of rows that are themselves sharded."""
+        results, rows = self.results(**params), functools.partial(run, named, batch_invariant)
+
+        def whole(*xs: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(self.whole(rows, *xs, **params))
+
+        def across(cuts: Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+            if named and "row" in results:
+                raise checks.no_kernel_for_sharded_rows(named)
+            return jax.tree.leaves(self.across(cuts, inside, rows, *shards, **params))
+
+        return RowOp(params["axes"], results, whole, across)
 
 
 def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
@@ -96,76 +145,12 @@ BY_OP = {op: _operation(op) for op in Op} | {
 }
 
 
-def register(primitive: Primitive, computation: Computation) -> None:
-    """Registers both lowerings of a primitive. "cuda", for the kernels are not for every "gpu"."""
-    mlir.register_lowering(primitive, functools.partial(reference_rule, computation))
-    mlir.register_lowering(primitive, functools.partial(kernel_rule, computation), platform="cuda")
-
-
-def reference_rule(
-    computation: Computation,
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    implementation: str | None,
-    batch_invariant: bool = False,
-    function: str | None = None,
-    **params: Any,
-) -> Any:
-    """Lowers to plain XLA operations."""
-    if implementation == "mosaic_gpu":
-        raise checks.no_kernel_on_platform(function or NAMES[computation.op])
-    return core_sharding.lower_plain(computation.plain, ctx, *operands, **params)
-
-
-def kernel_rule(
-    computation: Computation,
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    implementation: str | None,
-    batch_invariant: bool = False,
-    function: str | None = None,
-    **params: Any,
-) -> Any:
-    """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
-    avals, row = computation.asked(ctx.avals_in, **params)
-    op, device = computation.op, hardware.current()
-    named = (function or NAMES[op]) if implementation == "mosaic_gpu" else None
-    chosen = functools.partial(choose, op, named, avals, device, batch_invariant=batch_invariant)
-    if implementation == "xla" or chosen(**row).decision is None:
-        return reference_rule(computation, ctx, *operands, implementation=implementation, **params)
-    rows = functools.partial(run, named, batch_invariant)
-
-    def whole(*xs: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(computation.whole(rows, *xs, **params))
-
-    def across(cuts: core_sharding.Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
-        if named and "row" in computation.results(**params):
-            raise checks.no_kernel_for_sharded_rows(named)
-        return jax.tree.leaves(computation.across(cuts, inside, rows, *shards, **params))
-
-    return core_sharding.lower(
-        ctx, core_sharding.RowOp(row["axes"], computation.results(**params), whole, across), *operands
-    )
-
-
-def choose(op: Op, named: str | None, operands: Sequence[Any], device: Device, **row: Any) -> Plan:
-    """The plan for a call; one without a kernel is an error of the function that is `named`, if it asked for one."""
-    chosen = plan(op, [x.shape for x in operands], operands[0].dtype, device, may_transpose=named is not None, **row)
-    if named is not None and chosen.decision is None:
-        raise checks.no_kernel_for_problem(named, chosen.declined)
-    return chosen
-
-
 def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
-    """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
-    chosen = choose(op, named, operands, hardware.current(), batch_invariant=batch_invariant, **row)
-    if chosen.decision is None:
-        return by_reference(op, *operands, **row)
-    return chosen.launch(_launch, *operands)
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
+    return by_reference(op, *operands, **row) if chosen.decision is None else layout.launch(chosen, *operands)
 
 
-@functools.partial(jax.jit, static_argnames="decision")
-def _launch(*operands: jax.Array, decision: Any) -> Any:
-    """One jitted function for all calls, so that equal kernels within a program are compiled once."""
-    with jax.named_scope(f"{decision.problem.op}.{decision.kernel}"):
-        return decision.run(*operands)
+def _plan(op: Op, operands: Sequence[Any], device: Device, named: str | None, **row: Any) -> Plan:
+    shapes, dtype = [x.shape for x in operands], operands[0].dtype
+    return layout.plan(op, shapes, dtype, device, may_transpose=named is not None, **row)

@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._core.lowering import register
 from jaxsoftmax._core.sharding import (
     Result,
     common_spec,
@@ -184,7 +185,7 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 for _op, _primitive in BY_OP.items():
     define(_primitive, lowering.BY_OP[_op].results, many=_op.gives_stats)
-    lowering.register(_primitive, lowering.BY_OP[_op])
+    register(_primitive, lowering.BY_OP[_op])
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:

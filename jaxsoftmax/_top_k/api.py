@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import batch_invariance, checks, sharding
+from jaxsoftmax._core import batch_invariance, checks, lowering, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.sharding import mesh_axes, mesh_of, spec_of, unify_varying
 from jaxsoftmax._softmax.api import scaled
@@ -146,7 +146,7 @@ def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: 
     """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
     avals: Sequence[Any] = ctx.avals_in
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
-    return sharding.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
+    return lowering.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
 
 
 def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._attention import lowering as attention_lowering
 from jaxsoftmax._attention import primitives as attention_primitives
+from jaxsoftmax._core import lowering
 from jaxsoftmax._cross_entropy import tangents
 from jaxsoftmax._softmax import lowering as row_lowering
 from jaxsoftmax._softmax import primitives as row_primitives
@@ -85,12 +86,12 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     computations = {primitive: row_lowering.BY_OP[op] for op, primitive in row_primitives.BY_OP.items()}
     computations[tangents.TO_LOGITS] = tangents.COTANGENT
     for primitive, computation in computations.items():
-        mlir.register_lowering(primitive, functools.partial(row_lowering.kernel_rule, computation), platform="cpu")
+        mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, computation), platform="cpu")
     mlir.register_lowering(api.TOP_K, functools.partial(api.lower, may_count=True), platform="cpu")
     jax.clear_caches()
     yield record
     for primitive, computation in computations.items():
-        mlir.register_lowering(primitive, functools.partial(row_lowering.reference_rule, computation), platform="cpu")
+        mlir.register_lowering(primitive, functools.partial(lowering.reference_rule, computation), platform="cpu")
     mlir.register_lowering(api.TOP_K, api.lower, platform="cpu")
     jax.clear_caches()
 
@@ -175,13 +176,13 @@ def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionSt
         return AttentionStandIn(problem, None, (("attention", "it is not for this"),))
 
     monkeypatch.setattr(attention_dispatch, "decide", decide)
-    parts = {part: attention_primitives.BY_PART[part] for part in attention_lowering.OPS}
-    for part, primitive in parts.items():
-        mlir.register_lowering(primitive, functools.partial(attention_lowering.kernel_rule, part), platform="cpu")
+    calls = {attention_primitives.BY_PART[part]: attention_lowering.Call(part) for part in attention_lowering.OPS}
+    for primitive, call in calls.items():
+        mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, call), platform="cpu")
     jax.clear_caches()
     yield record
-    for part, primitive in parts.items():
-        mlir.register_lowering(primitive, functools.partial(attention_lowering.reference_rule, part), platform="cpu")
+    for primitive, call in calls.items():
+        mlir.register_lowering(primitive, functools.partial(lowering.reference_rule, call), platform="cpu")
     jax.clear_caches()
 
 
