@@ -12,6 +12,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._attention.checks import NAME
 from jaxsoftmax._attention.layout import Shape, plan
+from jaxsoftmax._attention.operands import kernel_gradients
 from jaxsoftmax._attention.sharding import Heads
 from jaxsoftmax._core.lowering import Plan, is_local, lower, lower_plain
 from jaxsoftmax._core.sharding import is_explicit
@@ -136,6 +137,5 @@ def _run(call: "Call", named: str | None, *operands: jax.Array, **params: Any) -
     found = chosen.launch(*map(fold.to_kernel, kinds(part, **params), arrays))
     if part is Part.FORWARD:
         return tuple(map(fold.from_kernel, ("out", "lse"), found))
-    given = ("query", "key", "value", *(n for n in ("bias", "sinks") if n in (wanted if n == "bias" else names)))
-    gradients = dict(zip(given, found, strict=True))
+    gradients = dict(zip(kernel_gradients(names, wanted), found, strict=True))
     return tuple(sum_to(fold.from_kernel(name, gradients[name]), shape) for name, shape in wanted.items())

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
 from jaxsoftmax._core.sharding import (
     Entry,
     Names,
@@ -29,10 +30,6 @@ from jaxsoftmax._core.sharding import (
     spec_of,
 )
 from pallas_kernels.attention.operands import RANK
-
-# Where the heads are among an operand's last axes: as many as the query has, or as the key has.
-_QUERY_HEADS = dict(query=1, out=1, bias=0, mask=0, sinks=0, lse=0)
-_KEY_HEADS = dict(key=1, value=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +49,10 @@ class Layout:
             entry if shape[d] != 1 and (kept is None or d in kept) else None for d, entry in enumerate(self.lead)
         )
         core: list[Entry] = [None] * RANK[kind]
-        if kind in _QUERY_HEADS and shape[rank + _QUERY_HEADS[kind]] != 1:
-            core[_QUERY_HEADS[kind]] = self.heads
-        if kind in _KEY_HEADS:
-            core[_KEY_HEADS[kind]] = self.key_heads
+        if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
+            core[QUERY_HEADS[kind]] = self.heads
+        if kind in KEY_HEADS:
+            core[KEY_HEADS[kind]] = self.key_heads
         return P(*lead, *core)
 
 
@@ -127,7 +124,8 @@ class Heads:
         if kept is None:
             return ()
         names = [name for d, entry in enumerate(cut.lead) if d not in kept for name in mesh_axes(entry)]
-        is_shared = cut.shares if kind in _KEY_HEADS else kind == "bias" and shape[-3] == 1
+        at = len(shape) - RANK[kind] + OPERANDS[kind].head_axis
+        is_shared = cut.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
         return (*names, *(mesh_axes(cut.heads) if is_shared else ()))
 
     def _part(
@@ -141,7 +139,7 @@ class Heads:
         mine = jax.lax.axis_index(names) * local // (heads[0] // heads[1])
         found = self.whole(
             *(
-                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in _KEY_HEADS else x
+                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in KEY_HEADS else x
                 for kind, x in zip(self.kinds, operands, strict=True)
             )
         )
@@ -149,7 +147,7 @@ class Heads:
             jax.lax.dynamic_update_slice_in_dim(
                 jnp.zeros((*x.shape[:-2], heads[1], x.shape[-1]), x.dtype), x, mine, x.ndim - 2
             )
-            if kind in _KEY_HEADS
+            if kind in KEY_HEADS
             else x
             for kind, x in zip(self.results, found, strict=True)
         ]
@@ -167,10 +165,10 @@ class Heads:
                 f"b{d}" if shape[d] == full[d] and (kept is None or d in kept) else f"one{i}_{d}" for d in range(rank)
             ]
             core = [f"own{i}_{d}" for d in range(RANK[kind])]
-            if kind in _QUERY_HEADS and shape[rank + _QUERY_HEADS[kind]] != 1:
-                core[_QUERY_HEADS[kind]] = "heads"
-            if kind in _KEY_HEADS:
-                core[_KEY_HEADS[kind]] = "heads" if same else "key_heads"
+            if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
+                core[QUERY_HEADS[kind]] = "heads"
+            if kind in KEY_HEADS:
+                core[KEY_HEADS[kind]] = "heads" if same else "key_heads"
             return ArrayMapping(*factors, *core)
 
         everything = [
