@@ -1,7 +1,6 @@
 """Softmax, cross entropy and flash attention for JAX: as fast as a Hopper GPU allows, with every transformation."""
 
 from jaxsoftmax._attention.api import flash_attention as flash_attention
-from jaxsoftmax._attention_explain import explain_attention as explain_attention
 from jaxsoftmax._core.batch_invariance import batch_invariant as batch_invariant
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy
 from jaxsoftmax._cross_entropy.api import (
@@ -9,6 +8,7 @@ from jaxsoftmax._cross_entropy.api import (
 )
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
+from jaxsoftmax._explain import explain_attention as explain_attention
 from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
 from jaxsoftmax._patch import patch as patch

@@ -1,4 +1,4 @@
-"""Any leading dimensions, seen as a kernel sees them: one batch, and heads.
+"""The layout of operands for attention kernels, which know one batch axis and heads.
 
 Leading axes become the batch, but for those along which keys and values are shared (as when only the query is mapped):
 they become more query heads to each key head, so that keys and values are not copied. Head dimensions that are no

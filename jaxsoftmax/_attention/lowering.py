@@ -122,14 +122,14 @@ class Call:
 
 
 def _run(call: "Call", named: str | None, *operands: jax.Array, **params: Any) -> Any:
-    """Runs a kernel on whole operands of one device; the reference, where none takes this piece of the call."""
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
     part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
     fold = chosen.layout
     if fold is None:
         return REFERENCE[part](*operands, **params)
     names = params["names"]
     wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}
-    # What has a gradient of its own for each element of a leading axis enters as an array of its own for each.
+    # Operands that broadcast along a batch axis which their gradient keeps are broadcast before the kernel.
     arrays = [
         jnp.broadcast_to(x, wanted[name]) if name in wanted else x for name, x in zip(names, operands, strict=False)
     ]

@@ -1,7 +1,7 @@
-"""Attention cut over batch and heads: which part each device computes, and what it must add up with others.
+"""Attention sharded over batch and heads: which part each device computes, and which gradients devices add up.
 
-Forward, nothing crosses the wire. Backward, only gradients of what devices share are summed: of keys and values that
-heads on several devices read, of a bias that is broadcast along what is cut, of sinks.
+The forward pass communicates nothing. In the backward pass gradients of what devices share are summed: of keys and
+values that heads on several devices read, of a bias that is broadcast along a sharded axis, and of sinks.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
 from jaxsoftmax._core.sharding import (
     Entry,
     Names,
-    Piece,
     Shape,
+    Shard,
     Spec,
     common_spec,
     is_explicit,
     mesh_axes,
     mesh_of,
-    place,
+    reshard,
     spec_of,
 )
 from pallas_kernels.attention.operands import RANK
@@ -34,7 +34,7 @@ from pallas_kernels.attention.operands import RANK
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a call is cut: its leading axes, the query's heads and the key's, and whether devices share a key head."""
+    """How a call is sharded: leading axes, the query's heads and the key's, and whether devices share a key head."""
 
     full: Shape
     lead: Spec
@@ -43,7 +43,7 @@ class Layout:
     shares: bool
 
     def spec(self, kind: str, shape: Shape, kept: Sequence[int] | None = None) -> P:
-        """The cut of an operand, or of a result that keeps only some of the leading axes."""
+        """The sharding of an operand, or of a result that keeps only some of the leading axes."""
         rank = len(shape) - RANK[kind]
         lead = tuple(
             entry if shape[d] != 1 and (kept is None or d in kept) else None for d, entry in enumerate(self.lead)
@@ -57,7 +57,7 @@ class Layout:
 
 
 def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Layout:
-    """The cut that suits operands that come cut so: the leading axes' and the heads' stay, others do not."""
+    """The sharding for operands that come sharded so: the leading axes' and the heads' stay, others do not."""
     ranks = [len(shape) - RANK[kind] for kind, shape in zip(kinds, shapes, strict=True)]
     full = tuple(jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True))))
     lead = common_spec([spec[:rank] for spec, rank in zip(specs, ranks, strict=True)])
@@ -75,15 +75,15 @@ def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec],
 
 
 def layout_of(kinds: Sequence[str], avals: Sequence[Any]) -> Layout:
-    """The cut that suits operands of these types."""
+    """The sharding for operands of these types."""
     return layout(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], mesh_of(avals).shape)
 
 
-def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
-    """Arrays whose types say how they are cut, all cut as `layout` says; a gradient has its operand's type only then.
+def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
+    """Arrays whose types have shardings, resharded as `layout` says; a gradient has its operand's type only then.
 
-    What is not computed `in_parts` must be cut so before, also where its type names no mesh, and devices cannot share a
-    key head there: heads that are cut more finely than the key's are made whole.
+    What is not computed `in_parts` is resharded before, also where its type names no mesh, and devices cannot share a
+    key head there: heads that are sharded more finely than the key's are made whole.
     """
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
@@ -92,12 +92,12 @@ def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool 
     if cut.shares and not in_parts:
         cut = dataclasses.replace(cut, heads=None, shares=False)
     mesh = None if in_parts else mesh_of(avals)
-    return [place(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
+    return [reshard(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """A part of an attention call to be cut. `kept[i]`: the leading axes of result i, None for all of them."""
+    """A part of an attention call to be sharded. `kept[i]`: the leading axes of result i, None for all of them."""
 
     kinds: tuple[str, ...]
     results: tuple[str, ...]
@@ -109,7 +109,7 @@ class Heads:
         """Everything on one device."""
         return list(self.run(*operands))
 
-    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
         cut = layout(self.kinds, shapes, specs, sizes)
         ins = [cut.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
@@ -117,7 +117,7 @@ class Heads:
         outs = [cut.spec(kind, shape, kept) for kind, shape, kept in results]
         heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
         sums = [self._sums(cut, *result) for result in results]
-        return Piece(ins, outs, functools.partial(self._part, cut, heads, sums))
+        return Shard(ins, outs, functools.partial(self._part, cut, heads, sums))
 
     def _sums(self, cut: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
         """The mesh axes over which a result is to be added up."""
@@ -154,7 +154,7 @@ class Heads:
         return [jax.lax.psum(x, names) if names else x for x, names in zip(placed, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for each leading axis, one for the heads; everything else goes uncut."""
+        """A factor for each leading axis, one for the heads; everything else is not sharded."""
         ranks = [len(shape) - RANK[kind] for kind, shape in zip(self.kinds, shapes, strict=True)]
         full = jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True)))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
@@ -179,7 +179,7 @@ class Heads:
         return SdyShardingRule(tuple(mappings[: len(shapes)]), tuple(mappings[len(shapes) :]))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Equal cuts of the leading axes, and no other."""
+        """Equal shardings of the leading axes, and no other."""
         leads = {piece[: len(piece) - RANK[kind]] for kind, piece in zip(self.kinds, pieces, strict=True)}
         uncut = all(
             n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.sharding import Cuttable, is_explicit, mesh_of, on_mesh_of, place, settings_for, spec_of
+from jaxsoftmax._core.sharding import Partitionable, is_explicit, mesh_of, on_mesh_of, reshard, settings_for, spec_of
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 
@@ -66,7 +66,7 @@ class Lowerable(Protocol):
         """Lowers to plain XLA operations."""
         ...
 
-    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Cuttable:
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Partitionable:
         """The call by a kernel, in a form that can be partitioned."""
         ...
 
@@ -106,7 +106,7 @@ def _launch(*operands: jax.Array, decision: Any) -> Any:
         return decision.run(*operands)
 
 
-def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> Any:
     """Lowers `op` in pieces, as the operands' shardings ask."""
 
     def pieces(*xs: jax.Array) -> list[jax.Array]:
@@ -115,8 +115,8 @@ def lower(ctx: mlir.LoweringRuleContext, op: Cuttable, *operands: Any) -> Any:
             return op.whole(*xs)
         if is_explicit(avals):
             mesh = mesh_of(avals)
-            ins, outs, run = op.piece([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            cut = [place(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
+            ins, outs, run = op.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
+            cut = [reshard(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
             return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*cut)
         return _partitioned(op)(*xs)
 
@@ -138,7 +138,7 @@ def is_local(ctx: mlir.LoweringRuleContext) -> bool:
     return getattr(context, "num_devices", None) == 1
 
 
-def _partitioned(op: Cuttable) -> Any:
+def _partitioned(op: Partitionable) -> Any:
     @custom_partitioning
     def call(*operands: jax.Array) -> list[jax.Array]:
         return op.whole(*operands)
@@ -146,7 +146,7 @@ def _partitioned(op: Cuttable) -> Any:
     def partition(mesh: Mesh | AbstractMesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
         if mesh.empty:
             return _partition_unnamed(op, mesh, args, results)
-        ins, outs, run = op.piece([a.shape for a in args], [spec_of(a) for a in args], mesh.shape)
+        ins, outs, run = op.shard_problem([a.shape for a in args], [spec_of(a) for a in args], mesh.shape)
 
         def shard(*operands: jax.Array) -> list[jax.Array]:
             # Traced while compiling, in whatever mesh is ambient then; it must not see an Explicit one.
@@ -160,7 +160,7 @@ def _partitioned(op: Cuttable) -> Any:
     return call
 
 
-def _partition_unnamed(op: Cuttable, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+def _partition_unnamed(op: Partitionable, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
     """Inside a partly manual region the Auto axes have no names: cuts into whole problems stay, others do not."""
     pieces = [tuple(n // m for n, m in zip(a.shape, a.sharding.shard_shape(a.shape), strict=True)) for a in args]
     stays = op.is_whole_in(pieces)

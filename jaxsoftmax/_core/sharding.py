@@ -1,8 +1,7 @@
-"""Kernels under sharded operands: XLA cannot cut an opaque call, so its lowering rule cuts it.
+"""Shardings: what types say of them, how operands are brought to one, and what `lowering` asks of a sharded operation.
 
-Auto mesh axes go through `custom_partitioning` with a Shardy rule, Explicit ones through `shard_map`; one device, or a
-region that is manual already, calls the kernel directly. Rows are cut without communication. Rows that are themselves
-cut exchange a few numbers each (`_collective`).
+Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each
+(`_softmax.sharding`).
 """
 
 import contextlib
@@ -25,49 +24,49 @@ Names = tuple[str, ...]
 Result = Literal["row", "selected", "number"]
 
 
-class Cut(NamedTuple):
-    """How an axis is cut: over which axes of the mesh, and its extent before."""
+class AxisSharding(NamedTuple):
+    """How an axis is sharded: over which axes of the mesh, and its extent before."""
 
     names: Names
     extent: int
 
 
-Cuts = tuple[Cut, ...]
+AxisShardings = tuple[AxisSharding, ...]
 
 
-class Piece(NamedTuple):
-    """One device's part: the operands' and outputs' cuts, and what computes it."""
+class Shard(NamedTuple):
+    """One device's part of a problem: the operands' and outputs' shardings, and what computes it."""
 
     ins: Sequence[P]
     outs: Sequence[P]
     run: Callable[..., list[jax.Array]]
 
 
-class Cuttable(Protocol):
-    """An operation that can be computed in pieces."""
+class Partitionable(Protocol):
+    """An operation that can be computed shard by shard."""
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """All of it."""
         ...
 
-    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
-        """A part of it, for operands cut so on a mesh with axes of these sizes."""
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
+        """One shard of it, for operands sharded so on a mesh with axes of these sizes."""
         ...
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """How cuts of one operand go with those of others."""
+        """Which axes of operands and results are sharded together."""
         ...
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Whether parts of operands, each cut in so many pieces along its axes, are a whole problem by themselves."""
+        """Whether shards of operands, each in so many pieces along its axes, are a whole problem by themselves."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOp:
-    """A row operation to be cut: `whole` computes whole rows, `across` this device's part of cut ones.
+    """A row operation to be sharded: `whole` computes whole rows, `across` this device's part of sharded ones.
 
-    `across(cuts, inside, ...)` is told the cuts of each of `axes`, and where its part holds what the whole has.
+    `across(cuts, inside, ...)` is told the shardings of each of `axes`, and where its part holds what the whole has.
     """
 
     axes: Shape
@@ -75,13 +74,13 @@ class RowOp:
     whole: Callable[..., list[jax.Array]]
     across: Callable[..., list[jax.Array]]
 
-    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
         full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
         ins = [broadcast_spec(full, shape) for shape in shapes]
         outs = [P(*self._of(result, full, None)) for result in self.results]
-        cuts = tuple(Cut(mesh_axes(full[d]), extents[d]) for d in self.axes)
-        return Piece(ins, outs, functools.partial(self._across, cuts) if names_of(cuts) else self.whole)
+        cuts = tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes)
+        return Shard(ins, outs, functools.partial(self._across, cuts) if names_of(cuts) else self.whole)
 
     def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
         """What a result has of what the operands' axes have, with `selected` for the axis that is selected from."""
@@ -91,12 +90,12 @@ class RowOp:
             selected if d in self.axes else x for d, x in enumerate(axes) if result == "selected" or d not in self.axes
         ]
 
-    def _across(self, cuts: Cuts, *shards: jax.Array) -> list[jax.Array]:
+    def _across(self, cuts: AxisShardings, *shards: jax.Array) -> list[jax.Array]:
         shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
         return self.across(cuts, inside(cuts, self.axes, shape), *shards)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Equal cuts between rows."""
+        """Equal shardings between rows."""
         return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
@@ -111,15 +110,15 @@ class RowOp:
         return SdyShardingRule(operands, results)
 
 
-def names_of(cuts: Cuts) -> Names:
-    """The mesh axes of all cuts."""
+def names_of(cuts: AxisShardings) -> Names:
+    """The mesh axes of all shardings."""
     return tuple(name for cut in cuts for name in cut.names)
 
 
-def inside(cuts: Cuts, axes: Shape, shape: Shape) -> jax.Array | None:
+def inside(cuts: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | None:
     """Where this device's part, of `shape`, holds what the whole has; None if everywhere.
 
-    XLA cuts an axis that does not divide into equal parts, and what it fills the last ones up with is not said.
+    XLA shards an axis that does not divide into equal parts, and what it fills the last ones up with is not said.
     """
     mask = None
     for axis, cut in zip(axes, cuts, strict=True):
@@ -145,7 +144,7 @@ def mesh_axes(entry: Entry) -> Names:
 
 
 def common_spec(specs: Sequence[Spec]) -> Spec:
-    """The partition that operands which broadcast against each other share: the first cut of each axis wins."""
+    """The partition that operands which broadcast against each other share: the first sharding of each axis wins."""
     chosen: list[Entry] = []
     used: set[str] = set()
     for entries in zip(*specs, strict=True):
@@ -156,7 +155,7 @@ def common_spec(specs: Sequence[Spec]) -> Spec:
 
 
 def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
-    """The partition of an operand that broadcasts to what is cut so."""
+    """The partition of an operand that broadcasts to what is sharded so."""
     return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
 
 
@@ -166,19 +165,19 @@ def mesh_of(avals: Sequence[Any]) -> AbstractMesh:
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
-def cut_alike(*operands: jax.Array) -> Sequence[jax.Array]:
-    """Operands that broadcast against each other, cut alike where their types say how."""
+def unify_shardings(*operands: jax.Array) -> Sequence[jax.Array]:
+    """Operands that broadcast against each other, brought to one sharding where their types have shardings."""
     avals = [jax.typeof(x) for x in operands]
     if not is_explicit(avals):
         return operands
     full = common_spec([spec_of(a) for a in avals])
-    return [place(x, broadcast_spec(full, a.shape)) for x, a in zip(operands, avals, strict=True)]
+    return [reshard(x, broadcast_spec(full, a.shape)) for x, a in zip(operands, avals, strict=True)]
 
 
-def place(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:
-    """An array whose type names a mesh, cut so on it; another only if it is told by what `mesh`.
+def reshard(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:
+    """An array whose type names a mesh, resharded on it; another only if `mesh` is given.
 
-    Outside `jit` nothing but a context could say what devices that has. Lowering knows, and cuts the others too.
+    Outside `jit` nothing but a context could say what devices that has. Lowering knows, and reshards the others too.
     """
     aval = jax.typeof(x)
     has_mesh = not aval.sharding.mesh.empty
@@ -216,7 +215,7 @@ def settings_for(*avals: Any) -> Iterator[None]:
 def on_mesh_of(avals: Sequence[Any]) -> Any:
     """A context for tracing that names the mesh of explicit axes that operands' types name, where the user's does not.
 
-    Types alone would leave what is not computed of an operand, such as indices, to be cut by the compiler, in any way.
+    Types alone would leave it to the compiler how to shard what is not computed of an operand, such as indices.
     """
     mesh = mesh_of(avals)
     if not is_explicit(avals) or not jax.sharding.get_abstract_mesh().empty:
@@ -225,5 +224,5 @@ def on_mesh_of(avals: Sequence[Any]) -> Any:
 
 
 def is_explicit(avals: Sequence[Any]) -> bool:
-    """Whether the operands' types say how they are cut."""
+    """Whether the operands' types say how they are sharded."""
     return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))

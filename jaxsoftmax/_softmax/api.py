@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._core.sharding import cut_alike
+from jaxsoftmax._core.sharding import unify_shardings
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.softmax.problem import Op
@@ -210,7 +210,7 @@ def logsumexp(
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
-        has_any, total = cut_alike(operands[1].any(axes), stats.sum)
+        has_any, total = unify_shardings(operands[1].any(axes), stats.sum)
         stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out

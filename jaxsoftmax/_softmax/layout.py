@@ -1,4 +1,4 @@
-"""Any axes and any mask, seen as a kernel sees them: `[rows, cols]`, or `[rows, cols, inner]`, and a mask's form.
+"""The layout of operands for row kernels: `[rows, cols]`, or `[rows, cols, inner]`, and the form of the mask.
 
 A row's numbers are `[rows]`, or `[rows, inner]`.
 """

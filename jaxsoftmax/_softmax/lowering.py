@@ -1,7 +1,4 @@
-"""From primitive to program: the reference on every platform, and on CUDA the kernel that `dispatch` decides for.
-
-The platform is known only here, so one traced function runs, exports and differentiates the same everywhere.
-"""
+"""How each row operation is lowered: its reference, its kernel, and its form for rows that are themselves sharded."""
 
 import dataclasses
 import functools
@@ -13,7 +10,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.lowering import Plan, lower_plain
-from jaxsoftmax._core.sharding import Cuts, Result, RowOp
+from jaxsoftmax._core.sharding import AxisShardings, Result, RowOp
 from jaxsoftmax._cross_entropy import loss as losses
 from jaxsoftmax._softmax import layout
 from jaxsoftmax._softmax import sharding as row_sharding
@@ -100,7 +97,7 @@ class Computation:
         def whole(*xs: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
 
-        def across(cuts: Cuts, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+        def across(cuts: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
             if named and "row" in results:
                 raise checks.no_kernel_for_sharded_rows(named)
             return jax.tree.leaves(self.across(cuts, inside, rows, *shards, **params))
@@ -124,8 +121,8 @@ def _loss(
     op: Op, results: Callable[..., Any], whole: Callable[..., Any], across: Callable[..., Any], **rest: Any
 ) -> Computation:
     """That of a loss, which is made of what a row operation says, and of its label's logit."""
-    plain = functools.partial(whole, losses.picked, by_reference)
-    return Computation(op, results, plain, functools.partial(whole, losses.gathered), across, **rest)
+    plain = functools.partial(whole, losses.label_logit, by_reference)
+    return Computation(op, results, plain, functools.partial(whole, losses.label_logit_gathered), across, **rest)
 
 
 BY_OP = {op: _operation(op) for op in Op} | {

@@ -23,11 +23,11 @@ from jaxsoftmax._core.lowering import register
 from jaxsoftmax._core.sharding import (
     Result,
     common_spec,
-    cut_alike,
     mesh_of,
     on_mesh_of,
     settings_for,
     spec_of,
+    unify_shardings,
     unify_varying,
 )
 from jaxsoftmax._softmax import lowering
@@ -44,7 +44,7 @@ BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op i
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
-    return BY_OP[op].bind(*unify_varying(*cut_alike(*operands)), **params)
+    return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
 
 
 def define(primitive: Primitive, results: Results, *, many: bool) -> None:

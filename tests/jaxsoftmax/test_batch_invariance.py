@@ -316,8 +316,8 @@ def test_xla_adds_up_nothing_for_the_cross_entropy() -> None:
         rows = functools.partial(kernel, list(numbers))
         form = {"weighted": True, "stats": True, "all_rows": True}
         return (
-            loss.cross_entropy(loss.gathered, rows, x, labels, weights, **form, **row),
-            loss.cross_entropy_gradient(loss.gathered, rows, x, labels, weights, **row),
+            loss.cross_entropy(loss.label_logit_gathered, rows, x, labels, weights, **form, **row),
+            loss.cross_entropy_gradient(loss.label_logit_gathered, rows, x, labels, weights, **row),
         )
 
     def pull(x: jax.Array, labels: jax.Array, ct: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:

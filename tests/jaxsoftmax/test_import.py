@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _attention_explain, _explain, _patch
+from jaxsoftmax import _explain, _patch
 from jaxsoftmax._attention import api as attention_api
 from jaxsoftmax._cross_entropy import api as cross_entropy_api
 from jaxsoftmax._softmax import api as row_api
@@ -45,7 +45,7 @@ def test_explanations_and_states_pickle() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [row_api, attention_api, _attention_explain, cross_entropy_api, _explain, _patch],
+    [row_api, attention_api, cross_entropy_api, _explain, _patch],
     ids=lambda m: m.__name__,
 )
 def test_examples_in_docstrings(module: object) -> None:
