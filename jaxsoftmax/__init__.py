@@ -1,23 +1,23 @@
 """Softmax, cross entropy and flash attention for JAX: as fast as a Hopper GPU allows, with every transformation."""
 
-from jaxsoftmax._api import log_softmax as log_softmax
-from jaxsoftmax._api import logsumexp as logsumexp
-from jaxsoftmax._api import merge as merge
-from jaxsoftmax._api import softmax as softmax
-from jaxsoftmax._attention import flash_attention as flash_attention
-from jaxsoftmax._attention_explain import explain_attention as explain_attention
-from jaxsoftmax._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
-from jaxsoftmax._cross_entropy import (
+from jaxsoftmax._attention.api import flash_attention as flash_attention
+from jaxsoftmax._core.batch_invariance import batch_invariant as batch_invariant
+from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy
+from jaxsoftmax._cross_entropy.api import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
-from jaxsoftmax._invariance import batch_invariant as batch_invariant
+from jaxsoftmax._explain import explain_attention as explain_attention
 from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
 from jaxsoftmax._patch import patch as patch
 from jaxsoftmax._patch import uninstall as uninstall
-from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
+from jaxsoftmax._softmax.api import log_softmax as log_softmax
+from jaxsoftmax._softmax.api import logsumexp as logsumexp
+from jaxsoftmax._softmax.api import merge as merge
+from jaxsoftmax._softmax.api import softmax as softmax
+from jaxsoftmax._top_k.api import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"

@@ -9,16 +9,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 
-from jaxsoftmax import _api, _checks, _invariance, _lowering
-from jaxsoftmax._checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
-from jaxsoftmax._primitives import BY_OP
-from jaxsoftmax._rows import plan
-from jaxsoftmax._selection import chunk_size, select
-from jaxsoftmax._top_k import TOP_K, top_k_softmax
+from jaxsoftmax._attention.api import flash_attention
+from jaxsoftmax._attention.lowering import Call, Part
+from jaxsoftmax._attention.primitives import BY_PART
+from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.lowering import Plan
+from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
+from jaxsoftmax._softmax import api, lowering
+from jaxsoftmax._softmax.layout import plan
+from jaxsoftmax._softmax.primitives import BY_OP
+from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
+from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
+from pallas_kernels.attention.operands import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.derivatives import RULES
 from pallas_kernels.softmax.problem import Op
@@ -132,10 +139,10 @@ def explain(
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
     if op == "logsumexp":
-        if not (_checks.is_number(scale) and scale == 1):
+        if not (checks.is_number(scale) and scale == 1):
             raise TypeError(f"explain: scale is {scale}, but logsumexp has no scale. Multiply x by it beforehand.")
     else:
-        is_number = _checks.is_number(scale)
+        is_number = checks.is_number(scale)
         (static if is_number else arrays)["scale"] = scale
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
@@ -153,7 +160,7 @@ def explain(
             target,
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
-            (NOT_INVARIANT,) if _invariance.enabled() else (),
+            (NOT_INVARIANT,) if batch_invariance.enabled() else (),
         )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
@@ -199,7 +206,7 @@ def _explanation(
     params = dict(eqn.params)
     implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
     params.pop("function", None)
-    operands, row = _lowering.BY_OP[op].asked(avals, **params)
+    operands, row = lowering.BY_OP[op].asked(avals, **params)
     say = functools.partial(
         Explanation,
         call=_call(name, avals[0], row["axes"]),
@@ -285,14 +292,148 @@ _GRADIENT_APART = (
 )
 
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
-    "softmax": (Op.SOFTMAX, _api.softmax),
-    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(_api.softmax)),
-    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(_api.softmax)),
-    "log_softmax": (Op.LOG_SOFTMAX, _api.log_softmax),
-    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(_api.log_softmax)),
-    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(_api.log_softmax)),
-    "logsumexp": (Op.STATS, _api.logsumexp),
+    "softmax": (Op.SOFTMAX, api.softmax),
+    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(api.softmax)),
+    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(api.softmax)),
+    "log_softmax": (Op.LOG_SOFTMAX, api.log_softmax),
+    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(api.log_softmax)),
+    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(api.log_softmax)),
+    "logsumexp": (Op.STATS, api.logsumexp),
     "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
     "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),
     "top_k": (Op.STATS, top_k_softmax),
+}
+
+
+_PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
+
+
+def explain_attention(
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    bias: Abstract | None = None,
+    mask: Abstract | None = None,
+    *,
+    op: str = "forward",
+    device: Device | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Says which kernel and config a call of `flash_attention` gets on which device, or why none.
+
+    The call is traced, not run; nothing is computed. It is explained for one device and whole operands: of sharded
+    ones each device gets the same explanation for its part.
+
+    Args:
+        query: The call's query, an array or a `jax.ShapeDtypeStruct`, as the next ones.
+        key: The call's key.
+        value: The call's value.
+        bias: The call's bias.
+        mask: The call's mask.
+        op: "forward", or what its derivative runs: "vjp" (with respect to every float operand) or "jvp".
+        device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
+        **arguments: The call's other arguments.
+
+    Returns:
+        An `Explanation`, whose `str()` is meant to be read.
+
+    Raises:
+        TypeError: as the call itself would, or `device` is no `Device`.
+        ValueError: as the call itself would, or `op` is not one of the above.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.float32)
+    >>> print(explain_attention(x, x, x, implementation="xla"))  # doctest: +ELLIPSIS
+    flash_attention of float32: query [2,1024,8,64], key [2,1024,8,64], value [2,1024,8,64]
+    ...
+        why: implementation='xla'
+        moves: nothing can move less than 16.8 MB
+    """
+    if not isinstance(op, str) or op not in _PARTS:
+        raise ValueError(f"explain_attention: op={op!r}, expected one of {', '.join(_PARTS)}.")
+    if not isinstance(device, Device | None):
+        raise TypeError(
+            f"explain_attention: device={device!r}, expected a pallas_kernels.hardware.Device, or None for the first "
+            "CUDA device."
+        )
+    part = _PARTS[op]
+    # NumPy's numbers and dtypes have shapes too, but the call takes them for numbers and dtypes.
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or (isinstance(x, np.ndarray) and x.ndim)
+    }
+    static = {name: x for name, x in arguments.items() if name not in arrays}
+    given = {name: x for name, x in arrays.items() if x is not None}
+    floats = {
+        name: x
+        for name, x in given.items()
+        if name in DIFFERENTIABLE and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    }
+    rest = {name: x for name, x in given.items() if name not in floats}
+    call = lambda floats, rest: flash_attention(**floats, **rest, **static)
+    jaxpr = jax.make_jaxpr(_TRACED[part](call))(floats, rest)
+    eqn = next((eqn for eqn in jaxpr.eqns if eqn.primitive is BY_PART[part]), None)
+    present = hardware.present()
+    return _attention_explanation(op, part, eqn, device or present or hardware.H200, present, static)
+
+
+def _attention_explanation(
+    op: str, part: Part, eqn: Any, device: Device, present: Device | None, static: dict[str, Any]
+) -> Explanation:
+    call, avals = Call(part), [var.aval for var in eqn.invars]
+    names = eqn.params["names"]
+    params = {key: value for key, value in eqn.params.items() if key != "implementation"}
+    implementation = eqn.params["implementation"]
+    shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in zip(names, avals, strict=False))
+    chosen = Plan(())
+    if not call.has_kernel:
+        runs, reason = "xla", "forward mode has no kernel"
+    elif implementation == "xla":
+        asked = static.get("implementation") == "xla"
+        runs, reason = "xla", "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
+    else:
+        chosen = call.plan(avals, device, None, **params)
+        named = implementation == "mosaic_gpu"
+        runs, reason = "error" if named else "xla", "no kernel takes the call"
+    decision = chosen.decision
+    notes = list(chosen.notes)
+    if params["rules"].batch_invariant and (decision is None or part is not Part.FORWARD):
+        notes.append(NOT_INVARIANT if decision is None else _GRADIENTS_VARY)
+    return Explanation(
+        call=f"{'flash_attention' if op == 'forward' else f'{op} of flash_attention'} of {avals[0].dtype}: {shown}",
+        implementation=runs if decision is None else "mosaic_gpu",
+        here=device == present,
+        device=device,
+        reason=reason if decision is None else decision.reason,
+        least_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*avals, *(v.aval for v in eqn.outvars))),
+        notes=tuple(notes),
+        declined=chosen.declined,
+        kernel=None if decision is None else decision.kernel,
+        config=None if decision is None else decision.config,
+    )
+
+
+_GRADIENTS_VARY = (
+    "batch invariance is promised of the output and the logsumexp alone; deterministic_gradients=True makes gradients "
+    "repeat"
+)
+
+
+def _attention_pulled_back(call: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(floats: Any, rest: Any) -> Any:
+        out, pull = jax.vjp(lambda floats: call(floats, rest), floats)
+        return pull(out)
+
+    return traced
+
+
+def _attention_pushed_forward(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda floats, rest: jax.jvp(lambda floats: call(floats, rest), (floats,), (floats,))
+
+
+_TRACED: dict[Part, Callable[..., Any]] = {
+    Part.FORWARD: lambda call: call,
+    Part.GRADIENTS: _attention_pulled_back,
+    Part.TANGENT: _attention_pushed_forward,
 }

@@ -4,17 +4,94 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import math
 import operator
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.scipy.special
 
-from jaxsoftmax._substitutes import HOLDERS, NAMES, OF_JAX, OF_LIBRARIES, Function
+from jaxsoftmax._attention import api as attention_api
+from jaxsoftmax._cross_entropy import api as cross_entropy_api
+from jaxsoftmax._softmax import api as row_api
+
+ArrayLike = jax.typing.ArrayLike
+Function = Callable[..., Any]
+
+# The parameters of `flax.linen.dot_product_attention`, which may be passed by position.
+_LINEN = (
+    *("query", "key", "value", "bias", "mask", "broadcast_dropout", "dropout_rng", "dropout_rate", "deterministic"),
+    *("dtype", "precision", "module", "force_fp32_for_softmax", "einsum_dot_general"),
+    *("qk_attn_weights_einsum", "attn_weights_value_einsum"),
+)
+
+
+def _dot_product_attention(
+    *args: Any, implementation: str | None = None, return_residual: bool = False, **kwargs: Any
+) -> Any:
+    """`jax.nn.dot_product_attention`, whose residual has the output's dtype and no derivative."""
+    implementation = None if implementation == "cudnn" else implementation
+    kwargs |= {"implementation": implementation, "return_residual": return_residual}
+    found = attention_api.flash_attention(*args, **kwargs)
+    if not return_residual:
+        return found
+    out, lse = found
+    return out, jax.lax.stop_gradient(lse.astype(out.dtype))
+
+
+def _linen_attention(*args: Any, **kwargs: Any) -> jax.Array:
+    """`flax.linen.dot_product_attention`, whose output is as wide as its softmax is forced to be."""
+    given = dict(zip(_LINEN[: len(args)], args, strict=True)) | kwargs
+    out = attention_api.flash_attention(**{name: x for name, x in given.items() if x is not None})
+    return out.astype(jnp.promote_types(out.dtype, jnp.float32)) if given.get("force_fp32_for_softmax") else out
+
+
+def _softmax_cross_entropy(
+    logits: ArrayLike, labels: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike | None = None
+) -> jax.Array:
+    """`optax.softmax_cross_entropy`, in the dtype of logits and labels."""
+    loss = cross_entropy_api.softmax_cross_entropy(logits, labels, axis, where)
+    return loss.astype(jnp.result_type(logits, labels))
+
+
+def _integer_labels(
+    logits: ArrayLike, labels: ArrayLike, axis: int | Sequence[int] = -1, where: ArrayLike | None = None
+) -> jax.Array:
+    """`optax.softmax_cross_entropy_with_integer_labels`, in the logits' dtype; negative labels count from the end."""
+    x, y = jnp.asarray(logits), jnp.asarray(labels)
+    if jnp.issubdtype(y.dtype, jnp.signedinteger):
+        y = y.astype(jnp.promote_types(y.dtype, jnp.int32))
+        y = jnp.where(y < 0, y + math.prod(x.shape[a] for a in ([axis] if isinstance(axis, int) else axis)), y)
+    return cross_entropy_api.softmax_cross_entropy_with_integer_labels(x, y, axis, where).astype(x.dtype)
+
+
+_OF_JAX: dict[str, Function] = {
+    "jax.nn.softmax": row_api.softmax,
+    "jax.nn.log_softmax": row_api.log_softmax,
+    "jax.nn.logsumexp": row_api.logsumexp,
+    "jax.nn.dot_product_attention": _dot_product_attention,
+    "jax.scipy.special.logsumexp": row_api.logsumexp,
+}
+# By the module that has them first.
+_OF_LIBRARIES: dict[str, dict[str, Function]] = {
+    "optax.losses": {
+        "optax.softmax_cross_entropy": _softmax_cross_entropy,
+        "optax.softmax_cross_entropy_with_integer_labels": _integer_labels,
+    },
+    "flax.linen.attention": {"flax.linen.dot_product_attention": _linen_attention},
+}
+_NAMES = (*_OF_JAX, *(name for functions in _OF_LIBRARIES.values() for name in functions))
+
+# Modules that hold functions of JAX as attributes, and where these come from.
+_HOLDERS = {"jax.nn": "jax.nn", "jax.scipy.special": "jax.scipy.special"} | dict.fromkeys(
+    ("flax.core.nn", "flax.linen", "flax.linen.activation", "flax.nnx", "flax.nnx.nn.activations"), "jax.nn"
+)
+
 
 # It is part of the key of JAX's caches: what `jax.jit` has traced under a patch is not used outside, nor vice versa.
 _ON = jax.make_user_context(None)
@@ -37,8 +114,8 @@ class Calls(dict[str, int]):
     """
 
     def __init__(self) -> None:
-        super().__init__(dict.fromkeys(NAMES, 0))
-        self.fallbacks = dict.fromkeys(NAMES, 0)
+        super().__init__(dict.fromkeys(_NAMES, 0))
+        self.fallbacks = dict.fromkeys(_NAMES, 0)
         self.reasons: dict[str, str] = {}
 
 
@@ -174,8 +251,8 @@ def _substitute(name: str, ours: Function, original: Function) -> Function:
     return call
 
 
-_ORIGINALS = {name: operator.attrgetter(name.removeprefix("jax."))(jax) for name in OF_JAX}
-_SUBSTITUTES = {name: (_substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[name]) for name, ours in OF_JAX.items()}
+_ORIGINALS = {name: operator.attrgetter(name.removeprefix("jax."))(jax) for name in _OF_JAX}
+_SUBSTITUTES = {name: (_substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[name]) for name, ours in _OF_JAX.items()}
 
 
 class _Importer(importlib.abc.MetaPathFinder):
@@ -184,7 +261,7 @@ class _Importer(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in HOLDERS and fullname not in OF_LIBRARIES:
+        if fullname not in _HOLDERS and fullname not in _OF_LIBRARIES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -209,7 +286,7 @@ def _begin() -> None:
                 importer = _Importer()
                 sys.meta_path.insert(0, importer)
                 undo.callback(sys.meta_path.remove, importer)
-                for name in (*HOLDERS, *OF_LIBRARIES):
+                for name in (*_HOLDERS, *_OF_LIBRARIES):
                     if name in sys.modules:
                         _reach(sys.modules[name], undo)
                 _undo = undo.pop_all()
@@ -232,11 +309,11 @@ def _reach(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
         origin, _, attribute = function.rpartition(".")
         held = vars(module).get(attribute)
         # Elsewhere a function of the same name may be another one.
-        if name == origin or (HOLDERS.get(name) == origin and held in (original, substitute)):
+        if name == origin or (_HOLDERS.get(name) == origin and held in (original, substitute)):
             # A module that was imported under the patch has found the substitute.
             undo.callback(_put_back, module, attribute, original if held is substitute else held, substitute)
             setattr(module, attribute, substitute)
-    for function, ours in OF_LIBRARIES.get(name, {}).items():
+    for function, ours in _OF_LIBRARIES.get(name, {}).items():
         _redirect(getattr(module, function.rpartition(".")[2]), function, ours, undo)
 
 

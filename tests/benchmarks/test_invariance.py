@@ -36,7 +36,7 @@ def test_the_binary_writes_both_times(tmp_path):
 
 def test_wrong_results_are_not_timed():
     def wrong(x):
-        return x * (1.0 + jaxsoftmax._invariance.enabled())
+        return x * (1.0 + jaxsoftmax._core.batch_invariance.enabled())
 
     found = invariance.record(case := invariance.Case("wrong", wrong, ((4, 8),)), invariance.measure(case, 1))
     assert found["status"] == "WRONG"

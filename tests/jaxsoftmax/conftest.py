@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax import (
-    _attention_lowering,
-    _attention_primitives,
-    _cross_entropy_tangents,
-    _lowering,
-    _primitives,
-    _selection,
-    _top_k,
-)
+from jaxsoftmax._attention import lowering as attention_lowering
+from jaxsoftmax._attention import primitives as attention_primitives
+from jaxsoftmax._core import lowering
+from jaxsoftmax._cross_entropy import tangents
+from jaxsoftmax._softmax import lowering as row_lowering
+from jaxsoftmax._softmax import primitives as row_primitives
+from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.operands import Operands, Rules
@@ -54,7 +52,7 @@ class StandIn:
             assert operands[1].dtype == jnp.int32
         last = problem.operands + len(numbers)
         kept = [x if i < problem.operands or i >= last else x[:, None] for i, x in enumerate(operands)]
-        return _lowering.REFERENCE[problem.op](*kept, **row)
+        return row_lowering.REFERENCE[problem.op](*kept, **row)
 
 
 @dataclasses.dataclass
@@ -85,16 +83,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
         return StandIn(problem, None, (("first", "it is not for this"), ("second", "nor this")))
 
     monkeypatch.setattr(dispatch, "decide", decide)
-    computations = {primitive: _lowering.BY_OP[op] for op, primitive in _primitives.BY_OP.items()}
-    computations[_cross_entropy_tangents.TO_LOGITS] = _cross_entropy_tangents.COTANGENT
+    computations = {primitive: row_lowering.BY_OP[op] for op, primitive in row_primitives.BY_OP.items()}
+    computations[tangents.TO_LOGITS] = tangents.COTANGENT
     for primitive, computation in computations.items():
-        mlir.register_lowering(primitive, functools.partial(_lowering.kernel_rule, computation), platform="cpu")
-    mlir.register_lowering(_top_k.TOP_K, functools.partial(_top_k.lower, may_count=True), platform="cpu")
+        mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, computation), platform="cpu")
+    mlir.register_lowering(api.TOP_K, functools.partial(api.lower, may_count=True), platform="cpu")
     jax.clear_caches()
     yield record
     for primitive, computation in computations.items():
-        mlir.register_lowering(primitive, functools.partial(_lowering.reference_rule, computation), platform="cpu")
-    mlir.register_lowering(_top_k.TOP_K, _top_k.lower, platform="cpu")
+        mlir.register_lowering(primitive, functools.partial(lowering.reference_rule, computation), platform="cpu")
+    mlir.register_lowering(api.TOP_K, api.lower, platform="cpu")
     jax.clear_caches()
 
 
@@ -104,9 +102,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def clear() -> None:
         jax.clear_caches()
-        _selection.chunk_size.cache_clear()
+        select.chunk_size.cache_clear()
 
-    monkeypatch.setattr(_selection, "_AT_ONCE", 4)
+    monkeypatch.setattr(select, "_AT_ONCE", 4)
     clear()
     yield
     monkeypatch.undo()
@@ -178,13 +176,13 @@ def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionSt
         return AttentionStandIn(problem, None, (("attention", "it is not for this"),))
 
     monkeypatch.setattr(attention_dispatch, "decide", decide)
-    parts = {part: _attention_primitives.BY_PART[part] for part in _attention_lowering.OPS}
-    for part, primitive in parts.items():
-        mlir.register_lowering(primitive, functools.partial(_attention_lowering.kernel_rule, part), platform="cpu")
+    calls = {attention_primitives.BY_PART[part]: attention_lowering.Call(part) for part in attention_lowering.OPS}
+    for primitive, call in calls.items():
+        mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, call), platform="cpu")
     jax.clear_caches()
     yield record
-    for part, primitive in parts.items():
-        mlir.register_lowering(primitive, functools.partial(_attention_lowering.reference_rule, part), platform="cpu")
+    for primitive, call in calls.items():
+        mlir.register_lowering(primitive, functools.partial(lowering.reference_rule, call), platform="cpu")
     jax.clear_caches()
 
 

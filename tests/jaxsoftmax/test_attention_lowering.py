@@ -11,7 +11,7 @@ import pytest
 from jax import export
 
 import jaxsoftmax
-from jaxsoftmax import _attention_fold
+from jaxsoftmax._attention import layout
 from pallas_kernels.attention import vjp
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.attention.problem import Op
@@ -142,7 +142,7 @@ def test_heads_of_any_width(attention_stand_ins: Any, dim: int, value_dim: int) 
 )
 def test_folds(leads: dict[str, tuple[int, ...]], batch: int, heads: int) -> None:
     core = dict(query=(5, 4, 8), key=(7, 2, 8), value=(7, 2, 6), key_lengths=(), out=(5, 4, 6), lse=(4, 5))
-    fold = _attention_fold.fold({name: (*lead, *core[name]) for name, lead in leads.items()})
+    fold = layout.fold({name: (*lead, *core[name]) for name, lead in leads.items()})
     assert fold.kernel_shape("query", (*leads["query"], 5, 4, 8)) == (batch, 5, heads, 8)
     assert fold.kernel_shape("key", (*leads["key"], 7, 2, 8)) == (batch, 7, 2, 8)
     for kind in ("query", "out", "lse"):
@@ -155,7 +155,7 @@ def test_copies_are_said() -> None:
     shapes = dict(query=(3, 2, 16, 4, 64), key=(3, 2, 16, 2, 64), value=(1, 2, 16, 2, 60), mask=(1, 2, 1, 16, 16))
     shapes |= dict(query_segments=(3, 2, 16), key_segments=(3, 2, 16))
     dtypes = dict.fromkeys(shapes, jnp.bfloat16)
-    found = _attention_fold.plan(Op.FORWARD, shapes, dtypes, Rules(), H200, False)
+    found = layout.plan(Op.FORWARD, shapes, dtypes, Rules(), H200, False)
     if found.decision is not None:
         assert found.notes == (
             "value, of shape (1, 2, 16, 2, 60), is copied to (6, 16, 2, 60)",
@@ -178,9 +178,7 @@ def test_gradients_repeat_where_that_is_asked_for(wanted: bool) -> None:
     ]
     assert rules == [wanted]
     shapes = dict(query=x.shape, key=x.shape, value=x.shape)
-    plan = _attention_fold.plan(
-        Op.BACKWARD, shapes, dict.fromkeys(shapes, x.dtype), Rules(deterministic=wanted), H200, False
-    )
+    plan = layout.plan(Op.BACKWARD, shapes, dict.fromkeys(shapes, x.dtype), Rules(deterministic=wanted), H200, False)
     assert plan.decision is not None
     assert plan.decision.problem.deterministic is wanted
 

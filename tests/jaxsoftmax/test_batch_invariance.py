@@ -19,7 +19,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import _cross_entropy_rows, _cross_entropy_tangents, _invariance, _selection, batch_invariant
+from jaxsoftmax import batch_invariant
+from jaxsoftmax._core import batch_invariance
+from jaxsoftmax._cross_entropy import loss, tangents
+from jaxsoftmax._top_k import select
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.problem import Op as AttentionOp
@@ -205,7 +208,7 @@ def test_jit_compiles_once_with_and_once_without() -> None:
 
     @jax.jit
     def f(x: jax.Array) -> jax.Array:
-        traces.append(_invariance.enabled())
+        traces.append(batch_invariance.enabled())
         return jaxsoftmax.softmax(x)
 
     for _ in range(2):
@@ -226,7 +229,7 @@ def test_inside_of_a_jitted_function_and_as_a_decorator() -> None:
     decorated = batch_invariant()(jax.jit(jaxsoftmax.softmax))
     np.testing.assert_array_equal(decorated(X), f(X)[0])
     assert "batch_invariant=True" in str(jax.make_jaxpr(batch_invariant()(jaxsoftmax.softmax))(X))
-    assert not _invariance.enabled()
+    assert not batch_invariance.enabled()
 
 
 def test_a_value_that_is_no_bool() -> None:
@@ -236,8 +239,8 @@ def test_a_value_that_is_no_bool() -> None:
 
 @pytest.mark.parametrize("value, want", [("1", "True"), ("0", "False"), ("on", "expected 0 or 1")])
 def test_the_environment_says_what_is_the_default(value: str, want: str) -> None:
-    code = "import jaxsoftmax._invariance as i; print(i.enabled())"
-    environment = {**os.environ, _invariance.VARIABLE: value, "JAX_PLATFORMS": "cpu"}
+    code = "import jaxsoftmax._core.batch_invariance as i; print(i.enabled())"
+    environment = {**os.environ, batch_invariance.VARIABLE: value, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert want in (done.stderr if value == "on" else done.stdout)
 
@@ -291,7 +294,7 @@ def sums_of(f: Callable[..., Any], *operands: Any) -> list[str]:
 
 def test_xla_adds_up_nothing_for_the_largest() -> None:
     x = jax.ShapeDtypeStruct((4, 50000), jnp.bfloat16)
-    call = functools.partial(_selection.select, k=5, normalizes=True, scale=1.0, implementation=None, may_count=True)
+    call = functools.partial(select.select, k=5, normalizes=True, scale=1.0, implementation=None, may_count=True)
     assert sums_of(functools.partial(call, batch_invariant=True), x) == []
     assert "reduce[" in sums_of(call, x)
     of_k = functools.partial(jaxsoftmax.top_k_softmax, k=5, normalize="top_k")
@@ -313,12 +316,12 @@ def test_xla_adds_up_nothing_for_the_cross_entropy() -> None:
         rows = functools.partial(kernel, list(numbers))
         form = {"weighted": True, "stats": True, "all_rows": True}
         return (
-            _cross_entropy_rows.cross_entropy(_cross_entropy_rows.gathered, rows, x, labels, weights, **form, **row),
-            _cross_entropy_rows.cross_entropy_gradient(_cross_entropy_rows.gathered, rows, x, labels, weights, **row),
+            loss.cross_entropy(loss.label_logit_gathered, rows, x, labels, weights, **form, **row),
+            loss.cross_entropy_gradient(loss.label_logit_gathered, rows, x, labels, weights, **row),
         )
 
     def pull(x: jax.Array, labels: jax.Array, ct: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
-        return _cross_entropy_tangents._pull_to_logits([ct, ct], x, labels, maximum, total, all_rows=True, **row)
+        return tangents._pull_to_logits([ct, ct], x, labels, maximum, total, all_rows=True, **row)
 
     assert sums_of(forward, X, labels, weights, *[number] * 3) == []
     assert sums_of(pull, X, labels, *[weights] * 3) == []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _cross_entropy_tangents as tangents
+from jaxsoftmax._cross_entropy import tangents
 from tests import errors, oracle
 
 

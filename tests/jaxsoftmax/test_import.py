@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _api, _attention, _attention_explain, _cross_entropy, _explain, _patch
+from jaxsoftmax import _explain, _patch
+from jaxsoftmax._attention import api as attention_api
+from jaxsoftmax._cross_entropy import api as cross_entropy_api
+from jaxsoftmax._softmax import api as row_api
 
 
 def test_import_leaves_pallas_for_the_lowering_and_libraries_for_their_users() -> None:
@@ -41,7 +44,9 @@ def test_explanations_and_states_pickle() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [_api, _attention, _attention_explain, _cross_entropy, _explain, _patch], ids=lambda m: m.__name__
+    "module",
+    [row_api, attention_api, cross_entropy_api, _explain, _patch],
+    ids=lambda m: m.__name__,
 )
 def test_examples_in_docstrings(module: object) -> None:
     result = doctest.testmod(module)

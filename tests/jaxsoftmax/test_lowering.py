@@ -10,7 +10,7 @@ import pytest
 from jax import export
 
 import jaxsoftmax
-from jaxsoftmax import _rows
+from jaxsoftmax._softmax import layout
 from pallas_kernels.softmax import derivatives
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
@@ -41,7 +41,7 @@ def lower(function: Any, *operands: Any, platforms: tuple[str, ...]) -> str:
     ],
 )
 def test_views(shape: tuple[int, ...], axes: tuple[int, ...], expected: Any) -> None:
-    seen = _rows.view(shape, axes)
+    seen = layout.view(shape, axes)
     assert (seen.order, seen.rows, seen.cols, seen.inner) == expected
     x = jnp.arange(float(np.prod(shape))).reshape(shape)
     np.testing.assert_array_equal(seen.from_rows(seen.to_rows(x)), x)

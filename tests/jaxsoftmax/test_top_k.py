@@ -13,7 +13,8 @@ import pytest
 from jax import export
 
 import jaxsoftmax
-from jaxsoftmax import _selection, _top_k, top_k_softmax
+from jaxsoftmax import top_k_softmax
+from jaxsoftmax._top_k import api, select
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 
@@ -51,7 +52,7 @@ def test_float64() -> None:
 
 @pytest.mark.parametrize("n, k", [(40, 2), (41, 1), (96, 5), (97, 3), (256, 12), (1000, 1), (1024, 9)])
 def test_many_levels(short_chunks: None, n: int, k: int) -> None:
-    assert _selection.chunk_size(n, k) < n
+    assert select.chunk_size(n, k) < n
     for seed, normalize in enumerate(("all", "top_k")):
         top_k_oracle.check(top_k_softmax, top_k_oracle.rows(n, np.float32, seed), k, normalize=normalize)
 
@@ -59,15 +60,15 @@ def test_many_levels(short_chunks: None, n: int, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 8, 50, 64, 256])
 def test_chunks_leave_little_to_order(k: int) -> None:
     for n in (32000, 50176, 50257, 50261, 128256, 151936, 262144):
-        c = _selection.chunk_size(n, k)
+        c = select.chunk_size(n, k)
         assert n % c == 0 or n == 50261, "a padded copy"
         assert -(-n // c) >= k
         assert n / c + k * c <= 4 * 2 * (n * k) ** 0.5
-        assert _selection.chunked(jnp.zeros((2, n), jnp.bfloat16), c).shape == (2, -(-n // c), c)
+        assert select.chunked(jnp.zeros((2, n), jnp.bfloat16), c).shape == (2, -(-n // c), c)
 
 
 def test_the_kernel_sees_chunks(stand_ins: Any) -> None:
-    c = _selection.chunk_size(32000, 64)
+    c = select.chunk_size(32000, 64)
     top_k_oracle.check(top_k_softmax, top_k_oracle.rows(32000, ml_dtypes.bfloat16), 64)
     assert stand_ins.ran(Op.STATS) == {(16 * 32000 // c, c, 1)}
     stand_ins.problems.clear()
@@ -282,7 +283,7 @@ def test_a_named_kernel_on_another_platform() -> None:
 def test_examples_in_docstrings() -> None:
     import doctest
 
-    result = doctest.testmod(_top_k)
+    result = doctest.testmod(api)
     assert result.attempted
     assert not result.failed
     assert jaxsoftmax.top_k_softmax is top_k_softmax

@@ -1,4 +1,4 @@
-"""Rows cut across devices: the monoid once more, with one all-reduce as the scope.
+"""Rows sharded over devices: the monoid merges their shards' states by one all-reduce.
 
 Each function computes one device's part of an operation whose reduced axes are split over the mesh axes `names`.
 All that crosses the wire is a few numbers per row and device, in one exchange.
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._sharding import Cuts, Names, names_of
+from jaxsoftmax._core.sharding import AxisShardings, Names, names_of
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
@@ -32,7 +32,7 @@ def log_softmax(names: Names, local_stats: LocalStats, *operands: jax.Array, **r
 
 def stats(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
     """The states of the whole rows."""
-    return merge_over(Stats(*from_all(names, *local_stats(*operands, **row))), 0)
+    return merge_over(Stats(*all_gather(names, *local_stats(*operands, **row))), 0)
 
 
 def softmax_tangent(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
@@ -47,7 +47,7 @@ def log_softmax_tangent(
     """This device's columns of log_softmax's tangent."""
     local = local_stats(x, axes=axes, scale=scale)
     slope = reference.stats_tangent(x, None, t, local.max, axes=axes, scale=scale)
-    maximum, total, slope = from_all(names, *local, slope)
+    maximum, total, slope = all_gather(names, *local, slope)
     merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
     slope = merged.sum[..., 1] / merged.sum[..., 0]
     # The scale is in the slope already.
@@ -57,12 +57,12 @@ def log_softmax_tangent(
 def log_softmax_cotangent(names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
     """This device's columns of log_softmax's cotangent."""
     local = local_stats(x, **row)
-    maximum, total, incoming = from_all(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
+    maximum, total, incoming = all_gather(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
     known = merge_over(Stats(maximum, total), 0)
     return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
 
 
-def from_all(names: Names, *parts: jax.Array) -> list[jax.Array]:
+def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
     """The parts of every device, stacked in front: one all-reduce of their bits, in slots that others leave zero."""
     words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
     mine = jnp.concatenate([word.ravel() for word in words])
@@ -76,7 +76,7 @@ def from_all(names: Names, *parts: jax.Array) -> list[jax.Array]:
 
 
 def across(
-    op: Op, cuts: Cuts, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
+    op: Op, cuts: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
 ) -> jax.Array | Stats:
     """This device's part of an operation, of which those columns count that are `inside`."""
     return BY_OP[op](names_of(cuts), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import common_spec, place, settings_for, spec_of
+from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -140,7 +140,7 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     if max(dtype.itemsize for dtype in dtypes) < 8 and (len(dtypes) == 1 or jnp.dtype("uint32") not in dtypes):
         return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
     cut = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
-    query_ids, key_ids = place(query_ids, cut), place(key_ids, cut)
+    query_ids, key_ids = reshard(query_ids, cut), reshard(key_ids, cut)
     with settings_for(query_ids, key_ids):
         widest = jnp.uint64 if any(dtype.itemsize == 8 for dtype in dtypes) else jnp.uint32
         signs = jnp.concatenate([query_ids < 0, key_ids < 0], -1)

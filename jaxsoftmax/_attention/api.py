@@ -5,11 +5,14 @@ from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _attention_checks as checks
-from jaxsoftmax import _attention_weights, _checks, _invariance
-from jaxsoftmax._attention_checks import CausalAlignment
-from jaxsoftmax._attention_primitives import attend
-from jaxsoftmax._checks import ArrayLike, Implementation
+from jaxsoftmax._attention import checks
+from jaxsoftmax._attention.checks import CausalAlignment
+from jaxsoftmax._attention.primitives import attend
+from jaxsoftmax._attention.sharding import unify_shardings
+from jaxsoftmax._core import batch_invariance
+from jaxsoftmax._core import checks as core_checks
+from jaxsoftmax._core.checks import ArrayLike, Implementation
+from pallas_kernels.attention import reference
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -236,7 +239,7 @@ def flash_attention(
         window_offset=end if local_window_size is not None else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
-        batch_invariant=_invariance.enabled(),
+        batch_invariant=batch_invariance.enabled(),
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )
@@ -253,10 +256,32 @@ def flash_attention(
         sinks=sink,
     )
     if dropout is None and module is None:
-        out, lse = attend(operands, rules, _checks.implementation(checks.NAME, implementation))
+        out, lse = attend(operands, rules, core_checks.implementation(checks.NAME, implementation))
     elif implementation == "mosaic_gpu":
         raise checks.no_kernel_shows_weights("there is dropout" if dropout else "the weights are to be sown")
     else:
         sown_dtype = jnp.float32 if force_fp32_for_softmax else q.dtype
-        out, lse = _attention_weights.attend(operands, rules, dropout, module, sown_dtype)
+        out, lse = _with_weights_in_memory(operands, rules, dropout, module, sown_dtype)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+
+
+def _with_weights_in_memory(
+    operands: Operands, rules: Rules, dropout: checks.Dropout | None, module: Any, sown_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Attention with its weights in memory, for dropout and to show them to a Flax module; dropout draws as Flax's.
+
+    Weights are sown in the dtype `sown_dtype`.
+    """
+    names = operands.present
+    whole = unify_shardings(names, [getattr(operands, name) for name in names], in_parts=False)
+    operands = operands._replace(**dict(zip(names, whole, strict=True)))
+    _, lse = attend(operands, rules, "xla")
+    weights = reference.weights(operands, rules, lse)
+    if module is not None:
+        # Both of Flax's module systems know this collection; nnx's type for it has the same name.
+        module.sow("intermediates", "attention_weights", weights.astype(sown_dtype))
+    if dropout is not None:
+        keep = 1.0 - dropout.rate
+        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if dropout.broadcast else weights.shape
+        weights = jnp.where(jax.random.bernoulli(dropout.rng, keep, shape), weights / keep, 0.0)
+    return reference.weigh(weights, operands, rules), lse

@@ -17,12 +17,12 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _checks, _invariance, _sharding
-from jaxsoftmax._api import scaled
-from jaxsoftmax._checks import ArrayLike, Implementation
-from jaxsoftmax._primitives import bind, zeros
-from jaxsoftmax._selection import probabilities, select, select_across
-from jaxsoftmax._sharding import mesh_axes, mesh_of, spec_of, unify_varying
+from jaxsoftmax._core import batch_invariance, checks, lowering, sharding
+from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.sharding import mesh_axes, mesh_of, spec_of, unify_varying
+from jaxsoftmax._softmax.api import scaled
+from jaxsoftmax._softmax.primitives import bind, zeros
+from jaxsoftmax._top_k.select import probabilities, select, select_across
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -31,7 +31,7 @@ NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]
 
 TOP_K = Primitive("softmax_top_k")
-_RESULTS: Sequence[_sharding.Result] = ("selected", "selected", "number", "number", "selected")
+_RESULTS: Sequence[sharding.Result] = ("selected", "selected", "number", "number", "selected")
 
 
 def top_k_softmax(
@@ -84,19 +84,19 @@ def top_k_softmax(
     Array([1, 3, 0], dtype=int32)
     """
     del is_stable
-    x = _checks.floating(NAME, "logits", logits)
+    x = checks.floating(NAME, "logits", logits)
     if x.ndim == 0:
         raise ValueError(f"{NAME}: logits is a scalar, expected at least one axis to select along.")
-    (along,) = _checks.axes(NAME, _integer("axis", axis), x.ndim, "logits")
+    (along,) = checks.axes(NAME, _integer("axis", axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
     if normalize not in get_args(Normalize):
         raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
-    factor = _checks.scale_factor(NAME, scale, x.shape, "the logits'")
-    implementation = _checks.implementation(NAME, implementation)
+    factor = checks.scale_factor(NAME, scale, x.shape, "the logits'")
+    implementation = checks.implementation(NAME, implementation)
     dtype = x.dtype
     x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf for chunks
     x, factor = scaled(x, factor)
-    how = {"implementation": implementation, **_invariance.asked()}
+    how = {"implementation": implementation, **batch_invariance.asked()}
     values, indices, _, total, *y = TOP_K.bind(
         jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, **how
     )
@@ -146,7 +146,7 @@ def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: 
     """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
     avals: Sequence[Any] = ctx.avals_in
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
-    return _sharding.lower(ctx, _sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
+    return lowering.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
 
 
 def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:

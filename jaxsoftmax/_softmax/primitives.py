@@ -19,17 +19,18 @@ from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _lowering
-from jaxsoftmax._sharding import (
+from jaxsoftmax._core.lowering import register
+from jaxsoftmax._core.sharding import (
     Result,
     common_spec,
-    cut_alike,
     mesh_of,
     on_mesh_of,
     settings_for,
     spec_of,
+    unify_shardings,
     unify_varying,
 )
+from jaxsoftmax._softmax import lowering
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
 from pallas_kernels.softmax.problem import Op
@@ -43,7 +44,7 @@ BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op i
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
-    return BY_OP[op].bind(*unify_varying(*cut_alike(*operands)), **params)
+    return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
 
 
 def define(primitive: Primitive, results: Results, *, many: bool) -> None:
@@ -183,11 +184,11 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 
 for _op, _primitive in BY_OP.items():
-    define(_primitive, _lowering.BY_OP[_op].results, many=_op.gives_stats)
-    _lowering.register(_primitive, _lowering.BY_OP[_op])
+    define(_primitive, lowering.BY_OP[_op].results, many=_op.gives_stats)
+    register(_primitive, lowering.BY_OP[_op])
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:
-        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, _lowering.REFERENCE[_op], True)
+        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, lowering.REFERENCE[_op], True)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
 ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp

@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _checks, _invariance
-from jaxsoftmax._checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import cut_alike
+from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.sharding import unify_shardings
+from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -194,23 +194,23 @@ def logsumexp(
     Array([6.931472e-01, 1.000000e+03], dtype=float32)
     """
     name = "logsumexp"
-    x = _checks.inexact(name, "a", a)
-    implementation = _checks.implementation(name, implementation)
-    mask = {} if where is None else {"where": _checks.boolean(name, where)}
-    weights = {} if b is None else {"b": _checks.inexact(name, "b", b)}
-    operands = _checks.together(name, "a", x, **mask, **weights)
-    axes = _checks.axes(name, axis, operands[0].ndim, "a")
+    x = checks.inexact(name, "a", a)
+    implementation = checks.implementation(name, implementation)
+    mask = {} if where is None else {"where": checks.boolean(name, where)}
+    weights = {} if b is None else {"b": checks.inexact(name, "b", b)}
+    operands = checks.together(name, "a", x, **mask, **weights)
+    axes = checks.axes(name, axis, operands[0].ndim, "a")
     if weights or jnp.iscomplexobj(x):
         if implementation == "mosaic_gpu":
-            raise _checks.no_kernel_with_weights() if weights else _checks.no_kernel_for_complex(name, "a")
+            raise checks.no_kernel_with_weights() if weights else checks.no_kernel_for_complex(name, "a")
         dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
         named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
         return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
-    how = {"implementation": implementation, "function": name, **_invariance.asked()}
+    how = {"implementation": implementation, "function": name, **batch_invariance.asked()}
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
-        has_any, total = cut_alike(operands[1].any(axes), stats.sum)
+        has_any, total = unify_shardings(operands[1].any(axes), stats.sum)
         stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
     out = log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
@@ -245,29 +245,29 @@ def merge(*states: Stats) -> Stats:
     >>> jnp.allclose(whole.max + jnp.log(whole.sum), logsumexp(row))
     Array(True, dtype=bool)
     """
-    return functools.reduce(combine, _checks.states(states))
+    return functools.reduce(combine, checks.states(states))
 
 
 def _row_op(
     op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
 ) -> Any:
     """Softmax or log_softmax: what they share is everything but the operation."""
-    operand = _checks.inexact(op, "x", x)
+    operand = checks.inexact(op, "x", x)
     dtype = operand.dtype
-    given = {} if where is None else {"where": _checks.boolean(op, where)}
-    operand, *mask = _checks.together(op, "x", operand.astype(dtype), **given)  # a weak type does not outlast this
-    axes = _checks.axes(op, axis, operand.ndim)
+    given = {} if where is None else {"where": checks.boolean(op, where)}
+    operand, *mask = checks.together(op, "x", operand.astype(dtype), **given)  # a weak type does not outlast this
+    axes = checks.axes(op, axis, operand.ndim)
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
-    factor = _checks.scale_factor(op, scale, shape)
-    implementation = _checks.implementation(op, implementation)
+    factor = checks.scale_factor(op, scale, shape)
+    implementation = checks.implementation(op, implementation)
     if jnp.iscomplexobj(operand):
         if implementation == "mosaic_gpu":
-            raise _checks.no_kernel_for_complex(op, "x")
+            raise checks.no_kernel_for_complex(op, "x")
         return _JAX_NN[op](jnp.broadcast_to(operand, shape) * jnp.asarray(factor, dtype), axes, *mask)
     if mask and not _has_infinity(dtype):
         operand = operand.astype(accumulator_dtype(dtype))  # -inf stands for what is excluded, in the derivatives
     operand, factor = scaled(operand, factor)
-    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **_invariance.asked())
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.asked())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 

@@ -21,10 +21,11 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import _attention_lowering as lowering
-from jaxsoftmax._attention_lowering import Part
-from jaxsoftmax._attention_sharding import agreed, layout_of
-from jaxsoftmax._sharding import mesh_of, on_mesh_of, place, settings_for, spec_of, unify_varying
+from jaxsoftmax._attention import lowering
+from jaxsoftmax._attention.lowering import Part
+from jaxsoftmax._attention.sharding import layout_of, unify_shardings
+from jaxsoftmax._core.lowering import register
+from jaxsoftmax._core.sharding import mesh_of, on_mesh_of, reshard, settings_for, spec_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -42,7 +43,7 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     """Output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
     names = operands.present
     # What is bound is cut alike, as the gradients will be, and comes to that by an operation that has a transpose.
-    arrays = unify_varying(*agreed(names, [getattr(operands, name) for name in names]))
+    arrays = unify_varying(*unify_shardings(names, [getattr(operands, name) for name in names]))
     params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
     # A policy that saves by name must find the names in the primal computation, which has no derivative of its own.
     found = FORWARD.bind(*(jax.lax.stop_gradient(x) for x in arrays), **params)
@@ -158,9 +159,9 @@ def _reference_jvp(
 def _by_reference(*operands: jax.Array, primitive: Primitive, params: Any, specs: Sequence[P]) -> list[jax.Array]:
     """A primitive's results by the reference, as one program, whose results are cut by `specs`."""
     with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
-        whole = agreed(_kinds(primitive, **dict(params)), operands, in_parts=False)
+        whole = unify_shardings(_kinds(primitive, **dict(params)), operands, in_parts=False)
         results = lowering.REFERENCE[Part(primitive.name)](*whole, **dict(params))
-        return [place(x, spec) for x, spec in zip(results, specs, strict=True)]
+        return [reshard(x, spec) for x, spec in zip(results, specs, strict=True)]
 
 
 def _register() -> None:
@@ -178,7 +179,7 @@ def _register() -> None:
     for part in (Part.TANGENT, Part.GRADIENTS):
         ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part])
     for part, primitive in BY_PART.items():
-        lowering.register(primitive, part)
+        register(primitive, lowering.Call(part))
 
 
 _register()

@@ -1,9 +1,8 @@
 """Linear maps from a tangent of the logits to numbers of the rows, as primitives: the derivatives of cross entropy.
 
 Each has residuals and a function of them, `pull`, which is the transposed map. It is plain XLA, one loop over the rows'
-elements, but for the loss alone on CUDA, where a kernel does it faster. As primitives the maps keep their residuals
-until they are transposed, which the product that they compute would not: that keeps its factor, in the dtype of
-accumulation.
+elements, but for the loss alone on CUDA, where a kernel does it faster. A primitive saves the 16-bit logits for
+the backward pass, where a plain product would save a factor in float32.
 """
 
 import functools
@@ -16,10 +15,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax import _checks, _lowering
-from jaxsoftmax._cross_entropy_rows import of_this_device
-from jaxsoftmax._primitives import define, higher_jvp, zeros
-from jaxsoftmax._sharding import Cuts, lower_plain, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.lowering import lower_plain, register
+from jaxsoftmax._core.sharding import AxisShardings, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._cross_entropy.loss import of_this_device
+from jaxsoftmax._softmax import lowering
+from jaxsoftmax._softmax.primitives import define, higher_jvp, zeros
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
@@ -74,7 +75,7 @@ def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
     return of_gradient(jnp.where(jnp.isnan(weights), weights, loss), t, ())
 
 
-def seen(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: Axes) -> jax.Array:
+def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: Axes) -> jax.Array:
     """`x` where it counts, lest what it is elsewhere should come into a derivative, as infinity times 0."""
     counts = labels != IGNORED
     for mask in where:
@@ -104,7 +105,7 @@ def _pull_to_logits(
         labels = jnp.where(read, labels, IGNORED - 1) if all_rows else labels
     mask = where[0] if where else None
     return reference.cross_entropy_slope(
-        seen(x, labels, where, axes), labels, mask, of_p, of_q, known, axes=axes, **row
+        zero_ignored(x, labels, where, axes), labels, mask, of_p, of_q, known, axes=axes, **row
     )
 
 
@@ -124,7 +125,7 @@ def _pull_loss(
     if of_loss is not None and not summed and not with_lse:
         return TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
     if implementation == "mosaic_gpu":
-        raise _checks.no_kernel_of_lse() if with_lse else _checks.no_kernel_of_sum()
+        raise checks.no_kernel_of_lse() if with_lse else checks.no_kernel_of_sum()
     return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
 
 
@@ -192,7 +193,9 @@ def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.A
     return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
 
 
-def _to_logits_across(cuts: Cuts, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any) -> jax.Array:
+def _to_logits_across(
+    cuts: AxisShardings, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any
+) -> jax.Array:
     x, labels, weights, maximum, total, *where = operands
     labels, mask, count = of_this_device(cuts, inside, x, labels, where, **row)
     return _to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)
@@ -213,7 +216,7 @@ ad.primitive_jvps[_OF_GRADIENT] = _products_jvp
 
 # The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is cut,
 # as where no kernel takes it, XLA uses those that are known.
-COTANGENT = _lowering.Computation(
+COTANGENT = lowering.Computation(
     op=Op.CROSS_ENTROPY_GRADIENT,
     results=lambda **_: ("row",),
     plain=_to_logits,
@@ -222,5 +225,5 @@ COTANGENT = _lowering.Computation(
     asked=lambda operands, **row: (_without_states(operands), row),
 )
 define(TO_LOGITS, COTANGENT.results, many=False)
-_lowering.register(TO_LOGITS, COTANGENT)
+register(TO_LOGITS, COTANGENT)
 ad.primitive_jvps[TO_LOGITS] = functools.partial(higher_jvp, TO_LOGITS, _to_logits, False)

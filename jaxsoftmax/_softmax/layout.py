@@ -1,21 +1,19 @@
-"""Any axes and any mask, seen as a kernel sees them: `[rows, cols]`, or `[rows, cols, inner]`, and a mask's form.
+"""The layout of operands for row kernels: `[rows, cols]`, or `[rows, cols, inner]`, and the form of the mask.
 
 A row's numbers are `[rows]`, or `[rows, inner]`.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core.lowering import Plan
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import Op, Problem
-
-if TYPE_CHECKING:
-    from pallas_kernels.softmax.dispatch import Decision
 
 Shape = tuple[int, ...]
 
@@ -64,28 +62,13 @@ class View:
         return self.from_rows(y) if y.ndim == (2 if self.inner == 1 else 3) else self.from_numbers(y)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a call will do on a device: the kernel's decision, the view of its operands, and what is done besides.
-
-    Without a kernel there are only the reasons, `declined`.
-    """
-
-    declined: tuple[tuple[str, str], ...]
-    decision: "Decision | None" = None
-    view: View | None = None
-    notes: tuple[str, ...] = ()
-
-    def launch(self, launch: Callable[..., Any], *operands: jax.Array) -> Any:
-        """Runs the kernel by `launch`, on operands as it takes them; returns the call's result."""
-        assert self.decision is not None
-        assert self.view is not None
-        problem = self.decision.problem
-        first, last = problem.operands, problem.operands + len(problem.op.row_operands)
-        mask = self.view.shared_mask if problem.where == "shared" else self.view.to_rows
-        views = [*map(self.view.to_rows, operands[:first]), *map(self.view.to_numbers, operands[first:last])]
-        out = launch(*views, *map(mask, operands[last:]), decision=self.decision)
-        return jax.tree.map(self.view.from_kernel, out)
+def launch(plan: Plan, *operands: jax.Array) -> Any:
+    """Runs a plan's kernel on a call's operands."""
+    problem, view = plan.decision.problem, plan.layout
+    first, last = problem.operands, problem.operands + len(problem.op.row_operands)
+    mask = view.shared_mask if problem.where == "shared" else view.to_rows
+    rows, numbers = map(view.to_rows, operands[:first]), map(view.to_numbers, operands[first:last])
+    return jax.tree.map(view.from_kernel, plan.launch(*rows, *numbers, *map(mask, operands[last:])))
 
 
 def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:

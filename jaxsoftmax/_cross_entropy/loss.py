@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._collective import from_all
-from jaxsoftmax._sharding import Cuts, mesh_axes, names_of, spec_of
+from jaxsoftmax._core.sharding import AxisShardings, mesh_axes, names_of, spec_of
+from jaxsoftmax._softmax.sharding import all_gather
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
@@ -22,7 +22,7 @@ Rows = Callable[..., Any]
 Pick = Callable[..., jax.Array]
 
 
-class Found(NamedTuple):
+class RowTerms(NamedTuple):
     """What a row's loss is made of, without the rows' axes."""
 
     stats: Stats
@@ -67,7 +67,7 @@ def cross_entropy_gradient(
 
 
 def cross_entropy_across(
-    cuts: Cuts,
+    cuts: AxisShardings,
     inside: jax.Array | None,
     rows: Rows,
     x: jax.Array,
@@ -85,7 +85,7 @@ def cross_entropy_across(
 
 
 def cross_entropy_gradient_across(
-    cuts: Cuts,
+    cuts: AxisShardings,
     inside: jax.Array | None,
     rows: Rows,
     x: jax.Array,
@@ -106,7 +106,12 @@ def cross_entropy_gradient_across(
 
 
 def of_this_device(
-    cuts: Cuts, inside: jax.Array | None, x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], **row: Any
+    cuts: AxisShardings,
+    inside: jax.Array | None,
+    x: jax.Array,
+    labels: jax.Array,
+    where: Sequence[jax.Array],
+    **row: Any,
 ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
     """Labels and mask of this device's columns, those `inside`, and the whole row's count of columns.
 
@@ -117,12 +122,12 @@ def of_this_device(
     if isinstance(count, int):
         count *= jax.lax.axis_size(names_of(cuts))
     else:
-        (counts,) = from_all(names_of(cuts), count)
+        (counts,) = all_gather(names_of(cuts), count)
         count = jnp.expand_dims(counts.sum(0), axes)
     return _local_labels(cuts, x, labels, axes), where, count
 
 
-def gathered(
+def label_logit_gathered(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
     """The labels' logits, of any label for a row that is ignored; reads nothing else of an `x` that is not cut."""
@@ -137,7 +142,7 @@ def gathered(
     return reference.logits(picked, scale, soft_cap).squeeze(axes)
 
 
-def selected(
+def label_logit_summed(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
     """The labels' logits, 0 for a row that is ignored, as a sum over the row, which can be cut in any way."""
@@ -145,10 +150,10 @@ def selected(
     return reference.logits(jnp.where(at_label, x, jnp.zeros_like(x)), scale, soft_cap).sum(axes)
 
 
-def picked(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any) -> jax.Array:
+def label_logit(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any) -> jax.Array:
     """The labels' logits, by what XLA can compute without moving `x`, wherever that is."""
     movable = len(axes) == 1 and x.shape[axes[0]] != 0 and not mesh_axes(spec_of(jax.typeof(x))[axes[0]])
-    return (gathered if movable else selected)(x, labels, axes=axes, **row)
+    return (label_logit_gathered if movable else label_logit_summed)(x, labels, axes=axes, **row)
 
 
 def _split(rest: Sequence[Any], weighted: bool) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -169,9 +174,9 @@ def _label(
     return label if where else reference.below(label, numbers[0])
 
 
-def _found(numbers: Any, label: jax.Array, count: Any) -> Found:
+def _found(numbers: Any, label: jax.Array, count: Any) -> RowTerms:
     maximum, total, *rest = numbers
-    return Found(Stats(maximum, total), label, rest[0] if rest else None, count)
+    return RowTerms(Stats(maximum, total), label, rest[0] if rest else None, count)
 
 
 def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], smoothing: float, **_: Any) -> Any:
@@ -180,7 +185,7 @@ def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], s
 
 
 def _loss(
-    found: Found, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
+    found: RowTerms, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
 ) -> jax.Array:
     """The loss by distances from the maximum, in which the logits' common part cancels before it is rounded."""
     maximum = found.stats.max
@@ -194,7 +199,9 @@ def _loss(
     return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
 
 
-def _results(found: Found, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any) -> list[jax.Array]:
+def _results(
+    found: RowTerms, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any
+) -> list[jax.Array]:
     loss = _loss(found, labels, **row)
     for weight in weights:
         loss = weight.squeeze(row["axes"]) * loss
@@ -214,29 +221,29 @@ def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[ja
 
 
 def _exchange(
-    cuts: Cuts,
+    cuts: AxisShardings,
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
     where: Sequence[jax.Array],
     all_rows: bool,
     **row: Any,
-) -> tuple[Found, jax.Array]:
+) -> tuple[RowTerms, jax.Array]:
     """What the devices find together, in one exchange, and this device's numbering of the labels."""
     axes, names = row["axes"], names_of(cuts)
     local, cols = _local_labels(cuts, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
-    label = jnp.where(here.squeeze(axes), gathered(x, jnp.where(here, local, 0), **row), 0.0)
+    label = jnp.where(here.squeeze(axes), label_logit_gathered(x, jnp.where(here, local, 0), **row), 0.0)
     count = _count(x, where, **row)
     counts = () if isinstance(count, int) else (count,)
-    maximum, total, label, *rest = from_all(names, *numbers[:2], label, *numbers[2:], *counts)
+    maximum, total, label, *rest = all_gather(names, *numbers[:2], label, *numbers[2:], *counts)
     sums = [each.sum(0) for each in rest]
     whole = sums.pop() if counts else count * jax.lax.axis_size(names)
     return _found((*merge_over(Stats(maximum, total), 0), *sums), label.sum(0), whole), local
 
 
-def _local_labels(cuts: Cuts, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _local_labels(cuts: AxisShardings, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Labels as columns of this device's part; past its last column where they are in another part."""
     flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
     for axis, cut in reversed(list(zip(axes, cuts, strict=True))):

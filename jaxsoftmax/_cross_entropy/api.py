@@ -7,18 +7,20 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from jaxsoftmax import _checks, _invariance
-from jaxsoftmax import _cross_entropy_checks as checks
-from jaxsoftmax._api import scaled
-from jaxsoftmax._checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._cross_entropy_primitives import losses
-from jaxsoftmax._cross_entropy_tangents import weigh
-from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import settings_for
+from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.sharding import settings_for
+from jaxsoftmax._cross_entropy.primitives import losses
+from jaxsoftmax._cross_entropy.tangents import weigh
+from jaxsoftmax._softmax.api import scaled
+from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax.problem import IGNORED, Op
 from pallas_kernels.softmax.reference import accumulator_dtype
+
+Shape = Sequence[int]
 
 
 @overload
@@ -146,20 +148,20 @@ def softmax_cross_entropy_with_integer_labels(
     Array([1.3862944, 0.       ], dtype=float32)
     """
     name = "softmax_cross_entropy_with_integer_labels"
-    x = _checks.floating(name, "logits", logits)
-    listed = _checks.listed_axes(name, axis, x.ndim, "logits")
+    x = checks.floating(name, "logits", logits)
+    listed = checks.listed_axes(name, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
     cols = math.prod(x.shape[d] for d in axes)
-    factor = _checks.scale_factor(name, scale, x.shape, "the logits'")
-    ignored = checks.ignore_index(name, ignore_index)
+    factor = checks.scale_factor(name, scale, x.shape, "the logits'")
+    ignored = _checked_ignore_index(name, ignore_index)
     wide = accumulator_dtype(x.dtype)
-    given, shape = checks.labels(name, labels, x.shape, axes)
-    mask = () if where is None else (checks.mask(name, where, shape, axes),)
+    given, shape = _checked_labels(name, labels, x.shape, axes)
+    mask = () if where is None else (_checked_mask(name, where, shape, axes),)
     shape = jnp.broadcast_shapes(shape, *(m.shape for m in mask))
     rows = tuple(n for d, n in enumerate(shape) if d not in axes)
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
-    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights(name, weights, rows, wide)
-    checks.labels_in_range(name, given, cols, ignored, counts)
+    factors = jnp.ones((1,) * len(rows), wide) if weights is None else _checked_weights(name, weights, rows, wide)
+    _check_range(name, given, cols, ignored, counts)
     target, factors = _rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
     # Weights in the primitive have the gradient written with the loss, which is what needs no cotangent.
@@ -171,14 +173,14 @@ def softmax_cross_entropy_with_integer_labels(
         *mask,
         axes=axes,
         scale=factor,
-        soft_cap=checks.soft_cap(name, logits_soft_cap),
-        smoothing=checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=checks.number(name, "z_loss", z_loss, -math.inf, math.inf),
+        soft_cap=_checked_soft_cap(name, logits_soft_cap),
+        smoothing=_checked_number(name, "label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=_checked_number(name, "z_loss", z_loss, -math.inf, math.inf),
         weighted=weighted,
         stats=return_lse,
         all_rows=return_lse,
-        implementation=_checks.implementation(name, implementation),
-        **_invariance.asked(),
+        implementation=checks.implementation(name, implementation),
+        **batch_invariance.asked(),
     )
     loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
@@ -226,11 +228,11 @@ def softmax_cross_entropy(
     Array(0.563, dtype=float32)
     """
     name = "softmax_cross_entropy"
-    x = _checks.floating(name, "logits", logits)
-    axes = _checks.axes(name, axis, x.ndim, "logits")
-    target, shape = checks.probabilities(name, labels, x.shape, axes)
-    mask = () if where is None else (checks.mask(name, where, shape, axes),)
-    implementation = _checks.implementation(name, implementation)
+    x = checks.floating(name, "logits", logits)
+    axes = checks.axes(name, axis, x.ndim, "logits")
+    target, shape = _checked_probabilities(name, labels, x.shape, axes)
+    mask = () if where is None else (_checked_mask(name, where, shape, axes),)
+    implementation = checks.implementation(name, implementation)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
     wide = accumulator_dtype(x.dtype)
     target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
@@ -276,3 +278,129 @@ def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) ->
     for axis in sorted(listed):
         column = column * shape[axis] + at[axis]
     return jnp.where(labels == IGNORED, IGNORED, column)
+
+
+def _checked_number(function: str, name: str, value: Any, low: float, high: float) -> float:
+    """A finite Python or NumPy number between two bounds."""
+    if not checks.is_number(value):
+        got = f"is {value!r}" if not isinstance(value, jax.Array) else f"is an array, {jax.typeof(value)}"
+        raise TypeError(f"{function}: {name} {got}, expected a Python number, and a real one; it is compiled in.")
+    result = checks.as_float(function, name, value)
+    if not (low <= result <= high and math.isfinite(result)):
+        raise ValueError(f"{function}: {name} is {value}, expected a finite number from {low} to {high}.")
+    return result
+
+
+def _checked_soft_cap(function: str, value: Any) -> float | None:
+    """A positive number, or None."""
+    if value is None:
+        return None
+    cap = _checked_number(function, "logits_soft_cap", value, 0.0, math.inf)
+    if cap == 0:
+        raise ValueError(f"{function}: logits_soft_cap is 0, expected a positive number. Pass None for no cap.")
+    return cap
+
+
+def _checked_ignore_index(function: str, value: Any) -> int | None:
+    """An integer, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{function}: ignore_index is {value!r}, expected a Python integer or None.")
+    return int(value)
+
+
+def _checked_mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
+    """`where` of the logits' rank; one of the rows' rank holds for rows. Either may say that there are more rows."""
+    array = checks.boolean(function, where)
+    rows = [n for d, n in enumerate(shape) if d not in axes]
+    if array.ndim not in (len(rows), len(shape)):
+        raise ValueError(
+            f"{function}: where has shape {array.shape}, expected the rank of the logits, {len(shape)}, or of the "
+            f"rows, {len(rows)}."
+        )
+    full = jnp.expand_dims(array, tuple(axes)) if array.ndim < len(shape) else array
+    if _with_rows(full.shape, shape, axes) is None:
+        of, want = ("logits", tuple(shape)) if full is array else ("rows", tuple(rows))
+        raise ValueError(
+            f"{function}: where has shape {array.shape}, expected a shape that broadcasts with the {of}', {want}."
+        )
+    return full
+
+
+def _checked_labels(
+    function: str, given: Any, shape: Shape, axes: Sequence[int]
+) -> tuple[jax.Array | np.ndarray, Shape]:
+    """Labels as an array of integers, one for each row, and the logits' shape with as many rows as there are labels.
+
+    What NumPy or Python knows stays NumPy's, whose 64 bits an array of JAX may not have.
+    """
+    traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
+    array = jnp.asarray(given) if traced else np.asarray(given)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: labels has dtype {array.dtype}, expected integers. Pass labels.astype(int), or use "
+            "softmax_cross_entropy for probabilities."
+        )
+    rows = tuple(n for d, n in enumerate(shape) if d not in axes)
+    extents = iter(array.shape)
+    expanded = [1 if d in axes else next(extents) for d in range(len(shape))] if array.ndim == len(rows) else None
+    full = None if expanded is None else _with_rows(expanded, shape, axes)
+    if full is None:
+        raise ValueError(
+            f"{function}: labels has shape {array.shape}, expected that of the logits without axis, {rows}, or one of "
+            "that rank that broadcasts with it."
+        )
+    cols = math.prod(shape[d] for d in axes)
+    if isinstance(cols, int) and cols >= 2**31:
+        raise ValueError(f"{function}: logits has {cols} columns along axis, expected fewer than 2^31.")
+    return array, full
+
+
+def _checked_probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
+    """Probabilities, of at most the logits' rank, and the logits' shape with as many rows as there are of them."""
+    array = checks.floating(function, "labels", given)
+    full = _with_rows((1,) * (len(shape) - array.ndim) + array.shape, shape, axes)
+    if full is None:
+        raise ValueError(
+            f"{function}: labels has shape {array.shape}, expected a shape that broadcasts with the logits', "
+            f"{tuple(shape)}."
+        )
+    return array, full
+
+
+def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | None:
+    """The logits' shape with the rows that an argument of that rank adds; None if it does not fit."""
+    try:
+        full = jnp.broadcast_shapes(tuple(extents), tuple(shape))
+    except ValueError:
+        return None
+    return full if len(full) == len(shape) and all(full[d] == shape[d] for d in axes) else None
+
+
+def _check_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
+    """Raises if labels whose values are known are no columns; `counts` says which rows are looked at (None: all)."""
+    arrays = [x for x in (given, counts) if isinstance(x, jax.Array)]
+    if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
+        return
+    values = np.asarray(given)
+    bad = (values < 0) | (values >= cols)
+    if ignored is not None:
+        bad &= values != ignored
+    if bad.any() and counts is not None:
+        bad = bad & np.asarray(counts)
+        values = np.broadcast_to(values, bad.shape)
+    if not bad.any():
+        return
+    at = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+        f"{function}: labels has {values[at]} at {at}, expected 0 <= label < {cols}, the number of logits in a row. "
+        f"Pass ignore_index={values[at]} to leave such rows out."
+    )
+
+
+def _checked_weights(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
+    """Weights of the rows' rank, in the dtype of the loss."""
+    array = checks.floating(function, "weights", given)
+    checks.broadcastable(function, "weights", array.shape, rows, "the rows'")
+    return array.reshape((1,) * (len(rows) - array.ndim) + array.shape).astype(dtype)

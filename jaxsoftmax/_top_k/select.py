@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax import _counting
-from jaxsoftmax._collective import from_all
-from jaxsoftmax._primitives import bind
-from jaxsoftmax._sharding import Cuts, names_of
+from jaxsoftmax._core.sharding import AxisShardings, names_of
+from jaxsoftmax._softmax.primitives import bind
+from jaxsoftmax._softmax.sharding import all_gather
+from jaxsoftmax._top_k import rank_select
 from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
@@ -106,7 +106,7 @@ def select(
         row = state(x, axes=(x.ndim - 1,), batch_invariant=True)
         return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
     c, counts = chunk_size(n, k), may_count and k == 1
-    if may_count and k > 1 and c < n and (few := _counting.chunk_size(n, k, math.prod(x.shape[:-1]))):
+    if may_count and k > 1 and c < n and (few := rank_select.chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True
     if c == n:
         values, indices = _lax_top_k(comparable(x, scale), k)
@@ -115,7 +115,7 @@ def select(
         chunks = chunked(x, c)
         stats = Stats(*state(chunks, axes=(x.ndim,)))
         if counts:
-            return _counting.select(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
+            return rank_select.select(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
         values, indices = largest_in(chunks, maxima, k, scale)
         row = merge_over(stats, -1)
@@ -135,7 +135,7 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 
 
 def select_across(
-    cuts: Cuts, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
+    cuts: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
 ) -> list[jax.Array]:
     """The same for rows of which this device has some columns, those `inside`: one exchange of k numbers for each."""
     local, names = x.shape[-1], names_of(cuts)
@@ -143,7 +143,7 @@ def select_across(
     x = x if inside is None else jnp.where(inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
     mine[1] += first
-    values, indices, *stats = from_all(names, *mine)
+    values, indices, *stats = all_gather(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
     values, at = _lax_top_k(values, k)
     found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]

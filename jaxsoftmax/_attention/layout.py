@@ -1,4 +1,4 @@
-"""Any leading dimensions, seen as a kernel sees them: one batch, and heads.
+"""The layout of operands for attention kernels, which know one batch axis and heads.
 
 Leading axes become the batch, but for those along which keys and values are shared (as when only the query is mapped):
 they become more query heads to each key head, so that keys and values are not copied. Head dimensions that are no
@@ -8,24 +8,20 @@ multiple of 8 are padded with zeros.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._attention.operands import OPERANDS, QUERY_HEADS, problem_fields
+from jaxsoftmax._core.lowering import Plan
 from pallas_kernels.attention.operands import RANK, Rules
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
-if TYPE_CHECKING:
-    from pallas_kernels.attention.dispatch import Decision
-
 Shape = tuple[int, ...]
 
 _GRANULE = 8  # numbers of a 16-bit head: 16 bytes, the least that a tensor copy moves
-_HEADS = dict(query=1, out=1, bias=0, mask=0, sinks=0, lse=0)  # where the query's heads are among the last axes
-_PADDED = ("query", "key", "value", "out")
-_MAY_STAY_ONE = ("bias", "mask", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,84 +50,76 @@ class Fold:
         """The shape in which the kernel takes an operand."""
         lead, core = self._broadcast(kind, shape)
         batch = math.prod(lead[d] for d in self.batch_axes)
-        if kind in _HEADS:
+        if kind in QUERY_HEADS:
             copies = math.prod(lead[d] for d in self.grouped)
-            core = (*core[: _HEADS[kind]], core[_HEADS[kind]] * copies, *core[_HEADS[kind] + 1 :])
+            core = (*core[: QUERY_HEADS[kind]], core[QUERY_HEADS[kind]] * copies, *core[QUERY_HEADS[kind] + 1 :])
         return (batch, *core)
 
     def to_kernel(self, kind: str, x: jax.Array) -> jax.Array:
         """An operand as the kernel takes it."""
         lead, core = self._broadcast(kind, x.shape)
         x = jnp.broadcast_to(x, (*lead, *core))
-        if kind in _HEADS:
+        if kind in QUERY_HEADS:
             x = self._split(kind, x).transpose(self._order(kind))
         x = x.reshape(self.kernel_shape(kind, (*lead, *core)))
-        if kind == "mask":
-            return x.astype(jnp.int8)
-        if kind == "sinks":
-            return x.reshape(-1)
-        short = -x.shape[-1] % _GRANULE if kind in _PADDED else 0
+        operand = OPERANDS[kind]
+        x = x if operand.dtype is None else x.astype(operand.dtype)
+        x = x if operand.has_batch else x.reshape(x.shape[1:])
+        short = -x.shape[-1] % _GRANULE if operand.padded else 0
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)]) if short else x
 
     def from_kernel(self, kind: str, x: jax.Array) -> jax.Array:
         """A result of the kernel with the leading axes as they were, 1 along those that the kernel has summed."""
-        x = x[None] if kind == "sinks" else x
-        x = x[..., : self.widths[kind in ("value", "out")]] if kind in _PADDED else x
+        operand = OPERANDS[kind]
+        x = x if operand.has_batch else x[None]
+        x = x[..., : self.widths[operand.padded == "value_dim"]] if operand.padded else x
         batch = [self.full[d] if x.shape[0] == self.batch else 1 for d in self.batch_axes]
-        if kind not in _HEADS:
+        if kind not in QUERY_HEADS:
             return jnp.expand_dims(x.reshape(*batch, *x.shape[1:]), self.grouped)
-        at = 1 + _HEADS[kind]
+        at = 1 + QUERY_HEADS[kind]
         one = x.shape[at] != self.all_heads
         copies = [1 if one else self.full[d] for d in self.grouped]
         parts = (1, *copies, 1) if one else (self.key_heads, *copies, self.heads // self.key_heads)
         x = x.reshape(*batch, *x.shape[1:at], *parts, *x.shape[at + 1 :])
         order = self._order(kind)
         x = x.transpose(sorted(range(len(order)), key=order.__getitem__))
-        heads = len(self.full) + _HEADS[kind]
+        heads = len(self.full) + QUERY_HEADS[kind]
         return x.reshape(*x.shape[:heads], x.shape[heads] * x.shape[heads + 1], *x.shape[heads + 2 :])
 
     def _broadcast(self, kind: str, shape: Shape) -> tuple[Shape, Shape]:
         """The leading and the last extents with which an operand enters the kernel; a mask's stay 1 where they can."""
         rank = len(self.full)
         lead, core = list(shape[:rank]), list(shape[rank:])
-        may_stay = kind in _MAY_STAY_ONE
+        may_stay = OPERANDS[kind].broadcasts
         if not may_stay or any(lead[d] != 1 for d in self.batch_axes):
             for d in self.batch_axes:
                 lead[d] = self.full[d]
-        if kind in _HEADS and (not may_stay or core[_HEADS[kind]] != 1 or any(lead[d] != 1 for d in self.grouped)):
-            core[_HEADS[kind]] = self.heads
+        if kind in QUERY_HEADS and (
+            not may_stay or core[QUERY_HEADS[kind]] != 1 or any(lead[d] != 1 for d in self.grouped)
+        ):
+            core[QUERY_HEADS[kind]] = self.heads
             for d in self.grouped:
                 lead[d] = self.full[d]
         return tuple(lead), tuple(core)
 
     def _split(self, kind: str, x: jax.Array) -> jax.Array:
-        at = len(self.full) + _HEADS[kind]
+        at = len(self.full) + QUERY_HEADS[kind]
         parts = (1, 1) if x.shape[at] != self.heads else (self.key_heads, self.heads // self.key_heads)
         return x.reshape(*x.shape[:at], *parts, *x.shape[at + 1 :])
 
     def _order(self, kind: str) -> Shape:
         """From `[*leading, ..., K, G, ...]` to `[*batch, ..., K, *grouped, G, ...]`."""
         rank, last = len(self.full), RANK[kind] + 1
-        heads = rank + _HEADS[kind]
+        heads = rank + QUERY_HEADS[kind]
         before, after = range(rank, heads + 1), range(heads + 1, rank + last)
         return (*self.batch_axes, *before, *self.grouped, *after)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a call will do on a device; without a kernel there are only the reasons, `declined`."""
-
-    declined: tuple[tuple[str, str], ...]
-    decision: "Decision | None" = None
-    fold: Fold | None = None
-    notes: tuple[str, ...] = ()
 
 
 def fold(shapes: Mapping[str, Shape]) -> Fold:
     """How operands of these shapes become a kernel's."""
     leads = {name: shape[: len(shape) - RANK[name]] for name, shape in shapes.items()}
     full = tuple(jnp.broadcast_shapes(*leads.values()))
-    shared = [lead for name, lead in leads.items() if name not in _HEADS]
+    shared = [lead for name, lead in leads.items() if name not in QUERY_HEADS]
     grouped = tuple(d for d, n in enumerate(full) if n != 1 and all(lead[d] == 1 for lead in shared))
     widths = shapes["query"][-1], shapes["value"][-1]
     return Fold(full, grouped, shapes["query"][-2], shapes["key"][-2], widths)
@@ -152,8 +140,9 @@ def plan(
     if not all(isinstance(n, int) and n > 0 for shape in shapes.values() for n in shape):
         return Plan(((str(op), "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
     folded = fold(shapes)
-    if "sinks" in shapes and any(shapes["sinks"][d] != 1 for d in folded.batch_axes):
-        return Plan(((str(op), "takes one set of sinks, and here they differ within the batch"),))
+    for name, shape in shapes.items():
+        if not OPERANDS[name].has_batch and any(shape[d] != 1 for d in folded.batch_axes):
+            return Plan(((str(op), f"takes one set of {name}, and here they differ within the batch"),))
     found: dict[str, Any] = {name: folded.kernel_shape(name, shape) for name, shape in shapes.items()}
     batch, length, heads, dim = found["query"]
     problem = Attention(
@@ -174,14 +163,9 @@ def plan(
         align_ends=rules.align_ends,
         deterministic=rules.deterministic,
         batch_invariant=rules.batch_invariant,
-        bias=found.get("bias"),
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
         bias_gradient=bias_gradient,
-        mask=found.get("mask"),
-        query_lengths="query_lengths" in shapes,
-        key_lengths="key_lengths" in shapes,
-        segments="query_segments" in shapes,
-        sinks="sinks" in shapes,
+        **problem_fields(found),
     )
     decision = dispatch.decide(problem, device)
     if decision.kernel is None:
@@ -196,7 +180,7 @@ def _notes(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> tuple[str
         for name, shape in shapes.items()
         if math.prod(found[name]) != math.prod(shape)
     ]
-    padded = [name for name in ("query", "key", "value") if shapes[name][-1] % _GRANULE]
+    padded = [n for n, shape in shapes.items() if n != "out" and OPERANDS[n].padded and shape[-1] % _GRANULE]
     if padded:
         notes.append(f"the heads of {', '.join(padded)} are padded to a multiple of {_GRANULE}")
     if "mask" in shapes:

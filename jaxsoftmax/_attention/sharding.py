@@ -1,7 +1,7 @@
-"""Attention cut over batch and heads: which part each device computes, and what it must add up with others.
+"""Attention sharded over batch and heads: which part each device computes, and which gradients devices add up.
 
-Forward, nothing crosses the wire. Backward, only gradients of what devices share are summed: of keys and values that
-heads on several devices read, of a bias that is broadcast along what is cut, of sinks.
+The forward pass communicates nothing. In the backward pass gradients of what devices share are summed: of keys and
+values that heads on several devices read, of a bias that is broadcast along a sharded axis, and of sinks.
 """
 
 import dataclasses
@@ -15,29 +15,26 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._sharding import (
+from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
+from jaxsoftmax._core.sharding import (
     Entry,
     Names,
-    Piece,
     Shape,
+    Shard,
     Spec,
     common_spec,
     is_explicit,
     mesh_axes,
     mesh_of,
-    place,
+    reshard,
     spec_of,
 )
 from pallas_kernels.attention.operands import RANK
 
-# Where the heads are among an operand's last axes: as many as the query has, or as the key has.
-_QUERY_HEADS = dict(query=1, out=1, bias=0, mask=0, sinks=0, lse=0)
-_KEY_HEADS = dict(key=1, value=1)
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a call is cut: its leading axes, the query's heads and the key's, and whether devices share a key head."""
+    """How a call is sharded: leading axes, the query's heads and the key's, and whether devices share a key head."""
 
     full: Shape
     lead: Spec
@@ -46,21 +43,21 @@ class Layout:
     shares: bool
 
     def spec(self, kind: str, shape: Shape, kept: Sequence[int] | None = None) -> P:
-        """The cut of an operand, or of a result that keeps only some of the leading axes."""
+        """The sharding of an operand, or of a result that keeps only some of the leading axes."""
         rank = len(shape) - RANK[kind]
         lead = tuple(
             entry if shape[d] != 1 and (kept is None or d in kept) else None for d, entry in enumerate(self.lead)
         )
         core: list[Entry] = [None] * RANK[kind]
-        if kind in _QUERY_HEADS and shape[rank + _QUERY_HEADS[kind]] != 1:
-            core[_QUERY_HEADS[kind]] = self.heads
-        if kind in _KEY_HEADS:
-            core[_KEY_HEADS[kind]] = self.key_heads
+        if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
+            core[QUERY_HEADS[kind]] = self.heads
+        if kind in KEY_HEADS:
+            core[KEY_HEADS[kind]] = self.key_heads
         return P(*lead, *core)
 
 
 def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Layout:
-    """The cut that suits operands that come cut so: the leading axes' and the heads' stay, others do not."""
+    """The sharding for operands that come sharded so: the leading axes' and the heads' stay, others do not."""
     ranks = [len(shape) - RANK[kind] for kind, shape in zip(kinds, shapes, strict=True)]
     full = tuple(jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True))))
     lead = common_spec([spec[:rank] for spec, rank in zip(specs, ranks, strict=True)])
@@ -78,15 +75,15 @@ def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec],
 
 
 def layout_of(kinds: Sequence[str], avals: Sequence[Any]) -> Layout:
-    """The cut that suits operands of these types."""
+    """The sharding for operands of these types."""
     return layout(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], mesh_of(avals).shape)
 
 
-def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
-    """Arrays whose types say how they are cut, all cut as `layout` says; a gradient has its operand's type only then.
+def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
+    """Arrays whose types have shardings, resharded as `layout` says; a gradient has its operand's type only then.
 
-    What is not computed `in_parts` must be cut so before, also where its type names no mesh, and devices cannot share a
-    key head there: heads that are cut more finely than the key's are made whole.
+    What is not computed `in_parts` is resharded before, also where its type names no mesh, and devices cannot share a
+    key head there: heads that are sharded more finely than the key's are made whole.
     """
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
@@ -95,12 +92,12 @@ def agreed(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool 
     if cut.shares and not in_parts:
         cut = dataclasses.replace(cut, heads=None, shares=False)
     mesh = None if in_parts else mesh_of(avals)
-    return [place(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
+    return [reshard(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """A part of an attention call to be cut. `kept[i]`: the leading axes of result i, None for all of them."""
+    """A part of an attention call to be sharded. `kept[i]`: the leading axes of result i, None for all of them."""
 
     kinds: tuple[str, ...]
     results: tuple[str, ...]
@@ -112,7 +109,7 @@ class Heads:
         """Everything on one device."""
         return list(self.run(*operands))
 
-    def piece(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Piece:
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
         cut = layout(self.kinds, shapes, specs, sizes)
         ins = [cut.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
@@ -120,14 +117,15 @@ class Heads:
         outs = [cut.spec(kind, shape, kept) for kind, shape, kept in results]
         heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
         sums = [self._sums(cut, *result) for result in results]
-        return Piece(ins, outs, functools.partial(self._part, cut, heads, sums))
+        return Shard(ins, outs, functools.partial(self._part, cut, heads, sums))
 
     def _sums(self, cut: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
         """The mesh axes over which a result is to be added up."""
         if kept is None:
             return ()
         names = [name for d, entry in enumerate(cut.lead) if d not in kept for name in mesh_axes(entry)]
-        is_shared = cut.shares if kind in _KEY_HEADS else kind == "bias" and shape[-3] == 1
+        at = len(shape) - RANK[kind] + OPERANDS[kind].head_axis
+        is_shared = cut.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
         return (*names, *(mesh_axes(cut.heads) if is_shared else ()))
 
     def _part(
@@ -141,7 +139,7 @@ class Heads:
         mine = jax.lax.axis_index(names) * local // (heads[0] // heads[1])
         found = self.whole(
             *(
-                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in _KEY_HEADS else x
+                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in KEY_HEADS else x
                 for kind, x in zip(self.kinds, operands, strict=True)
             )
         )
@@ -149,14 +147,14 @@ class Heads:
             jax.lax.dynamic_update_slice_in_dim(
                 jnp.zeros((*x.shape[:-2], heads[1], x.shape[-1]), x.dtype), x, mine, x.ndim - 2
             )
-            if kind in _KEY_HEADS
+            if kind in KEY_HEADS
             else x
             for kind, x in zip(self.results, found, strict=True)
         ]
         return [jax.lax.psum(x, names) if names else x for x, names in zip(placed, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for each leading axis, one for the heads; everything else goes uncut."""
+        """A factor for each leading axis, one for the heads; everything else is not sharded."""
         ranks = [len(shape) - RANK[kind] for kind, shape in zip(self.kinds, shapes, strict=True)]
         full = jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True)))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
@@ -167,10 +165,10 @@ class Heads:
                 f"b{d}" if shape[d] == full[d] and (kept is None or d in kept) else f"one{i}_{d}" for d in range(rank)
             ]
             core = [f"own{i}_{d}" for d in range(RANK[kind])]
-            if kind in _QUERY_HEADS and shape[rank + _QUERY_HEADS[kind]] != 1:
-                core[_QUERY_HEADS[kind]] = "heads"
-            if kind in _KEY_HEADS:
-                core[_KEY_HEADS[kind]] = "heads" if same else "key_heads"
+            if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
+                core[QUERY_HEADS[kind]] = "heads"
+            if kind in KEY_HEADS:
+                core[KEY_HEADS[kind]] = "heads" if same else "key_heads"
             return ArrayMapping(*factors, *core)
 
         everything = [
@@ -181,7 +179,7 @@ class Heads:
         return SdyShardingRule(tuple(mappings[: len(shapes)]), tuple(mappings[len(shapes) :]))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Equal cuts of the leading axes, and no other."""
+        """Equal shardings of the leading axes, and no other."""
         leads = {piece[: len(piece) - RANK[kind]] for kind, piece in zip(self.kinds, pieces, strict=True)}
         uncut = all(
             n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]

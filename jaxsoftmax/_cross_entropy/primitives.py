@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from jaxsoftmax import _lowering
-from jaxsoftmax._cross_entropy_tangents import of_gradient, of_logits, of_weight, seen, weigh
-from jaxsoftmax._primitives import BY_OP, bind, higher_jvp, zeros
+from jaxsoftmax._cross_entropy.tangents import of_gradient, of_logits, of_weight, weigh, zero_ignored
+from jaxsoftmax._softmax import lowering
+from jaxsoftmax._softmax.primitives import BY_OP, bind, higher_jvp, zeros
 from pallas_kernels.softmax.problem import Op
 
 
@@ -52,7 +52,7 @@ def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **param
     axes, slopes = params["axes"], []
     weight = weights.squeeze(axes)
     if type(t) is ad.Zero:
-        (loss,) = losses(x, labels, *where, **_ALONE, **params)
+        (loss,) = losses(x, labels, *where, **_LOSS_ONLY, **params)
     else:
         loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, *primals, **params)
         slopes.append(of_gradient(gradient, t, axes))
@@ -63,8 +63,8 @@ def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **param
 
 
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
-    x, wrong = seen(x, labels, where, row["axes"]), jnp.isnan(weights)
-    plain, finite = _lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain, jnp.where(wrong, 1.0, weights)
+    x, wrong = zero_ignored(x, labels, where, row["axes"]), jnp.isnan(weights)
+    plain, finite = lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain, jnp.where(wrong, 1.0, weights)
     loss, gradient = plain(x, labels, finite, *where, **row)
     return [loss, of_gradient(jnp.where(wrong, weights, 1.0), gradient, ()).astype(gradient.dtype)]
 
@@ -76,7 +76,7 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
     needed, primitive = [any(used)] * len(eqn.invars), BY_OP[Op.CROSS_ENTROPY]
     if of_loss and not of_gradient:
         x, labels, _, *where = eqn.invars
-        params = {**eqn.params, **_ALONE}
+        params = {**eqn.params, **_LOSS_ONLY}
         (loss,) = primitive.abstract_eval(*(v.aval for v in (x, labels, *where)), **params)[0]
         # Weights may tell apart rows of which there is one loss, where nothing else is mapped.
         if loss == eqn.outvars[0].aval:
@@ -86,7 +86,7 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 
 
 # The loss by itself, without its weight.
-_ALONE = {"weighted": False, "stats": False, "all_rows": False}
+_LOSS_ONLY = {"weighted": False, "stats": False, "all_rows": False}
 
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY]] = _loss_jvp
 _GRADIENT = BY_OP[Op.CROSS_ENTROPY_GRADIENT]

@@ -1,0 +1,228 @@
+"""Shardings: what types say of them, how operands are brought to one, and what `lowering` asks of a sharded operation.
+
+Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each
+(`_softmax.sharding`).
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Entry = str | tuple[str, ...] | None
+Spec = tuple[Entry, ...]
+Shape = tuple[int, ...]
+Names = tuple[str, ...]
+# A result with the operands' axes; with some entries of each row; or with a number in place of it.
+Result = Literal["row", "selected", "number"]
+
+
+class AxisSharding(NamedTuple):
+    """How an axis is sharded: over which axes of the mesh, and its extent before."""
+
+    names: Names
+    extent: int
+
+
+AxisShardings = tuple[AxisSharding, ...]
+
+
+class Shard(NamedTuple):
+    """One device's part of a problem: the operands' and outputs' shardings, and what computes it."""
+
+    ins: Sequence[P]
+    outs: Sequence[P]
+    run: Callable[..., list[jax.Array]]
+
+
+class Partitionable(Protocol):
+    """An operation that can be computed shard by shard."""
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """All of it."""
+        ...
+
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
+        """One shard of it, for operands sharded so on a mesh with axes of these sizes."""
+        ...
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """Which axes of operands and results are sharded together."""
+        ...
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Whether shards of operands, each in so many pieces along its axes, are a whole problem by themselves."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOp:
+    """A row operation to be sharded: `whole` computes whole rows, `across` this device's part of sharded ones.
+
+    `across(cuts, inside, ...)` is told the shardings of each of `axes`, and where its part holds what the whole has.
+    """
+
+    axes: Shape
+    results: Sequence[Result]
+    whole: Callable[..., list[jax.Array]]
+    across: Callable[..., list[jax.Array]]
+
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
+        """One device's part."""
+        full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
+        ins = [broadcast_spec(full, shape) for shape in shapes]
+        outs = [P(*self._of(result, full, None)) for result in self.results]
+        cuts = tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes)
+        return Shard(ins, outs, functools.partial(self._across, cuts) if names_of(cuts) else self.whole)
+
+    def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
+        """What a result has of what the operands' axes have, with `selected` for the axis that is selected from."""
+        if result == "row":
+            return list(axes)
+        return [
+            selected if d in self.axes else x for d, x in enumerate(axes) if result == "selected" or d not in self.axes
+        ]
+
+    def _across(self, cuts: AxisShardings, *shards: jax.Array) -> list[jax.Array]:
+        shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
+        return self.across(cuts, inside(cuts, self.axes, shape), *shards)
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Equal shardings between rows."""
+        return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """One factor per axis, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
+        full = jnp.broadcast_shapes(*shapes)
+        operands = tuple(
+            ArrayMapping(*(f"d{d}" if n == full[d] else f"one{i}_{d}" for d, n in enumerate(s)))
+            for i, s in enumerate(shapes)
+        )
+        factors = [f"d{d}" for d in range(len(full))]
+        results = tuple(ArrayMapping(*self._of(result, factors, "selected")) for result in self.results)
+        return SdyShardingRule(operands, results)
+
+
+def names_of(cuts: AxisShardings) -> Names:
+    """The mesh axes of all shardings."""
+    return tuple(name for cut in cuts for name in cut.names)
+
+
+def inside(cuts: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | None:
+    """Where this device's part, of `shape`, holds what the whole has; None if everywhere.
+
+    XLA shards an axis that does not divide into equal parts, and what it fills the last ones up with is not said.
+    """
+    mask = None
+    for axis, cut in zip(axes, cuts, strict=True):
+        n = shape[axis]
+        if cut.names and n * jax.lax.axis_size(cut.names) > cut.extent:
+            at = jax.lax.axis_index(cut.names) * n + jnp.arange(n)
+            exists = jnp.expand_dims(at < cut.extent, [d for d in range(len(shape)) if d != axis])
+            mask = exists if mask is None else mask & exists
+    return mask
+
+
+def spec_of(aval: Any) -> Spec:
+    """An abstract value's (or a shard description's) partition, one entry per axis."""
+    spec = tuple(aval.sharding.spec)
+    return spec + (None,) * (len(aval.shape) - len(spec))
+
+
+def mesh_axes(entry: Entry) -> Names:
+    """The mesh axes of one entry of a partition."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def common_spec(specs: Sequence[Spec]) -> Spec:
+    """The partition that operands which broadcast against each other share: the first sharding of each axis wins."""
+    chosen: list[Entry] = []
+    used: set[str] = set()
+    for entries in zip(*specs, strict=True):
+        entry = next((e for e in entries if mesh_axes(e) and used.isdisjoint(mesh_axes(e))), None)
+        used.update(mesh_axes(entry))
+        chosen.append(entry)
+    return tuple(chosen)
+
+
+def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
+    """The partition of an operand that broadcasts to what is sharded so."""
+    return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
+
+
+def mesh_of(avals: Sequence[Any]) -> AbstractMesh:
+    """The mesh that types name; one without axes if none does, as of arrays on one device."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def unify_shardings(*operands: jax.Array) -> Sequence[jax.Array]:
+    """Operands that broadcast against each other, brought to one sharding where their types have shardings."""
+    avals = [jax.typeof(x) for x in operands]
+    if not is_explicit(avals):
+        return operands
+    full = common_spec([spec_of(a) for a in avals])
+    return [reshard(x, broadcast_spec(full, a.shape)) for x, a in zip(operands, avals, strict=True)]
+
+
+def reshard(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:
+    """An array whose type names a mesh, resharded on it; another only if `mesh` is given.
+
+    Outside `jit` nothing but a context could say what devices that has. Lowering knows, and reshards the others too.
+    """
+    aval = jax.typeof(x)
+    has_mesh = not aval.sharding.mesh.empty
+    target = aval.sharding.mesh if has_mesh else mesh
+    if target is None or (has_mesh and spec_of(aval) == tuple(spec)):
+        return x
+    return jax.reshard(x, NamedSharding(target, spec))
+
+
+def unify_varying(*operands: jax.Array) -> list[jax.Array]:
+    """Under `shard_map`'s checks the operands of a primitive must vary over the same mesh axes."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
+        for x, v in zip(operands, varying, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def settings_for(*avals: Any) -> Iterator[None]:
+    """JAX's settings for what we trace ourselves, which may be outside the caller's context: the operands decide.
+
+    A caller's strictness is about the caller's own code, and kernels count in 32 bits.
+    """
+    with (
+        jax.enable_x64(any(aval.dtype.itemsize == 8 for aval in avals)),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.check_tracer_leaks(False),
+    ):
+        yield
+
+
+def on_mesh_of(avals: Sequence[Any]) -> Any:
+    """A context for tracing that names the mesh of explicit axes that operands' types name, where the user's does not.
+
+    Types alone would leave it to the compiler how to shard what is not computed of an operand, such as indices.
+    """
+    mesh = mesh_of(avals)
+    if not is_explicit(avals) or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def is_explicit(avals: Sequence[Any]) -> bool:
+    """Whether the operands' types say how they are sharded."""
+    return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))

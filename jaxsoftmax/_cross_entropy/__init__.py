@@ -1,0 +1,1 @@
+"""Softmax cross entropy, of integer labels and of probabilities."""

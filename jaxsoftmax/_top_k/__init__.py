@@ -1,0 +1,1 @@
+"""The k largest probabilities of a softmax."""
