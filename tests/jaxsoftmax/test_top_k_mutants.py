@@ -29,7 +29,7 @@ def planted(mutant: Mutant | None, counts: bool) -> Callable[..., Any]:
         # A dataclass and a cache look their module up by name: the original serves.
         exec(compile(text, str(module.__file__), "exec"), copy.__dict__)
         copies[module] = copy.__dict__
-    copies[select]["_counting"] = types.SimpleNamespace(**copies[rank_select])
+    copies[select]["rank_select"] = types.SimpleNamespace(**copies[rank_select])
     for name in ("select", "select_across", "probabilities"):
         copies[api][name] = copies[select][name]
     lower = functools.partial(copies[api]["lower"], may_count=counts)
