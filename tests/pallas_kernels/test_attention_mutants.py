@@ -59,7 +59,8 @@ def check(
         patch.setattr(hardware, "current", lambda: FEW)
         if op is Op.FORWARD:
             problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-            config = ForwardConfig(64, 2, slack, early, scheduler, bias_stages, overwrites=True, overlaps=True)
+            config = ForwardConfig(64, 2, slack, early, scheduler, bias_stages)
+            config = dataclasses.replace(config, overwrites=True, overlaps=True, query_ahead=True)
             test_attention_forward.check(problem, config, run, mask=mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
