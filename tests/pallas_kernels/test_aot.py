@@ -281,7 +281,7 @@ def test_rows_over_two_gpus_need_no_collective(kind):
     mesh = aot.two_gpus(kind)
     x = jax.ShapeDtypeStruct((64, 2**20), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
     hlo = jax.jit(jaxsoftmax.softmax).lower(x).compile().as_text()
-    assert "softmax_team" in hlo
+    assert "softmax_grid" in hlo
     assert not [word for word in COLLECTIVES if word in hlo]
 
 
