@@ -19,9 +19,9 @@ from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.lowering import Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
-from jaxsoftmax._softmax import api, lowering
+from jaxsoftmax._softmax import api
 from jaxsoftmax._softmax.layout import plan
-from jaxsoftmax._softmax.primitives import BY_OP
+from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
 from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
 from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
@@ -206,7 +206,7 @@ def _explanation(
     params = dict(eqn.params)
     implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
     params.pop("function", None)
-    operands, row = lowering.BY_OP[op].asked(avals, **params)
+    operands, row = COMPUTATIONS[eqn.primitive].asked(avals, **params)
     say = functools.partial(
         Explanation,
         call=_call(name, avals[0], row["axes"]),

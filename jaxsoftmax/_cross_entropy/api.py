@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import settings_for
-from jaxsoftmax._cross_entropy.primitives import losses
-from jaxsoftmax._cross_entropy.tangents import weigh
+from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
 from jaxsoftmax._softmax.api import scaled
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -147,7 +146,7 @@ def softmax_cross_entropy_with_integer_labels(
     >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
     Array([1.3862944, 0.       ], dtype=float32)
     """
-    name = "softmax_cross_entropy_with_integer_labels"
+    name = NAME
     x = checks.floating(name, "logits", logits)
     listed = checks.listed_axes(name, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))

@@ -3,10 +3,13 @@
 A primitive reduces `axes` of operands that broadcast against each other, so that vmap at any position only renumbers
 axes, and leaves an operand that is not mapped with an extent of 1. The derivative of softmax and of log_softmax is a
 linear primitive: its JVP rule is the forward half of a custom_vjp and its transposition the backward half, and with
-both there is forward mode and every higher order too. The derivatives of cross entropy are in
-`_cross_entropy_primitives` and `_cross_entropy_tangents`.
+both there is forward mode and every higher order too.
+
+A `Computation` says how a primitive is lowered: its reference, its kernel, and its form for sharded rows. Other topics
+implement their own primitives by the same row operations.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core.lowering import register
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.lowering import Plan, lower_plain, register
 from jaxsoftmax._core.sharding import (
+    AxisShardings,
     Result,
+    RowOp,
     common_spec,
     mesh_of,
     on_mesh_of,
@@ -30,7 +36,10 @@ from jaxsoftmax._core.sharding import (
     unify_shardings,
     unify_varying,
 )
-from jaxsoftmax._softmax import lowering
+from jaxsoftmax._softmax import layout
+from jaxsoftmax._softmax import sharding as row_sharding
+from pallas_kernels import hardware
+from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
 from pallas_kernels.softmax.problem import Op
@@ -38,13 +47,114 @@ from pallas_kernels.softmax.problem import Op
 SAVED_NAME = "softmax_out"
 
 Results = Callable[..., Sequence[Result]]
+Asked = tuple[Sequence[Any], dict[str, Any]]
 
-BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op in Op}
+BY_OP: dict[Op, Primitive] = {}  # those that are a row operation, or a loss made of what one says
+COMPUTATIONS: dict[Primitive, "Computation"] = {}
+
+REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
 
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
     return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
+
+
+def _as_given(operands: Sequence[Any], **row: Any) -> Asked:
+    return operands, row
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """How a primitive is computed by row operations: `rows(op, *operands, **row)`, by whatever means.
+
+    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(cuts, inside, rows, ...)` for
+    this device's part of cut ones. A kernel takes the call if it takes `op` with what is `asked` of it; `results` says
+    what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or the
+    `function` that a primitive is told of.
+    """
+
+    op: Op
+    called: str
+    results: Callable[..., Sequence[Result]]
+    plain: Callable[..., Any]
+    whole: Callable[..., Any]
+    across: Callable[..., Any]
+    asked: Callable[..., Asked] = _as_given
+    has_kernel: bool = True
+
+    def name(self, function: str | None = None, **_: Any) -> str:
+        return function or self.called
+
+    def plan(
+        self,
+        avals: Sequence[Any],
+        device: Device,
+        named: str | None,
+        batch_invariant: bool = False,
+        function: str | None = None,
+        **params: Any,
+    ) -> Plan:
+        """What a call on operands of these types will do on a device."""
+        operands, row = self.asked(avals, **params)
+        return _plan(self.op, operands, device, named, batch_invariant=batch_invariant, **row)
+
+    def reference(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        *operands: Any,
+        batch_invariant: bool = False,
+        function: str | None = None,
+        **params: Any,
+    ) -> Any:
+        """Lowers to plain XLA operations."""
+        return lower_plain(self.plain, ctx, *operands, **params)
+
+    def by_kernel(
+        self,
+        ctx: mlir.LoweringRuleContext,
+        named: str | None,
+        batch_invariant: bool = False,
+        function: str | None = None,
+        **params: Any,
+    ) -> RowOp:
+        """The call by kernels: of whole rows, or of the parts of rows that are themselves sharded."""
+        results, rows = self.results(**params), functools.partial(run, named, batch_invariant)
+
+        def whole(*xs: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(self.whole(rows, *xs, **params))
+
+        def across(cuts: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+            if named and "row" in results:
+                raise checks.no_kernel_for_sharded_rows(named)
+            return jax.tree.leaves(self.across(cuts, inside, rows, *shards, **params))
+
+        return RowOp(params["axes"], results, whole, across)
+
+
+def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
+    """A row operation in `jax.numpy`."""
+    return REFERENCE[op](*operands, **row)
+
+
+def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
+    return by_reference(op, *operands, **row) if chosen.decision is None else layout.launch(chosen, *operands)
+
+
+def _plan(op: Op, operands: Sequence[Any], device: Device, named: str | None, **row: Any) -> Plan:
+    shapes, dtype = [x.shape for x in operands], operands[0].dtype
+    return layout.plan(op, shapes, dtype, device, may_transpose=named is not None, **row)
+
+
+def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
+    """A new primitive over rows, with all that it has but derivatives."""
+    primitive = Primitive(name)
+    COMPUTATIONS[primitive] = computation
+    define(primitive, computation.results, many=many)
+    register(primitive, computation)
+    return primitive
 
 
 def define(primitive: Primitive, results: Results, *, many: bool) -> None:
@@ -183,12 +293,31 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
     return None, out.sum(broadcast, keepdims=True) if broadcast else out
 
 
-for _op, _primitive in BY_OP.items():
-    define(_primitive, lowering.BY_OP[_op].results, many=_op.gives_stats)
-    register(_primitive, lowering.BY_OP[_op])
+def _computation(op: Op, called: str) -> Computation:
+    """That of a primitive that is a row operation."""
+    results = ("number", "number") if op is Op.STATS else ("row",)
+    whole = lambda rows, *operands, **row: rows(op, *operands, **row)
+    return Computation(
+        op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(row_sharding.across, op)
+    )
+
+
+# What takes a row's statistics says which function it is.
+_NAMES = {
+    Op.SOFTMAX: "softmax",
+    Op.SOFTMAX_TANGENT: "the derivative of softmax",
+    Op.LOG_SOFTMAX: "log_softmax",
+    Op.LOG_SOFTMAX_TANGENT: "the derivative of log_softmax",
+    Op.LOG_SOFTMAX_COTANGENT: "the derivative of log_softmax",
+    Op.STATS: "softmax_stats",
+}
+
+for _op, _called in _NAMES.items():
+    _name = "softmax_stats" if _op is Op.STATS else _op.value
+    BY_OP[_op] = _primitive = implement(_name, _computation(_op, _called), many=_op is Op.STATS)
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:
-        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, lowering.REFERENCE[_op], True)
+        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, REFERENCE[_op], True)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
 ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp

@@ -110,9 +110,9 @@ def select(
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
-    If it `normalizes`, their probabilities too, which may then take a kernel less. If it `may_count`, few rows are ranked by
-    counting. If `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that of chunks
-    as suits it.
+    If it `normalizes`, their probabilities too, which may then take a kernel less. If it `may_count`, few rows are
+    ranked by counting. If `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that
+    of chunks as suits it.
     """
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation, function="top_k_softmax")
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)

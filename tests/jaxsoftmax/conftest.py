@@ -18,8 +18,6 @@ from jax.interpreters import mlir
 from jaxsoftmax._attention import lowering as attention_lowering
 from jaxsoftmax._attention import primitives as attention_primitives
 from jaxsoftmax._core import lowering
-from jaxsoftmax._cross_entropy import tangents
-from jaxsoftmax._softmax import lowering as row_lowering
 from jaxsoftmax._softmax import primitives as row_primitives
 from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem
@@ -52,7 +50,7 @@ class StandIn:
             assert operands[1].dtype == jnp.int32
         last = problem.operands + len(numbers)
         kept = [x if i < problem.operands or i >= last else x[:, None] for i, x in enumerate(operands)]
-        return row_lowering.REFERENCE[problem.op](*kept, **row)
+        return row_primitives.REFERENCE[problem.op](*kept, **row)
 
 
 @dataclasses.dataclass
@@ -83,8 +81,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
         return StandIn(problem, None, (("first", "it is not for this"), ("second", "nor this")))
 
     monkeypatch.setattr(dispatch, "decide", decide)
-    computations = {primitive: row_lowering.BY_OP[op] for op, primitive in row_primitives.BY_OP.items()}
-    computations[tangents.TO_LOGITS] = tangents.COTANGENT
+    computations = row_primitives.COMPUTATIONS
     for primitive, computation in computations.items():
         mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, computation), platform="cpu")
     mlir.register_lowering(api.TOP_K, functools.partial(api.lower, may_count=True), platform="cpu")
