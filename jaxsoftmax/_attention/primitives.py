@@ -17,15 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.interpreters import ad, mlir
 
 from jaxsoftmax._attention import lowering
 from jaxsoftmax._attention.lowering import Part
 from jaxsoftmax._attention.sharding import layout_of, unify_shardings
 from jaxsoftmax._core.lowering import register
-from jaxsoftmax._core.sharding import mesh_of, on_mesh_of, reshard, settings_for, spec_of, unify_varying
+from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed
+from jaxsoftmax._core.sharding import mesh_of, unify_varying
 from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -59,10 +58,6 @@ def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[s
     return lowering.kinds(Part(primitive.name), names, **params)
 
 
-def _typed(like: Any, mesh: Any, shape: tuple[Any, ...], spec: P, dtype: Any) -> Any:
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=NamedSharding(mesh, spec))
-
-
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
@@ -70,8 +65,8 @@ def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any
     length, heads, _ = query.shape[-3:]
     out, lse = (*cut.full, length, heads, value.shape[-1]), (*cut.full, heads, length)
     return [
-        _typed(query, mesh, out, cut.spec("out", out), query.dtype),
-        _typed(query, mesh, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
+        typed(query, mesh, out, cut.spec("out", out), query.dtype),
+        typed(query, mesh, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
     ]
 
 
@@ -86,7 +81,7 @@ def _gradient_avals(
     cut, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = lowering.gradient_shapes(names, avals, wrt, kept)
     return [
-        _typed(avals[names.index(name)], mesh, shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
+        typed(avals[names.index(name)], mesh, shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
         for (name, shape), axes in zip(shapes.items(), kept, strict=True)
     ]
 
@@ -103,8 +98,7 @@ def _batch(
     at = next((d for (x, d), rank in zip(mapped, ranks, strict=True) if d is not None and d < x.ndim - rank), 0)
     if primitive is GRADIENTS:
         params["kept"] = tuple((*(d + (d >= at) for d in axes), at) for axes in params["kept"])
-    aligned = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in mapped]
-    out = primitive.bind(*unify_varying(*aligned), **params)
+    out = primitive.bind(*aligned(operands, dims, at), **params)
     return out, [at] * len(out)
 
 
@@ -132,54 +126,36 @@ def _tangent_transpose(
     return [None] * len(known) + list(found)
 
 
-def _reference_jvp(
-    primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """A primitive's results by the reference."""
+    whole = unify_shardings(_kinds(primitive, **params), operands, in_parts=False)
+    return list(lowering.REFERENCE[Part(primitive.name)](*whole, **params))
+
+
+def _linear_jvp(
+    primitive: Primitive, plain: Any, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-    """Higher orders: what is linear stays the primitive, the rest is the reference's derivative."""
-    found = primitive.bind(*primals, **params)
-    still = [type(t) is ad.Zero for t in tangents]
-    linear = len(params["names"]) + 2
-    if all(still[:linear]):
-        cotangents = [ad.instantiate_zeros(t) for t in tangents[linear:]]
-        return found, primitive.bind(*unify_varying(*primals[:linear], *cotangents), **params)
-    moving = [i for i, zero in enumerate(still) if not zero]
-    params.pop("implementation")
-    specs = tuple(P(*spec_of(jax.typeof(x))) for x in found)
-
-    def reference(*moved: jax.Array) -> Any:
-        operands = list(primals)
-        for i, x in zip(moving, moved, strict=True):
-            operands[i] = x
-        return _by_reference(*operands, primitive=primitive, params=tuple(params.items()), specs=specs)
-
-    return found, jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    """The derivative of what is linear in the operands that follow output and logsumexp."""
+    linear = len(primals) - len(params["names"]) - 2
+    return higher_jvp(primitive, plain, linear, primals, tangents, **params)
 
 
-@functools.partial(jax.jit, static_argnames=("primitive", "params", "specs"))
-def _by_reference(*operands: jax.Array, primitive: Primitive, params: Any, specs: Sequence[P]) -> list[jax.Array]:
-    """A primitive's results by the reference, as one program, whose results are cut by `specs`."""
-    with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
-        whole = unify_shardings(_kinds(primitive, **dict(params)), operands, in_parts=False)
-        results = lowering.REFERENCE[Part(primitive.name)](*whole, **dict(params))
-        return [reshard(x, spec) for x, spec in zip(results, specs, strict=True)]
+_AVALS = {
+    FORWARD: functools.partial(_forward_avals, FORWARD),
+    RESIDUALS: _residual_avals,
+    TANGENT: functools.partial(_forward_avals, TANGENT),
+    GRADIENTS: _gradient_avals,
+}
 
+for _primitive, _avals in _AVALS.items():
+    define(_primitive, _avals, functools.partial(_batch, _primitive))
+for _part, _primitive in BY_PART.items():
+    register(_primitive, lowering.Call(_part))
+mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
 
-def _register() -> None:
-    for primitive in (FORWARD, RESIDUALS, TANGENT, GRADIENTS):
-        primitive.multiple_results = True
-        primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-        batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    FORWARD.def_abstract_eval(functools.partial(_forward_avals, FORWARD))
-    TANGENT.def_abstract_eval(functools.partial(_forward_avals, TANGENT))
-    RESIDUALS.def_abstract_eval(_residual_avals)
-    GRADIENTS.def_abstract_eval(_gradient_avals)
-    ad.primitive_jvps[RESIDUALS] = _residuals_jvp
-    ad.primitive_transposes[TANGENT] = _tangent_transpose
-    mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
-    for part in (Part.TANGENT, Part.GRADIENTS):
-        ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part])
-    for part, primitive in BY_PART.items():
-        register(primitive, lowering.Call(part))
-
-
-_register()
+ad.primitive_jvps[RESIDUALS] = _residuals_jvp
+ad.primitive_transposes[TANGENT] = _tangent_transpose
+for _primitive in (TANGENT, GRADIENTS):
+    ad.primitive_jvps[_primitive] = functools.partial(
+        _linear_jvp, _primitive, functools.partial(_by_reference, _primitive)
+    )

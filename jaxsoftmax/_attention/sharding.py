@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
 from jaxsoftmax._core.sharding import (
     Entry,
+    Factors,
     Names,
     Shape,
     Shard,
@@ -27,6 +28,7 @@ from jaxsoftmax._core.sharding import (
     mesh_axes,
     mesh_of,
     reshard,
+    sharding_rule,
     spec_of,
 )
 from pallas_kernels.attention.operands import RANK
@@ -159,24 +161,19 @@ class Heads:
         full = jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True)))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
 
-        def mapping(i: int, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> ArrayMapping:
+        def factors(kind: str, shape: Shape, kept: tuple[int, ...] | None = None) -> Factors:
             rank = len(shape) - RANK[kind]
-            factors = [
-                f"b{d}" if shape[d] == full[d] and (kept is None or d in kept) else f"one{i}_{d}" for d in range(rank)
-            ]
-            core = [f"own{i}_{d}" for d in range(RANK[kind])]
+            is_shared = lambda d: shape[d] == full[d] and (kept is None or d in kept)
+            lead = [f"lead{d}" if is_shared(d) else None for d in range(rank)]
+            core: list[str | None] = [None] * RANK[kind]
             if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
                 core[QUERY_HEADS[kind]] = "heads"
             if kind in KEY_HEADS:
                 core[KEY_HEADS[kind]] = "heads" if same else "key_heads"
-            return ArrayMapping(*factors, *core)
+            return [*lead, *core]
 
-        everything = [
-            *((kind, shape, None) for kind, shape in zip(self.kinds, shapes, strict=True)),
-            *zip(self.results, self.result_shapes, self.kept, strict=True),
-        ]
-        mappings = [mapping(i, *each) for i, each in enumerate(everything)]
-        return SdyShardingRule(tuple(mappings[: len(shapes)]), tuple(mappings[len(shapes) :]))
+        results = map(factors, self.results, self.result_shapes, self.kept)
+        return sharding_rule(list(map(factors, self.kinds, shapes)), list(results))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal shardings of the leading axes, and no other."""

@@ -20,6 +20,7 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
+Factors = Sequence[str | None]
 # A result with the operands' axes; with some entries of each row; or with a number in place of it.
 Result = Literal["row", "selected", "number"]
 
@@ -101,13 +102,18 @@ class RowOp:
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """One factor per axis, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
         full = jnp.broadcast_shapes(*shapes)
-        operands = tuple(
-            ArrayMapping(*(f"d{d}" if n == full[d] else f"one{i}_{d}" for d, n in enumerate(s)))
-            for i, s in enumerate(shapes)
-        )
-        factors = [f"d{d}" for d in range(len(full))]
-        results = tuple(ArrayMapping(*self._of(result, factors, "selected")) for result in self.results)
-        return SdyShardingRule(operands, results)
+        factors = [f"axis{d}" for d in range(len(full))]
+        operands = [[factors[d] if n == full[d] else None for d, n in enumerate(shape)] for shape in shapes]
+        return sharding_rule(operands, [self._of(result, factors, "selected") for result in self.results])
+
+
+def sharding_rule(operands: Sequence[Factors], results: Sequence[Factors]) -> SdyShardingRule:
+    """A rule by the factors of each axis: axes with the same one are sharded together, others alone."""
+    mappings = [
+        ArrayMapping(*(factor or f"own{i}_{d}" for d, factor in enumerate(factors)))
+        for i, factors in enumerate((*operands, *results))
+    ]
+    return SdyShardingRule(tuple(mappings[: len(operands)]), tuple(mappings[len(operands) :]))
 
 
 def names_of(cuts: AxisShardings) -> Names:

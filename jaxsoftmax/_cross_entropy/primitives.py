@@ -25,9 +25,10 @@ from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.lowering import lower_plain
+from jaxsoftmax._core.primitives import higher_jvp, zeros
 from jaxsoftmax._core.sharding import AxisShardings, on_mesh_of, settings_for, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
-from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define, higher_jvp, implement, zeros
+from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
@@ -309,7 +310,7 @@ BY_OP[Op.CROSS_ENTROPY_GRADIENT] = _GRADIENT = implement(
     ),
     many=True,
 )
-ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, False)
+ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, 0)
 pe.dce_rules[_GRADIENT] = _without_gradient
 
 # The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is
@@ -327,13 +328,13 @@ _TO_LOGITS = implement(
     ),
     many=False,
 )
-ad.primitive_jvps[_TO_LOGITS] = functools.partial(higher_jvp, _TO_LOGITS, _to_logits, False)
+ad.primitive_jvps[_TO_LOGITS] = functools.partial(higher_jvp, _TO_LOGITS, _to_logits, 0)
 
 _PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
 
 for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
-    define(_primitive, lambda stats=False, **_: ("number",) * (1 + stats), many=True)
+    define_over_rows(_primitive, lambda stats=False, **_: ("number",) * (1 + stats), many=True)
     mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
-ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, True)
+ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, 1)
 ad.primitive_jvps[_OF_GRADIENT] = _products_jvp

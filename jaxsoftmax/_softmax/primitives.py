@@ -18,20 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.lowering import Plan, lower_plain, register
+from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed, zeros
 from jaxsoftmax._core.sharding import (
     AxisShardings,
     Result,
     RowOp,
     common_spec,
     mesh_of,
-    on_mesh_of,
-    settings_for,
     spec_of,
     unify_shardings,
     unify_varying,
@@ -152,17 +151,15 @@ def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
     """A new primitive over rows, with all that it has but derivatives."""
     primitive = Primitive(name)
     COMPUTATIONS[primitive] = computation
-    define(primitive, computation.results, many=many)
+    define_over_rows(primitive, computation.results, many=many)
     register(primitive, computation)
     return primitive
 
 
-def define(primitive: Primitive, results: Results, *, many: bool) -> None:
+def define_over_rows(primitive: Primitive, results: Results, *, many: bool) -> None:
     """What any primitive over rows has; `results` says what its `many` results have of the operands' axes."""
-    primitive.multiple_results = many
-    primitive.def_abstract_eval(functools.partial(_avals, primitive, results))
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, results)
+    avals, batch = (functools.partial(rule, primitive, results) for rule in (_avals, _batch))
+    define(primitive, avals, batch, many=many)
 
 
 def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
@@ -174,12 +171,8 @@ def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[i
     spec, mesh = common_spec([spec_of(x) for x in operands]), mesh_of(operands)
     row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
     kept = [d for d in range(len(shape)) if d not in axes]
-    number = row.update(
-        shape=tuple(shape[d] for d in kept),
-        dtype=reference.accumulator_dtype(row.dtype),
-        weak_type=False,
-        sharding=NamedSharding(mesh, P(*(spec[d] for d in kept))),
-    )
+    of_kept = (tuple(full[d] for d in kept) for full in (shape, spec))
+    number = typed(row, mesh, *of_kept, reference.accumulator_dtype(row.dtype))
     avals = [row if result == "row" else number for result in results(**params)]
     return avals if primitive.multiple_results else avals[0]
 
@@ -199,11 +192,8 @@ def _batch(
     if at is None:
         out = primitive.bind(*operands, axes=axes, **params)
         return out, [None] * len(out) if primitive.multiple_results else None
-    aligned = [
-        jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims, strict=True)
-    ]
     axes = tuple(a + (a >= at) for a in axes)
-    out = primitive.bind(*unify_varying(*aligned), axes=axes, **params)
+    out = primitive.bind(*aligned(operands, dims, at), axes=axes, **params)
     below = at - sum(a < at for a in axes)
     ats = [at if result == "row" else below for result in results(**params)]
     return out, ats if primitive.multiple_results else at
@@ -247,43 +237,6 @@ def _stats_jvp(
     return out, [zeros(out[0]), reference.stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
 
 
-def zeros(out: Any) -> Any:
-    """The tangents of what does not move."""
-    return jax.tree.map(lambda y: ad.Zero(jax.typeof(y).to_tangent_aval()), out)
-
-
-def higher_jvp(
-    primitive: Primitive,
-    plain: Callable[..., Any],
-    linear: bool,
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    **params: Any,
-) -> tuple[Any, Any]:
-    """Higher orders: whatever the plain function's derivative is, but of what is `linear` in the last operand."""
-    out = primitive.bind(*primals, **params)
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not moving:
-        return out, zeros(out)
-    if linear and moving == [len(primals) - 1]:
-        return out, primitive.bind(*unify_varying(*primals[:-1], tangents[-1]), **params)
-    dropped = ("implementation", "batch_invariant")
-    row = tuple((name, value) for name, value in params.items() if name not in dropped)
-
-    def compute(*moved: jax.Array) -> Any:
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return _plainly(*operands.values(), plain=plain, row=row)
-
-    return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-
-
-@functools.partial(jax.jit, static_argnames=("plain", "row"))
-def _plainly(*operands: jax.Array, plain: Callable[..., Any], row: tuple[tuple[str, Any], ...]) -> Any:
-    """A plain function as one program: outside of any, no operation but on an array's own mesh knows its devices."""
-    with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
-        return plain(*operands, **dict(row))
-
-
 def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:
     """The backward half of the derivative."""
     if type(ct) is ad.Zero:
@@ -318,6 +271,6 @@ for _op, _called in _NAMES.items():
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:
-        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, REFERENCE[_op], True)
+        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, REFERENCE[_op], 1)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
 ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp
