@@ -1,5 +1,6 @@
 """The arguments of `flash_attention`, checked and brought to the primitives' form; every error says what to do."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -314,26 +316,18 @@ def _number(name: str, x: Any) -> float | None:
     """A number of Python's or NumPy's, as a float; None for anything else."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
-    try:
-        return float(x) if isinstance(x, (int, float, np.integer, np.floating)) else None
-    except OverflowError:
-        raise ValueError(f"{NAME}: {name} is an integer that no float holds, expected a smaller number.") from None
+    if not isinstance(x, (int, float, np.integer, np.floating)):
+        return None
+    return checks.as_float(NAME, name, x, "that no float holds, expected a smaller number.")
 
 
 def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _array(name: str, x: Any) -> jax.Array:
-    """Numbers or bools as an array."""
-    try:
-        # Some strings JAX takes for dtypes.
-        array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{NAME}: {name} is of type {type(x).__name__}, expected an array of numbers.") from error
-    if array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
-        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected an array of numbers.")
-    return array
+_array = functools.partial(
+    checks.as_array, NAME, no_array=", expected an array of numbers.", wanted="an array of numbers", on_key=""
+)
 
 
 def _integers(name: str, x: Any) -> Any:

@@ -21,22 +21,25 @@ Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
-def as_array(function: str, name: str, x: ArrayLike) -> jax.Array:
-    """`x` as an array of numbers or booleans."""
+_NO_ARRAY = (
+    " and makes no array of numbers, expected an array, a number that fits one, or nested lists of equal lengths of "
+    "them."
+)
+_RANDOM_KEY = " A random key draws numbers: jax.random.normal(key, shape) gives an array."
+
+
+def as_array(
+    function: str, name: str, x: Any, *, no_array: str = _NO_ARRAY, wanted: str = "numbers", on_key: str = _RANDOM_KEY
+) -> jax.Array:
+    """`x` as an array of numbers or booleans; the words are for what is not one."""
     try:
         # Some strings JAX takes for dtypes.
         array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"{function}: {name} is of type {type(x).__name__} and makes no array of numbers, expected an array, a "
-            "number that fits one, or nested lists of equal lengths of them."
-        ) from error
+        raise TypeError(f"{function}: {name} is of type {type(x).__name__}{no_array}") from error
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
-        hint = " A random key draws numbers: jax.random.normal(key, shape) gives an array."
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype}, expected numbers."
-            + (hint if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else "")
-        )
+        hint = on_key if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else ""
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected {wanted}.{hint}")
     return array
 
 
@@ -135,14 +138,17 @@ def is_number(scale: Any) -> TypeGuard[int | float | np.integer | np.floating]:
     return isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
 
 
-def as_float(function: str, name: str, number: int | float | np.integer | np.floating) -> float:
-    """A Python or NumPy number as a float."""
+_BEYOND_FLOAT = f"beyond {sys.float_info.max:.1g}, expected a number that a float holds."
+
+
+def as_float(
+    function: str, name: str, number: int | float | np.integer | np.floating, beyond: str = _BEYOND_FLOAT
+) -> float:
+    """A Python or NumPy number as a float; an integer `beyond` that is an error, in those words."""
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(
-            f"{function}: {name} is an integer beyond {sys.float_info.max:.1g}, expected a number that a float holds."
-        ) from None
+        raise ValueError(f"{function}: {name} is an integer {beyond}") from None
 
 
 def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str = "x's") -> float | jax.Array:
