@@ -13,8 +13,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jaxsoftmax._attention.api import flash_attention
-from jaxsoftmax._attention.lowering import Call, Part
-from jaxsoftmax._attention.primitives import BY_PART
+from jaxsoftmax._attention.primitives import BY_PART, Call, Part
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.lowering import Plan

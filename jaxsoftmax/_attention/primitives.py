@@ -7,10 +7,14 @@ JVP rules in turn (the chunked reference's), every mode and order exists.
 
 The operands have any number of leading dimensions, the same for all, that broadcast against each other: vmap adds one,
 of extent 1 where an operand is not mapped, so that keys and values shared by a batch are never copied.
+
+A `Call` is lowered to the chunked reference on every platform, and on CUDA to a kernel between two reshapes.
 """
 
+import dataclasses
+import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,21 +23,33 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax._attention import lowering
-from jaxsoftmax._attention.lowering import Part
-from jaxsoftmax._attention.sharding import layout_of, unify_shardings
-from jaxsoftmax._core.lowering import register
+from jaxsoftmax._attention.checks import NAME
+from jaxsoftmax._attention.layout import Shape, plan
+from jaxsoftmax._attention.operands import kernel_gradients
+from jaxsoftmax._attention.sharding import Heads, layout_of, unify_shardings
+from jaxsoftmax._core.lowering import Plan, is_local, lower, lower_plain, register
 from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed
-from jaxsoftmax._core.sharding import mesh_of, unify_varying
-from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
+from jaxsoftmax._core.sharding import is_explicit, mesh_of, unify_varying
+from pallas_kernels import hardware
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules, leading, sum_to
+from pallas_kernels.attention.problem import Op
+from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 SAVED_NAMES = {"out": "flash_attention_out", "lse": "flash_attention_lse"}
 
-FORWARD = Primitive("flash_attention")
+
+class Part(enum.StrEnum):
+    """The parts of an attention call, and the primitives that stand for them."""
+
+    FORWARD = "flash_attention"
+    TANGENT = "flash_attention_tangent"
+    GRADIENTS = "flash_attention_gradients"
+
+
+FORWARD, TANGENT, GRADIENTS = (Primitive(part.value) for part in Part)
 RESIDUALS = Primitive("flash_attention_residuals")
-TANGENT = Primitive("flash_attention_tangent")
-GRADIENTS = Primitive("flash_attention_gradients")
 
 BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIENTS}
 
@@ -51,11 +67,119 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     return out, lse
 
 
+OPS = {Part.FORWARD: Op.FORWARD, Part.GRADIENTS: Op.BACKWARD}
+
+
+def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any) -> tuple[str, ...]:
+    """What each operand of a primitive is, as in `RANK`."""
+    extra = {Part.FORWARD: (), Part.TANGENT: ("out", "lse", *moving), Part.GRADIENTS: ("out", "lse", "out", "lse")}
+    return (*names, *extra[part])
+
+
+def leading_extents(names: Sequence[str], avals: Sequence[Any]) -> Shape:
+    """What the leading axes of everything that gradients depend on broadcast to; a cotangent may lack a mapped axis."""
+    return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Part.GRADIENTS, names))))
+
+
+def gradient_shapes(
+    names: Sequence[str], avals: Sequence[Any], wrt: Sequence[str], kept: Sequence[tuple[int, ...]], **_: Any
+) -> dict[str, Shape]:
+    """The shapes of gradients, which are summed along the leading axes that are not kept."""
+    full = leading_extents(names, avals)
+    found: dict[str, Shape] = {}
+    for name, axes in zip(wrt, kept, strict=True):
+        lead = tuple(n if d in axes else 1 for d, n in enumerate(full))
+        found[name] = (*lead, *avals[names.index(name)].shape[len(full) :])
+    return found
+
+
+def _forward(*arrays: jax.Array, names: tuple[str, ...], rules: Rules) -> Any:
+    return reference.forward(Operands(**dict(zip(names, arrays, strict=True))), rules)
+
+
+def _tangent(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, moving: tuple[str, ...]) -> Any:
+    operands = Operands(**dict(zip(names, arrays, strict=False)))
+    out, lse, *tangents = arrays[len(names) :]
+    return reference.tangent(operands, rules, out, lse, dict(zip(moving, tangents, strict=True)))
+
+
+def _gradients(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, **wanted: Any) -> Any:
+    operands = Operands(**dict(zip(names, arrays, strict=False)))
+    shapes = gradient_shapes(names, arrays, **wanted)
+    return reference.backward(operands, rules, *arrays[len(names) :], shapes=shapes)
+
+
+REFERENCE: dict[Part, Callable[..., Any]] = {
+    Part.FORWARD: _forward,
+    Part.TANGENT: _tangent,
+    Part.GRADIENTS: _gradients,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A part of an attention call, to be lowered."""
+
+    part: Part
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.part in OPS
+
+    def name(self, **_: Any) -> str:
+        return NAME
+
+    def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
+        """What a call on operands of these types will do on a device."""
+        names = params["names"]
+        dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
+        shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
+        if self.part is Part.GRADIENTS:
+            out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
+            shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
+        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
+
+    def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        """Lowers to plain XLA operations."""
+        params["rules"] = dataclasses.replace(params["rules"], is_local=is_local(ctx))
+        run = functools.partial(REFERENCE[self.part], **params)
+        if is_explicit(ctx.avals_in):
+            return lower(ctx, self._sharded(ctx, run, **params), *operands)
+        return lower_plain(run, ctx, *operands)
+
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Heads:
+        """The call by a kernel, sharded by batch and heads."""
+        return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
+
+    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> Heads:
+        avals: Sequence[Any] = ctx.avals_out
+        results, kept = params.get("wrt", ("out", "lse")), params.get("kept", (None, None))
+        return Heads(kinds(self.part, **params), results, kept, tuple(tuple(aval.shape) for aval in avals), run)
+
+
+def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
+    fold = chosen.layout
+    if fold is None:
+        return REFERENCE[part](*operands, **params)
+    names = params["names"]
+    wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}
+    # Operands that broadcast along a batch axis which their gradient keeps are broadcast before the kernel.
+    arrays = [
+        jnp.broadcast_to(x, wanted[name]) if name in wanted else x for name, x in zip(names, operands, strict=False)
+    ]
+    arrays += operands[len(names) :]
+    found = chosen.launch(*map(fold.to_kernel, kinds(part, **params), arrays))
+    if part is Part.FORWARD:
+        return tuple(map(fold.from_kernel, ("out", "lse"), found))
+    gradients = dict(zip(kernel_gradients(names, wanted), found, strict=True))
+    return tuple(sum_to(fold.from_kernel(name, gradients[name]), shape) for name, shape in wanted.items())
+
+
 def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[str, ...]:
     """What each operand of a primitive is, as in `RANK`."""
-    if primitive is RESIDUALS:
-        return (*names, "out", "lse")
-    return lowering.kinds(Part(primitive.name), names, **params)
+    return (*names, "out", "lse") if primitive is RESIDUALS else kinds(Part(primitive.name), names, **params)
 
 
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
@@ -79,7 +203,7 @@ def _gradient_avals(
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
     cut, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
-    shapes = lowering.gradient_shapes(names, avals, wrt, kept)
+    shapes = gradient_shapes(names, avals, wrt, kept)
     return [
         typed(avals[names.index(name)], mesh, shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
         for (name, shape), axes in zip(shapes.items(), kept, strict=True)
@@ -129,7 +253,7 @@ def _tangent_transpose(
 def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """A primitive's results by the reference."""
     whole = unify_shardings(_kinds(primitive, **params), operands, in_parts=False)
-    return list(lowering.REFERENCE[Part(primitive.name)](*whole, **params))
+    return list(REFERENCE[Part(primitive.name)](*whole, **params))
 
 
 def _linear_jvp(
@@ -150,7 +274,7 @@ _AVALS = {
 for _primitive, _avals in _AVALS.items():
     define(_primitive, _avals, functools.partial(_batch, _primitive))
 for _part, _primitive in BY_PART.items():
-    register(_primitive, lowering.Call(_part))
+    register(_primitive, Call(_part))
 mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
 
 ad.primitive_jvps[RESIDUALS] = _residuals_jvp

@@ -85,40 +85,20 @@ class Computation:
     def name(self, function: str | None = None, **_: Any) -> str:
         return function or self.called
 
-    def plan(
-        self,
-        avals: Sequence[Any],
-        device: Device,
-        named: str | None,
-        batch_invariant: bool = False,
-        function: str | None = None,
-        **params: Any,
-    ) -> Plan:
+    def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
         """What a call on operands of these types will do on a device."""
-        operands, row = self.asked(avals, **params)
-        return _plan(self.op, operands, device, named, batch_invariant=batch_invariant, **row)
+        operands, row = self.asked(avals, **_of_row(params))
+        return _plan(self.op, operands, device, named, batch_invariant=params.get("batch_invariant", False), **row)
 
-    def reference(
-        self,
-        ctx: mlir.LoweringRuleContext,
-        *operands: Any,
-        batch_invariant: bool = False,
-        function: str | None = None,
-        **params: Any,
-    ) -> Any:
+    def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to plain XLA operations."""
-        return lower_plain(self.plain, ctx, *operands, **params)
+        return lower_plain(self.plain, ctx, *operands, **_of_row(params))
 
-    def by_kernel(
-        self,
-        ctx: mlir.LoweringRuleContext,
-        named: str | None,
-        batch_invariant: bool = False,
-        function: str | None = None,
-        **params: Any,
-    ) -> RowOp:
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
         """The call by kernels: of whole rows, or of the parts of rows that are themselves sharded."""
-        results, rows = self.results(**params), functools.partial(run, named, batch_invariant)
+        rows = functools.partial(run, named, params.get("batch_invariant", False))
+        params = _of_row(params)
+        results = self.results(**params)
 
         def whole(*xs: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
@@ -129,6 +109,11 @@ class Computation:
             return jax.tree.leaves(self.across(cuts, inside, rows, *shards, **params))
 
         return RowOp(params["axes"], results, whole, across)
+
+
+def _of_row(params: dict[str, Any]) -> dict[str, Any]:
+    """A primitive's parameters without those that say how it is lowered."""
+    return {name: value for name, value in params.items() if name not in ("batch_invariant", "function")}
 
 
 def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:

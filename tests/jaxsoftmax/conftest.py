@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax._attention import lowering as attention_lowering
 from jaxsoftmax._attention import primitives as attention_primitives
 from jaxsoftmax._core import lowering
 from jaxsoftmax._softmax import primitives as row_primitives
@@ -173,7 +172,7 @@ def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionSt
         return AttentionStandIn(problem, None, (("attention", "it is not for this"),))
 
     monkeypatch.setattr(attention_dispatch, "decide", decide)
-    calls = {attention_primitives.BY_PART[part]: attention_lowering.Call(part) for part in attention_lowering.OPS}
+    calls = {attention_primitives.BY_PART[part]: attention_primitives.Call(part) for part in attention_primitives.OPS}
     for primitive, call in calls.items():
         mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, call), platform="cpu")
     jax.clear_caches()
