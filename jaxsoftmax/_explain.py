@@ -205,7 +205,7 @@ def _explanation(
     params = dict(eqn.params)
     implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
     params.pop("function", None)
-    operands, row = COMPUTATIONS[eqn.primitive].asked(avals, **params)
+    operands, row = COMPUTATIONS[eqn.primitive].kernel_args(avals, **params)
     say = functools.partial(
         Explanation,
         call=_call(name, avals[0], row["axes"]),

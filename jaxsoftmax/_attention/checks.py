@@ -173,13 +173,13 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     dtypes = {query_ids.dtype, key_ids.dtype}
     if max(dtype.itemsize for dtype in dtypes) < 8 and (len(dtypes) == 1 or jnp.dtype("uint32") not in dtypes):
         return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
-    cut = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
-    query_ids, key_ids = reshard(query_ids, cut), reshard(key_ids, cut)
+    spec = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
+    query_ids, key_ids = reshard(query_ids, spec), reshard(key_ids, spec)
     with settings_for(query_ids, key_ids):
         widest = jnp.uint64 if any(dtype.itemsize == 8 for dtype in dtypes) else jnp.uint32
         signs = jnp.concatenate([query_ids < 0, key_ids < 0], -1)
         both = signs, jnp.concatenate([query_ids.astype(widest), key_ids.astype(widest)], -1)
-        places = jnp.cumsum(jnp.ones_like(signs), -1, dtype=jnp.int32)  # cut over devices as the ids are
+        places = jnp.cumsum(jnp.ones_like(signs), -1, dtype=jnp.int32)  # sharded as the ids are
         *ordered, at = jax.lax.sort((*both, places), num_keys=2)
         differs = [x[..., 1:] != x[..., :-1] for x in ordered]
         ranks = jnp.cumsum(differs[0] | differs[1], -1, dtype=jnp.int32)

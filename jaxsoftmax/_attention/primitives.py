@@ -57,7 +57,7 @@ BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIEN
 def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """Output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
     names = operands.present
-    # What is bound is cut alike, as the gradients will be, and comes to that by an operation that has a transpose.
+    # Operands are bound sharded alike, as the gradients will be, after an operation that has a transpose.
     arrays = unify_varying(*unify_shardings(names, [getattr(operands, name) for name in names]))
     params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
     # A policy that saves by name must find the names in the primal computation, which has no derivative of its own.
@@ -185,12 +185,12 @@ def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[s
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
-    cut, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
+    sharded, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
     length, heads, _ = query.shape[-3:]
-    out, lse = (*cut.full, length, heads, value.shape[-1]), (*cut.full, heads, length)
+    out, lse = (*sharded.full, length, heads, value.shape[-1]), (*sharded.full, heads, length)
     return [
-        typed(query, mesh, out, cut.spec("out", out), query.dtype),
-        typed(query, mesh, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
+        typed(query, mesh, out, sharded.spec("out", out), query.dtype),
+        typed(query, mesh, lse, sharded.spec("lse", lse), accumulator_dtype(query.dtype)),
     ]
 
 
@@ -202,10 +202,10 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
-    cut, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
+    sharded, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = gradient_shapes(names, avals, wrt, kept)
     return [
-        typed(avals[names.index(name)], mesh, shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
+        typed(avals[names.index(name)], mesh, shape, sharded.spec(name, shape, axes), avals[names.index(name)].dtype)
         for (name, shape), axes in zip(shapes.items(), kept, strict=True)
     ]
 

@@ -90,11 +90,11 @@ def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_par
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
         return list(arrays)
-    cut = layout_of(kinds, avals)
-    if cut.shares and not in_parts:
-        cut = dataclasses.replace(cut, heads=None, shares=False)
+    sharded = layout_of(kinds, avals)
+    if sharded.shares and not in_parts:
+        sharded = dataclasses.replace(sharded, heads=None, shares=False)
     mesh = None if in_parts else mesh_of(avals)
-    return [reshard(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
+    return [reshard(x, sharded.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,30 +113,30 @@ class Heads:
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
-        cut = layout(self.kinds, shapes, specs, sizes)
-        ins = [cut.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
+        sharded = layout(self.kinds, shapes, specs, sizes)
+        ins = [sharded.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
         results = list(zip(self.results, self.result_shapes, self.kept, strict=True))
-        outs = [cut.spec(kind, shape, kept) for kind, shape, kept in results]
+        outs = [sharded.spec(kind, shape, kept) for kind, shape, kept in results]
         heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
-        sums = [self._sums(cut, *result) for result in results]
-        return Shard(ins, outs, functools.partial(self._part, cut, heads, sums))
+        sums = [self._sums(sharded, *result) for result in results]
+        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums))
 
-    def _sums(self, cut: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
+    def _sums(self, sharded: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
         """The mesh axes over which a result is to be added up."""
         if kept is None:
             return ()
-        names = [name for d, entry in enumerate(cut.lead) if d not in kept for name in mesh_axes(entry)]
+        names = [name for d, entry in enumerate(sharded.lead) if d not in kept for name in mesh_axes(entry)]
         at = len(shape) - RANK[kind] + OPERANDS[kind].head_axis
-        is_shared = cut.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
-        return (*names, *(mesh_axes(cut.heads) if is_shared else ()))
+        is_shared = sharded.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
+        return (*names, *(mesh_axes(sharded.heads) if is_shared else ()))
 
     def _part(
-        self, cut: Layout, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
+        self, sharded: Layout, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
     ) -> list[jax.Array]:
-        if not cut.shares:
+        if not sharded.shares:
             found = self.whole(*operands)
             return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
-        names = mesh_axes(cut.heads)
+        names = mesh_axes(sharded.heads)
         local = operands[self.kinds.index("query")].shape[-2]
         mine = jax.lax.axis_index(names) * local // (heads[0] // heads[1])
         found = self.whole(

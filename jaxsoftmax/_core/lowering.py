@@ -116,8 +116,8 @@ def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> A
         if is_explicit(avals):
             mesh = mesh_of(avals)
             ins, outs, run = op.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            cut = [reshard(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
-            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*cut)
+            sharded = [reshard(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
+            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*sharded)
         return _partitioned(op)(*xs)
 
     return lower_plain(pieces, _with_mesh(ctx), *operands)
@@ -174,7 +174,7 @@ def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
     """Gives `custom_partitioning` the mesh it looks for at lowering, of which only shape and names matter.
 
     Without one it knows only shardings without names. Any mesh of the right size serves: the operands' own, the
-    ambient one, or, for 2^n devices, one of n axes of 2, which can express every way to cut them.
+    ambient one, or, for 2^n devices, one of n axes of 2, which can express every sharding.
     """
     module = ctx.module_context
     context = module.axis_context

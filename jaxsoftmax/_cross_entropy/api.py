@@ -179,7 +179,7 @@ def softmax_cross_entropy_with_integer_labels(
         stats=return_lse,
         all_rows=return_lse,
         implementation=checks.implementation(name, implementation),
-        **batch_invariance.asked(),
+        **batch_invariance.parameter(),
     )
     loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss

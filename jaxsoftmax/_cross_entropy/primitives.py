@@ -203,10 +203,10 @@ def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.A
 
 
 def _to_logits_across(
-    cuts: AxisShardings, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any
+    shardings: AxisShardings, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any
 ) -> jax.Array:
     x, labels, weights, maximum, total, *where = operands
-    labels, mask, count = row_losses.of_this_device(cuts, inside, x, labels, where, **row)
+    labels, mask, count = row_losses.of_this_device(shardings, inside, x, labels, where, **row)
     return _to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)
 
 
@@ -288,11 +288,11 @@ BY_OP[Op.CROSS_ENTROPY] = implement(
     Computation(
         op=Op.CROSS_ENTROPY,
         called=NAME,
-        results=lambda stats, **_: ("number",) * (3 if stats else 1),
+        results=lambda stats, **_: ("reduced",) * (3 if stats else 1),
         plain=functools.partial(row_losses.cross_entropy, row_losses.label_logit, by_reference),
         whole=functools.partial(row_losses.cross_entropy, row_losses.label_logit_gathered),
         across=row_losses.cross_entropy_across,
-        asked=row_losses.asked,
+        kernel_args=row_losses.kernel_args,
     ),
     many=True,
 )
@@ -303,7 +303,7 @@ BY_OP[Op.CROSS_ENTROPY_GRADIENT] = _GRADIENT = implement(
     Computation(
         op=Op.CROSS_ENTROPY_GRADIENT,
         called=f"the derivative of {NAME}",
-        results=lambda **_: ("number", "row"),
+        results=lambda **_: ("reduced", "full"),
         plain=_gradient_plain,
         whole=functools.partial(row_losses.cross_entropy_gradient, row_losses.label_logit_gathered),
         across=row_losses.cross_entropy_gradient_across,
@@ -320,11 +320,11 @@ _TO_LOGITS = implement(
     Computation(
         op=Op.CROSS_ENTROPY_GRADIENT,
         called=f"the derivative of {NAME}",
-        results=lambda **_: ("row",),
+        results=lambda **_: ("full",),
         plain=_to_logits,
         whole=lambda rows, *operands, **row: rows(Op.CROSS_ENTROPY_GRADIENT, *_without_states(operands), **row)[0],
         across=_to_logits_across,
-        asked=lambda operands, **row: (_without_states(operands), row),
+        kernel_args=lambda operands, **row: (_without_states(operands), row),
     ),
     many=False,
 )
@@ -333,7 +333,7 @@ ad.primitive_jvps[_TO_LOGITS] = functools.partial(higher_jvp, _TO_LOGITS, _to_lo
 _PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
 
 for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
-    define_over_rows(_primitive, lambda stats=False, **_: ("number",) * (1 + stats), many=True)
+    define_over_rows(_primitive, lambda stats=False, **_: ("reduced",) * (1 + stats), many=True)
     mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
 ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, 1)

@@ -1,4 +1,4 @@
-"""The public functions: canonicalise, validate, bind. What they compute is in `_primitives` and `pallas_kernels`."""
+"""The public functions: canonicalise, validate, bind. What they compute is in `primitives` and `pallas_kernels`."""
 
 import functools
 import math
@@ -206,7 +206,7 @@ def logsumexp(
         dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
         named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
         return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
-    how = {"implementation": implementation, "function": name, **batch_invariance.asked()}
+    how = {"implementation": implementation, "function": name, **batch_invariance.parameter()}
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
@@ -267,7 +267,7 @@ def _row_op(
     if mask and not _has_infinity(dtype):
         operand = operand.astype(accumulator_dtype(dtype))  # -inf stands for what is excluded, in the derivatives
     operand, factor = scaled(operand, factor)
-    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.asked())
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.parameter())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 

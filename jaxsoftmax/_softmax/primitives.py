@@ -46,7 +46,7 @@ from pallas_kernels.softmax.problem import Op
 SAVED_NAME = "softmax_out"
 
 Results = Callable[..., Sequence[Result]]
-Asked = tuple[Sequence[Any], dict[str, Any]]
+KernelArgs = tuple[Sequence[Any], dict[str, Any]]
 
 BY_OP: dict[Op, Primitive] = {}  # those that are a row operation, or a loss made of what one says
 COMPUTATIONS: dict[Primitive, "Computation"] = {}
@@ -59,7 +59,7 @@ def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
 
 
-def _as_given(operands: Sequence[Any], **row: Any) -> Asked:
+def _as_given(operands: Sequence[Any], **row: Any) -> KernelArgs:
     return operands, row
 
 
@@ -67,10 +67,10 @@ def _as_given(operands: Sequence[Any], **row: Any) -> Asked:
 class Computation:
     """How a primitive is computed by row operations: `rows(op, *operands, **row)`, by whatever means.
 
-    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(cuts, inside, rows, ...)` for
-    this device's part of cut ones. A kernel takes the call if it takes `op` with what is `asked` of it; `results` says
-    what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or the
-    `function` that a primitive is told of.
+    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(shardings, inside, rows, ...)`
+    for this device's part of sharded ones. A kernel takes the call if it takes `op` with the `kernel_args`; `results`
+    says what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or
+    the `function` among a primitive's parameters.
     """
 
     op: Op
@@ -79,7 +79,7 @@ class Computation:
     plain: Callable[..., Any]
     whole: Callable[..., Any]
     across: Callable[..., Any]
-    asked: Callable[..., Asked] = _as_given
+    kernel_args: Callable[..., KernelArgs] = _as_given
     has_kernel: bool = True
 
     def name(self, function: str | None = None, **_: Any) -> str:
@@ -87,7 +87,7 @@ class Computation:
 
     def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
         """What a call on operands of these types will do on a device."""
-        operands, row = self.asked(avals, **_of_row(params))
+        operands, row = self.kernel_args(avals, **_of_row(params))
         return _plan(self.op, operands, device, named, batch_invariant=params.get("batch_invariant", False), **row)
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -103,10 +103,10 @@ class Computation:
         def whole(*xs: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
 
-        def across(cuts: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
-            if named and "row" in results:
+        def across(shardings: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+            if named and "full" in results:
                 raise checks.no_kernel_for_sharded_rows(named)
-            return jax.tree.leaves(self.across(cuts, inside, rows, *shards, **params))
+            return jax.tree.leaves(self.across(shardings, inside, rows, *shards, **params))
 
         return RowOp(params["axes"], results, whole, across)
 
@@ -158,7 +158,7 @@ def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[i
     kept = [d for d in range(len(shape)) if d not in axes]
     of_kept = (tuple(full[d] for d in kept) for full in (shape, spec))
     number = typed(row, mesh, *of_kept, reference.accumulator_dtype(row.dtype))
-    avals = [row if result == "row" else number for result in results(**params)]
+    avals = [row if result == "full" else number for result in results(**params)]
     return avals if primitive.multiple_results else avals[0]
 
 
@@ -180,7 +180,7 @@ def _batch(
     axes = tuple(a + (a >= at) for a in axes)
     out = primitive.bind(*aligned(operands, dims, at), axes=axes, **params)
     below = at - sum(a < at for a in axes)
-    ats = [at if result == "row" else below for result in results(**params)]
+    ats = [at if result == "full" else below for result in results(**params)]
     return out, ats if primitive.multiple_results else at
 
 
@@ -233,7 +233,7 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 def _computation(op: Op, called: str) -> Computation:
     """That of a primitive that is a row operation."""
-    results = ("number", "number") if op is Op.STATS else ("row",)
+    results = ("reduced", "reduced") if op is Op.STATS else ("full",)
     whole = lambda rows, *operands, **row: rows(op, *operands, **row)
     return Computation(
         op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(row_sharding.across, op)

@@ -76,10 +76,10 @@ def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
 
 
 def across(
-    op: Op, cuts: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
+    op: Op, shardings: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
 ) -> jax.Array | Stats:
     """This device's part of an operation, of which those columns count that are `inside`."""
-    return BY_OP[op](names_of(cuts), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
+    return BY_OP[op](names_of(shardings), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
 
 
 def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:

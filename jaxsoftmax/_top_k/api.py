@@ -31,7 +31,7 @@ NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]
 
 TOP_K = Primitive("softmax_top_k")
-_RESULTS: Sequence[sharding.Result] = ("selected", "selected", "number", "number", "selected")
+_RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
 
 
 def top_k_softmax(
@@ -96,7 +96,7 @@ def top_k_softmax(
     dtype = x.dtype
     x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf for chunks
     x, factor = scaled(x, factor)
-    how = {"implementation": implementation, **batch_invariance.asked()}
+    how = {"implementation": implementation, **batch_invariance.parameter()}
     values, indices, _, total, *y = TOP_K.bind(
         jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, **how
     )
@@ -135,7 +135,7 @@ def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
 
 
 def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: Any) -> Any:
-    """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
+    """Lowers to the selection, sharded as the operand is; its statistics find their own kernel."""
     avals: Sequence[Any] = ctx.avals_in
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
     return lowering.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
@@ -166,7 +166,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
 
 
 def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
-    """The entries of rows at `indices`; of rows that a type says are cut, each device's own, added up."""
+    """The entries of rows at `indices`; of rows that a type says are sharded, each device's own, added up."""
     spec = spec_of(jax.typeof(t))
     names = mesh_axes(spec[-1])
     if not names:

@@ -150,10 +150,10 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 
 
 def select_across(
-    cuts: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
+    shardings: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
 ) -> list[jax.Array]:
     """The same for rows of which this device has some columns, those `inside`: one exchange of k numbers for each."""
-    local, names = x.shape[-1], names_of(cuts)
+    local, names = x.shape[-1], names_of(shardings)
     first = jax.lax.axis_index(names) * local
     x = x if inside is None else jnp.where(inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
