@@ -19,7 +19,6 @@ from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.lowering import Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax import api
-from jaxsoftmax._softmax.layout import plan
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
 from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
 from jaxsoftmax._top_k.select import chunk_size, select
@@ -164,9 +163,9 @@ def explain(
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
-        found, results = Op.CROSS_ENTROPY, [*results, *jaxpr.out_avals]
+        results = [*results, *jaxpr.out_avals]
         notes += (_GRADIENT_APART,)
-    return _explanation(op, found, eqn, results, target, target == present, notes)
+    return _explanation(op, eqn, results, target, target == present, notes)
 
 
 def _eqn(jaxpr: Any, *primitives: Primitive) -> Any:
@@ -191,24 +190,22 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
     if n < chunks * c:
         notes += (f"the logits are filled up to {chunks * c} columns: an extra copy",)
     results = [var.aval for var in inside.outvars]
-    found = _explanation("top_k", Op.STATS, inside, results, device, here, notes)
+    found = _explanation("top_k", inside, results, device, here, notes)
     return dataclasses.replace(
         found, call=_call("top_k", logits, (along,)), least_bytes=_bytes(*jaxpr.in_avals, *jaxpr.out_avals)
     )
 
 
 def _explanation(
-    name: str, op: Op, eqn: Any, results: Sequence[Any], device: Device, here: bool, notes: tuple[str, ...]
+    name: str, eqn: Any, results: Sequence[Any], device: Device, here: bool, notes: tuple[str, ...]
 ) -> Explanation:
     """Explains one application of a primitive, from which come the call's `results`."""
     avals = [var.aval for var in eqn.invars]
     params = dict(eqn.params)
-    implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
-    params.pop("function", None)
-    operands, row = COMPUTATIONS[eqn.primitive].kernel_args(avals, **params)
+    implementation, invariant, axes = params.pop("implementation"), params.get("batch_invariant", False), params["axes"]
     say = functools.partial(
         Explanation,
-        call=_call(name, avals[0], row["axes"]),
+        call=_call(name, avals[0], axes),
         here=here,
         device=device,
         least_bytes=_bytes(*avals, *results),
@@ -217,17 +214,15 @@ def _explanation(
         notes += (NOT_INVARIANT,) * invariant
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
     named = implementation == "mosaic_gpu"
-    choose = functools.partial(
-        plan, op, [a.shape for a in operands], avals[0].dtype, device, batch_invariant=invariant, **row
-    )
-    chosen = choose(may_transpose=named)
+    choose = functools.partial(COMPUTATIONS[eqn.primitive].plan, avals, device, **params)
+    chosen = choose(name if named else None)
     if chosen.decision is None:
         notes += (NOT_INVARIANT,) * invariant
-        if choose(may_transpose=True).decision is not None:
+        if choose(name).decision is not None:
             notes += ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
         return say(**_choice(chosen, named), notes=notes)
     shape = avals[0].shape
-    rows = math.prod(n for d, n in enumerate(shape) if d not in row["axes"])
+    rows = math.prod(n for d, n in enumerate(shape) if d not in axes)
     streams = [*avals[1:], *(var.aval for var in eqn.outvars)]
     of_rows = [a for a in streams if a.size == rows < math.prod(shape) and a.dtype != bool]
     moved = chosen.decision.bytes_moved + _bytes(*of_rows)  # the plan leaves out numbers of a row

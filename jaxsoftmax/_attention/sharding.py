@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
 from jaxsoftmax._core.sharding import (
     Entry,
-    Factors,
     Names,
     Shape,
     Shard,
@@ -133,47 +132,22 @@ class Heads:
     def _part(
         self, sharded: Layout, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
     ) -> list[jax.Array]:
-        if not sharded.shares:
+        if sharded.shares:
+            local = operands[self.kinds.index("query")].shape[-2]
+            mine = jax.lax.axis_index(mesh_axes(sharded.heads)) * local // (heads[0] // heads[1])
+            found = self.whole(*map(functools.partial(_own_head, mine), self.kinds, operands))
+            found = list(map(functools.partial(_among_heads, mine, heads[1]), self.results, found))
+        else:
             found = self.whole(*operands)
-            return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
-        names = mesh_axes(sharded.heads)
-        local = operands[self.kinds.index("query")].shape[-2]
-        mine = jax.lax.axis_index(names) * local // (heads[0] // heads[1])
-        found = self.whole(
-            *(
-                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in KEY_HEADS else x
-                for kind, x in zip(self.kinds, operands, strict=True)
-            )
-        )
-        placed = [
-            jax.lax.dynamic_update_slice_in_dim(
-                jnp.zeros((*x.shape[:-2], heads[1], x.shape[-1]), x.dtype), x, mine, x.ndim - 2
-            )
-            if kind in KEY_HEADS
-            else x
-            for kind, x in zip(self.results, found, strict=True)
-        ]
-        return [jax.lax.psum(x, names) if names else x for x, names in zip(placed, sums, strict=True)]
+        return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """A factor for each leading axis, one for the heads; everything else is not sharded."""
-        ranks = [len(shape) - RANK[kind] for kind, shape in zip(self.kinds, shapes, strict=True)]
-        full = jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True)))
+        lead = tuple(f"lead{d}" for d in range(len(shapes[0]) - RANK[self.kinds[0]]))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
-
-        def factors(kind: str, shape: Shape, kept: tuple[int, ...] | None = None) -> Factors:
-            rank = len(shape) - RANK[kind]
-            is_shared = lambda d: shape[d] == full[d] and (kept is None or d in kept)
-            lead = [f"lead{d}" if is_shared(d) else None for d in range(rank)]
-            core: list[str | None] = [None] * RANK[kind]
-            if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
-                core[QUERY_HEADS[kind]] = "heads"
-            if kind in KEY_HEADS:
-                core[KEY_HEADS[kind]] = "heads" if same else "key_heads"
-            return [*lead, *core]
-
-        results = map(factors, self.results, self.result_shapes, self.kept)
-        return sharding_rule(list(map(factors, self.kinds, shapes)), list(results))
+        factors = Layout((), lead, "heads", "heads" if same else "key_heads", False).spec
+        operands = map(factors, self.kinds, shapes)
+        return sharding_rule(list(operands), list(map(factors, self.results, self.result_shapes, self.kept)))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal shardings of the leading axes, and no other."""
@@ -182,3 +156,16 @@ class Heads:
             n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]
         )
         return len(leads) == 1 and uncut
+
+
+def _own_head(head: jax.Array, kind: str, x: jax.Array) -> jax.Array:
+    """An operand with the one key head that this device reads."""
+    return jax.lax.dynamic_slice_in_dim(x, head, 1, x.ndim - 2) if kind in KEY_HEADS else x
+
+
+def _among_heads(head: jax.Array, heads: int, kind: str, x: jax.Array) -> jax.Array:
+    """A result of one key head among all of them, of which the others are 0."""
+    if kind not in KEY_HEADS:
+        return x
+    whole = jnp.zeros((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, x, head, x.ndim - 2)

@@ -7,7 +7,7 @@ Rows are sharded without communication. Rows that are themselves sharded exchang
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -20,7 +20,6 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
-Factors = Sequence[str | None]
 # A result with the operands' axes; with some entries of each row; or with a number in place of it.
 Result = Literal["full", "top_k", "reduced"]
 
@@ -102,13 +101,12 @@ class RowOp:
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """One factor per axis, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
-        full = jnp.broadcast_shapes(*shapes)
-        factors = [f"axis{d}" for d in range(len(full))]
-        operands = [[factors[d] if n == full[d] else None for d, n in enumerate(shape)] for shape in shapes]
+        factors = [f"axis{d}" for d in range(len(shapes[0]))]
+        operands = [broadcast_spec(factors, shape) for shape in shapes]
         return sharding_rule(operands, [self._of(result, factors, "top_k") for result in self.results])
 
 
-def sharding_rule(operands: Sequence[Factors], results: Sequence[Factors]) -> SdyShardingRule:
+def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[Any]]) -> SdyShardingRule:
     """A rule by the factors of each axis: axes with the same one are sharded together, others alone."""
     mappings = [
         ArrayMapping(*(factor or f"own{i}_{d}" for d, factor in enumerate(factors)))
