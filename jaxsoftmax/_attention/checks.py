@@ -327,9 +327,10 @@ def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -
 
 def no_kernel_shows_weights(why: str) -> NotImplementedError:
     """A kernel named for a call that needs the matrix of weights."""
-    return NotImplementedError(
-        f"{NAME}: implementation='mosaic_gpu' was asked for, but {why}, and no kernel has the weights in memory. Pass "
-        "implementation=None: XLA then computes them, in memory that grows with the product of the lengths."
+    return checks.no_kernel(
+        NAME,
+        f"{why}, and no kernel has the weights in memory. Pass implementation=None: XLA then computes them, in memory "
+        "that grows with the product of the lengths.",
     )
 
 

@@ -401,5 +401,4 @@ def _check_range(function: str, given: Any, cols: Any, ignored: int | None, coun
 def _checked_weights(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
     """Weights of the rows' rank, in the dtype of the loss."""
     array = checks.floating(function, "weights", given)
-    checks.broadcastable(function, "weights", array.shape, rows, "the rows'")
-    return array.reshape((1,) * (len(rows) - array.ndim) + array.shape).astype(dtype)
+    return checks.broadcasting(function, "weights", array, rows, "the rows'").astype(dtype)

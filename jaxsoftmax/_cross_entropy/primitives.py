@@ -35,6 +35,15 @@ from pallas_kernels.softmax.problem import IGNORED, Op
 
 NAME = "softmax_cross_entropy_with_integer_labels"
 
+_OF_LSE = (
+    "no kernel takes a cotangent of the logsumexp that return_lse gives. Pass implementation=None to use XLA for this "
+    "gradient, z_loss for a penalty on the logsumexp, or jax.lax.stop_gradient(lse)."
+)
+_OF_SUM = (
+    "the logits are broadcast over rows, and no kernel sums their gradients. Pass implementation=None to use XLA for "
+    "these."
+)
+
 Axes = tuple[int, ...]
 Numbers = Sequence[jax.Array | None]
 Pull = Callable[..., jax.Array]
@@ -134,7 +143,7 @@ def _pull_loss(
     if of_loss is not None and not summed and not with_lse:
         return _TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
     if implementation == "mosaic_gpu":
-        raise checks.no_kernel_of_lse() if with_lse else checks.no_kernel_of_sum()
+        raise checks.no_kernel(NAME, _OF_LSE if with_lse else _OF_SUM)
     return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
 
 

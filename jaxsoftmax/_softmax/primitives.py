@@ -54,6 +54,12 @@ COMPUTATIONS: dict[Primitive, "Computation"] = {}
 REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
 
 
+_SHARDED_ROWS = (
+    "the rows are sharded along the axis that is reduced, where a kernel finds their statistics and XLA computes the "
+    "result from these. Pass implementation=None, or shard another axis."
+)
+
+
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
     return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
@@ -105,7 +111,7 @@ class Computation:
 
         def across(shardings: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
             if named and "full" in results:
-                raise checks.no_kernel_for_sharded_rows(named)
+                raise checks.no_kernel(named, _SHARDED_ROWS)
             return jax.tree.leaves(self.across(shardings, inside, rows, *shards, **params))
 
         return RowOp(params["axes"], results, whole, across)
