@@ -267,6 +267,7 @@ _gradient_plain = functools.partial(row_losses.cross_entropy_gradient, row_losse
 
 
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
+    """The loss and its gradient as a function to differentiate: a weight of NaN has a gradient of NaN, however used."""
     x, wrong = zero_ignored(x, labels, where, row["axes"]), jnp.isnan(weights)
     finite = jnp.where(wrong, 1.0, weights)
     loss, gradient = _gradient_plain(x, labels, finite, *where, **row)
