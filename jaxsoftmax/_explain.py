@@ -398,6 +398,7 @@ def _attention_explanation(
     implementation = eqn.params["implementation"]
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in zip(names, avals, strict=False))
     chosen = Plan(())
+    choice: dict[str, Any]
     if not call.has_kernel:
         choice = {"implementation": "xla", "reason": "forward mode has no kernel"}
     elif implementation == "xla":

@@ -1,7 +1,7 @@
 """What every primitive has, whatever it computes: its rules for types and vmap, and derivatives of higher order."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def define(primitive: Primitive, avals: Callable[..., Any], batch: Callable[...,
     batching.fancy_primitive_batchers[primitive] = batch
 
 
-def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Sequence[Any], dtype: Any) -> Any:
+def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Iterable[Any], dtype: Any) -> Any:
     """The type of a result that varies over the mesh axes over which an operand does."""
     sharding = NamedSharding(mesh, P(*spec))
     return like.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)

@@ -162,8 +162,8 @@ def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[i
     spec, mesh = common_spec([spec_of(x) for x in operands]), mesh_of(operands)
     row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
     kept = [d for d in range(len(shape)) if d not in axes]
-    of_kept = (tuple(full[d] for d in kept) for full in (shape, spec))
-    number = typed(row, mesh, *of_kept, reference.accumulator_dtype(row.dtype))
+    kept_shape, kept_spec = (tuple(full[d] for d in kept) for full in (shape, spec))
+    number = typed(row, mesh, kept_shape, kept_spec, reference.accumulator_dtype(row.dtype))
     avals = [row if result == "full" else number for result in results(**params)]
     return avals if primitive.multiple_results else avals[0]
 
