@@ -13,15 +13,13 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jaxsoftmax._attention.api import flash_attention
-from jaxsoftmax._attention.lowering import Call, Part
-from jaxsoftmax._attention.primitives import BY_PART
+from jaxsoftmax._attention.primitives import BY_PART, Call, Part
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.lowering import Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
-from jaxsoftmax._softmax import api, lowering
-from jaxsoftmax._softmax.layout import plan
-from jaxsoftmax._softmax.primitives import BY_OP
+from jaxsoftmax._softmax import api
+from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
 from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
 from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
@@ -165,9 +163,9 @@ def explain(
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
-        found, results = Op.CROSS_ENTROPY, [*results, *jaxpr.out_avals]
+        results = [*results, *jaxpr.out_avals]
         notes += (_GRADIENT_APART,)
-    return _explanation(op, found, eqn, results, target, target == present, notes)
+    return _explanation(op, eqn, results, target, target == present, notes)
 
 
 def _eqn(jaxpr: Any, *primitives: Primitive) -> Any:
@@ -192,24 +190,22 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
     if n < chunks * c:
         notes += (f"the logits are filled up to {chunks * c} columns: an extra copy",)
     results = [var.aval for var in inside.outvars]
-    found = _explanation("top_k", Op.STATS, inside, results, device, here, notes)
+    found = _explanation("top_k", inside, results, device, here, notes)
     return dataclasses.replace(
         found, call=_call("top_k", logits, (along,)), least_bytes=_bytes(*jaxpr.in_avals, *jaxpr.out_avals)
     )
 
 
 def _explanation(
-    name: str, op: Op, eqn: Any, results: Sequence[Any], device: Device, here: bool, notes: tuple[str, ...]
+    name: str, eqn: Any, results: Sequence[Any], device: Device, here: bool, notes: tuple[str, ...]
 ) -> Explanation:
     """Explains one application of a primitive, from which come the call's `results`."""
     avals = [var.aval for var in eqn.invars]
     params = dict(eqn.params)
-    implementation, invariant = params.pop("implementation"), params.pop("batch_invariant", False)
-    params.pop("function", None)
-    operands, row = lowering.BY_OP[op].asked(avals, **params)
+    implementation, invariant, axes = params.pop("implementation"), params.get("batch_invariant", False), params["axes"]
     say = functools.partial(
         Explanation,
-        call=_call(name, avals[0], row["axes"]),
+        call=_call(name, avals[0], axes),
         here=here,
         device=device,
         least_bytes=_bytes(*avals, *results),
@@ -218,28 +214,34 @@ def _explanation(
         notes += (NOT_INVARIANT,) * invariant
         return say(implementation="xla", reason="implementation='xla'", notes=notes)
     named = implementation == "mosaic_gpu"
-    choose = functools.partial(
-        plan, op, [a.shape for a in operands], avals[0].dtype, device, batch_invariant=invariant, **row
-    )
-    chosen = choose(may_transpose=named)
+    choose = functools.partial(COMPUTATIONS[eqn.primitive].plan, avals, device, **params)
+    chosen = choose(name if named else None)
     if chosen.decision is None:
-        runs, notes = "error" if named else "xla", notes + (NOT_INVARIANT,) * invariant
-        if choose(may_transpose=True).decision is not None:
+        notes += (NOT_INVARIANT,) * invariant
+        if choose(name).decision is not None:
             notes += ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
-        return say(implementation=runs, reason="no kernel takes the call", notes=notes, declined=chosen.declined)
+        return say(**_choice(chosen, named), notes=notes)
     shape = avals[0].shape
-    rows = math.prod(n for d, n in enumerate(shape) if d not in row["axes"])
+    rows = math.prod(n for d, n in enumerate(shape) if d not in axes)
     streams = [*avals[1:], *(var.aval for var in eqn.outvars)]
     of_rows = [a for a in streams if a.size == rows < math.prod(shape) and a.dtype != bool]
-    return say(
-        implementation="mosaic_gpu",
-        reason=chosen.decision.reason,
-        notes=chosen.notes + notes,
-        declined=chosen.declined,
-        kernel=chosen.decision.kernel,
-        config=chosen.decision.config,
-        bytes_moved=chosen.decision.bytes_moved + _bytes(*of_rows),  # the plan leaves out numbers of a row
-    )
+    moved = chosen.decision.bytes_moved + _bytes(*of_rows)  # the plan leaves out numbers of a row
+    return say(**_choice(chosen, named), notes=chosen.notes + notes, bytes_moved=moved)
+
+
+def _choice(plan: Plan, named: bool) -> dict[str, Any]:
+    """What a plan says of the kernel; without one it is an error if a kernel is `named`."""
+    decision = plan.decision
+    if decision is None:
+        runs = "error" if named else "xla"
+        return {"implementation": runs, "reason": "no kernel takes the call", "declined": plan.declined}
+    return {
+        "implementation": "mosaic_gpu",
+        "reason": decision.reason,
+        "declined": plan.declined,
+        "kernel": decision.kernel,
+        "config": decision.config,
+    }
 
 
 def _call(name: str, operand: Any, axes: tuple[int, ...]) -> str:
@@ -252,17 +254,21 @@ def _bytes(*avals: Any) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
-def _pulled_back(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def call(x: jax.Array, **arguments: Any) -> jax.Array:
-        y, vjp = jax.vjp(functools.partial(function, **arguments), x)
+def _pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reverse pass of a function of what moves and other arguments."""
+
+    def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
+        y, vjp = jax.vjp(lambda moving: function(moving, *rest, **arguments), moving)
         return vjp(y)[0]
 
     return call
 
 
-def _pushed_forward(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def call(x: jax.Array, **arguments: Any) -> jax.Array:
-        return jax.jvp(functools.partial(function, **arguments), (x,), (x,))[1]
+def _pushed_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward-mode pass of a function of what moves and other arguments."""
+
+    def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
+        return jax.jvp(lambda moving: function(moving, *rest, **arguments), (moving,), (moving,))[1]
 
     return call
 
@@ -305,7 +311,11 @@ _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
 }
 
 
-_PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
+_PARTS: dict[str, tuple[Part, Callable[..., Any]]] = {
+    "forward": (Part.FORWARD, lambda call: call),
+    "vjp": (Part.GRADIENTS, _pulled_back),
+    "jvp": (Part.TANGENT, _pushed_forward),
+}
 
 
 def explain_attention(
@@ -356,7 +366,7 @@ def explain_attention(
             f"explain_attention: device={device!r}, expected a pallas_kernels.hardware.Device, or None for the first "
             "CUDA device."
         )
-    part = _PARTS[op]
+    part, traced = _PARTS[op]
     # NumPy's numbers and dtypes have shapes too, but the call takes them for numbers and dtypes.
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {
         name: x
@@ -372,10 +382,11 @@ def explain_attention(
     }
     rest = {name: x for name, x in given.items() if name not in floats}
     call = lambda floats, rest: flash_attention(**floats, **rest, **static)
-    jaxpr = jax.make_jaxpr(_TRACED[part](call))(floats, rest)
-    eqn = next((eqn for eqn in jaxpr.eqns if eqn.primitive is BY_PART[part]), None)
+    jaxpr = jax.make_jaxpr(traced(call))(floats, rest)
     present = hardware.present()
-    return _attention_explanation(op, part, eqn, device or present or hardware.H200, present, static)
+    return _attention_explanation(
+        op, part, _eqn(jaxpr, BY_PART[part]), device or present or hardware.H200, present, static
+    )
 
 
 def _attention_explanation(
@@ -387,30 +398,26 @@ def _attention_explanation(
     implementation = eqn.params["implementation"]
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in zip(names, avals, strict=False))
     chosen = Plan(())
+    choice: dict[str, Any]
     if not call.has_kernel:
-        runs, reason = "xla", "forward mode has no kernel"
+        choice = {"implementation": "xla", "reason": "forward mode has no kernel"}
     elif implementation == "xla":
         asked = static.get("implementation") == "xla"
-        runs, reason = "xla", "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
+        reason = "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
+        choice = {"implementation": "xla", "reason": reason}
     else:
         chosen = call.plan(avals, device, None, **params)
-        named = implementation == "mosaic_gpu"
-        runs, reason = "error" if named else "xla", "no kernel takes the call"
-    decision = chosen.decision
-    notes = list(chosen.notes)
-    if params["rules"].batch_invariant and (decision is None or part is not Part.FORWARD):
-        notes.append(NOT_INVARIANT if decision is None else _GRADIENTS_VARY)
+        choice = _choice(chosen, implementation == "mosaic_gpu")
+    notes = chosen.notes
+    if params["rules"].batch_invariant and (chosen.decision is None or part is not Part.FORWARD):
+        notes += (NOT_INVARIANT if chosen.decision is None else _GRADIENTS_VARY,)
     return Explanation(
         call=f"{'flash_attention' if op == 'forward' else f'{op} of flash_attention'} of {avals[0].dtype}: {shown}",
-        implementation=runs if decision is None else "mosaic_gpu",
         here=device == present,
         device=device,
-        reason=reason if decision is None else decision.reason,
-        least_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*avals, *(v.aval for v in eqn.outvars))),
-        notes=tuple(notes),
-        declined=chosen.declined,
-        kernel=None if decision is None else decision.kernel,
-        config=None if decision is None else decision.config,
+        least_bytes=_bytes(*avals, *(var.aval for var in eqn.outvars)),
+        notes=notes,
+        **choice,
     )
 
 
@@ -418,22 +425,3 @@ _GRADIENTS_VARY = (
     "batch invariance is promised of the output and the logsumexp alone; deterministic_gradients=True makes gradients "
     "repeat"
 )
-
-
-def _attention_pulled_back(call: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(floats: Any, rest: Any) -> Any:
-        out, pull = jax.vjp(lambda floats: call(floats, rest), floats)
-        return pull(out)
-
-    return traced
-
-
-def _attention_pushed_forward(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda floats, rest: jax.jvp(lambda floats: call(floats, rest), (floats,), (floats,))
-
-
-_TRACED: dict[Part, Callable[..., Any]] = {
-    Part.FORWARD: lambda call: call,
-    Part.GRADIENTS: _attention_pulled_back,
-    Part.TANGENT: _attention_pushed_forward,
-}

@@ -24,6 +24,17 @@ OURS_BELOW = {
 }
 OURS = {*OURS_BELOW, "tests"}
 
+# Within jaxsoftmax: explain and patch -> topics -> _core. Cross entropy and top k are made of rows' statistics.
+TOPICS_BELOW: dict[str, set[str]] = {
+    "_core": set(),
+    "_softmax": {"_core"},
+    "_cross_entropy": {"_core", "_softmax"},
+    "_top_k": {"_core", "_softmax"},
+    "_attention": {"_core"},
+    "_explain": {"_core", "_softmax", "_cross_entropy", "_top_k", "_attention"},
+    "_patch": {"_softmax", "_cross_entropy", "_attention"},
+}
+
 # The exponential of a difference of maxima is `monoid.decay`; `fast_math` defines exponentials to hand to it, and
 # `seeds` is the literature in plain NumPy.
 MAY_EXPONENTIATE = {
@@ -74,6 +85,17 @@ def _roots(source: str) -> set[str]:
 @pytest.mark.parametrize("source", _sources(*OURS_BELOW))
 def test_imports_go_one_way(source):
     assert _roots(source) & OURS <= OURS_BELOW[source.split("/")[0]]
+
+
+def _topic(name: str) -> str:
+    """The package or module of jaxsoftmax that a path or a dotted name is of."""
+    return name.removesuffix(".py").replace("/", ".").split(".")[1]
+
+
+@pytest.mark.parametrize("source", [s for s in _sources("jaxsoftmax") if s != "jaxsoftmax/__init__.py"])
+def test_topics_import_one_way(source):
+    imported = {_topic(name) for name in _imports(source) if name.startswith("jaxsoftmax")}
+    assert imported <= {_topic(source)} | TOPICS_BELOW[_topic(source)]
 
 
 @pytest.mark.parametrize("source", _sources(*PACKAGES))

@@ -36,6 +36,13 @@ def _headings(path):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.parametrize("document", ["docs/adding_an_operand.md", "docs/adding_an_operation.md"])
+def test_recipes_name_files_that_exist(document):
+    named = re.findall(r"`([\w/]+/[\w.]*)`", (ROOT / document).read_text())
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_exist(document):
     text = (ROOT / document).read_text()

@@ -214,22 +214,28 @@ def flash_attention(
     """
     checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum, einsum_dot_general)
     q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
-    batch = q.shape[:-3]
     checks.choice("causal_alignment", causal_alignment, get_args(CausalAlignment))
     is_causal, module = checks.is_causal(is_causal), checks.sown_in(module)
     dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
-    given = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    lengths = [None if x is None else checks.lengths(name, x, batch) for name, x in given.items()]
-    segments = checks.segments(query_segment_ids, key_value_segment_ids, q, k)
-    wide = accumulator_dtype(q.dtype)
-    sink = None
-    if sinks is not None:
-        sink = checks.sinks(sinks, q).astype(wide).reshape((1,) * len(batch) + (q.shape[-2],))
-    by_place = is_causal or local_window_size is not None
-    align_ends = by_place and causal_alignment == "bottom_right" and any(x is not None for x in lengths)
+    given = {
+        "bias": bias,
+        "mask": mask,
+        "query_lengths": query_seq_lengths,
+        "key_lengths": key_value_seq_lengths,
+        "query_segments": query_segment_ids,
+        "key_segments": key_value_segment_ids,
+        "sinks": sinks,
+    }
+    others = checks.operands(given, q, k)
+    by_place, by_length = (
+        is_causal or local_window_size is not None,
+        "query_lengths" in others or "key_lengths" in others,
+    )
+    align_ends = by_place and by_length and causal_alignment == "bottom_right"
     end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" and not align_ends else 0
     factor = checks.scale(scale, q)
     if isinstance(factor, jax.Array):
+        wide = accumulator_dtype(q.dtype)
         q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
     rules = Rules(
         scale=factor,
@@ -243,18 +249,7 @@ def flash_attention(
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )
-    operands = Operands(
-        query=q,
-        key=k,
-        value=v,
-        bias=None if bias is None else checks.bias(bias, q, k),
-        mask=None if mask is None else checks.mask(mask, q, k),
-        query_lengths=lengths[0],
-        key_lengths=lengths[1],
-        query_segments=segments[0],
-        key_segments=segments[1],
-        sinks=sink,
-    )
+    operands = Operands(q, k, v, **others)
     if dropout is None and module is None:
         out, lse = attend(operands, rules, core_checks.implementation(checks.NAME, implementation))
     elif implementation == "mosaic_gpu":

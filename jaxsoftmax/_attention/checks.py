@@ -1,7 +1,8 @@
 """The arguments of `flash_attention`, checked and brought to the primitives' form; every error says what to do."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._attention.operands import OPERANDS
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -54,7 +57,30 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
     return q, k, v
 
 
-def logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def operands(given: Mapping[str, Any], q: jax.Array, k: jax.Array) -> dict[str, Any]:
+    """What a call gives beside query, key and value, each by the check of its row in `CHECKS`."""
+    given = {name: x for name, x in given.items() if x is not None}
+    if "query_segments" in given:
+        if "key_segments" not in given and q.shape[-3] != k.shape[-3]:
+            raise ValueError(
+                f"{NAME}: got query_segment_ids alone, which serves keys too only where there are as many as queries; "
+                f"here there are {q.shape[-3]} queries and {k.shape[-3]} keys. Pass key_value_segment_ids too."
+            )
+        given = {"key_segments": given["query_segments"]} | given
+    elif "key_segments" in given:
+        raise ValueError(f"{NAME}: got key_value_segment_ids alone; pass query_segment_ids too.")
+    checked = {
+        name: check(OPERANDS[name].argument or name, given[name], q, k)
+        for name, check in CHECKS.items()
+        if name in given
+    }
+    if "query_segments" in checked:
+        ids = checked["query_segments"], checked["key_segments"]
+        checked["query_segments"], checked["key_segments"] = _narrow(*ids)
+    return checked
+
+
+def _logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """A bias or mask with the rank of the logits, each extent 1 or the logits'."""
     want = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     array = _array(name, x)
@@ -70,27 +96,27 @@ def logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     return array.reshape(shape)
 
 
-def bias(x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """A bias of a floating dtype; integers take that of accumulation, in which they are added."""
-    array = logits_like("bias", x, q, k)
+    array = _logits_like(name, x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == jnp.bool_:
         raise TypeError(
-            f"{NAME}: bias has dtype {array.dtype}, expected real numbers to add to the logits. Bools go in mask."
+            f"{NAME}: {name} has dtype {array.dtype}, expected real numbers to add to the logits. Bools go in mask."
         )
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(accumulator_dtype(q.dtype))
 
 
-def mask(x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """A mask as bool: anything but 0 takes part."""
-    array = logits_like("mask", x, q, k)
+    array = _logits_like(name, x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{NAME}: mask has dtype {array.dtype}, expected bool, or numbers of which 0 means masked.")
+        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected bool, or numbers of which 0 means masked.")
     return array.astype(bool)
 
 
-def lengths(name: str, x: Any, batch: Shape) -> jax.Array:
+def _lengths(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """Sequence lengths, one for each element of the batch; one that int32 cannot hold is as good as its largest."""
-    array = _integers(name, x)
+    array, batch = _integers(name, x), q.shape[:-3]
     if not batch and array.shape == (1,):
         array = array.reshape(())
     if array.shape != batch:
@@ -100,27 +126,35 @@ def lengths(name: str, x: Any, batch: Shape) -> jax.Array:
         return jnp.asarray(array.clip(max(own.min, narrow.min), min(own.max, narrow.max)).astype(jnp.int32))
 
 
-def segments(query_ids: Any, key_ids: Any, q: jax.Array, k: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """Segment ids of queries and keys; the keys' are the queries' if not given."""
-    if query_ids is None:
-        if key_ids is not None:
-            raise ValueError(f"{NAME}: got key_value_segment_ids alone; pass query_segment_ids too.")
-        return None, None
-    want = {"query_segment_ids": q.shape[:-2], "key_value_segment_ids": k.shape[:-2]}
-    if key_ids is None:
-        if q.shape[-3] != k.shape[-3]:
-            raise ValueError(
-                f"{NAME}: got query_segment_ids alone, which serves keys too only where there are as many as queries; "
-                f"here there are {q.shape[-3]} queries and {k.shape[-3]} keys. Pass key_value_segment_ids too."
-            )
-        key_ids = query_ids
-    found: list[Any] = []
-    for (name, shape), x in zip(want.items(), (query_ids, key_ids), strict=True):
-        array = _integers(name, x)
-        if array.shape != shape:
-            raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {shape}, a number for each position.")
-        found.append(_kept_whole(name, array))
-    return _narrow(*found)
+def _segments(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Segment ids, one for each position of a query or a key."""
+    array, shape = _integers(name, x), (q if name == "query_segment_ids" else k).shape[:-2]
+    if array.shape != shape:
+        raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {shape}, a number for each position.")
+    return _kept_whole(name, array)
+
+
+def _sinks(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+    """A logit for each query head, in the dtype of accumulation."""
+    array, heads = _array(name, x), q.shape[-2]
+    if array.shape != (heads,) or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"{NAME}: {name} is {array.dtype} of shape {array.shape}, expected a float for each query head, of shape "
+            f"{(heads,)}."
+        )
+    return array.astype(accumulator_dtype(q.dtype)).reshape((1,) * (q.ndim - 3) + (heads,))
+
+
+# In the order in which they are checked.
+CHECKS: dict[str, Callable[[str, Any, jax.Array, jax.Array], jax.Array]] = {
+    "query_lengths": _lengths,
+    "key_lengths": _lengths,
+    "query_segments": _segments,
+    "key_segments": _segments,
+    "sinks": _sinks,
+    "bias": _bias,
+    "mask": _mask,
+}
 
 
 def _kept_whole(name: str, ids: Any) -> jax.Array:
@@ -139,13 +173,13 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     dtypes = {query_ids.dtype, key_ids.dtype}
     if max(dtype.itemsize for dtype in dtypes) < 8 and (len(dtypes) == 1 or jnp.dtype("uint32") not in dtypes):
         return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
-    cut = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
-    query_ids, key_ids = reshard(query_ids, cut), reshard(key_ids, cut)
+    spec = P(*common_spec([spec_of(jax.typeof(x)) for x in (query_ids, key_ids)])[:-1], None)
+    query_ids, key_ids = reshard(query_ids, spec), reshard(key_ids, spec)
     with settings_for(query_ids, key_ids):
         widest = jnp.uint64 if any(dtype.itemsize == 8 for dtype in dtypes) else jnp.uint32
         signs = jnp.concatenate([query_ids < 0, key_ids < 0], -1)
         both = signs, jnp.concatenate([query_ids.astype(widest), key_ids.astype(widest)], -1)
-        places = jnp.cumsum(jnp.ones_like(signs), -1, dtype=jnp.int32)  # cut over devices as the ids are
+        places = jnp.cumsum(jnp.ones_like(signs), -1, dtype=jnp.int32)  # sharded as the ids are
         *ordered, at = jax.lax.sort((*both, places), num_keys=2)
         differs = [x[..., 1:] != x[..., :-1] for x in ordered]
         ranks = jnp.cumsum(differs[0] | differs[1], -1, dtype=jnp.int32)
@@ -153,17 +187,6 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
         ranks = jax.lax.sort((at, ranks), num_keys=1)[1]
     queries = query_ids.shape[-1]
     return ranks[..., :queries], ranks[..., queries:]
-
-
-def sinks(x: Any, q: jax.Array) -> jax.Array:
-    """A logit for each query head."""
-    array = _array("sinks", x)
-    if array.shape != (q.shape[-2],) or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{NAME}: sinks is {array.dtype} of shape {array.shape}, expected a float for each query head, of shape "
-            f"{(q.shape[-2],)}."
-        )
-    return array
 
 
 def scale(x: Any, q: jax.Array) -> float | jax.Array:
@@ -304,9 +327,10 @@ def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -
 
 def no_kernel_shows_weights(why: str) -> NotImplementedError:
     """A kernel named for a call that needs the matrix of weights."""
-    return NotImplementedError(
-        f"{NAME}: implementation='mosaic_gpu' was asked for, but {why}, and no kernel has the weights in memory. Pass "
-        "implementation=None: XLA then computes them, in memory that grows with the product of the lengths."
+    return checks.no_kernel(
+        NAME,
+        f"{why}, and no kernel has the weights in memory. Pass implementation=None: XLA then computes them, in memory "
+        "that grows with the product of the lengths.",
     )
 
 
@@ -314,26 +338,18 @@ def _number(name: str, x: Any) -> float | None:
     """A number of Python's or NumPy's, as a float; None for anything else."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
-    try:
-        return float(x) if isinstance(x, (int, float, np.integer, np.floating)) else None
-    except OverflowError:
-        raise ValueError(f"{NAME}: {name} is an integer that no float holds, expected a smaller number.") from None
+    if not isinstance(x, (int, float, np.integer, np.floating)):
+        return None
+    return checks.as_float(NAME, name, x, "that no float holds, expected a smaller number.")
 
 
 def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _array(name: str, x: Any) -> jax.Array:
-    """Numbers or bools as an array."""
-    try:
-        # Some strings JAX takes for dtypes.
-        array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{NAME}: {name} is of type {type(x).__name__}, expected an array of numbers.") from error
-    if array.dtype != jnp.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
-        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected an array of numbers.")
-    return array
+_array = functools.partial(
+    checks.as_array, NAME, no_array=", expected an array of numbers.", wanted="an array of numbers", on_key=""
+)
 
 
 def _integers(name: str, x: Any) -> Any:

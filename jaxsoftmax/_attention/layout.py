@@ -21,6 +21,7 @@ from pallas_kernels.hardware import Device
 
 Shape = tuple[int, ...]
 
+_OF_REFERENCES = ("precision", "is_local")  # rules that no kernel follows
 _GRANULE = 8  # numbers of a 16-bit head: 16 bytes, the least that a tensor copy moves
 
 
@@ -155,17 +156,10 @@ def plan(
         head_dim=dim + -dim % _GRANULE,
         value_dim=found["value"][3] + -found["value"][3] % _GRANULE,
         dtype=jnp.dtype(dtypes["query"]),
-        scale=rules.scale,
-        soft_cap=rules.soft_cap,
-        causal_offset=rules.causal_offset,
-        window=rules.window,
-        window_offset=rules.window_offset,
-        align_ends=rules.align_ends,
-        deterministic=rules.deterministic,
-        batch_invariant=rules.batch_invariant,
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
         bias_gradient=bias_gradient,
         **problem_fields(found),
+        **{name: value for name, value in vars(rules).items() if name not in _OF_REFERENCES},
     )
     decision = dispatch.decide(problem, device)
     if decision.kernel is None:

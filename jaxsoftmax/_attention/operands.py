@@ -1,7 +1,7 @@
 """The operand table of attention, from which layout, sharding and the kernels' problem are derived.
 
-Names, order and ranks are those of `pallas_kernels.attention.operands`. An operand that is added there has a row here;
-what else it needs in this package is a check and an argument of `flash_attention`.
+Names, order and ranks are those of `pallas_kernels.attention.operands`. An operand that is added there has a row here
+and a check in `checks.CHECKS`; what else it needs in this package is an argument of `flash_attention`.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,6 +24,7 @@ class Operand(NamedTuple):
     problem_field: str | None = None  # what the kernels' problem calls it
     field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
     gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
+    argument: str | None = None  # what `flash_attention` calls it; None for the operand's own name
 
 
 OPERANDS = {
@@ -32,10 +33,10 @@ OPERANDS = {
     "value": Operand("key", 1, padded="value_dim"),
     "bias": Operand("query", broadcasts=True, problem_field="bias", field_is_shape=True, gradient_on_request=True),
     "mask": Operand("query", broadcasts=True, dtype=jnp.int8, problem_field="mask", field_is_shape=True),
-    "query_lengths": Operand(problem_field="query_lengths"),
-    "key_lengths": Operand(problem_field="key_lengths"),
-    "query_segments": Operand(problem_field="segments"),
-    "key_segments": Operand(problem_field="segments"),
+    "query_lengths": Operand(problem_field="query_lengths", argument="query_seq_lengths"),
+    "key_lengths": Operand(problem_field="key_lengths", argument="key_value_seq_lengths"),
+    "query_segments": Operand(problem_field="segments", argument="query_segment_ids"),
+    "key_segments": Operand(problem_field="segments", argument="key_value_segment_ids"),
     "sinks": Operand("query", broadcasts=True, has_batch=False, problem_field="sinks"),
     "out": Operand("query", 1, padded="value_dim"),
     "lse": Operand("query"),

@@ -7,34 +7,49 @@ JVP rules in turn (the chunked reference's), every mode and order exists.
 
 The operands have any number of leading dimensions, the same for all, that broadcast against each other: vmap adds one,
 of extent 1 where an operand is not mapped, so that keys and values shared by a batch are never copied.
+
+A `Call` is lowered to the chunked reference on every platform, and on CUDA to a kernel between two reshapes.
 """
 
+import dataclasses
+import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.interpreters import ad, mlir
 
-from jaxsoftmax._attention import lowering
-from jaxsoftmax._attention.lowering import Part
-from jaxsoftmax._attention.sharding import layout_of, unify_shardings
-from jaxsoftmax._core.lowering import register
-from jaxsoftmax._core.sharding import mesh_of, on_mesh_of, reshard, settings_for, spec_of, unify_varying
-from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules
+from jaxsoftmax._attention.checks import NAME
+from jaxsoftmax._attention.layout import Shape, plan
+from jaxsoftmax._attention.operands import kernel_gradients
+from jaxsoftmax._attention.sharding import Heads, layout_of, unify_shardings
+from jaxsoftmax._core.lowering import Plan, is_local, lower, lower_plain, register
+from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed
+from jaxsoftmax._core.sharding import is_explicit, mesh_of, unify_varying
+from pallas_kernels import hardware
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules, leading, sum_to
+from pallas_kernels.attention.problem import Op
+from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 SAVED_NAMES = {"out": "flash_attention_out", "lse": "flash_attention_lse"}
 
-FORWARD = Primitive("flash_attention")
+
+class Part(enum.StrEnum):
+    """The parts of an attention call, and the primitives that stand for them."""
+
+    FORWARD = "flash_attention"
+    TANGENT = "flash_attention_tangent"
+    GRADIENTS = "flash_attention_gradients"
+
+
+FORWARD, TANGENT, GRADIENTS = (Primitive(part.value) for part in Part)
 RESIDUALS = Primitive("flash_attention_residuals")
-TANGENT = Primitive("flash_attention_tangent")
-GRADIENTS = Primitive("flash_attention_gradients")
 
 BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIENTS}
 
@@ -42,7 +57,7 @@ BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIEN
 def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """Output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
     names = operands.present
-    # What is bound is cut alike, as the gradients will be, and comes to that by an operation that has a transpose.
+    # Operands are bound sharded alike, as the gradients will be, after an operation that has a transpose.
     arrays = unify_varying(*unify_shardings(names, [getattr(operands, name) for name in names]))
     params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
     # A policy that saves by name must find the names in the primal computation, which has no derivative of its own.
@@ -52,26 +67,130 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     return out, lse
 
 
+OPS = {Part.FORWARD: Op.FORWARD, Part.GRADIENTS: Op.BACKWARD}
+
+
+def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any) -> tuple[str, ...]:
+    """What each operand of a primitive is, as in `RANK`."""
+    extra = {Part.FORWARD: (), Part.TANGENT: ("out", "lse", *moving), Part.GRADIENTS: ("out", "lse", "out", "lse")}
+    return (*names, *extra[part])
+
+
+def leading_extents(names: Sequence[str], avals: Sequence[Any]) -> Shape:
+    """What the leading axes of everything that gradients depend on broadcast to; a cotangent may lack a mapped axis."""
+    return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Part.GRADIENTS, names))))
+
+
+def gradient_shapes(
+    names: Sequence[str], avals: Sequence[Any], wrt: Sequence[str], kept: Sequence[tuple[int, ...]], **_: Any
+) -> dict[str, Shape]:
+    """The shapes of gradients, which are summed along the leading axes that are not kept."""
+    full = leading_extents(names, avals)
+    found: dict[str, Shape] = {}
+    for name, axes in zip(wrt, kept, strict=True):
+        lead = tuple(n if d in axes else 1 for d, n in enumerate(full))
+        found[name] = (*lead, *avals[names.index(name)].shape[len(full) :])
+    return found
+
+
+def _forward(*arrays: jax.Array, names: tuple[str, ...], rules: Rules) -> Any:
+    return reference.forward(Operands(**dict(zip(names, arrays, strict=True))), rules)
+
+
+def _tangent(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, moving: tuple[str, ...]) -> Any:
+    operands = Operands(**dict(zip(names, arrays, strict=False)))
+    out, lse, *tangents = arrays[len(names) :]
+    return reference.tangent(operands, rules, out, lse, dict(zip(moving, tangents, strict=True)))
+
+
+def _gradients(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, **wanted: Any) -> Any:
+    operands = Operands(**dict(zip(names, arrays, strict=False)))
+    shapes = gradient_shapes(names, arrays, **wanted)
+    return reference.backward(operands, rules, *arrays[len(names) :], shapes=shapes)
+
+
+REFERENCE: dict[Part, Callable[..., Any]] = {
+    Part.FORWARD: _forward,
+    Part.TANGENT: _tangent,
+    Part.GRADIENTS: _gradients,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A part of an attention call, to be lowered."""
+
+    part: Part
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.part in OPS
+
+    def name(self, **_: Any) -> str:
+        return NAME
+
+    def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
+        """What a call on operands of these types will do on a device."""
+        names = params["names"]
+        dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
+        shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
+        if self.part is Part.GRADIENTS:
+            out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
+            shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
+        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
+
+    def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        """Lowers to plain XLA operations."""
+        params["rules"] = dataclasses.replace(params["rules"], is_local=is_local(ctx))
+        run = functools.partial(REFERENCE[self.part], **params)
+        if is_explicit(ctx.avals_in):
+            return lower(ctx, self._sharded(ctx, run, **params), *operands)
+        return lower_plain(run, ctx, *operands)
+
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Heads:
+        """The call by a kernel, sharded by batch and heads."""
+        return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
+
+    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> Heads:
+        avals: Sequence[Any] = ctx.avals_out
+        results, kept = params.get("wrt", ("out", "lse")), params.get("kept", (None, None))
+        return Heads(kinds(self.part, **params), results, kept, tuple(tuple(aval.shape) for aval in avals), run)
+
+
+def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
+    fold = chosen.layout
+    if fold is None:
+        return REFERENCE[part](*operands, **params)
+    names = params["names"]
+    wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}
+    # Operands that broadcast along a batch axis which their gradient keeps are broadcast before the kernel.
+    arrays = [
+        jnp.broadcast_to(x, wanted[name]) if name in wanted else x for name, x in zip(names, operands, strict=False)
+    ]
+    arrays += operands[len(names) :]
+    found = chosen.launch(*map(fold.to_kernel, kinds(part, **params), arrays))
+    if part is Part.FORWARD:
+        return tuple(map(fold.from_kernel, ("out", "lse"), found))
+    gradients = dict(zip(kernel_gradients(names, wanted), found, strict=True))
+    return tuple(sum_to(fold.from_kernel(name, gradients[name]), shape) for name, shape in wanted.items())
+
+
 def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[str, ...]:
     """What each operand of a primitive is, as in `RANK`."""
-    if primitive is RESIDUALS:
-        return (*names, "out", "lse")
-    return lowering.kinds(Part(primitive.name), names, **params)
-
-
-def _typed(like: Any, mesh: Any, shape: tuple[Any, ...], spec: P, dtype: Any) -> Any:
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=NamedSharding(mesh, spec))
+    return (*names, "out", "lse") if primitive is RESIDUALS else kinds(Part(primitive.name), names, **params)
 
 
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
-    cut, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
+    sharded, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
     length, heads, _ = query.shape[-3:]
-    out, lse = (*cut.full, length, heads, value.shape[-1]), (*cut.full, heads, length)
+    out, lse = (*sharded.full, length, heads, value.shape[-1]), (*sharded.full, heads, length)
     return [
-        _typed(query, mesh, out, cut.spec("out", out), query.dtype),
-        _typed(query, mesh, lse, cut.spec("lse", lse), accumulator_dtype(query.dtype)),
+        typed(query, mesh, out, sharded.spec("out", out), query.dtype),
+        typed(query, mesh, lse, sharded.spec("lse", lse), accumulator_dtype(query.dtype)),
     ]
 
 
@@ -83,10 +202,10 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
-    cut, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
-    shapes = lowering.gradient_shapes(names, avals, wrt, kept)
+    sharded, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
+    shapes = gradient_shapes(names, avals, wrt, kept)
     return [
-        _typed(avals[names.index(name)], mesh, shape, cut.spec(name, shape, axes), avals[names.index(name)].dtype)
+        typed(avals[names.index(name)], mesh, shape, sharded.spec(name, shape, axes), avals[names.index(name)].dtype)
         for (name, shape), axes in zip(shapes.items(), kept, strict=True)
     ]
 
@@ -103,8 +222,7 @@ def _batch(
     at = next((d for (x, d), rank in zip(mapped, ranks, strict=True) if d is not None and d < x.ndim - rank), 0)
     if primitive is GRADIENTS:
         params["kept"] = tuple((*(d + (d >= at) for d in axes), at) for axes in params["kept"])
-    aligned = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in mapped]
-    out = primitive.bind(*unify_varying(*aligned), **params)
+    out = primitive.bind(*aligned(operands, dims, at), **params)
     return out, [at] * len(out)
 
 
@@ -132,54 +250,36 @@ def _tangent_transpose(
     return [None] * len(known) + list(found)
 
 
-def _reference_jvp(
-    primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """A primitive's results by the reference."""
+    whole = unify_shardings(_kinds(primitive, **params), operands, in_parts=False)
+    return list(REFERENCE[Part(primitive.name)](*whole, **params))
+
+
+def _linear_jvp(
+    primitive: Primitive, plain: Any, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-    """Higher orders: what is linear stays the primitive, the rest is the reference's derivative."""
-    found = primitive.bind(*primals, **params)
-    still = [type(t) is ad.Zero for t in tangents]
-    linear = len(params["names"]) + 2
-    if all(still[:linear]):
-        cotangents = [ad.instantiate_zeros(t) for t in tangents[linear:]]
-        return found, primitive.bind(*unify_varying(*primals[:linear], *cotangents), **params)
-    moving = [i for i, zero in enumerate(still) if not zero]
-    params.pop("implementation")
-    specs = tuple(P(*spec_of(jax.typeof(x))) for x in found)
-
-    def reference(*moved: jax.Array) -> Any:
-        operands = list(primals)
-        for i, x in zip(moving, moved, strict=True):
-            operands[i] = x
-        return _by_reference(*operands, primitive=primitive, params=tuple(params.items()), specs=specs)
-
-    return found, jax.jvp(reference, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    """The derivative of what is linear in the operands that follow output and logsumexp."""
+    linear = len(primals) - len(params["names"]) - 2
+    return higher_jvp(primitive, plain, linear, primals, tangents, **params)
 
 
-@functools.partial(jax.jit, static_argnames=("primitive", "params", "specs"))
-def _by_reference(*operands: jax.Array, primitive: Primitive, params: Any, specs: Sequence[P]) -> list[jax.Array]:
-    """A primitive's results by the reference, as one program, whose results are cut by `specs`."""
-    with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
-        whole = unify_shardings(_kinds(primitive, **dict(params)), operands, in_parts=False)
-        results = lowering.REFERENCE[Part(primitive.name)](*whole, **dict(params))
-        return [reshard(x, spec) for x, spec in zip(results, specs, strict=True)]
+_AVALS = {
+    FORWARD: functools.partial(_forward_avals, FORWARD),
+    RESIDUALS: _residual_avals,
+    TANGENT: functools.partial(_forward_avals, TANGENT),
+    GRADIENTS: _gradient_avals,
+}
 
+for _primitive, _avals in _AVALS.items():
+    define(_primitive, _avals, functools.partial(_batch, _primitive))
+for _part, _primitive in BY_PART.items():
+    register(_primitive, Call(_part))
+mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
 
-def _register() -> None:
-    for primitive in (FORWARD, RESIDUALS, TANGENT, GRADIENTS):
-        primitive.multiple_results = True
-        primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-        batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    FORWARD.def_abstract_eval(functools.partial(_forward_avals, FORWARD))
-    TANGENT.def_abstract_eval(functools.partial(_forward_avals, TANGENT))
-    RESIDUALS.def_abstract_eval(_residual_avals)
-    GRADIENTS.def_abstract_eval(_gradient_avals)
-    ad.primitive_jvps[RESIDUALS] = _residuals_jvp
-    ad.primitive_transposes[TANGENT] = _tangent_transpose
-    mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])
-    for part in (Part.TANGENT, Part.GRADIENTS):
-        ad.primitive_jvps[BY_PART[part]] = functools.partial(_reference_jvp, BY_PART[part])
-    for part, primitive in BY_PART.items():
-        register(primitive, lowering.Call(part))
-
-
-_register()
+ad.primitive_jvps[RESIDUALS] = _residuals_jvp
+ad.primitive_transposes[TANGENT] = _tangent_transpose
+for _primitive in (TANGENT, GRADIENTS):
+    ad.primitive_jvps[_primitive] = functools.partial(
+        _linear_jvp, _primitive, functools.partial(_by_reference, _primitive)
+    )

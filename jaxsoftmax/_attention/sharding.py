@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
@@ -27,6 +27,7 @@ from jaxsoftmax._core.sharding import (
     mesh_axes,
     mesh_of,
     reshard,
+    sharding_rule,
     spec_of,
 )
 from pallas_kernels.attention.operands import RANK
@@ -88,11 +89,11 @@ def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_par
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
         return list(arrays)
-    cut = layout_of(kinds, avals)
-    if cut.shares and not in_parts:
-        cut = dataclasses.replace(cut, heads=None, shares=False)
+    sharded = layout_of(kinds, avals)
+    if sharded.shares and not in_parts:
+        sharded = dataclasses.replace(sharded, heads=None, shares=False)
     mesh = None if in_parts else mesh_of(avals)
-    return [reshard(x, cut.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
+    return [reshard(x, sharded.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,72 +112,42 @@ class Heads:
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
-        cut = layout(self.kinds, shapes, specs, sizes)
-        ins = [cut.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
+        sharded = layout(self.kinds, shapes, specs, sizes)
+        ins = [sharded.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
         results = list(zip(self.results, self.result_shapes, self.kept, strict=True))
-        outs = [cut.spec(kind, shape, kept) for kind, shape, kept in results]
+        outs = [sharded.spec(kind, shape, kept) for kind, shape, kept in results]
         heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
-        sums = [self._sums(cut, *result) for result in results]
-        return Shard(ins, outs, functools.partial(self._part, cut, heads, sums))
+        sums = [self._sums(sharded, *result) for result in results]
+        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums))
 
-    def _sums(self, cut: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
+    def _sums(self, sharded: Layout, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
         """The mesh axes over which a result is to be added up."""
         if kept is None:
             return ()
-        names = [name for d, entry in enumerate(cut.lead) if d not in kept for name in mesh_axes(entry)]
+        names = [name for d, entry in enumerate(sharded.lead) if d not in kept for name in mesh_axes(entry)]
         at = len(shape) - RANK[kind] + OPERANDS[kind].head_axis
-        is_shared = cut.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
-        return (*names, *(mesh_axes(cut.heads) if is_shared else ()))
+        is_shared = sharded.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
+        return (*names, *(mesh_axes(sharded.heads) if is_shared else ()))
 
     def _part(
-        self, cut: Layout, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
+        self, sharded: Layout, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
     ) -> list[jax.Array]:
-        if not cut.shares:
+        if sharded.shares:
+            local = operands[self.kinds.index("query")].shape[-2]
+            mine = jax.lax.axis_index(mesh_axes(sharded.heads)) * local // (heads[0] // heads[1])
+            found = self.whole(*map(functools.partial(_own_head, mine), self.kinds, operands))
+            found = list(map(functools.partial(_among_heads, mine, heads[1]), self.results, found))
+        else:
             found = self.whole(*operands)
-            return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
-        names = mesh_axes(cut.heads)
-        local = operands[self.kinds.index("query")].shape[-2]
-        mine = jax.lax.axis_index(names) * local // (heads[0] // heads[1])
-        found = self.whole(
-            *(
-                jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim - 2) if kind in KEY_HEADS else x
-                for kind, x in zip(self.kinds, operands, strict=True)
-            )
-        )
-        placed = [
-            jax.lax.dynamic_update_slice_in_dim(
-                jnp.zeros((*x.shape[:-2], heads[1], x.shape[-1]), x.dtype), x, mine, x.ndim - 2
-            )
-            if kind in KEY_HEADS
-            else x
-            for kind, x in zip(self.results, found, strict=True)
-        ]
-        return [jax.lax.psum(x, names) if names else x for x, names in zip(placed, sums, strict=True)]
+        return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """A factor for each leading axis, one for the heads; everything else is not sharded."""
-        ranks = [len(shape) - RANK[kind] for kind, shape in zip(self.kinds, shapes, strict=True)]
-        full = jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True)))
+        lead = tuple(f"lead{d}" for d in range(len(shapes[0]) - RANK[self.kinds[0]]))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
-
-        def mapping(i: int, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> ArrayMapping:
-            rank = len(shape) - RANK[kind]
-            factors = [
-                f"b{d}" if shape[d] == full[d] and (kept is None or d in kept) else f"one{i}_{d}" for d in range(rank)
-            ]
-            core = [f"own{i}_{d}" for d in range(RANK[kind])]
-            if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
-                core[QUERY_HEADS[kind]] = "heads"
-            if kind in KEY_HEADS:
-                core[KEY_HEADS[kind]] = "heads" if same else "key_heads"
-            return ArrayMapping(*factors, *core)
-
-        everything = [
-            *((kind, shape, None) for kind, shape in zip(self.kinds, shapes, strict=True)),
-            *zip(self.results, self.result_shapes, self.kept, strict=True),
-        ]
-        mappings = [mapping(i, *each) for i, each in enumerate(everything)]
-        return SdyShardingRule(tuple(mappings[: len(shapes)]), tuple(mappings[len(shapes) :]))
+        factors = Layout((), lead, "heads", "heads" if same else "key_heads", False).spec
+        operands = map(factors, self.kinds, shapes)
+        return sharding_rule(list(operands), list(map(factors, self.results, self.result_shapes, self.kept)))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal shardings of the leading axes, and no other."""
@@ -185,3 +156,16 @@ class Heads:
             n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]
         )
         return len(leads) == 1 and uncut
+
+
+def _own_head(head: jax.Array, kind: str, x: jax.Array) -> jax.Array:
+    """An operand with the one key head that this device reads."""
+    return jax.lax.dynamic_slice_in_dim(x, head, 1, x.ndim - 2) if kind in KEY_HEADS else x
+
+
+def _among_heads(head: jax.Array, heads: int, kind: str, x: jax.Array) -> jax.Array:
+    """A result of one key head among all of them, of which the others are 0."""
+    if kind not in KEY_HEADS:
+        return x
+    whole = jnp.zeros((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, x, head, x.ndim - 2)

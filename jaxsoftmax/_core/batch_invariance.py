@@ -42,7 +42,7 @@ def batch_invariant(enabled: bool = True) -> _Context:
     `logsumexp` without `b`, their gradients, `softmax_cross_entropy_with_integer_labels` with its gradient,
     `top_k_softmax`, and the output and logsumexp of `flash_attention`. Not covered: what XLA computes (as float64,
     attention of float32, or `implementation="xla"`), `softmax_cross_entropy`, forward mode and higher orders, rows that
-    are themselves cut across devices, and gradients of attention, which `deterministic_gradients=True` makes repeat.
+    are themselves sharded, and gradients of attention, which `deterministic_gradients=True` makes repeat.
 
     The context is part of the key of `jax.jit`'s caches, and may be entered outside or inside of jitted functions. A
     call reads it when it is traced; what is derived from the call later, such as its gradient, keeps it. It belongs to
@@ -82,6 +82,6 @@ def enabled() -> bool:
     return _CONTEXT.value
 
 
-def asked() -> dict[str, bool]:
-    """What a primitive is told of it: nothing, where nothing is asked for."""
+def parameter() -> dict[str, bool]:
+    """What a primitive is told of it: nothing, where it is not asked for."""
     return {"batch_invariant": True} if enabled() else {}

@@ -11,9 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.monoid import Stats
-from pallas_kernels.softmax.reference import accumulator_dtype
-
 type ArrayLike = jax.typing.ArrayLike  # an alias with a name of its own, which is what help() prints
 Axis = int | Iterable[int] | None
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -21,22 +18,25 @@ Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
-def as_array(function: str, name: str, x: ArrayLike) -> jax.Array:
-    """`x` as an array of numbers or booleans."""
+_NO_ARRAY = (
+    " and makes no array of numbers, expected an array, a number that fits one, or nested lists of equal lengths of "
+    "them."
+)
+_RANDOM_KEY = " A random key draws numbers: jax.random.normal(key, shape) gives an array."
+
+
+def as_array(
+    function: str, name: str, x: Any, *, no_array: str = _NO_ARRAY, wanted: str = "numbers", on_key: str = _RANDOM_KEY
+) -> jax.Array:
+    """`x` as an array of numbers or booleans; the words are for what is not one."""
     try:
         # Some strings JAX takes for dtypes.
         array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"{function}: {name} is of type {type(x).__name__} and makes no array of numbers, expected an array, a "
-            "number that fits one, or nested lists of equal lengths of them."
-        ) from error
+        raise TypeError(f"{function}: {name} is of type {type(x).__name__}{no_array}") from error
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
-        hint = " A random key draws numbers: jax.random.normal(key, shape) gives an array."
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype}, expected numbers."
-            + (hint if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else "")
-        )
+        hint = on_key if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else ""
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected {wanted}.{hint}")
     return array
 
 
@@ -123,26 +123,22 @@ def boolean(function: str, where: ArrayLike) -> jax.Array:
     return array
 
 
-def mask(function: str, where: ArrayLike, shape: Sequence[int], of: str = "x's") -> jax.Array:
-    """`where` as a boolean array of the operand's rank, each of whose extents is 1 or the operand's."""
-    array = boolean(function, where)
-    broadcastable(function, "where", array.shape, shape, of)
-    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
-
-
 def is_number(scale: Any) -> TypeGuard[int | float | np.integer | np.floating]:
     """Whether a scale is a real number that is known while the call is traced."""
     return isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
 
 
-def as_float(function: str, name: str, number: int | float | np.integer | np.floating) -> float:
-    """A Python or NumPy number as a float."""
+_BEYOND_FLOAT = f"beyond {sys.float_info.max:.1g}, expected a number that a float holds."
+
+
+def as_float(
+    function: str, name: str, number: int | float | np.integer | np.floating, beyond: str = _BEYOND_FLOAT
+) -> float:
+    """A Python or NumPy number as a float; an integer `beyond` that is an error, in those words."""
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(
-            f"{function}: {name} is an integer beyond {sys.float_info.max:.1g}, expected a number that a float holds."
-        ) from None
+        raise ValueError(f"{function}: {name} is an integer {beyond}") from None
 
 
 def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str = "x's") -> float | jax.Array:
@@ -152,9 +148,7 @@ def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str 
         if math.isnan(factor):
             raise ValueError(f"{function}: scale is nan, expected a number.")
         return factor
-    array = floating(function, "scale", scale)
-    broadcastable(function, "scale", array.shape, shape, of)
-    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+    return broadcasting(function, "scale", floating(function, "scale", scale), shape, of)
 
 
 def implementation(function: str, name: Any) -> Implementation | None:
@@ -169,92 +163,23 @@ def implementation(function: str, name: Any) -> Implementation | None:
     )
 
 
-def states(given: Sequence[Any]) -> list[Stats]:
-    """States to merge, as arrays of one shape, in the dtype of accumulation."""
-    if not given:
-        raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
-    for state in given:
-        if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
-            raise TypeError(
-                f"merge: got a {type(state).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
-                "Pass a sequence of states as merge(*states)."
-            )
-    pairs = [[floating("merge", name, part) for name, part in zip(Stats._fields, s, strict=True)] for s in given]
-    parts = [part for pair in pairs for part in pair]
-    try:
-        shape = jnp.broadcast_shapes(*(part.shape for part in parts))
-    except ValueError:
-        raise ValueError(
-            f"merge: the states' arrays have the shapes {', '.join(str(part.shape) for part in parts)}, expected "
-            "shapes that broadcast against each other."
-        ) from None
-    wide = max((accumulator_dtype(part.dtype) for part in parts), key=lambda dtype: dtype.itemsize)
-    return [Stats(*(jnp.broadcast_to(part.astype(wide), shape) for part in pair)) for pair in pairs]
-
-
-def no_kernel_on_platform(op: str) -> NotImplementedError:
-    """A named kernel, lowered for something that is not CUDA."""
-    return NotImplementedError(
-        f"{op}: implementation='mosaic_gpu' was asked for, but this computation is lowered for a platform other than "
-        "cuda, where Mosaic GPU kernels do not exist. Pass implementation=None to use XLA there."
-    )
-
-
-def no_kernel_for_problem(op: str, reasons: Sequence[tuple[str, str]]) -> NotImplementedError:
-    """A named kernel that declined, with each rung's reason."""
-    listed = "".join(f"\n  {rung}: {why}" for rung, why in reasons) or "\n  there is no kernel for this operation"
-    return NotImplementedError(
-        f"{op}: implementation='mosaic_gpu' was asked for, but no kernel takes this call:{listed}\n"
-        "Pass implementation=None to use XLA where no kernel does."
-    )
-
-
-def no_kernel_for_sharded_rows(op: str) -> NotImplementedError:
-    """A named kernel, of rows of which each device has some columns."""
-    return NotImplementedError(
-        f"{op}: implementation='mosaic_gpu' was asked for, but the rows are sharded along the axis that is reduced, "
-        "where a kernel finds their statistics and XLA computes the result from these. Pass implementation=None, or "
-        "shard another axis."
-    )
-
-
-def no_kernel_of_lse() -> NotImplementedError:
-    """The gradient of cross entropy, by a named kernel, where the logsumexp is used."""
-    return NotImplementedError(
-        "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but no kernel takes a "
-        "cotangent of the logsumexp that return_lse gives. Pass implementation=None to use XLA for this gradient, "
-        "z_loss for a penalty on the logsumexp, or jax.lax.stop_gradient(lse)."
-    )
-
-
-def no_kernel_of_sum() -> NotImplementedError:
-    """The gradient of cross entropy, by a named kernel, of logits that broadcast."""
-    return NotImplementedError(
-        "softmax_cross_entropy_with_integer_labels: implementation='mosaic_gpu' was asked for, but the logits are "
-        "broadcast over rows, and no kernel sums their gradients. Pass implementation=None to use XLA for these."
-    )
+def no_kernel(function: str, why: str) -> NotImplementedError:
+    """A kernel named for a call that none takes."""
+    return NotImplementedError(f"{function}: implementation='mosaic_gpu' was asked for, but {why}")
 
 
 def no_kernel_for_complex(function: str, name: str) -> NotImplementedError:
     """Complex numbers, and a kernel named."""
-    return NotImplementedError(
-        f"{function}: implementation='mosaic_gpu' was asked for, but the kernels take real numbers and {name} is "
-        "complex; pass implementation=None to hand it to jax."
-    )
+    why = f"the kernels take real numbers and {name} is complex; pass implementation=None to hand it to jax."
+    return no_kernel(function, why)
 
 
-def no_kernel_with_weights() -> NotImplementedError:
-    """`logsumexp` with `b`, and a kernel named."""
-    return NotImplementedError(
-        "logsumexp: implementation='mosaic_gpu' was asked for, but the kernels take no weights b; "
-        "pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
-    )
-
-
-def broadcastable(function: str, name: str, got: Sequence[int], want: Sequence[int], of: str = "x's") -> None:
-    """Raises unless `got` broadcasts to `want` without enlarging it."""
+def broadcasting(function: str, name: str, array: jax.Array, want: Sequence[int], of: str = "x's") -> jax.Array:
+    """`array` at the rank of `want`, to which it broadcasts; an error if it does not, or would enlarge it."""
+    got = array.shape
     tail = want[len(want) - len(got) :]
     if len(got) > len(want) or any(g != 1 and g != w for g, w in zip(got, tail, strict=True)):
         raise ValueError(
-            f"{function}: {name} has shape {tuple(got)}, expected a shape that broadcasts to {of}, {tuple(want)}."
+            f"{function}: {name} has shape {got}, expected a shape that broadcasts to {of}, {tuple(want)}."
         )
+    return array.reshape((1,) * (len(want) - len(got)) + got)

@@ -22,6 +22,11 @@ from jaxsoftmax._core.sharding import Partitionable, is_explicit, mesh_of, on_me
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 
+_OTHER_PLATFORM = (
+    "this computation is lowered for a platform other than cuda, where Mosaic GPU kernels do not exist. Pass "
+    "implementation=None to use XLA there."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -38,7 +43,12 @@ class Plan:
     def required_by(self, named: str | None) -> "Plan":
         """This plan; without a kernel it is an error of the function that is `named`, if it asked for one."""
         if named is not None and self.decision is None:
-            raise checks.no_kernel_for_problem(named, self.declined)
+            reasons = "".join(f"\n  {kernel}: {why}" for kernel, why in self.declined)
+            reasons = reasons or "\n  there is no kernel for this operation"
+            raise checks.no_kernel(
+                named,
+                f"no kernel takes this call:{reasons}\nPass implementation=None to use XLA where no kernel does.",
+            )
         return self
 
     def launch(self, *operands: jax.Array) -> Any:
@@ -83,7 +93,7 @@ def reference_rule(
 ) -> Any:
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu" and call.has_kernel:
-        raise checks.no_kernel_on_platform(call.name(**params))
+        raise checks.no_kernel(call.name(**params), _OTHER_PLATFORM)
     return call.reference(ctx, *operands, **params)
 
 
@@ -116,8 +126,8 @@ def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> A
         if is_explicit(avals):
             mesh = mesh_of(avals)
             ins, outs, run = op.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            cut = [reshard(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
-            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*cut)
+            sharded = [reshard(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
+            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*sharded)
         return _partitioned(op)(*xs)
 
     return lower_plain(pieces, _with_mesh(ctx), *operands)
@@ -174,7 +184,7 @@ def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
     """Gives `custom_partitioning` the mesh it looks for at lowering, of which only shape and names matter.
 
     Without one it knows only shardings without names. Any mesh of the right size serves: the operands' own, the
-    ambient one, or, for 2^n devices, one of n axes of 2, which can express every way to cut them.
+    ambient one, or, for 2^n devices, one of n axes of 2, which can express every sharding.
     """
     module = ctx.module_context
     context = module.axis_context

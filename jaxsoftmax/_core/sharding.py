@@ -7,7 +7,7 @@ Rows are sharded without communication. Rows that are themselves sharded exchang
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -21,7 +21,7 @@ Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
 # A result with the operands' axes; with some entries of each row; or with a number in place of it.
-Result = Literal["row", "selected", "number"]
+Result = Literal["full", "top_k", "reduced"]
 
 
 class AxisSharding(NamedTuple):
@@ -66,7 +66,8 @@ class Partitionable(Protocol):
 class RowOp:
     """A row operation to be sharded: `whole` computes whole rows, `across` this device's part of sharded ones.
 
-    `across(cuts, inside, ...)` is told the shardings of each of `axes`, and where its part holds what the whole has.
+    `across(shardings, inside, ...)` is given the sharding of each of `axes`, and where its part holds what the whole
+    has.
     """
 
     axes: Shape
@@ -79,20 +80,20 @@ class RowOp:
         full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
         ins = [broadcast_spec(full, shape) for shape in shapes]
         outs = [P(*self._of(result, full, None)) for result in self.results]
-        cuts = tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes)
-        return Shard(ins, outs, functools.partial(self._across, cuts) if names_of(cuts) else self.whole)
+        shardings = tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes)
+        return Shard(ins, outs, functools.partial(self._across, shardings) if names_of(shardings) else self.whole)
 
     def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
         """What a result has of what the operands' axes have, with `selected` for the axis that is selected from."""
-        if result == "row":
+        if result == "full":
             return list(axes)
         return [
-            selected if d in self.axes else x for d, x in enumerate(axes) if result == "selected" or d not in self.axes
+            selected if d in self.axes else x for d, x in enumerate(axes) if result == "top_k" or d not in self.axes
         ]
 
-    def _across(self, cuts: AxisShardings, *shards: jax.Array) -> list[jax.Array]:
+    def _across(self, shardings: AxisShardings, *shards: jax.Array) -> list[jax.Array]:
         shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
-        return self.across(cuts, inside(cuts, self.axes, shape), *shards)
+        return self.across(shardings, inside(shardings, self.axes, shape), *shards)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Equal shardings between rows."""
@@ -100,32 +101,36 @@ class RowOp:
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """One factor per axis, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
-        full = jnp.broadcast_shapes(*shapes)
-        operands = tuple(
-            ArrayMapping(*(f"d{d}" if n == full[d] else f"one{i}_{d}" for d, n in enumerate(s)))
-            for i, s in enumerate(shapes)
-        )
-        factors = [f"d{d}" for d in range(len(full))]
-        results = tuple(ArrayMapping(*self._of(result, factors, "selected")) for result in self.results)
-        return SdyShardingRule(operands, results)
+        factors = [f"axis{d}" for d in range(len(shapes[0]))]
+        operands = [broadcast_spec(factors, shape) for shape in shapes]
+        return sharding_rule(operands, [self._of(result, factors, "top_k") for result in self.results])
 
 
-def names_of(cuts: AxisShardings) -> Names:
+def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[Any]]) -> SdyShardingRule:
+    """A rule by the factors of each axis: axes with the same one are sharded together, others alone."""
+    mappings = [
+        ArrayMapping(*(factor or f"own{i}_{d}" for d, factor in enumerate(factors)))
+        for i, factors in enumerate((*operands, *results))
+    ]
+    return SdyShardingRule(tuple(mappings[: len(operands)]), tuple(mappings[len(operands) :]))
+
+
+def names_of(shardings: AxisShardings) -> Names:
     """The mesh axes of all shardings."""
-    return tuple(name for cut in cuts for name in cut.names)
+    return tuple(name for sharding in shardings for name in sharding.names)
 
 
-def inside(cuts: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | None:
+def inside(shardings: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | None:
     """Where this device's part, of `shape`, holds what the whole has; None if everywhere.
 
     XLA shards an axis that does not divide into equal parts, and what it fills the last ones up with is not said.
     """
     mask = None
-    for axis, cut in zip(axes, cuts, strict=True):
+    for axis, sharding in zip(axes, shardings, strict=True):
         n = shape[axis]
-        if cut.names and n * jax.lax.axis_size(cut.names) > cut.extent:
-            at = jax.lax.axis_index(cut.names) * n + jnp.arange(n)
-            exists = jnp.expand_dims(at < cut.extent, [d for d in range(len(shape)) if d != axis])
+        if sharding.names and n * jax.lax.axis_size(sharding.names) > sharding.extent:
+            at = jax.lax.axis_index(sharding.names) * n + jnp.arange(n)
+            exists = jnp.expand_dims(at < sharding.extent, [d for d in range(len(shape)) if d != axis])
             mask = exists if mask is None else mask & exists
     return mask
 

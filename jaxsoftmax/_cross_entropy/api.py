@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import settings_for
-from jaxsoftmax._cross_entropy.primitives import losses
-from jaxsoftmax._cross_entropy.tangents import weigh
+from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
 from jaxsoftmax._softmax.api import scaled
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -147,7 +146,7 @@ def softmax_cross_entropy_with_integer_labels(
     >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
     Array([1.3862944, 0.       ], dtype=float32)
     """
-    name = "softmax_cross_entropy_with_integer_labels"
+    name = NAME
     x = checks.floating(name, "logits", logits)
     listed = checks.listed_axes(name, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
@@ -180,7 +179,7 @@ def softmax_cross_entropy_with_integer_labels(
         stats=return_lse,
         all_rows=return_lse,
         implementation=checks.implementation(name, implementation),
-        **batch_invariance.asked(),
+        **batch_invariance.parameter(),
     )
     loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
@@ -402,5 +401,4 @@ def _check_range(function: str, given: Any, cols: Any, ignored: int | None, coun
 def _checked_weights(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
     """Weights of the rows' rank, in the dtype of the loss."""
     array = checks.floating(function, "weights", given)
-    checks.broadcastable(function, "weights", array.shape, rows, "the rows'")
-    return array.reshape((1,) * (len(rows) - array.ndim) + array.shape).astype(dtype)
+    return checks.broadcasting(function, "weights", array, rows, "the rows'").astype(dtype)

@@ -31,7 +31,7 @@ class RowTerms(NamedTuple):
     count: Any  # and how many they are
 
 
-def asked(
+def kernel_args(
     operands: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **row: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """What `cross_entropy` hands to its row operation, of operands and parameters: not the weights."""
@@ -53,8 +53,8 @@ def cross_entropy(
     """Each row's loss, times its weight if `weighted`, and with `stats` its state, of ignored rows if of `all_rows`."""
     weights, where = _split(rest, weighted)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
-    found = _found(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
-    return _results(found, labels, weights, stats, **row)
+    terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
+    return _results(terms, labels, weights, stats, **row)
 
 
 def cross_entropy_gradient(
@@ -62,12 +62,12 @@ def cross_entropy_gradient(
 ) -> list[jax.Array]:
     """Each row's loss without its weight, and the gradient with it."""
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
-    found = _found(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
-    return [_of_all(_loss(found, labels, **row), weights, row["axes"]), gradient]
+    terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
+    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
 
 
 def cross_entropy_across(
-    cuts: AxisShardings,
+    shardings: AxisShardings,
     inside: jax.Array | None,
     rows: Rows,
     x: jax.Array,
@@ -80,12 +80,12 @@ def cross_entropy_across(
 ) -> list[jax.Array]:
     """The losses of rows of which this device has some columns, those `inside`."""
     weights, where = _split(rest, weighted)
-    found, _ = _exchange(cuts, rows, x, labels, _within(inside, where), all_rows, **row)
-    return _results(found, labels, weights, stats, **row)
+    terms, _ = _exchange(shardings, rows, x, labels, _within(inside, where), all_rows, **row)
+    return _results(terms, labels, weights, stats, **row)
 
 
 def cross_entropy_gradient_across(
-    cuts: AxisShardings,
+    shardings: AxisShardings,
     inside: jax.Array | None,
     rows: Rows,
     x: jax.Array,
@@ -96,17 +96,17 @@ def cross_entropy_gradient_across(
 ) -> list[jax.Array]:
     """The losses of rows of which this device has some columns, those `inside`, and those columns' gradient."""
     masks = _within(inside, where)
-    found, local = _exchange(cuts, rows, x, labels, masks, False, **row)
-    known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in found.stats))
+    terms, local = _exchange(shardings, rows, x, labels, masks, False, **row)
+    known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
     of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
-    count = found.count if isinstance(found.count, int) else jnp.expand_dims(found.count, row["axes"])
+    count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
     mask = masks[0] if masks else None
     slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
-    return [_of_all(_loss(found, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
+    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
 
 
 def of_this_device(
-    cuts: AxisShardings,
+    shardings: AxisShardings,
     inside: jax.Array | None,
     x: jax.Array,
     labels: jax.Array,
@@ -120,17 +120,17 @@ def of_this_device(
     axes, where = row["axes"], _within(inside, where)
     count = _count(x, where, **row)
     if isinstance(count, int):
-        count *= jax.lax.axis_size(names_of(cuts))
+        count *= jax.lax.axis_size(names_of(shardings))
     else:
-        (counts,) = all_gather(names_of(cuts), count)
+        (counts,) = all_gather(names_of(shardings), count)
         count = jnp.expand_dims(counts.sum(0), axes)
-    return _local_labels(cuts, x, labels, axes), where, count
+    return _local_labels(shardings, x, labels, axes), where, count
 
 
 def label_logit_gathered(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, of any label for a row that is ignored; reads nothing else of an `x` that is not cut."""
+    """The labels' logits, of any label for a row that is ignored; reads nothing else of an `x` that is not sharded."""
     rest = jnp.maximum(labels, 0)
     if len(axes) == 1:
         picked = jnp.take_along_axis(x, rest, axes[0], mode="promise_in_bounds")
@@ -145,7 +145,7 @@ def label_logit_gathered(
 def label_logit_summed(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, 0 for a row that is ignored, as a sum over the row, which can be cut in any way."""
+    """The labels' logits, 0 for a row that is ignored, as a sum over the row, which can be sharded in any way."""
     at_label = reference.columns(x, axes) == labels
     return reference.logits(jnp.where(at_label, x, jnp.zeros_like(x)), scale, soft_cap).sum(axes)
 
@@ -174,7 +174,7 @@ def _label(
     return label if where else reference.below(label, numbers[0])
 
 
-def _found(numbers: Any, label: jax.Array, count: Any) -> RowTerms:
+def _terms(numbers: Any, label: jax.Array, count: Any) -> RowTerms:
     maximum, total, *rest = numbers
     return RowTerms(Stats(maximum, total), label, rest[0] if rest else None, count)
 
@@ -185,27 +185,27 @@ def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], s
 
 
 def _loss(
-    found: RowTerms, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
+    terms: RowTerms, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
 ) -> jax.Array:
     """The loss by distances from the maximum, in which the logits' common part cancels before it is rounded."""
-    maximum = found.stats.max
+    maximum = terms.stats.max
     far = maximum == jnp.inf
-    distance = maximum - found.label
-    if found.total is not None:
-        distance = (1.0 - smoothing) * distance + smoothing * (maximum - found.total / jnp.maximum(found.count, 1))
-    loss = distance + jnp.where(far, 0.0, jnp.log(jnp.where(far, 1.0, found.stats.sum)))
+    distance = maximum - terms.label
+    if terms.total is not None:
+        distance = (1.0 - smoothing) * distance + smoothing * (maximum - terms.total / jnp.maximum(terms.count, 1))
+    loss = distance + jnp.where(far, 0.0, jnp.log(jnp.where(far, 1.0, terms.stats.sum)))
     if z_loss:
-        loss = loss + z_loss * jnp.square(log_normalizer(found.stats))
+        loss = loss + z_loss * jnp.square(log_normalizer(terms.stats))
     return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
 
 
 def _results(
-    found: RowTerms, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any
+    terms: RowTerms, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any
 ) -> list[jax.Array]:
-    loss = _loss(found, labels, **row)
+    loss = _loss(terms, labels, **row)
     for weight in weights:
         loss = weight.squeeze(row["axes"]) * loss
-    return [loss, *found.stats] if stats else [loss]
+    return [loss, *terms.stats] if stats else [loss]
 
 
 def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -221,7 +221,7 @@ def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[ja
 
 
 def _exchange(
-    cuts: AxisShardings,
+    shardings: AxisShardings,
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
@@ -230,8 +230,8 @@ def _exchange(
     **row: Any,
 ) -> tuple[RowTerms, jax.Array]:
     """What the devices find together, in one exchange, and this device's numbering of the labels."""
-    axes, names = row["axes"], names_of(cuts)
-    local, cols = _local_labels(cuts, x, labels, axes), math.prod(x.shape[d] for d in axes)
+    axes, names = row["axes"], names_of(shardings)
+    local, cols = _local_labels(shardings, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
     label = jnp.where(here.squeeze(axes), label_logit_gathered(x, jnp.where(here, local, 0), **row), 0.0)
@@ -240,15 +240,15 @@ def _exchange(
     maximum, total, label, *rest = all_gather(names, *numbers[:2], label, *numbers[2:], *counts)
     sums = [each.sum(0) for each in rest]
     whole = sums.pop() if counts else count * jax.lax.axis_size(names)
-    return _found((*merge_over(Stats(maximum, total), 0), *sums), label.sum(0), whole), local
+    return _terms((*merge_over(Stats(maximum, total), 0), *sums), label.sum(0), whole), local
 
 
-def _local_labels(cuts: AxisShardings, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _local_labels(shardings: AxisShardings, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Labels as columns of this device's part; past its last column where they are in another part."""
     flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
-    for axis, cut in reversed(list(zip(axes, cuts, strict=True))):
+    for axis, sharding in reversed(list(zip(axes, shardings, strict=True))):
         n = x.shape[axis]
-        flat, at = jnp.divmod(flat, cut.extent)
-        at = at - n * jax.lax.axis_index(cut.names) if cut.names else at
+        flat, at = jnp.divmod(flat, sharding.extent)
+        at = at - n * jax.lax.axis_index(sharding.names) if sharding.names else at
         inside, local, stride = inside & (at >= 0) & (at < n), local + stride * at, stride * n
     return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, local, stride))

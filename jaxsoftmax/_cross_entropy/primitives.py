@@ -1,25 +1,226 @@
-"""The derivatives of cross entropy: which primitives run is decided by whether one is asked for, and by the weights.
+"""The primitives of cross entropy: which of them run is decided by whether a derivative is asked for, and by weights.
 
 `cross_entropy` reads the logits and gives the loss. Without weights its derivative is a linear primitive of the logits
 and the rows' states, so that its transposition writes the gradient times any cotangent: two reads and one write of the
 logits in all. With weights, which are the cotangent that is known beforehand, the JVP rule binds
 `cross_entropy_gradient` in its place, which writes the weighted gradient in the same pass; the derivative is a product
 with it, of which the transposition leaves the gradient itself where the cotangent is 1.
+
+The linear maps from a tangent of the logits to numbers of the rows have residuals and a function of them, `pull`, which
+is the transposed map. It is plain XLA, one loop over the rows' elements, but for the loss alone on CUDA, where a kernel
+does it faster. As primitives they save the 16-bit logits for the backward pass, where a plain product would save a
+factor in float32.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
-from jaxsoftmax._cross_entropy.tangents import of_gradient, of_logits, of_weight, weigh, zero_ignored
-from jaxsoftmax._softmax import lowering
-from jaxsoftmax._softmax.primitives import BY_OP, bind, higher_jvp, zeros
-from pallas_kernels.softmax.problem import Op
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.lowering import lower_plain
+from jaxsoftmax._core.primitives import higher_jvp, zeros
+from jaxsoftmax._core.sharding import AxisShardings, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._cross_entropy import loss as row_losses
+from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement
+from pallas_kernels.monoid import Stats, log_normalizer
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import IGNORED, Op
+
+NAME = "softmax_cross_entropy_with_integer_labels"
+
+_OF_LSE = (
+    "no kernel takes a cotangent of the logsumexp that return_lse gives. Pass implementation=None to use XLA for this "
+    "gradient, z_loss for a penalty on the logsumexp, or jax.lax.stop_gradient(lse)."
+)
+_OF_SUM = (
+    "the logits are broadcast over rows, and no kernel sums their gradients. Pass implementation=None to use XLA for "
+    "these."
+)
+
+Axes = tuple[int, ...]
+Numbers = Sequence[jax.Array | None]
+Pull = Callable[..., jax.Array]
+
+_OF_LOGITS = Primitive("cross_entropy_tangent")
+_OF_GRADIENT = Primitive("row_dot")
+
+
+def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
+    """The tangents of the loss and, with `stats`, of the logsumexp.
+
+    The operands are logits, labels, the rows' states, a mask if there is one, and the logits' tangent.
+    """
+    return _OF_LOGITS.bind(*unify_varying(*operands), **row)
+
+
+def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
+    """The tangent of what has that gradient: `sum(gradient * t)`, in which 0 times anything is 0.
+
+    A row whose label is no column has a gradient of NaN, of which a cotangent of 0 leaves 0. JAX's own product would
+    leave NaN.
+    """
+    (out,) = _OF_GRADIENT.bind(*unify_varying(gradient, t), axes=axes)
+    return out
+
+
+@jax.custom_jvp
+def weigh(weights: jax.Array, loss: jax.Array) -> jax.Array:
+    """The loss times its weight, which is NaN where the label is no column."""
+    return weights * loss
+
+
+def _weigh_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    weights, loss = primals
+    of_weights, of_loss = tangents
+    slopes = [] if type(of_loss) is SymbolicZero else [of_gradient(weights, of_loss, ())]
+    if type(of_weights) is not SymbolicZero:
+        slopes.append(of_weight(weights, loss, of_weights))
+    return weigh(weights, loss), sum(slopes[1:], slopes[0])
+
+
+weigh.defjvp(_weigh_jvp, symbolic_zeros=True)
+
+
+def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
+    """The tangent of the weighted loss for one of the weights."""
+    return of_gradient(jnp.where(jnp.isnan(weights), weights, loss), t, ())
+
+
+def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: Axes) -> jax.Array:
+    """`x` where it counts, lest what it is elsewhere should come into a derivative, as infinity times 0."""
+    counts = labels != IGNORED
+    for mask in where:
+        counts = counts & (mask | (reference.columns(x, axes) == labels))
+    return jnp.where(counts, x, jnp.zeros_like(x))
+
+
+def _pull_to_logits(
+    cts: Numbers,
+    x: jax.Array,
+    labels: jax.Array,
+    maximum: jax.Array,
+    total: jax.Array,
+    *where: jax.Array,
+    axes: Axes,
+    all_rows: bool,
+    z_loss: float,
+    **row: Any,
+) -> jax.Array:
+    of_loss, of_lse = (*cts, None)[:2]
+    known, read = Stats(maximum, total), labels != IGNORED
+    of_q = jnp.zeros_like(maximum) if of_loss is None else jnp.where(read, of_loss, 0.0)
+    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), z_loss), 0.0)
+    if of_lse is not None:
+        of_p = of_p + of_lse
+        # Such a row is looked at, but no column is its label's.
+        labels = jnp.where(read, labels, IGNORED - 1) if all_rows else labels
+    mask = where[0] if where else None
+    return reference.cross_entropy_slope(
+        zero_ignored(x, labels, where, axes), labels, mask, of_p, of_q, known, axes=axes, **row
+    )
+
+
+def _pull_loss(
+    cts: Numbers,
+    x: jax.Array,
+    labels: jax.Array,
+    *rest: jax.Array,
+    all_rows: bool,
+    implementation: str | None,
+    summed: bool,
+    **row: Any,
+) -> jax.Array:
+    """The same by a kernel if there is one; it knows no cotangent of the logsumexp, and rounds before a sum."""
+    of_loss, *of_lse = cts
+    with_lse = any(ct is not None for ct in of_lse)
+    if of_loss is not None and not summed and not with_lse:
+        return _TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
+    if implementation == "mosaic_gpu":
+        raise checks.no_kernel(NAME, _OF_LSE if with_lse else _OF_SUM)
+    return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
+
+
+def _push(
+    *operands: jax.Array, axes: Axes, stats: bool, implementation: str | None = None, **row: Any
+) -> list[jax.Array]:
+    """Each result is the product of the tangent with what a 1 for that result is pulled back to."""
+    *residuals, t = operands
+    one = jnp.ones((), reference.accumulator_dtype(t.dtype))
+    units = [[one, None], [None, one]] if stats else [[one]]
+    return [(_pull_to_logits(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
+
+
+def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: Any) -> jax.Array:
+    (ct,) = cts
+    return of_gradient(gradient, ct, ())
+
+
+def _products(gradient: jax.Array, t: jax.Array, *, axes: Axes) -> list[jax.Array]:
+    dtype = reference.accumulator_dtype(gradient.dtype)
+    gradient, t = gradient.astype(dtype), t.astype(dtype)
+    # Said so that XLA drops all of it for a cotangent of 1.
+    nothing = (t == 0) | ((gradient == 0) & ~jnp.isfinite(t))
+    return [jnp.where(nothing, 0.0, gradient * t).sum(axes)]
+
+
+def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
+    """It is linear in either."""
+    gradient, t = primals
+    out = of_gradient(gradient, t, axes)
+    pairs = zip((t, gradient), tangents, strict=True)
+    slopes = [of_gradient(other, moved, axes) for other, moved in pairs if type(moved) is not ad.Zero]
+    return [out], [sum(slopes[1:], slopes[0]) if slopes else zeros(out)]
+
+
+@functools.partial(jax.jit, static_argnames=("primitive", "broadcast", "dtype", "params"))
+def _pulled(
+    cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
+) -> jax.Array:
+    """What cotangents are pulled back to, rounded once: one program, also where the backward pass is not compiled."""
+    with on_mesh_of([jax.typeof(x) for x in residuals]):
+        out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
+    return (out.sum(broadcast, keepdims=True) if broadcast else out).astype(dtype)
+
+
+def _transpose(
+    primitive: Primitive, cts: Sequence[Any], *operands: Any, axes: Axes, stats: bool = False, **row: Any
+) -> list[Any]:
+    """What pulls back, summed over where the tangent was broadcast."""
+    *residuals, t = operands
+    still = [None] * len(residuals)
+    if all(type(ct) is ad.Zero for ct in cts):
+        return [*still, ad.Zero(t.aval)]
+    params = (("axes", axes), *row.items())
+    with settings_for(t.aval):
+        numbers = [None if type(ct) is ad.Zero else jnp.expand_dims(ct, axes) for ct in cts]
+        shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
+        broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])
+        out = _pulled(numbers, residuals, primitive=primitive, broadcast=broadcast, dtype=t.aval.dtype, params=params)
+    return [*still, out]
+
+
+def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array, **row: Any) -> jax.Array:
+    """The gradient times the weights, from the rows' known states."""
+    return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
+
+
+def _to_logits_across(
+    shardings: AxisShardings, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any
+) -> jax.Array:
+    x, labels, weights, maximum, total, *where = operands
+    labels, mask, count = row_losses.of_this_device(shardings, inside, x, labels, where, **row)
+    return _to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)
+
+
+def _without_states(operands: Sequence[Any]) -> list[Any]:
+    return [*operands[:3], *operands[5:]]
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -62,19 +263,23 @@ def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **param
     return [value], [sum(slopes[1:], slopes[0]) if slopes else zeros(value)]
 
 
+_gradient_plain = functools.partial(row_losses.cross_entropy_gradient, row_losses.label_logit, by_reference)
+
+
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
+    """The loss and its gradient as a function to differentiate: a weight of NaN has a gradient of NaN, however used."""
     x, wrong = zero_ignored(x, labels, where, row["axes"]), jnp.isnan(weights)
-    plain, finite = lowering.BY_OP[Op.CROSS_ENTROPY_GRADIENT].plain, jnp.where(wrong, 1.0, weights)
-    loss, gradient = plain(x, labels, finite, *where, **row)
+    finite = jnp.where(wrong, 1.0, weights)
+    loss, gradient = _gradient_plain(x, labels, finite, *where, **row)
     return [loss, of_gradient(jnp.where(wrong, weights, 1.0), gradient, ()).astype(gradient.dtype)]
 
 
 def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Where only the loss is used, as in what `jax.checkpoint` runs first, nothing else is computed."""
     eqn = rest[-1]  # JAX 0.12 says before it which operands are alive
-    of_loss, of_gradient = used
+    uses_loss, uses_gradient = used
     needed, primitive = [any(used)] * len(eqn.invars), BY_OP[Op.CROSS_ENTROPY]
-    if of_loss and not of_gradient:
+    if uses_loss and not uses_gradient:
         x, labels, _, *where = eqn.invars
         params = {**eqn.params, **_LOSS_ONLY}
         (loss,) = primitive.abstract_eval(*(v.aval for v in (x, labels, *where)), **params)[0]
@@ -88,7 +293,58 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 # The loss by itself, without its weight.
 _LOSS_ONLY = {"weighted": False, "stats": False, "all_rows": False}
 
+BY_OP[Op.CROSS_ENTROPY] = implement(
+    Op.CROSS_ENTROPY.value,
+    Computation(
+        op=Op.CROSS_ENTROPY,
+        called=NAME,
+        results=lambda stats, **_: ("reduced",) * (3 if stats else 1),
+        plain=functools.partial(row_losses.cross_entropy, row_losses.label_logit, by_reference),
+        whole=functools.partial(row_losses.cross_entropy, row_losses.label_logit_gathered),
+        across=row_losses.cross_entropy_across,
+        kernel_args=row_losses.kernel_args,
+    ),
+    many=True,
+)
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY]] = _loss_jvp
-_GRADIENT = BY_OP[Op.CROSS_ENTROPY_GRADIENT]
-ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, False)
+
+BY_OP[Op.CROSS_ENTROPY_GRADIENT] = _GRADIENT = implement(
+    Op.CROSS_ENTROPY_GRADIENT.value,
+    Computation(
+        op=Op.CROSS_ENTROPY_GRADIENT,
+        called=f"the derivative of {NAME}",
+        results=lambda **_: ("reduced", "full"),
+        plain=_gradient_plain,
+        whole=functools.partial(row_losses.cross_entropy_gradient, row_losses.label_logit_gathered),
+        across=row_losses.cross_entropy_gradient_across,
+    ),
+    many=True,
+)
+ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, 0)
 pe.dce_rules[_GRADIENT] = _without_gradient
+
+# The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is
+# sharded, as where no kernel takes it, XLA uses those that are known.
+_TO_LOGITS = implement(
+    "cross_entropy_cotangent",
+    Computation(
+        op=Op.CROSS_ENTROPY_GRADIENT,
+        called=f"the derivative of {NAME}",
+        results=lambda **_: ("full",),
+        plain=_to_logits,
+        whole=lambda rows, *operands, **row: rows(Op.CROSS_ENTROPY_GRADIENT, *_without_states(operands), **row)[0],
+        across=_to_logits_across,
+        kernel_args=lambda operands, **row: (_without_states(operands), row),
+    ),
+    many=False,
+)
+ad.primitive_jvps[_TO_LOGITS] = functools.partial(higher_jvp, _TO_LOGITS, _to_logits, 0)
+
+_PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
+
+for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
+    define_over_rows(_primitive, lambda stats=False, **_: ("reduced",) * (1 + stats), many=True)
+    mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
+    ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
+ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, 1)
+ad.primitive_jvps[_OF_GRADIENT] = _products_jvp

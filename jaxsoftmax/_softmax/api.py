@@ -1,7 +1,8 @@
-"""The public functions: canonicalise, validate, bind. What they compute is in `_primitives` and `pallas_kernels`."""
+"""The public functions: canonicalise, validate, bind. What they compute is in `primitives` and `pallas_kernels`."""
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -18,6 +19,8 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 # Bound once: a program may put this library's functions in their place.
 _JAX_NN = {Op.SOFTMAX: jax.nn.softmax, Op.LOG_SOFTMAX: jax.nn.log_softmax}
 _JAX_LOGSUMEXP = jax.scipy.special.logsumexp
+
+_WITH_WEIGHTS = "the kernels take no weights b; pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
 
 
 def softmax(
@@ -202,11 +205,11 @@ def logsumexp(
     axes = checks.axes(name, axis, operands[0].ndim, "a")
     if weights or jnp.iscomplexobj(x):
         if implementation == "mosaic_gpu":
-            raise checks.no_kernel_with_weights() if weights else checks.no_kernel_for_complex(name, "a")
+            raise checks.no_kernel(name, _WITH_WEIGHTS) if weights else checks.no_kernel_for_complex(name, "a")
         dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
         named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
         return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
-    how = {"implementation": implementation, "function": name, **batch_invariance.asked()}
+    how = {"implementation": implementation, "function": name, **batch_invariance.parameter()}
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
@@ -245,7 +248,30 @@ def merge(*states: Stats) -> Stats:
     >>> jnp.allclose(whole.max + jnp.log(whole.sum), logsumexp(row))
     Array(True, dtype=bool)
     """
-    return functools.reduce(combine, checks.states(states))
+    return functools.reduce(combine, _states(states))
+
+
+def _states(given: Sequence[Any]) -> list[Stats]:
+    """States to merge, as arrays of one shape, in the dtype of accumulation."""
+    if not given:
+        raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
+    for state in given:
+        if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
+            raise TypeError(
+                f"merge: got a {type(state).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
+                "Pass a sequence of states as merge(*states)."
+            )
+    pairs = [[checks.floating("merge", name, part) for name, part in zip(Stats._fields, s, strict=True)] for s in given]
+    parts = [part for pair in pairs for part in pair]
+    try:
+        shape = jnp.broadcast_shapes(*(part.shape for part in parts))
+    except ValueError:
+        raise ValueError(
+            f"merge: the states' arrays have the shapes {', '.join(str(part.shape) for part in parts)}, expected "
+            "shapes that broadcast against each other."
+        ) from None
+    wide = max((accumulator_dtype(part.dtype) for part in parts), key=lambda dtype: dtype.itemsize)
+    return [Stats(*(jnp.broadcast_to(part.astype(wide), shape) for part in pair)) for pair in pairs]
 
 
 def _row_op(
@@ -267,7 +293,7 @@ def _row_op(
     if mask and not _has_infinity(dtype):
         operand = operand.astype(accumulator_dtype(dtype))  # -inf stands for what is excluded, in the derivatives
     operand, factor = scaled(operand, factor)
-    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.asked())
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.parameter())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 

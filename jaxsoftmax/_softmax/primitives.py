@@ -3,10 +3,13 @@
 A primitive reduces `axes` of operands that broadcast against each other, so that vmap at any position only renumbers
 axes, and leaves an operand that is not mapped with an extent of 1. The derivative of softmax and of log_softmax is a
 linear primitive: its JVP rule is the forward half of a custom_vjp and its transposition the backward half, and with
-both there is forward mode and every higher order too. The derivatives of cross entropy are in
-`_cross_entropy_primitives` and `_cross_entropy_tangents`.
+both there is forward mode and every higher order too.
+
+A `Computation` says how a primitive is lowered: its reference, its kernel, and its form for sharded rows. Other topics
+implement their own primitives by the same row operations.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,22 +18,27 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core.lowering import register
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.lowering import Plan, lower_plain, register
+from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed, zeros
 from jaxsoftmax._core.sharding import (
+    AxisShardings,
     Result,
+    RowOp,
     common_spec,
     mesh_of,
-    on_mesh_of,
-    settings_for,
     spec_of,
     unify_shardings,
     unify_varying,
 )
-from jaxsoftmax._softmax import lowering
+from jaxsoftmax._softmax import layout
+from jaxsoftmax._softmax import sharding as row_sharding
+from pallas_kernels import hardware
+from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
 from pallas_kernels.softmax.problem import Op
@@ -38,8 +46,18 @@ from pallas_kernels.softmax.problem import Op
 SAVED_NAME = "softmax_out"
 
 Results = Callable[..., Sequence[Result]]
+KernelArgs = tuple[Sequence[Any], dict[str, Any]]
 
-BY_OP = {op: Primitive("softmax_stats" if op is Op.STATS else op.value) for op in Op}
+BY_OP: dict[Op, Primitive] = {}  # those that are a row operation, or a loss made of what one says
+COMPUTATIONS: dict[Primitive, "Computation"] = {}
+
+REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
+
+
+_SHARDED_ROWS = (
+    "the rows are sharded along the axis that is reduced, where a kernel finds their statistics and XLA computes the "
+    "result from these. Pass implementation=None, or shard another axis."
+)
 
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
@@ -47,12 +65,92 @@ def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
     return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
 
 
-def define(primitive: Primitive, results: Results, *, many: bool) -> None:
+def _as_given(operands: Sequence[Any], **row: Any) -> KernelArgs:
+    return operands, row
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """How a primitive is computed by row operations: `rows(op, *operands, **row)`, by whatever means.
+
+    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(shardings, inside, rows, ...)`
+    for this device's part of sharded ones. A kernel takes the call if it takes `op` with the `kernel_args`; `results`
+    says what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or
+    the `function` among a primitive's parameters.
+    """
+
+    op: Op
+    called: str
+    results: Callable[..., Sequence[Result]]
+    plain: Callable[..., Any]
+    whole: Callable[..., Any]
+    across: Callable[..., Any]
+    kernel_args: Callable[..., KernelArgs] = _as_given
+    has_kernel: bool = True
+
+    def name(self, function: str | None = None, **_: Any) -> str:
+        return function or self.called
+
+    def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
+        """What a call on operands of these types will do on a device."""
+        operands, row = self.kernel_args(avals, **_of_row(params))
+        return _plan(self.op, operands, device, named, batch_invariant=params.get("batch_invariant", False), **row)
+
+    def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        """Lowers to plain XLA operations."""
+        return lower_plain(self.plain, ctx, *operands, **_of_row(params))
+
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
+        """The call by kernels: of whole rows, or of the parts of rows that are themselves sharded."""
+        rows = functools.partial(run, named, params.get("batch_invariant", False))
+        params = _of_row(params)
+        results = self.results(**params)
+
+        def whole(*xs: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(self.whole(rows, *xs, **params))
+
+        def across(shardings: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+            if named and "full" in results:
+                raise checks.no_kernel(named, _SHARDED_ROWS)
+            return jax.tree.leaves(self.across(shardings, inside, rows, *shards, **params))
+
+        return RowOp(params["axes"], results, whole, across)
+
+
+def _of_row(params: dict[str, Any]) -> dict[str, Any]:
+    """A primitive's parameters without those that say how it is lowered."""
+    return {name: value for name, value in params.items() if name not in ("batch_invariant", "function")}
+
+
+def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
+    """A row operation in `jax.numpy`."""
+    return REFERENCE[op](*operands, **row)
+
+
+def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
+    return by_reference(op, *operands, **row) if chosen.decision is None else layout.launch(chosen, *operands)
+
+
+def _plan(op: Op, operands: Sequence[Any], device: Device, named: str | None, **row: Any) -> Plan:
+    shapes, dtype = [x.shape for x in operands], operands[0].dtype
+    return layout.plan(op, shapes, dtype, device, may_transpose=named is not None, **row)
+
+
+def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
+    """A new primitive over rows, with all that it has but derivatives."""
+    primitive = Primitive(name)
+    COMPUTATIONS[primitive] = computation
+    define_over_rows(primitive, computation.results, many=many)
+    register(primitive, computation)
+    return primitive
+
+
+def define_over_rows(primitive: Primitive, results: Results, *, many: bool) -> None:
     """What any primitive over rows has; `results` says what its `many` results have of the operands' axes."""
-    primitive.multiple_results = many
-    primitive.def_abstract_eval(functools.partial(_avals, primitive, results))
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, results)
+    avals, batch = (functools.partial(rule, primitive, results) for rule in (_avals, _batch))
+    define(primitive, avals, batch, many=many)
 
 
 def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
@@ -64,13 +162,9 @@ def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[i
     spec, mesh = common_spec([spec_of(x) for x in operands]), mesh_of(operands)
     row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
     kept = [d for d in range(len(shape)) if d not in axes]
-    number = row.update(
-        shape=tuple(shape[d] for d in kept),
-        dtype=reference.accumulator_dtype(row.dtype),
-        weak_type=False,
-        sharding=NamedSharding(mesh, P(*(spec[d] for d in kept))),
-    )
-    avals = [row if result == "row" else number for result in results(**params)]
+    kept_shape, kept_spec = (tuple(full[d] for d in kept) for full in (shape, spec))
+    number = typed(row, mesh, kept_shape, kept_spec, reference.accumulator_dtype(row.dtype))
+    avals = [row if result == "full" else number for result in results(**params)]
     return avals if primitive.multiple_results else avals[0]
 
 
@@ -89,13 +183,10 @@ def _batch(
     if at is None:
         out = primitive.bind(*operands, axes=axes, **params)
         return out, [None] * len(out) if primitive.multiple_results else None
-    aligned = [
-        jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims, strict=True)
-    ]
     axes = tuple(a + (a >= at) for a in axes)
-    out = primitive.bind(*unify_varying(*aligned), axes=axes, **params)
+    out = primitive.bind(*aligned(operands, dims, at), axes=axes, **params)
     below = at - sum(a < at for a in axes)
-    ats = [at if result == "row" else below for result in results(**params)]
+    ats = [at if result == "full" else below for result in results(**params)]
     return out, ats if primitive.multiple_results else at
 
 
@@ -137,43 +228,6 @@ def _stats_jvp(
     return out, [zeros(out[0]), reference.stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
 
 
-def zeros(out: Any) -> Any:
-    """The tangents of what does not move."""
-    return jax.tree.map(lambda y: ad.Zero(jax.typeof(y).to_tangent_aval()), out)
-
-
-def higher_jvp(
-    primitive: Primitive,
-    plain: Callable[..., Any],
-    linear: bool,
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    **params: Any,
-) -> tuple[Any, Any]:
-    """Higher orders: whatever the plain function's derivative is, but of what is `linear` in the last operand."""
-    out = primitive.bind(*primals, **params)
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not moving:
-        return out, zeros(out)
-    if linear and moving == [len(primals) - 1]:
-        return out, primitive.bind(*unify_varying(*primals[:-1], tangents[-1]), **params)
-    dropped = ("implementation", "batch_invariant")
-    row = tuple((name, value) for name, value in params.items() if name not in dropped)
-
-    def compute(*moved: jax.Array) -> Any:
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return _plainly(*operands.values(), plain=plain, row=row)
-
-    return out, jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-
-
-@functools.partial(jax.jit, static_argnames=("plain", "row"))
-def _plainly(*operands: jax.Array, plain: Callable[..., Any], row: tuple[tuple[str, Any], ...]) -> Any:
-    """A plain function as one program: outside of any, no operation but on an array's own mesh knows its devices."""
-    with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
-        return plain(*operands, **dict(row))
-
-
 def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:
     """The backward half of the derivative."""
     if type(ct) is ad.Zero:
@@ -183,12 +237,31 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
     return None, out.sum(broadcast, keepdims=True) if broadcast else out
 
 
-for _op, _primitive in BY_OP.items():
-    define(_primitive, lowering.BY_OP[_op].results, many=_op.gives_stats)
-    register(_primitive, lowering.BY_OP[_op])
+def _computation(op: Op, called: str) -> Computation:
+    """That of a primitive that is a row operation."""
+    results = ("reduced", "reduced") if op is Op.STATS else ("full",)
+    whole = lambda rows, *operands, **row: rows(op, *operands, **row)
+    return Computation(
+        op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(row_sharding.across, op)
+    )
+
+
+# What takes a row's statistics says which function it is.
+_NAMES = {
+    Op.SOFTMAX: "softmax",
+    Op.SOFTMAX_TANGENT: "the derivative of softmax",
+    Op.LOG_SOFTMAX: "log_softmax",
+    Op.LOG_SOFTMAX_TANGENT: "the derivative of log_softmax",
+    Op.LOG_SOFTMAX_COTANGENT: "the derivative of log_softmax",
+    Op.STATS: "softmax_stats",
+}
+
+for _op, _called in _NAMES.items():
+    _name = "softmax_stats" if _op is Op.STATS else _op.value
+    BY_OP[_op] = _primitive = implement(_name, _computation(_op, _called), many=_op is Op.STATS)
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:
-        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, lowering.REFERENCE[_op], True)
+        ad.primitive_jvps[_primitive] = functools.partial(higher_jvp, _primitive, REFERENCE[_op], 1)
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)
 ad.primitive_jvps[BY_OP[Op.STATS]] = _stats_jvp

@@ -20,14 +20,11 @@ from pallas_kernels.softmax.problem import Op
 LocalStats = Callable[..., Stats]
 
 
-def softmax(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> jax.Array:
-    """This device's columns of a softmax."""
-    return reference.softmax(*operands, **row, known=stats(names, local_stats, *operands, **row))
-
-
-def log_softmax(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> jax.Array:
-    """This device's columns of a log_softmax."""
-    return reference.log_softmax(*operands, **row, known=stats(names, local_stats, *operands, **row))
+def _by_stats(
+    whole: Callable[..., jax.Array], names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any
+) -> jax.Array:
+    """This device's columns of what is a function of an element and its row's state."""
+    return whole(*operands, **row, known=stats(names, local_stats, *operands, **row))
 
 
 def stats(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
@@ -76,10 +73,10 @@ def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
 
 
 def across(
-    op: Op, cuts: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
+    op: Op, shardings: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
 ) -> jax.Array | Stats:
     """This device's part of an operation, of which those columns count that are `inside`."""
-    return BY_OP[op](names_of(cuts), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
+    return BY_OP[op](names_of(shardings), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
 
 
 def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -93,8 +90,8 @@ def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> S
 
 
 BY_OP: dict[Op, Callable[..., jax.Array | Stats]] = {
-    Op.SOFTMAX: softmax,
-    Op.LOG_SOFTMAX: log_softmax,
+    Op.SOFTMAX: functools.partial(_by_stats, reference.softmax),
+    Op.LOG_SOFTMAX: functools.partial(_by_stats, reference.log_softmax),
     Op.STATS: stats,
     Op.SOFTMAX_TANGENT: softmax_tangent,
     Op.LOG_SOFTMAX_TANGENT: log_softmax_tangent,

@@ -13,15 +13,15 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import NamedSharding
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import batch_invariance, checks, lowering, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.primitives import define, typed, zeros
 from jaxsoftmax._core.sharding import mesh_axes, mesh_of, spec_of, unify_varying
 from jaxsoftmax._softmax.api import scaled
-from jaxsoftmax._softmax.primitives import bind, zeros
+from jaxsoftmax._softmax.primitives import bind
 from jaxsoftmax._top_k.select import probabilities, select, select_across
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
@@ -31,7 +31,7 @@ NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]
 
 TOP_K = Primitive("softmax_top_k")
-_RESULTS: Sequence[sharding.Result] = ("selected", "selected", "number", "number", "selected")
+_RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
 
 
 def top_k_softmax(
@@ -96,7 +96,7 @@ def top_k_softmax(
     dtype = x.dtype
     x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf for chunks
     x, factor = scaled(x, factor)
-    how = {"implementation": implementation, **batch_invariance.asked()}
+    how = {"implementation": implementation, **batch_invariance.parameter()}
     values, indices, _, total, *y = TOP_K.bind(
         jnp.moveaxis(x, along, -1), k=k, normalizes=normalize == "all", scale=factor, **how
     )
@@ -129,21 +129,13 @@ def _checked_k(k: int, n: Any, axis: int) -> int:
 
 def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
     """The types of the selected logits and their indices, of the row's maximum and sum, and of the probabilities."""
-    lead = spec_of(x)[:-1]
-
-    def typed(shape: tuple[Any, ...], spec: Sequence[Any], dtype: Any) -> Any:
-        sharding = NamedSharding(x.sharding.mesh, P(*spec))
-        return x.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
-
-    wide, rows = accumulator_dtype(x.dtype), x.shape[:-1]
-    selected = functools.partial(typed, (*rows, k), (*lead, None))
-    return [selected(wide), selected(jnp.int32), typed(rows, lead, wide), typed(rows, lead, wide)] + (
-        [selected(x.dtype)] if normalizes else []
-    )
+    mesh, lead, rows, wide = x.sharding.mesh, spec_of(x)[:-1], x.shape[:-1], accumulator_dtype(x.dtype)
+    selected, number = functools.partial(typed, x, mesh, (*rows, k), (*lead, None)), typed(x, mesh, rows, lead, wide)
+    return [selected(wide), selected(jnp.int32), number, number, *([selected(x.dtype)] if normalizes else [])]
 
 
 def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: Any) -> Any:
-    """Lowers to the selection, cut as the operand is; its statistics find their own kernel."""
+    """Lowers to the selection, sharded as the operand is; its statistics find their own kernel."""
     avals: Sequence[Any] = ctx.avals_in
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
     return lowering.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
@@ -174,7 +166,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
 
 
 def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
-    """The entries of rows at `indices`; of rows that a type says are cut, each device's own, added up."""
+    """The entries of rows at `indices`; of rows that a type says are sharded, each device's own, added up."""
     spec = spec_of(jax.typeof(t))
     names = mesh_axes(spec[-1])
     if not names:
@@ -191,10 +183,7 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
     return jax.shard_map(own, mesh=mesh, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
 
 
-TOP_K.multiple_results = True
-TOP_K.def_abstract_eval(_avals)
-TOP_K.def_impl(functools.partial(xla.apply_primitive, TOP_K))
-batching.fancy_primitive_batchers[TOP_K] = _batch
+define(TOP_K, _avals, _batch)
 mlir.register_lowering(TOP_K, lower)
 mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True), platform="cuda")
 ad.primitive_jvps[TOP_K] = _jvp

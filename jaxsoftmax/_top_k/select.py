@@ -4,13 +4,22 @@ The k largest elements lie in the k chunks with the largest maxima, of equal one
 those has k chunks before it, each with an element that is larger, or equal and of lower index. A chunk's maximum is
 part of its softmax state, so one read of the row gives what selects the chunks and, merged, the row's state. What is
 left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements. They are
-sorted, but few rows are counted on a GPU: see `_counting`.
+sorted, or, on a GPU where there are few rows, ranked by counting.
+
+On a GPU a kernel that orders a thousand elements of one row by sorting takes 6 to 12 us, and one that does next to
+nothing 1 to 2. An element's rank is the number of those before it: all compared with all, one reduction. That is n
+comparisons for each of n elements, which one row leaves a GPU idle enough for. Each step is one fused reduction:
+
+    ranks of the chunks -> the k chunks, and the row's merged state -> ranks of their elements -> the k elements
+
+For k = 1 the ranks are not needed. Chunks need not come in the row's order: places decide between equal elements.
 
 Source of the fusion: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +28,7 @@ import jax.numpy as jnp
 from jaxsoftmax._core.sharding import AxisShardings, names_of
 from jaxsoftmax._softmax.primitives import bind
 from jaxsoftmax._softmax.sharding import all_gather
-from jaxsoftmax._top_k import rank_select
-from pallas_kernels.monoid import Stats, merge_over
+from pallas_kernels.monoid import Stats, combine, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -30,6 +38,12 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 _AT_ONCE = 1024
 _ORDER, _STATE, _UNALIGNED, _COPY = 8.0, 4.0, 0.5, 2.0
 _VECTOR = 8
+
+# Comparisons of both rankings up to which counting is faster than sorting, for one row; XLA takes longer over each of
+# them for several rows. In comparisons: one among the candidates, which are gathered for it, a padded copy, and chunks
+# that begin anywhere.
+_MOST_COMPARISONS, _SLOWER = 2**25, 2
+_RANK_CANDIDATE, _RANK_COPY, _RANK_UNALIGNED = 3, 2**23, 2**18
 
 _lax_top_k = jax.lax.top_k  # bound once, as a program may put another function in its place
 
@@ -96,8 +110,9 @@ def select(
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
-    If it `normalizes`, their probabilities too, which may then take a kernel less. `may_count`: see `_counting`. If
-    `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that of chunks as suits it.
+    If it `normalizes`, their probabilities too, which may then take a kernel less. If it `may_count`, few rows are
+    ranked by counting. If `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that
+    of chunks as suits it.
     """
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation, function="top_k_softmax")
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)
@@ -106,7 +121,7 @@ def select(
         row = state(x, axes=(x.ndim - 1,), batch_invariant=True)
         return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
     c, counts = chunk_size(n, k), may_count and k == 1
-    if may_count and k > 1 and c < n and (few := rank_select.chunk_size(n, k, math.prod(x.shape[:-1]))):
+    if may_count and k > 1 and c < n and (few := rank_chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True
     if c == n:
         values, indices = _lax_top_k(comparable(x, scale), k)
@@ -115,7 +130,7 @@ def select(
         chunks = chunked(x, c)
         stats = Stats(*state(chunks, axes=(x.ndim,)))
         if counts:
-            return rank_select.select(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
+            return select_by_rank(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
         values, indices = largest_in(chunks, maxima, k, scale)
         row = merge_over(stats, -1)
@@ -135,10 +150,10 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 
 
 def select_across(
-    cuts: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
+    shardings: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
 ) -> list[jax.Array]:
     """The same for rows of which this device has some columns, those `inside`: one exchange of k numbers for each."""
-    local, names = x.shape[-1], names_of(cuts)
+    local, names = x.shape[-1], names_of(shardings)
     first = jax.lax.axis_index(names) * local
     x = x if inside is None else jnp.where(inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
@@ -148,3 +163,118 @@ def select_across(
     values, at = _lax_top_k(values, k)
     found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
     return _completed(found, normalizes, x.dtype)
+
+
+@functools.cache
+def rank_chunk_size(n: int, k: int, rows: Any) -> int | None:
+    """Into chunks of how many elements to cut `rows` rows of `n` to count their `k` > 1 largest; None: do not count."""
+
+    def comparisons(c: int, weight: int = 1) -> int:
+        return (-(-n // c)) ** 2 + weight * (k * c) ** 2
+
+    def cost(c: int) -> int:
+        return comparisons(c, _RANK_CANDIDATE) + _RANK_COPY * (n % c > 0) + _RANK_UNALIGNED * (c % _VECTOR > 0)
+
+    if not isinstance(rows, int):
+        return None
+    most = _MOST_COMPARISONS if rows <= 1 else _MOST_COMPARISONS // (_SLOWER * rows)
+    few = (c for c in range(2, min(n // k, 8 * math.isqrt(n // k)) + 1) if comparisons(c) <= most)
+    return min(few, key=cost, default=None)
+
+
+def select_by_rank(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: float) -> list[jax.Array]:
+    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, whose `stats` are known; and the row's merged state.
+
+    Values, places in the row of `n`, maximum, sum, and the values' probabilities, rounded: those of all candidates, for
+    what comes after a reduction is one more kernel. Of rows with NaN, places are of any elements.
+    """
+    chosen, *row = _first_chunk(stats) if k == 1 else _first_chunks(stats, k)
+    c = chunks.shape[-1]
+    flat = (*chosen.shape[:-1], k * c)
+    candidates = jnp.take_along_axis(chunks, chosen[..., None], -2, mode="promise_in_bounds")
+    values = reference.logits(candidates, scale).reshape(flat)
+    places = (chosen[..., None] * c + jnp.arange(c, dtype=jnp.int32)).reshape(flat)
+    if n < chunks.shape[-2] * c:
+        # What fills the last chunk up comes after the row's last element, and is not told from it.
+        places = jnp.minimum(places, n - 1)
+    y = reference.softmax(reference.below(values, row[0][..., None]), axes=(len(flat) - 1,), known=Stats(*row)).astype(
+        chunks.dtype
+    )
+    among, nan = (values, places, _bits(y)), _bits(jnp.asarray(jnp.nan, y.dtype))
+    if k == 1:
+        found = [part[..., None] for part in _reduce(_earlier, (-jnp.inf, n - 1, nan), among)]
+    else:
+        # Or each of the next two kernels would gather them, the first of them as often as it compares them.
+        values, places, y = jax.lax.optimization_barrier(among)
+        is_of, others = _is_of_rank(values, places, k), (jnp.inf, n - 1, nan)
+        parts = [
+            jnp.where(is_of, part[..., None, :], other) for part, other in zip((values, places, y), others, strict=True)
+        ]
+        found = _reduce(_smaller, others, parts)
+    values, places, y = found
+    return [values, places, *row, jax.lax.bitcast_convert_type(y, chunks.dtype)]
+
+
+def _first_chunk(stats: Stats) -> list[jax.Array]:
+    """The first chunk with the row's maximum, `[..., 1]`, and the row's state."""
+
+    def merged(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return [_earlier((a[1], a[0]), (b[1], b[0]))[1], *combine(Stats(*a[1:]), Stats(*b[1:]))]
+
+    start = (stats.max.shape[-1] - 1, -jnp.inf, 0)
+    chosen, *row = _reduce(merged, start, (_places(stats.max), *stats))
+    return [chosen[..., None], *row]
+
+
+def _first_chunks(stats: Stats, k: int) -> list[jax.Array]:
+    """The chunks with the k largest maxima, in their order, and the row's state.
+
+    The state is merged once for each of the k: as part of the same reduction, which is what costs.
+    """
+
+    def merged(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return [*_smaller(a[:1], b[:1]), *combine(Stats(*a[1:]), Stats(*b[1:]))]
+
+    last, places = stats.max.shape[-1] - 1, _places(stats.max)
+    at = jnp.where(_is_of_rank(stats.max, places, k), places[..., None, :], last)
+    parts = (jnp.broadcast_to(part[..., None, :], at.shape) for part in stats)
+    chosen, *row = _reduce(merged, (last, -jnp.inf, 0), (at, *parts))
+    return [chosen, *(part[..., 0] for part in row)]
+
+
+def _bits(y: jax.Array) -> jax.Array:
+    """As an integer: XLA reduces several arrays together, but not floats of several dtypes."""
+    return jax.lax.bitcast_convert_type(y, f"uint{8 * y.dtype.itemsize}")
+
+
+def _is_of_rank(keys: jax.Array, places: jax.Array, k: int) -> jax.Array:
+    """Whether of `keys`, `[..., n]`, each is the r-th largest: `[..., k, n]`; of equal ones the lower place is first.
+
+    Comparisons with NaN are false: each has rank 0, and the last ranks have no element.
+    """
+    a, b = ((part[..., :, None], part[..., None, :]) for part in (keys, places))
+    (mine, other), (here, there) = a, b
+    ranks = ((other > mine) | ((other == mine) & (there < here))).sum(-1, dtype=jnp.int32)
+    return ranks[..., None, :] == jnp.arange(k, dtype=jnp.int32).reshape((1,) * (ranks.ndim - 1) + (k, 1))
+
+
+def _places(keys: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(keys.shape[-1], dtype=jnp.int32), keys.shape)
+
+
+def _earlier(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    """Of two (value, place, ...) that with the larger value, of equal ones that of the lower place."""
+    is_a = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+    return [jnp.where(is_a, x, y) for x, y in zip(a, b, strict=True)]
+
+
+def _smaller(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.minimum(x, y) for x, y in zip(a, b, strict=True)]
+
+
+def _reduce(
+    step: Callable[..., Sequence[jax.Array]], start: Sequence[Any], operands: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """Several arrays reduced together over their last axis."""
+    neutral = [jnp.asarray(value, x.dtype) for value, x in zip(start, operands, strict=True)]
+    return jax.lax.reduce(tuple(operands), tuple(neutral), step, (operands[0].ndim - 1,))

@@ -15,11 +15,8 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax._attention import lowering as attention_lowering
 from jaxsoftmax._attention import primitives as attention_primitives
 from jaxsoftmax._core import lowering
-from jaxsoftmax._cross_entropy import tangents
-from jaxsoftmax._softmax import lowering as row_lowering
 from jaxsoftmax._softmax import primitives as row_primitives
 from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem
@@ -52,7 +49,7 @@ class StandIn:
             assert operands[1].dtype == jnp.int32
         last = problem.operands + len(numbers)
         kept = [x if i < problem.operands or i >= last else x[:, None] for i, x in enumerate(operands)]
-        return row_lowering.REFERENCE[problem.op](*kept, **row)
+        return row_primitives.REFERENCE[problem.op](*kept, **row)
 
 
 @dataclasses.dataclass
@@ -83,8 +80,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
         return StandIn(problem, None, (("first", "it is not for this"), ("second", "nor this")))
 
     monkeypatch.setattr(dispatch, "decide", decide)
-    computations = {primitive: row_lowering.BY_OP[op] for op, primitive in row_primitives.BY_OP.items()}
-    computations[tangents.TO_LOGITS] = tangents.COTANGENT
+    computations = row_primitives.COMPUTATIONS
     for primitive, computation in computations.items():
         mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, computation), platform="cpu")
     mlir.register_lowering(api.TOP_K, functools.partial(api.lower, may_count=True), platform="cpu")
@@ -176,7 +172,7 @@ def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionSt
         return AttentionStandIn(problem, None, (("attention", "it is not for this"),))
 
     monkeypatch.setattr(attention_dispatch, "decide", decide)
-    calls = {attention_primitives.BY_PART[part]: attention_lowering.Call(part) for part in attention_lowering.OPS}
+    calls = {attention_primitives.BY_PART[part]: attention_primitives.Call(part) for part in attention_primitives.OPS}
     for primitive, call in calls.items():
         mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, call), platform="cpu")
     jax.clear_caches()

@@ -1,5 +1,6 @@
 """What `flash_attention` says of arguments that do not fit: which, what was got, what was wanted, what to do."""
 
+import inspect
 import re
 import types
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
+from jaxsoftmax._attention.checks import CHECKS
+from jaxsoftmax._attention.operands import OPERANDS
+from pallas_kernels.attention.operands import RANK, Operands
 
 Q, K = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 7, 2, 8), np.float32)
 IDS = np.zeros((2, 5), int)
@@ -195,3 +199,10 @@ def test_a_named_kernel_on_another_platform(compiled: bool) -> None:
     with pytest.raises(NotImplementedError, match="lowered for a platform other than cuda"):
         (jax.jit(call) if compiled else call)(Q)
     jax.make_jaxpr(call)(Q)
+
+
+def test_every_operand_has_a_row_a_check_and_an_argument() -> None:
+    assert set(OPERANDS) == set(RANK) == {*Operands._fields, "out", "lse"}
+    assert set(CHECKS) == {*Operands._fields} - {"query", "key", "value"}
+    arguments = {OPERANDS[name].argument or name for name in Operands._fields}
+    assert arguments <= set(inspect.signature(jaxsoftmax.flash_attention).parameters)

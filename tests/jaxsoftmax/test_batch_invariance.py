@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import batch_invariant
 from jaxsoftmax._core import batch_invariance
-from jaxsoftmax._cross_entropy import loss, tangents
+from jaxsoftmax._cross_entropy import loss, primitives
 from jaxsoftmax._top_k import select
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Attention
@@ -321,7 +321,7 @@ def test_xla_adds_up_nothing_for_the_cross_entropy() -> None:
         )
 
     def pull(x: jax.Array, labels: jax.Array, ct: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
-        return tangents._pull_to_logits([ct, ct], x, labels, maximum, total, all_rows=True, **row)
+        return primitives._pull_to_logits([ct, ct], x, labels, maximum, total, all_rows=True, **row)
 
     assert sums_of(forward, X, labels, weights, *[number] * 3) == []
     assert sums_of(pull, X, labels, *[weights] * 3) == []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax._cross_entropy import tangents
+from jaxsoftmax._cross_entropy import primitives
 from tests import errors, oracle
 
 
@@ -47,13 +47,13 @@ MUTANTS = (
 @pytest.fixture
 def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mutant: Mutant | None = request.param
-    text = inspect.getsource(tangents._pull_to_logits)
+    text = inspect.getsource(primitives._pull_to_logits)
     if mutant:
         assert text.count(mutant.code) == 1, f"plant `{mutant.code}` anew"
         text = text.replace(mutant.code, mutant.becomes)
-    names: dict[str, Any] = dict(vars(tangents))
-    exec(compile(text, str(tangents.__file__), "exec"), names)
-    monkeypatch.setattr(tangents, "_pull_to_logits", names["_pull_to_logits"])
+    names: dict[str, Any] = dict(vars(primitives))
+    exec(compile(text, str(primitives.__file__), "exec"), names)
+    monkeypatch.setattr(primitives, "_pull_to_logits", names["_pull_to_logits"])
     jax.clear_caches()
     yield
     jax.clear_caches()

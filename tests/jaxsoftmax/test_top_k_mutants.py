@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax._top_k import api, rank_select, select
+from jaxsoftmax._top_k import api, select
 from tests import top_k_oracle
 from tests.top_k_mutants import MUTANTS, Mutant
 
 
 def planted(mutant: Mutant | None, counts: bool) -> Callable[..., Any]:
     """`top_k_softmax`, of modules with the fault."""
-    texts = {module: inspect.getsource(module) for module in (rank_select, select, api)}
+    texts = {module: inspect.getsource(module) for module in (select, api)}
     if mutant:
         assert sum(text.count(mutant.code) for text in texts.values()) == 1, f"plant `{mutant.code}` anew"
         texts = {module: text.replace(mutant.code, mutant.becomes) for module, text in texts.items()}
@@ -29,7 +29,6 @@ def planted(mutant: Mutant | None, counts: bool) -> Callable[..., Any]:
         # A dataclass and a cache look their module up by name: the original serves.
         exec(compile(text, str(module.__file__), "exec"), copy.__dict__)
         copies[module] = copy.__dict__
-    copies[select]["rank_select"] = types.SimpleNamespace(**copies[rank_select])
     for name in ("select", "select_across", "probabilities"):
         copies[api][name] = copies[select][name]
     lower = functools.partial(copies[api]["lower"], may_count=counts)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import top_k_softmax
-from jaxsoftmax._top_k import rank_select, select
+from jaxsoftmax._top_k import select
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 
@@ -89,7 +89,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
 
 def chunk_size(rows: int, n: int) -> int:
     """Of rows this few, which are counted; of short ones all."""
-    c = n if select.chunk_size(n, K) == n else rank_select.chunk_size(n, K, rows)
+    c = n if select.chunk_size(n, K) == n else select.rank_chunk_size(n, K, rows)
     assert c is not None
     return c
 
