@@ -1,4 +1,4 @@
-"""The words in which inline assembly is emitted into a kernel: constants, threads, addresses, and PTX itself."""
+"""Helpers to emit inline PTX into a kernel: constants, thread indices, addresses, and the assembly itself."""
 
 from typing import Any
 
@@ -38,18 +38,18 @@ def c64(x: int) -> ir.Value:
 
 
 def thread_in_warpgroup() -> ir.Value:
-    """The thread's number in its warpgroup."""
+    """The thread's index in its warpgroup."""
     return arith.remui(utils.thread_idx(), c32(WARPGROUP))
 
 
 def thread_found_here() -> ir.Value:
-    """The thread's number in its warpgroup, and nothing that the compiler would keep in registers all along a loop."""
+    """The thread's index in its warpgroup, read anew so that no loop keeps it in a register."""
     thread = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
     return arith.remui(thread, c32(WARPGROUP))
 
 
 def opaque(x: ir.Value) -> ir.Value:
-    """A word of which the compiler does not know where it comes from, so that what follows from it stays in a loop."""
+    """Returns a word that the compiler cannot hoist, so that what is derived from it stays in the loop."""
     return llvm.inline_asm(i32(), [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
@@ -97,7 +97,7 @@ def word_address(words: ir.Value, index: ir.Value) -> ir.Value:
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
-    """The address of an array in the block's shared memory."""
+    """The address of an array in the CTA's shared memory."""
     return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
 
 

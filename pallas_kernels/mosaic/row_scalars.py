@@ -1,6 +1,6 @@
-"""Numbers of which each row has one, between registers and global memory: its own, or one of its elements.
+"""Loads, stores and sums of per-row values: one value for each row of a tile.
 
-A register array of them has the shape `[tile.rows]` and the layout of a tile reduced over its columns.
+A register array of such values has the shape `[tile.rows]` and the layout of a tile reduced over its columns.
 """
 
 import functools
@@ -31,10 +31,10 @@ from pallas_kernels.mosaic.ptx import (
     thread_in_warpgroup,
     word,
 )
-from pallas_kernels.mosaic.vectors import Span, Tile, row_of
+from pallas_kernels.mosaic.vectors import RegisterTile, RowPredicate, row_of
 
 
-def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
+def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Array:
     """The 32-bit number in `[rows]` of each of the tile's rows; `fill` for rows past the last."""
     dtype = jnp.dtype(ref.dtype)
     word = int(np.asarray(fill, dtype).view(np.uint32))
@@ -55,7 +55,7 @@ def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
     return operation(load_number)(ref, jnp.int32(row))
 
 
-def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: Tile) -> jax.Array:
+def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile) -> jax.Array:
     """The element of `[rows, cols]` in `column` of each of the tile's rows, in float32; 0 where that is negative.
 
     `[1, cols]` has one row for all.
@@ -87,8 +87,8 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: Tile) -> jax
     return operation(load_from)(ref, jnp.int32(row), column)
 
 
-def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
-    """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its one."""
+def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> None:
+    """Writes a float32 number of each of the tile's rows to `[rows]` in global memory; with 128 lanes, of its one."""
 
     def store_each(ctx, ref, value, row):
         thread = thread_in_warpgroup()
@@ -107,7 +107,7 @@ def store_element(
     row: Index,
     column: jax.Array,
     value: jax.Array,
-    tile: Tile,
+    tile: RegisterTile,
     *,
     warpgroups: int = 1,
     first: Index = 0,
@@ -115,16 +115,16 @@ def store_element(
 ) -> None:
     """Writes over the element in `column` of each of the tile's rows, where that is not negative.
 
-    By the thread that wrote it before, as part of a vector, so that nothing has to be ordered: of a block whose
+    By the thread that wrote it before, as part of a vector, so that nothing has to be ordered: of a CTA whose
     `warpgroups` take turns at a row, tile by tile, and together write `vectors` vectors (None: all) from `first` on.
     """
     rows, cols = ref.shape
     itemsize = jnp.dtype(ref.dtype).itemsize
-    span, bits = Span(tile, rows, cols, itemsize), 8 * itemsize
+    row_pred, bits = RowPredicate(tile, rows, cols, itemsize), 8 * itemsize
 
     def store_over(ctx, ref, column, value, row, first):
         at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), number(column)
-        _, head, _ = span.row(global_address(ref), at)
+        _, head, _ = row_pred.row(global_address(ref), at)
         k = arith.subi(arith.divui(arith.addi(head, place), c32(tile.vector)), scalar(first))
         lane, here = arith.remui(k, c32(tile.lanes_in_warp)), arith.remui(thread, c32(tile.lanes_in_warp))
         conditions = [
@@ -150,7 +150,7 @@ def store_element(
     )
 
 
-def of_first_lane(value: jax.Array, tile: Tile) -> jax.Array:
+def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
     """In each thread the number of the first of those of its warp that share its row.
 
     A sum over lanes is not the same in all: a product in it is contracted into the first addition, of which each lane
@@ -170,7 +170,7 @@ def of_first_lane(value: jax.Array, tile: Tile) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(shuffle_first)(value)
 
 
-def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Array:
+def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> jax.Array:
     """The sums of a tile's rows, which lie in `ref` from `row` on, in an order that does not depend on their alignment.
 
     The order is that of row vectors. One ends in the next lane's aligned vector: each lane adds up the elements with
@@ -178,8 +178,8 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Arra
     """
     layout, lanes, v = tile.layout.reduce(1), tile.lanes_in_warp, tile.vector
     rows, cols = ref.shape
-    span = Span(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
-    if span.aligned:
+    row_pred = RowPredicate(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
+    if row_pred.aligned:
         return z.sum(axis=1)
 
     def add_rows(ctx, ref, z, row):
@@ -197,7 +197,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Arra
             moved = llvm.inline_asm(i32(), [arith.bitcast(i32(), value), lane], text, "=r,r,r", has_side_effects=True)
             return arith.bitcast(f32, moved)
 
-        _, head, _ = span.row(global_address(ref), row_of(tile, scalar(row)))
+        _, head, _ = row_pred.row(global_address(ref), row_of(tile, scalar(row)))
         lane = arith.remui(utils.thread_idx(), c32(32))
         among = arith.andi(lane, c32(lanes - 1))
         parts = [elements(register) for register in z.registers.flat]
@@ -240,7 +240,7 @@ def _wide(x: ir.Value) -> ir.Value:
     return arith.extsi(i64(), x)
 
 
-def _fragment(value: ir.Value, tile: Tile, is_signed: bool | None) -> mgpu.FragmentedArray:
+def _fragment(value: ir.Value, tile: RegisterTile, is_signed: bool | None) -> mgpu.FragmentedArray:
     """A register array of the thread's one number."""
     layout = tile.layout.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((tile.rows,)), dtype=object)

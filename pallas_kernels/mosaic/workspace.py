@@ -8,7 +8,7 @@ import jax.experimental.pallas as pl
 from jax import lax
 
 
-def call(
+def with_workspace(
     kernel: Callable[..., Any],
     operands: Sequence[jax.Array],
     workspace: Sequence[jax.Array],

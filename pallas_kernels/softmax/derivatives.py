@@ -36,7 +36,7 @@ TRANSPOSE = {rule.tangent: rule.cotangent for rule in RULES.values()} | {
 
 
 def softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
-    """Softmax of each row of `x`, `[rows, cols]`, by the named rung of the ladder, or the best that accepts it.
+    """Softmax of each row of `x`, `[rows, cols]`, by the named kernel of the ladder, or the best that accepts it.
 
     Raises:
         NotImplementedError: no kernel takes the problem; the message lists each one's reason.
@@ -106,6 +106,6 @@ def _run(op: Op, scale: float, kernel: str | None, *operands: jax.Array) -> Any:
     problem = Problem(op, rows, cols, operands[0].dtype, scale=scale)
     decision = dispatch.decide(problem, hardware.current(), kernel=kernel)
     if decision.kernel is None:
-        reasons = "; ".join(f"{rung}: {why}" for rung, why in decision.declined) or decision.reason
+        reasons = "; ".join(f"{name}: {why}" for name, why in decision.declined) or decision.reason
         raise NotImplementedError(f"{op}: no kernel takes {rows} rows of {cols} {operands[0].dtype}: {reasons}")
     return decision.run(*operands)

@@ -1,4 +1,4 @@
-"""Which rung and which config suit a problem, from its sizes alone; each threshold with the measurement behind it."""
+"""Which kernel and which config suit a problem, from its sizes alone; each threshold with the measurement behind it."""
 
 import dataclasses
 import functools
@@ -10,12 +10,12 @@ from pallas_kernels.softmax.problem import Op, Problem
 KIB, MIB = 1024, 1024**2
 
 
-def order(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The rungs, fastest first; the first one that accepts the problem runs it. Without those slower than XLA."""
+def priority(problem: Problem, device: Device) -> tuple[str, ...]:
+    """The kernels, fastest first; the first one that accepts the problem runs it. Without those slower than XLA."""
     if _row_bytes(problem) > 256 * MIB and _rows(problem) < device.sm_count:
-        # Online, a row to a block would leave multiprocessors idle (not measured).
+        # Online, a row to a CTA would leave SMs idle (not measured).
         return ("grid",)
-    # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a block; 32000, 4.16 and 4.11; 32768, both 4.15.
+    # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a CTA; 32000, 4.16 and 4.11; 32768, both 4.15.
     plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
     two = plain and _rows(problem) >= 8 * device.sm_count
     if _row_bytes(problem) <= (60 if two else 108) * KIB:
@@ -51,14 +51,14 @@ def warp(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
 
 
 def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """Whole rows, one to a block, whose next block's copy is the prefetch; of many short ones, two."""
-    staged = functools.partial(StagedConfig, blocks=1, slots=1, rows=1)
+    """Whole rows, one to a CTA, whose next CTA's copy is the prefetch; of many short ones, two."""
+    staged = functools.partial(StagedConfig, ctas=1, stages=1, rows=1)
     two, four = staged(warpgroups=2, registers=2), staged(warpgroups=4, registers=2)
     kib = _row_bytes(problem) / KIB
     many = _rows(problem) >= 16 * device.sm_count
     if kib <= 19 and many and (problem.op.gives_rows or _whole_vectors(problem)):
-        # H200, bf16, 4.17 TB/s at N = 6144 where a row to a block takes 3.68, 3.51 (2.37) at 5001, 4.00 (2.80) at 8191.
-        pair = [dataclasses.replace(config, slots=2, rows=2) for config in (staged(warpgroups=1, registers=2), two)]
+        # H200, bf16, 4.17 TB/s at N = 6144 where a row to a CTA takes 3.68, 3.51 (2.37) at 5001, 4.00 (2.80) at 8191.
+        pair = [dataclasses.replace(config, stages=2, rows=2) for config in (staged(warpgroups=1, registers=2), two)]
         pair.insert(1, dataclasses.replace(pair[0], registers=3))
         return (min(pair[::-1] if _whole_vectors(problem) else pair, key=lambda config: _padded(problem, config)),)
     if kib <= 28 and many:
@@ -67,57 +67,57 @@ def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
     if kib <= 48:
         # H200: bf16, N = 16384, 4.17 TB/s with 4 vectors at a time and 4.13 with 2, where no step needs checks.
         wide = staged(warpgroups=2, registers=4)
-        return (wide, two) if _fills(problem, wide) else (two,)
-    # H200: bf16, N = 32768, 4.12 TB/s with 4 warpgroups and 4.06 with 2. Of four, ragged rows leave room for one block
-    # a multiprocessor, by their registers: N = 32000, 4.08 with 2 and 2.66 with 4.
-    return (four, two) if _fills(problem, four) and kib <= 64 else (two, four)
+        return (wide, two) if _is_even(problem, wide) else (two,)
+    # H200: bf16, N = 32768, 4.12 TB/s with 4 warpgroups and 4.06 with 2. Of four, ragged rows leave room for one CTA
+    # a SM, by their registers: N = 32000, 4.08 with 2 and 2.66 with 4.
+    return (four, two) if _is_even(problem, four) and kib <= 64 else (two, four)
 
 
 def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """What keeps most of the rows on a multiprocessor, several blocks to each; if that is equal, the most blocks."""
+    """What keeps most of the rows on a SM, several CTAs to each; if that is equal, the most CTAs."""
     if _rows(problem) <= 16:
-        # So few rows leave multiprocessors idle. f32, N = 131072, H200: 1 row takes 4.4 us over 16 blocks, 5.3 over 8;
+        # So few rows leave SMs idle. f32, N = 131072, H200: 1 row takes 4.4 us over 16 CTAs, 5.3 over 8;
         # 8 rows 7.2 us with 2 warpgroups, 8.4 with 4.
-        return (StagedConfig(blocks=16, warpgroups=2, registers=2, slots=1, rows=1),)
+        return (StagedConfig(ctas=16, warpgroups=2, registers=2, stages=1, rows=1),)
     if (better := _at_powers_of_two(problem)) is not None:
         return (better,)
     # Fitted to 559 times of 50 shapes on an H200: at worst 1.7 % slower than the best that was measured.
     configs = [
-        StagedConfig(n, 2, registers, slots=1, rows=1, in_registers=kept)
+        StagedConfig(n, 2, registers, stages=1, rows=1, register_chunks=register_chunks)
         for n in (16, 8, 6, 4, 2)
-        for kept in range(_most_in_registers(problem, n), -1, -1)
+        for register_chunks in range(_max_register_chunks(problem, n), -1, -1)
         # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1.
         # H100: softmax, bf16, N = 300001, 204 us with 2 and 215 with 1.
         for registers in ((2, 1) if problem.op.has_labels or not _whole_vectors(problem) else (1,))
     ]
     configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
-    return (max(configs, key=lambda config: min(_present(problem, config, device), 197 * KIB)),)
+    return (max(configs, key=lambda config: min(_resident_bytes(problem, config, device), 197 * KIB)),)
 
 
 def _at_powers_of_two(problem: Problem) -> StagedConfig | None:
     """For rows of 256 KiB and of 1 MiB, what the fit misses."""
     # H200, us, as fitted and as here: rows of 256 KiB, float32 517 and 513, float16 518 and 512, bfloat16 518 and 521.
-    # Of 1 MiB, side by side and spread: float32 1062 and 1040 (with 1 vector at a time and 3 granules kept 1048),
+    # Of 1 MiB, side by side and spread: float32 1062 and 1040 (with 1 vector at a time and 3 chunks kept 1048),
     # float16 532 and 525, bfloat16 532 and 546. Of 512 KiB, spread: float32 520 and 521, float16 518 and 520.
     plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none" and _whole_vectors(problem)
     if not plain or problem.dtype == "bfloat16":
         return None
     if _row_bytes(problem) == MIB:
-        registers, kept = (2, 1) if problem.dtype == "float32" else (1, 3)
-        return StagedConfig(16, 2, registers, slots=1, rows=1, in_registers=kept, spread=True)
+        registers, register_chunks = (2, 1) if problem.dtype == "float32" else (1, 3)
+        return StagedConfig(16, 2, registers, stages=1, rows=1, register_chunks=register_chunks, interleaved=True)
     if _row_bytes(problem) == 256 * KIB:
-        return StagedConfig(8, 2, registers=1, slots=1, rows=1, in_registers=2)
+        return StagedConfig(8, 2, registers=1, stages=1, rows=1, register_chunks=2)
     return None
 
 
 def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
-    """32 KiB of operands to a block, over 64 MiB a row more, and a lag that the cache holds beside what is written."""
-    # f32, N = 262144, H200: a lag of 8 MiB takes 3.52 TB/s, 10 to 12 3.71, 16 3.63, 24 3.03. Where the cache holds all:
+    """32 KiB of operands to a CTA, over 64 MiB a row more, and a lag that L2 holds beside what is written."""
+    # f32, N = 262144, H200: a lag of 8 MiB takes 3.52 TB/s, 10 to 12 3.71, 16 3.63, 24 3.03. Where L2 holds all:
     # 64 rows of 131072, 24.7 us with 8 MiB and 22.6 with 16.
-    lag = (16 if _fits_cache(problem) else 12) * MIB
-    # Each block reads what all have found: of 2048 that takes 64 registers a quantity, of 8192 registers spill.
-    blocks = min(max(-(-_row_bytes(problem) // (32 * KIB)), 2), 2048)
-    return (GridConfig(blocks=blocks, warpgroups=2, registers=2, lag=-(-lag // _row_bytes(problem))),)
+    lookahead = (16 if _fits_cache(problem) else 12) * MIB
+    # Each block reads what all have found: of 2048 that takes 64 registers a value, of 8192 registers spill.
+    ctas = min(max(-(-_row_bytes(problem) // (32 * KIB)), 2), 2048)
+    return (GridConfig(ctas=ctas, warpgroups=2, registers=2, lookahead=-(-lookahead // _row_bytes(problem))),)
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
@@ -126,10 +126,10 @@ def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
     return (OnlineConfig(warpgroups=4 if problem.op.gives_rows else 2, registers=4),)
 
 
-def _fills(problem: Problem, config: StagedConfig) -> bool:
+def _is_even(problem: Problem, config: StagedConfig) -> bool:
     """Whether rows are a whole number of steps, so that no step needs checks."""
-    share = config.steps(problem.max_vectors) * config.granule
-    return _whole_vectors(problem) and problem.max_vectors == config.blocks * share
+    slice_vectors = config.steps(problem.max_vectors) * config.chunk
+    return _whole_vectors(problem) and problem.max_vectors == config.ctas * slice_vectors
 
 
 def _whole_vectors(problem: Problem) -> bool:
@@ -138,40 +138,40 @@ def _whole_vectors(problem: Problem) -> bool:
 
 
 def _fits_cache(problem: Problem) -> bool:
-    """Whether the second-level cache holds all operands."""
+    """Whether the L2 holds all operands."""
     return _rows(problem) * _row_bytes(problem) <= 40 * MIB
 
 
 def _padded(problem: Problem, config: StagedConfig) -> int:
-    """Vectors of a row, or a block's share of it, in whole steps."""
-    return config.steps(problem.max_vectors) * config.granule
+    """Vectors of a row, or a CTA's slice of it, in whole steps."""
+    return config.steps(problem.max_vectors) * config.chunk
 
 
-def _most_in_registers(problem: Problem, blocks: int) -> int:
-    """Granules of a share in registers that leave room for two blocks on a multiprocessor, as compiled."""
-    # H200: f16, N = 1048576, 3.95 TB/s with 7, where two blocks fit with 5, 3.80 TB/s; f32, N = 151936, 4.15 with 3 and
+def _max_register_chunks(problem: Problem, ctas: int) -> int:
+    """Granules of a slice in registers that leave room for two CTAs on a SM, as compiled."""
+    # H200: f16, N = 1048576, 3.95 TB/s with 7, where two CTAs fit with 5, 3.80 TB/s; f32, N = 151936, 4.15 with 3 and
     # 3.93 with 1.
     if problem.where != "none" or problem.op.has_labels or not _whole_vectors(problem):
         return 0
     if problem.op.is_linear:
         return 4
-    return 7 if problem.dtype.itemsize == 2 and problem.op is Op.SOFTMAX and blocks == 16 else 6
+    return 7 if problem.dtype.itemsize == 2 and problem.op is Op.SOFTMAX and ctas == 16 else 6
 
 
-def _present(problem: Problem, config: StagedConfig, device: Device) -> float:
-    """Bytes of rows on a multiprocessor, of up to five blocks; of one or two, few work while the others wait."""
-    # Compiled, softmax takes 28, 32, 47, 64, 83, 98, 124, 128 registers with 0 to 7 granules in them; f16 67 with 3.
-    by_registers = (5, 4, 4, 4 if problem.dtype.itemsize == 4 else 3, 2, 2, 2, 2)[config.in_registers]
-    share = problem.operands * config.staged(problem.max_vectors) * config.granule * 16
-    resident = min((device.smem_per_cta + KIB) // (share + 4 * KIB), by_registers)
-    return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.blocks
+def _resident_bytes(problem: Problem, config: StagedConfig, device: Device) -> float:
+    """Bytes of rows on a SM, of up to five CTAs; of one or two, few work while the others wait."""
+    # Compiled, softmax takes 28, 32, 47, 64, 83, 98, 124, 128 registers with 0 to 7 chunks in them; f16 67 with 3.
+    by_registers = (5, 4, 4, 4 if problem.dtype.itemsize == 4 else 3, 2, 2, 2, 2)[config.register_chunks]
+    slice_vectors = problem.operands * config.staged(problem.max_vectors) * config.chunk * 16
+    resident = min((device.smem_per_cta + KIB) // (slice_vectors + 4 * KIB), by_registers)
+    return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.ctas
 
 
 def _rows(problem: Problem) -> int:
     """How many rows to choose for: all there are or, where the choice may not depend on them, those of 64 MiB.
 
     So many rows of up to 60 KiB get the configs of many, which lose few rows little. Longer ones, of which there are
-    seldom thousands, never get what leaves most of the device idle where there are few: a block to each row.
+    seldom thousands, never get what leaves most of the device idle where there are few: a CTA to each row.
     """
     return max(64 * MIB // _row_bytes(problem), 1) if problem.batch_invariant else problem.rows
 

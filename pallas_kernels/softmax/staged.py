@@ -21,45 +21,45 @@ from jax import lax
 
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, reduce, vectors
-from pallas_kernels.mosaic.reduce import Exchange
+from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import heuristics, row_ops
 from pallas_kernels.softmax.config import SharedConfig, StagedConfig
+from pallas_kernels.softmax.cta_slice import CtaSlice, copies, has_tails, is_ragged, tails
+from pallas_kernels.softmax.kernel import REDUCTION_SCRATCH, Kernel, Operands, Results, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
-from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.share import Share, copies, has_tails, is_ragged, tails
 
 
-def warps_exchange(problem: Problem, config: SharedConfig) -> Exchange:
-    """Between all warps of the blocks of a cluster."""
-    return Exchange(4 * config.warpgroups * config.blocks, row_ops.quantities(problem))
+def warps_buffer(problem: Problem, config: SharedConfig) -> ReductionBuffer:
+    """The buffer in which all warps of a cluster exchange their statistics."""
+    return ReductionBuffer(4 * config.warpgroups * config.ctas, row_ops.num_values(problem))
 
 
 def shared_bytes(problem: Problem, config: StagedConfig) -> int:
-    """What Mosaic allocates for a block: operands, the exchange's slots, barriers, its own scratch."""
-    share = share_bytes(problem, config) * config.slots
-    exchange = warps_exchange(problem, config)
-    sizes = [share] * problem.operands + [tail_bytes(problem, config) * config.slots]
-    return allocated(*sizes, exchange.bytes_in_shared, 8 * (config.slots + 2), REDUCTION_SCRATCH)
+    """The shared memory that Mosaic allocates for a CTA."""
+    operand = slice_bytes(problem, config) * config.stages
+    buffer = warps_buffer(problem, config)
+    sizes = [operand] * problem.operands + [tail_bytes(problem, config) * config.stages]
+    return allocated(*sizes, buffer.bytes_in_shared, 8 * (config.stages + 2), REDUCTION_SCRATCH)
 
 
-def share_bytes(problem: Problem, config: SharedConfig) -> int:
-    """What of a block's share of a row stands in shared memory, of one operand."""
-    return config.staged(problem.max_vectors) * config.granule * vectors.VECTOR_BYTES
+def slice_bytes(problem: Problem, config: SharedConfig) -> int:
+    """The bytes of shared memory that a CTA's slice of a row takes, for one operand."""
+    return config.staged(problem.max_vectors) * config.chunk * vectors.VECTOR_BYTES
 
 
 def tail_bytes(problem: Problem, config: SharedConfig) -> int:
-    """What a share's tails take, of all operands."""
+    """The bytes that a slice's tails take, for all operands."""
     return problem.operands * vectors.VECTOR_BYTES * has_tails(problem, config)
 
 
 def allocated(*sizes: int) -> int:
-    """What Mosaic allocates for arrays of these sizes, each by whole KiB."""
+    """The bytes that Mosaic allocates for arrays of these sizes: each is rounded up to a KiB."""
     return sum(-(-size // 1024) * 1024 for size in sizes)
 
 
 def fitting(problem: Problem, configs: tuple[StagedConfig, ...], device: Device) -> tuple[StagedConfig, ...]:
     """The configs with which the rows can be staged."""
-    # A byte is taken: Mosaic's kernels declare one beside what they are given at the launch.
+    # Mosaic's kernels declare one byte of shared memory beside what the launch gives them.
     return tuple(config for config in configs if shared_bytes(problem, config) < device.smem_per_cta)
 
 
@@ -67,59 +67,63 @@ def does_not_fit(problem: Problem, configs: tuple[StagedConfig, ...], device: De
     """Why the rows cannot be staged with any of these configs."""
     if fitting(problem, configs, device):
         return None
-    needed, blocks = shared_bytes(problem, configs[0]), configs[0].blocks
-    over = f"{blocks} blocks" if blocks > 1 else "a block"
+    needed, ctas = shared_bytes(problem, configs[0]), configs[0].ctas
+    over = f"{ctas} blocks" if ctas > 1 else "a block"
     return f"a row over {over} needs {needed} bytes of shared memory in each, and {device.smem_per_cta - 1} are there"
 
 
-def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange: Exchange) -> None:
+def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, buffer: ReductionBuffer) -> None:
     *staged, slots, barriers = scratch
     staged, tails_smem = staged[: operands.problem.operands], staged[operands.problem.operands :]
-    problem, clustered = operands.problem, config.blocks > 1
+    problem, clustered = operands.problem, config.ctas > 1
     group = lax.axis_index("rows")
-    share = Share(
+    cta_slice = CtaSlice(
         operands,
         config,
-        lax.axis_index("block") if clustered else 0,
+        lax.axis_index("cta") if clustered else 0,
         lax.axis_index("warpgroup") if config.warpgroups > 1 else 0,
     )
-    slot_of = lambda i: [s.at[i] for s in staged] + [t.at[i, o] for t in tails_smem for o in range(problem.operands)]
-    full, met = barriers.at[pl.ds(0, config.slots)], barriers.at[pl.ds(config.slots, 2)]
+    stage_of = lambda i: [s.at[i] for s in staged] + [t.at[i, o] for t in tails_smem for o in range(problem.operands)]
+    full, cluster_mbar = barriers.at[pl.ds(0, config.stages)], barriers.at[pl.ds(config.stages, 2)]
     first_row = group * config.rows
     rows = jnp.minimum(config.rows, problem.rows - first_row)
-    mbarrier.start_barriers(barriers, (copies(problem, config),) * config.slots + (1, 1))
-    exchange.clear(slots, config.warpgroups)
+    mbarrier.start_barriers(barriers, (copies(problem, config),) * config.stages + (1, 1))
+    buffer.clear(slots, config.warpgroups)
     if clustered:
         reduce.arrive_in_cluster()
 
-    @pl.when(share.warpgroup == 0)
+    @pl.when(cta_slice.warpgroup == 0)
     def _():
-        for turn in range(2 if clustered else 0):
-            mbarrier.expect_bytes(met.at[turn], exchange.bytes_expected)
-        for i in range(config.slots):
-            pl.when(i < rows)(lambda i=i: share.copy(first_row + i, slot_of(i), full.at[i]))
+        for half in range(2 if clustered else 0):
+            mbarrier.expect_bytes(cluster_mbar.at[half], buffer.bytes_expected)
+        for i in range(config.stages):
+            pl.when(i < rows)(lambda i=i: cta_slice.copy(first_row + i, stage_of(i), full.at[i]))
 
-    share.sync()
+    cta_slice.sync()
 
     def row_step(i: jax.Array, _: None) -> None:
-        row, in_slot, turn = first_row + i, lax.rem(i, config.slots), lax.rem(i, 2)
-        slot = slot_of(in_slot)
-        labelled = operands.labelled(row, share.tile)
-        kept = share.load(row, labelled)
-        mbarrier.wait(full.at[in_slot], lax.rem(lax.div(i, config.slots), 2))
-        share.fill_outside(row, slot)
-        partial = share.partial_stats(slot, row, kept)
+        row, stage_i, half = first_row + i, lax.rem(i, config.stages), lax.rem(i, 2)
+        stage = stage_of(stage_i)
+        label_operands = operands.label_operands(row, cta_slice.tile)
+        register_chunks = cta_slice.load(row, label_operands)
+        mbarrier.wait(full.at[stage_i], lax.rem(lax.div(i, config.stages), 2))
+        cta_slice.fill_outside(row, stage)
+        partial = cta_slice.partial_stats(stage, row, register_chunks)
         if clustered:
             pl.when(i == 0)(reduce.await_cluster)
-            stats = share.in_cluster(exchange, partial, slots.at[turn], met.at[turn], lax.rem(lax.div(i, 2), 2))
+            stats = cta_slice.reduce_cluster(
+                buffer, partial, slots.at[half], cluster_mbar.at[half], lax.rem(lax.div(i, 2), 2)
+            )
         else:
-            stats = share.in_block(exchange, partial, slots.at[turn])
-        share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled, kept)
+            stats = cta_slice.reduce_block(buffer, partial, slots.at[half])
+        cta_slice.write(
+            stage, row, row_ops.with_factors(problem, stats, label_operands), label_operands, register_chunks
+        )
         if config.rows > 1:
             plgpu.commit_smem()
-            share.sync()
-            refill = jnp.logical_and(share.warpgroup == 0, i + config.slots < rows)
-            pl.when(refill)(lambda: share.copy(row + config.slots, slot, full.at[in_slot]))
+            cta_slice.sync()
+            refill = jnp.logical_and(cta_slice.warpgroup == 0, i + config.stages < rows)
+            pl.when(refill)(lambda: cta_slice.copy(row + config.stages, stage, full.at[stage_i]))
 
     if config.rows == 1:
         row_step(jnp.int32(0), None)
@@ -129,41 +133,41 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, exchange:
 
 def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    if config.spread and problem.op.has_labels:
+    if config.interleaved and problem.op.has_labels:
         raise ValueError(f"{config}: elements at labels are written over where a block's granules are side by side")
-    if is_ragged(problem) and (config.in_registers or config.spread):
+    if is_ragged(problem) and (config.register_chunks or config.interleaved):
         raise ValueError(f"{config}: statistics of rows that begin anywhere are taken of shares in shared memory")
-    exchange = warps_exchange(problem, config)
-    tile = vectors.Tile(problem.dtype, config.registers)
-    staged = (config.slots, config.staged(problem.max_vectors), config.warpgroups, *tile.shape)
+    buffer = warps_buffer(problem, config)
+    tile = vectors.RegisterTile(problem.dtype, config.registers)
+    staged = (config.stages, config.staged(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
         problem,
-        lambda refs, *scratch: _body(refs, *scratch, config=config, exchange=exchange),
+        lambda refs, *scratch: _body(refs, *scratch, config=config, buffer=buffer),
         operands,
         name=name,
         grid=-(-problem.rows // config.rows),
-        blocks=config.blocks,
+        ctas=config.ctas,
         warpgroups=config.warpgroups,
         scratch=[
             *[plgpu.SMEM(staged, problem.dtype)] * problem.operands,
-            *[tails(problem, config.slots)] * has_tails(problem, config),
-            exchange.scratch,
-            mbarrier.barriers(config.slots + 2),
+            *[tails(problem, config.stages)] * has_tails(problem, config),
+            buffer.scratch,
+            mbarrier.barriers(config.stages + 2),
         ],
     )
 
 
-def _rung(name: str, choose: Callable[[Problem, Device], tuple[StagedConfig, ...]]) -> Rung:
-    """The kernel with the configs that `choose` offers, as far as the rows fit shared memory with them."""
+def _kernel(name: str, choose: Callable[[Problem, Device], tuple[StagedConfig, ...]]) -> Kernel:
+    """The kernel with those configs of `choose` with which the rows fit shared memory."""
 
     def unsupported(problem: Problem, device: Device) -> str | None:
-        return declines_any(problem) or does_not_fit(problem, choose(problem, device), device)
+        return unsupported_reason(problem) or does_not_fit(problem, choose(problem, device), device)
 
     def configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
         return fitting(problem, choose(problem, device), device)
 
-    return Rung(name, unsupported, configs, functools.partial(run, name=name), reads=1)
+    return Kernel(name, unsupported, configs, functools.partial(run, name=name), reads=1)
 
 
-BLOCK = _rung("block", heuristics.block)
-CLUSTER = _rung("cluster", heuristics.cluster)
+BLOCK = _kernel("block", heuristics.block)
+CLUSTER = _kernel("cluster", heuristics.cluster)

@@ -1,0 +1,331 @@
+"""A CTA's slice of a row: staged in shared memory or kept in registers, walked for its statistics, and written."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import loops, mbarrier, reduce, row_scalars, vectors
+from pallas_kernels.mosaic.ptx import WARPGROUP, Index
+from pallas_kernels.mosaic.reduce import ReductionBuffer
+from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.config import SharedConfig
+from pallas_kernels.softmax.kernel import Operands
+from pallas_kernels.softmax.problem import Problem
+from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
+
+Partial = tuple[jax.Array, ...]
+# Where the operands' shares stand in shared memory, and after them their tails; None: they are read where they are.
+Stage = list[jax.Ref] | None
+RegisterChunks = Sequence[Tiles]  # of each step that stands in registers, the operands' tiles as they were loaded
+
+
+def copies(problem: Problem, config: SharedConfig) -> int:
+    """How many copies bring a CTA's slice of a row."""
+    of_share = config.staged(problem.max_vectors) if config.interleaved else 1
+    return problem.operands * (of_share + has_tails(problem, config))
+
+
+def is_ragged(problem: Problem) -> bool:
+    """Whether rows begin anywhere between aligned vectors."""
+    return problem.cols * problem.dtype.itemsize % VECTOR_BYTES != 0
+
+
+def has_tails(problem: Problem, config: SharedConfig) -> bool:
+    """Whether a CTA needs the first aligned vector of the next CTA's slice, in which its own last vector ends."""
+    return is_ragged(problem) and config.ctas > 1
+
+
+def tails(problem: Problem, slots: int) -> Any:
+    """Shared memory for those, of each of the operands in each of the slots."""
+    return plgpu.SMEM((slots, problem.operands, VECTOR_BYTES // problem.dtype.itemsize), problem.dtype)
+
+
+def whole(problem: Problem) -> int:
+    """How many of a row's vectors lie in it, whatever its alignment; less the first."""
+    v = VECTOR_BYTES // problem.dtype.itemsize
+    return max(problem.cols - v + 1, 0) // v if problem.cols % v else problem.cols // v
+
+
+@dataclasses.dataclass(frozen=True)
+class CtaSlice:
+    """A CTA's part of its rows."""
+
+    operands: Operands
+    config: SharedConfig
+    cta: Index  # of those that share a row
+    warpgroup: Index  # of those that pass over it
+
+    @property
+    def problem(self) -> Problem:
+        return self.operands.problem
+
+    @property
+    def steps(self) -> int:
+        return self.config.steps(self.problem.max_vectors)
+
+    @property
+    def staged(self) -> int:
+        """Steps in shared memory; those after them stand in registers."""
+        return self.config.staged(self.problem.max_vectors)
+
+    @property
+    def vectors(self) -> int:
+        return self.steps * self.config.chunk
+
+    @property
+    def staged_vectors(self) -> int:
+        return self.staged * self.config.chunk
+
+    @property
+    def first(self) -> Index:
+        return self.cta * self.vectors
+
+    def chunk(self, step: Index) -> Index:
+        """The row's vector with which the CTA's chunk of a step begins."""
+        size, ctas = self.config.chunk, self.config.ctas
+        return (step * ctas + self.cta) * size if self.config.interleaved else self.first + step * size
+
+    @property
+    def tile(self) -> RegisterTile:
+        return RegisterTile(self.problem.dtype, self.config.registers)
+
+    @property
+    def stats_tile(self) -> RegisterTile:
+        """Of which the statistics are taken, which must not depend on the row's alignment."""
+        return dataclasses.replace(self.tile, wraps=is_ragged(self.problem))
+
+    def at(self, step: jax.Array) -> Index:
+        """The row's vector with which this warpgroup's tile of a step begins."""
+        if self.config.interleaved:
+            return self.chunk(step) + self.warpgroup * (WARPGROUP * self.config.registers)
+        return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
+
+    def copy(self, row: jax.Array, stage: list[jax.Ref], barrier: jax.Ref, cache: mbarrier.Cache = None) -> None:
+        """Starts copying a row's operands into a slot."""
+        pairs, label = list(zip(self.operands.inputs, stage, strict=False)), self.operands.label(row)
+        if not self.config.interleaved:
+            for ref, to in pairs:
+                mbarrier.copy_row(ref, row, self.first, self.staged_vectors, to, barrier, cache, label)
+            for ref, to in zip(self.operands.inputs, self._tails(stage), strict=False):
+                mbarrier.copy_row(ref, row, self.first + self.vectors, 1, to, barrier, cache, label)
+            return
+
+        def copy_granules(step: jax.Array, _: None) -> None:
+            for ref, to in pairs:
+                piece = self.chunk(step), self.config.chunk, to.at[step]
+                mbarrier.copy_row(ref, row, *piece, barrier, cache, label)
+
+        self._loop(0, self.staged, copy_granules, None)
+
+    def _tails(self, stage: list[jax.Ref]) -> list[jax.Ref]:
+        return stage[self.problem.operands :]
+
+    def load(self, row: jax.Array, label_operands: LabelOperands | None) -> RegisterChunks:
+        """Starts loading what is not staged, as it is."""
+        steps = range(self.staged, self.steps)
+        return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, label_operands) for step in steps]
+
+    @property
+    def whole(self) -> int:
+        """How many of a row's vectors lie in it, whatever its alignment; less the first."""
+        return whole(self.problem)
+
+    @property
+    def in_bounds(self) -> int:
+        """How many of a CTA's vectors lie in the row, whichever block and whatever alignment; less the first."""
+        size, ctas = self.config.chunk, self.config.ctas
+        if not self.config.interleaved:
+            return max(self.whole - (ctas - 1) * self.vectors, 0)
+        steps = self.whole // (ctas * size)
+        return steps * size + max(self.whole - (steps * ctas + ctas - 1) * size, 0)
+
+    @property
+    def always_full(self) -> bool:
+        """Whether no CTA's vectors hang over an end of a row."""
+        return self.in_bounds == self.vectors and self.problem.cols % self.tile.vector == 0
+
+    def fill_outside(self, row: jax.Array, stage: list[jax.Ref]) -> None:
+        """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
+        if self.always_full:
+            return
+        stop, size = self.staged_vectors, self.config.chunk
+        start = min(self.in_bounds, stop)
+        threads = WARPGROUP * self.config.warpgroups
+        oob_fill = row_ops.oob_fill(self.problem)
+        for ref, to, fill in zip(self.operands.inputs, self._tails(stage), oob_fill, strict=False):
+            mbarrier.fill_outside(ref, row, self.first + self.vectors, 1, 1, to, fill, threads)
+        for ref, to, fill in zip(self.operands.inputs, stage, oob_fill, strict=False):
+            if not self.config.interleaved:
+                mbarrier.fill_outside(ref, row, self.first, start, stop, to, fill, threads)
+                continue
+            for step in sorted({0, *range(start // size, self.staged)}):
+                begin = min(max(start - step * size, 0), size)
+                mbarrier.fill_outside(ref, row, self.chunk(step), begin, size, to.at[step], fill, threads)
+        self.sync()
+
+    def sync(self) -> None:
+        """Waits for all threads that pass over the slice."""
+        reduce.sync_block(self.config.warpgroups)
+
+    def read(self, stage: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool) -> Tiles:
+        """The operands' tiles of a step, as `Operands.in_float32` has them."""
+        return self._in_float32(self._staged(stage, step), row, step, self.tile, interior)
+
+    def _staged(self, stage: list[jax.Ref], step: jax.Array) -> Tiles:
+        load = lambda ref: plgpu.load(ref.at[step, self.warpgroup], layout=self.tile.layout, optimized=False)
+        return tuple(map(load, stage[: self.problem.operands]))
+
+    def _raw_for_stats(self, stage: Stage, row: jax.Array, step: jax.Array) -> Tiles:
+        """The operands' tiles of a step, as they are, of which the statistics are taken."""
+        tile = self.stats_tile
+        if stage is None:
+            return self.operands.load_raw(row, self.at(step), tile, None)
+        raw = self._staged(stage, step)
+        if not tile.wraps:
+            return raw
+        at, tails = self.at(step) - self.first, self._tails(stage) or [None] * len(raw)
+        parts = zip(raw, self.operands.inputs, stage, tails, row_ops.oob_fill(self.problem), strict=False)
+        wrap = lambda x, ref, staged, tail, fill: mbarrier.wrap(x, ref, row, staged, tail, at, tile, fill)
+        return tuple(wrap(*part) for part in parts)
+
+    def _in_float32(
+        self,
+        raw: Tiles,
+        row: jax.Array,
+        step: jax.Array,
+        tile: RegisterTile,
+        interior: bool = False,
+        soft_capped: bool = True,
+    ) -> Tiles:
+        interior = interior or self.always_full
+        return self.operands.in_float32(raw, row, self.at(step), tile, interior=interior, soft_capped=soft_capped)
+
+    def _loop(self, start: Index, stop: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+        return (loops.no_unroll if self.config.no_unroll else lax.fori_loop)(start, stop, body, init)
+
+    def _over_steps(
+        self,
+        stage: Stage,
+        row: jax.Array,
+        register_chunks: RegisterChunks,
+        add: Callable[[Any, Tiles], Any],
+        init: Any,
+        soft_capped: bool,
+    ) -> Any:
+        """`init`, and the tiles of all steps added to it one after the other."""
+        tiles_of = lambda raw, i: self._in_float32(raw, row, i, self.stats_tile, soft_capped=soft_capped)
+        read = lambda i, x: add(x, tiles_of(self._raw_for_stats(stage, row, i), i))
+        total = self._loop(0, self.staged, read, init)
+        for step, raw in enumerate(register_chunks, self.staged):
+            tiles = tiles_of(raw, jnp.int32(step))
+            total = add(*lax.optimization_barrier((total, tiles)))
+        return total
+
+    def partial_stats(self, stage: Stage, row: jax.Array, register_chunks: RegisterChunks = ()) -> Partial:
+        """Each warp's statistics of its part of the row, one `[4]` array per value."""
+        op, exp, tile = self.problem.op, row_ops.exp_for(self.problem), self.tile
+        maximum, max_tile = [], None
+        if row_ops.has_max(op):
+            lowest = tile.full(-jnp.inf)
+            higher = lambda high, tiles: jnp.maximum(high, tiles[0])
+            highest = self._over_steps(stage, row, register_chunks, higher, lowest, soft_capped=False)
+            maximum = [self.operands.soft_capped(highest.max(axis=1))]
+            max_tile = tile.broadcast(maximum[0])
+
+        def add(sums: Tiles, tiles: Tiles) -> Tiles:
+            return tuple(
+                x + summand for x, summand in zip(sums, row_ops.summands(op, tiles, max_tile, exp), strict=True)
+            )
+
+        zeros = tuple(tile.full(0.0) for _ in row_ops.rescaled(self.problem))
+        sums = self._over_steps(stage, row, register_chunks, add, zeros, soft_capped=True)
+        add_row = lambda x: row_scalars.sums_of_rows(self.operands.inputs[0], row, x, self.stats_tile)
+        return *maximum, *map(add_row, sums)
+
+    @property
+    def layout(self) -> Any:
+        """Of what each warp has one number of."""
+        return self.tile.layout.reduce(1)
+
+    def merged(self, buffer: ReductionBuffer, partials: list[jax.Array]) -> RowStats:
+        """The statistics of the exchange's members together."""
+        exp = row_ops.exp_for(self.problem)
+        return row_ops.merge(self.problem, partials, buffer.layout, exp, self.tile)
+
+    def reduce_block(self, buffer: ReductionBuffer, partial: Partial, slots: jax.Ref) -> RowStats:
+        """The CTA's statistics, from those of its warps."""
+        warpgroups = self.config.warpgroups
+        partials = reduce.block_gather(buffer, partial, self.layout, self.warpgroup, slots, warpgroups)
+        return self.merged(buffer, partials)
+
+    def reduce_cluster(
+        self, buffer: ReductionBuffer, partial: Partial, slots: jax.Ref, barrier: jax.Ref, parity: jax.Array
+    ) -> RowStats:
+        """The cluster's statistics, from those of its warps."""
+        ctas, index = self.config.ctas, self.cta * self.config.warpgroups + self.warpgroup
+        partials = reduce.cluster_gather(buffer, partial, self.layout, index, slots, barrier, parity, ctas)
+        pl.when(self.warpgroup == 0)(lambda: mbarrier.expect_bytes(barrier, buffer.bytes_expected))
+        return self.merged(buffer, partials)
+
+    def write(
+        self,
+        stage: list[jax.Ref],
+        row: jax.Array,
+        stats: RowStats,
+        label_operands: LabelOperands | None,
+        register_chunks: RegisterChunks = (),
+        evict_first: bool = False,
+    ) -> None:
+        """Writes the row's result, its statistics, or both."""
+        if self.problem.op.gives_stats:
+            leads = jnp.logical_and(self.cta == 0, self.warpgroup == 0)
+            pl.when(leads)(lambda: self.operands.store_stats(stats, label_operands, row, self.tile))
+        if not self.problem.op.gives_rows:
+            return
+        if label_operands is None:
+            self._write_rows(stage, row, stats, register_chunks, evict_first)
+            return
+        counts = self.operands.label(row) >= 0
+        pl.when(jnp.logical_not(counts))(lambda: self._write_zeros(row, evict_first))
+
+        @pl.when(counts)
+        def _():
+            self._write_rows(stage, row, stats, register_chunks, evict_first)
+            cta_slice = {"warpgroups": self.config.warpgroups, "first": self.first, "vectors": self.vectors}
+            self.operands.store_at_labels(label_operands, stats, row, self.tile, **cta_slice)
+
+    def _write_zeros(self, row: jax.Array, evict_first: bool) -> None:
+        zeros, to = self.tile.full(0.0).astype(self.problem.dtype), self.operands.outputs[0]
+
+        def write_step(step: jax.Array, _: None) -> None:
+            vectors.store(to, row, self.at(step), zeros, self.tile, interior=self.always_full, evict_first=evict_first)
+
+        lax.fori_loop(0, self.steps, write_step, None)
+
+    def _write_rows(
+        self, stage: list[jax.Ref], row: jax.Array, stats: RowStats, register_chunks: RegisterChunks, evict_first: bool
+    ) -> None:
+        def store(tiles: Tiles, step: jax.Array, interior: bool) -> None:
+            self.operands.store(tiles, stats, row, self.at(step), self.tile, interior=interior, evict_first=evict_first)
+
+        def write(start: int, stop: int, interior: bool) -> None:
+            if start < stop:
+                step = lambda i, _: store(self.read(stage, row, i, interior), i, interior)
+                self._loop(start, stop, step, None)
+
+        # Vectors that may hang over an end of the row cost five instructions an element: they have loops of their own.
+        begin = 0 if self.problem.cols % self.tile.vector == 0 else 1
+        end = min(max(self.in_bounds // self.config.chunk, begin), self.staged)
+        write(0, begin, interior=False)
+        write(begin, end, interior=True)
+        write(end, self.staged, interior=False)
+        for step, raw in enumerate(register_chunks, self.staged):
+            tiles = self._in_float32(raw, row, jnp.int32(step), self.tile)
+            store(lax.optimization_barrier(tiles), jnp.int32(step), self.always_full)
