@@ -1,4 +1,4 @@
-"""A CTA's slice of a row: staged in shared memory or kept in registers, walked for its statistics, and written."""
+"""A CTA's slice of a row, staged in shared memory or held in registers: its statistics and its result."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
 
 Partial = tuple[jax.Array, ...]
-# Where the operands' shares stand in shared memory, and after them their tails; None: they are read where they are.
+# The operands' slices in shared memory, then their tails; None where they are read from global memory.
 Stage = list[jax.Ref] | None
-RegisterChunks = Sequence[Tiles]  # of each step that stands in registers, the operands' tiles as they were loaded
+RegisterChunks = Sequence[Tiles]  # the operands' unconverted tiles, of each step that is held in registers
 
 
 def copies(problem: Problem, config: SharedConfig) -> int:
-    """How many copies bring a CTA's slice of a row."""
+    """How many asynchronous copies bring a CTA's slice of a row."""
     of_share = config.staged(problem.max_vectors) if config.interleaved else 1
     return problem.operands * (of_share + has_tails(problem, config))
 
@@ -43,24 +43,24 @@ def has_tails(problem: Problem, config: SharedConfig) -> bool:
 
 
 def tails(problem: Problem, slots: int) -> Any:
-    """Shared memory for those, of each of the operands in each of the slots."""
+    """Shared memory for the tails of all operands in all stages."""
     return plgpu.SMEM((slots, problem.operands, VECTOR_BYTES // problem.dtype.itemsize), problem.dtype)
 
 
 def whole(problem: Problem) -> int:
-    """How many of a row's vectors lie in it, whatever its alignment; less the first."""
+    """How many of a row's vectors lie in it for every alignment, without the first."""
     v = VECTOR_BYTES // problem.dtype.itemsize
     return max(problem.cols - v + 1, 0) // v if problem.cols % v else problem.cols // v
 
 
 @dataclasses.dataclass(frozen=True)
 class CtaSlice:
-    """A CTA's part of its rows."""
+    """A CTA's slice of the rows that it handles."""
 
     operands: Operands
     config: SharedConfig
-    cta: Index  # of those that share a row
-    warpgroup: Index  # of those that pass over it
+    cta: Index  # the CTA's rank among those that share a row
+    warpgroup: Index  # the warpgroup's index in the CTA
 
     @property
     def problem(self) -> Problem:
@@ -72,7 +72,7 @@ class CtaSlice:
 
     @property
     def staged(self) -> int:
-        """Steps in shared memory; those after them stand in registers."""
+        """How many steps are staged in shared memory; the later ones are held in registers."""
         return self.config.staged(self.problem.max_vectors)
 
     @property
@@ -88,7 +88,7 @@ class CtaSlice:
         return self.cta * self.vectors
 
     def chunk(self, step: Index) -> Index:
-        """The row's vector with which the CTA's chunk of a step begins."""
+        """The index in the row of the first vector of the CTA's chunk of a step."""
         size, ctas = self.config.chunk, self.config.ctas
         return (step * ctas + self.cta) * size if self.config.interleaved else self.first + step * size
 
@@ -98,17 +98,17 @@ class CtaSlice:
 
     @property
     def stats_tile(self) -> RegisterTile:
-        """Of which the statistics are taken, which must not depend on the row's alignment."""
+        """The tile from which the statistics are computed; they must not depend on the row's alignment."""
         return dataclasses.replace(self.tile, wraps=is_ragged(self.problem))
 
     def at(self, step: jax.Array) -> Index:
-        """The row's vector with which this warpgroup's tile of a step begins."""
+        """The index in the row of the first vector of this warpgroup's tile of a step."""
         if self.config.interleaved:
             return self.chunk(step) + self.warpgroup * (WARPGROUP * self.config.registers)
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
 
     def copy(self, row: jax.Array, stage: list[jax.Ref], barrier: jax.Ref, cache: mbarrier.Cache = None) -> None:
-        """Starts copying a row's operands into a slot."""
+        """Starts copying a row's operands into a stage."""
         pairs, label = list(zip(self.operands.inputs, stage, strict=False)), self.operands.label(row)
         if not self.config.interleaved:
             for ref, to in pairs:
@@ -128,18 +128,18 @@ class CtaSlice:
         return stage[self.problem.operands :]
 
     def load(self, row: jax.Array, label_operands: LabelOperands | None) -> RegisterChunks:
-        """Starts loading what is not staged, as it is."""
+        """Starts loading the chunks that are held in registers, unconverted."""
         steps = range(self.staged, self.steps)
         return [self.operands.load_raw(row, self.at(jnp.int32(step)), self.tile, label_operands) for step in steps]
 
     @property
     def whole(self) -> int:
-        """How many of a row's vectors lie in it, whatever its alignment; less the first."""
+        """How many of a row's vectors lie in it for every alignment, without the first."""
         return whole(self.problem)
 
     @property
     def in_bounds(self) -> int:
-        """How many of a CTA's vectors lie in the row, whichever block and whatever alignment; less the first."""
+        """How many of a CTA's vectors lie in the row for every CTA and every alignment, without the first."""
         size, ctas = self.config.chunk, self.config.ctas
         if not self.config.interleaved:
             return max(self.whole - (ctas - 1) * self.vectors, 0)
@@ -148,11 +148,11 @@ class CtaSlice:
 
     @property
     def always_full(self) -> bool:
-        """Whether no CTA's vectors hang over an end of a row."""
+        """Whether the vectors of every CTA lie in the row completely."""
         return self.in_bounds == self.vectors and self.problem.cols % self.tile.vector == 0
 
     def fill_outside(self, row: jax.Array, stage: list[jax.Ref]) -> None:
-        """Makes what the copy left undefined, or brought of the neighbouring rows, harmless."""
+        """Overwrites the elements outside the row, which the copy left undefined or took from neighbouring rows."""
         if self.always_full:
             return
         stop, size = self.staged_vectors, self.config.chunk
@@ -171,11 +171,11 @@ class CtaSlice:
         self.sync()
 
     def sync(self) -> None:
-        """Waits for all threads that pass over the slice."""
+        """Waits for all threads of the CTA."""
         reduce.sync_block(self.config.warpgroups)
 
     def read(self, stage: list[jax.Ref], row: jax.Array, step: jax.Array, interior: bool) -> Tiles:
-        """The operands' tiles of a step, as `Operands.in_float32` has them."""
+        """Reads the operands' tiles of a step and converts them with `Operands.in_float32`."""
         return self._in_float32(self._staged(stage, step), row, step, self.tile, interior)
 
     def _staged(self, stage: list[jax.Ref], step: jax.Array) -> Tiles:
@@ -183,7 +183,7 @@ class CtaSlice:
         return tuple(map(load, stage[: self.problem.operands]))
 
     def _raw_for_stats(self, stage: Stage, row: jax.Array, step: jax.Array) -> Tiles:
-        """The operands' tiles of a step, as they are, of which the statistics are taken."""
+        """The operands' unconverted tiles of a step, from which the statistics are computed."""
         tile = self.stats_tile
         if stage is None:
             return self.operands.load_raw(row, self.at(step), tile, None)
@@ -219,7 +219,7 @@ class CtaSlice:
         init: Any,
         soft_capped: bool,
     ) -> Any:
-        """`init`, and the tiles of all steps added to it one after the other."""
+        """Folds the tiles of all steps into `init`, one after the other."""
         tiles_of = lambda raw, i: self._in_float32(raw, row, i, self.stats_tile, soft_capped=soft_capped)
         read = lambda i, x: add(x, tiles_of(self._raw_for_stats(stage, row, i), i))
         total = self._loop(0, self.staged, read, init)
@@ -251,16 +251,16 @@ class CtaSlice:
 
     @property
     def layout(self) -> Any:
-        """Of what each warp has one number of."""
+        """The layout of values of which each warp has one."""
         return self.tile.layout.reduce(1)
 
     def merged(self, buffer: ReductionBuffer, partials: list[jax.Array]) -> RowStats:
-        """The statistics of the exchange's members together."""
+        """Merges the statistics of all ranks of the buffer."""
         exp = row_ops.exp_for(self.problem)
         return row_ops.merge(self.problem, partials, buffer.layout, exp, self.tile)
 
     def reduce_block(self, buffer: ReductionBuffer, partial: Partial, slots: jax.Ref) -> RowStats:
-        """The CTA's statistics, from those of its warps."""
+        """Merges the statistics of the CTA's warps."""
         warpgroups = self.config.warpgroups
         partials = reduce.block_gather(buffer, partial, self.layout, self.warpgroup, slots, warpgroups)
         return self.merged(buffer, partials)
@@ -268,7 +268,7 @@ class CtaSlice:
     def reduce_cluster(
         self, buffer: ReductionBuffer, partial: Partial, slots: jax.Ref, barrier: jax.Ref, parity: jax.Array
     ) -> RowStats:
-        """The cluster's statistics, from those of its warps."""
+        """Merges the statistics of the cluster's warps."""
         ctas, index = self.config.ctas, self.cta * self.config.warpgroups + self.warpgroup
         partials = reduce.cluster_gather(buffer, partial, self.layout, index, slots, barrier, parity, ctas)
         pl.when(self.warpgroup == 0)(lambda: mbarrier.expect_bytes(barrier, buffer.bytes_expected))
@@ -320,7 +320,7 @@ class CtaSlice:
                 step = lambda i, _: store(self.read(stage, row, i, interior), i, interior)
                 self._loop(start, stop, step, None)
 
-        # Vectors that may hang over an end of the row cost five instructions an element: they have loops of their own.
+        # Vectors that may cross an end of the row cost five instructions an element, so they have loops of their own.
         begin = 0 if self.problem.cols % self.tile.vector == 0 else 1
         end = min(max(self.in_bounds // self.config.chunk, begin), self.staged)
         write(0, begin, interior=False)

@@ -134,9 +134,9 @@ def _body(operands: Operands, *scratch: jax.Ref, config: StagedConfig, buffer: R
 def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     if config.interleaved and problem.op.has_labels:
-        raise ValueError(f"{config}: elements at labels are written over where a block's granules are side by side")
+        raise ValueError(f"{config}: elements at labels are written over where a CTA's chunks are side by side")
     if is_ragged(problem) and (config.register_chunks or config.interleaved):
-        raise ValueError(f"{config}: statistics of rows that begin anywhere are taken of shares in shared memory")
+        raise ValueError(f"{config}: statistics of rows that begin anywhere are taken of slices in shared memory")
     buffer = warps_buffer(problem, config)
     tile = vectors.RegisterTile(problem.dtype, config.registers)
     staged = (config.stages, config.staged(problem.max_vectors), config.warpgroups, *tile.shape)
