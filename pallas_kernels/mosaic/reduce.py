@@ -24,12 +24,10 @@ from pallas_kernels.mosaic.ptx import (
     asm,
     c32,
     equals,
-    global_address,
     scalar,
     shared_address,
     thread_in_warpgroup,
     word,
-    word_address,
 )
 
 BLOCK = 15  # the named barrier that the whole CTA uses
@@ -155,77 +153,6 @@ def cluster_gather(
     plgpu.inline_mgpu(arg_types=arguments)(send)(slots, barrier, jnp.int32(warpgroup), *values)
     mbarrier.wait(barrier, parity)
     return buffer.read(slots)
-
-
-def grid_workspace(rows: int, buffer: ReductionBuffer) -> jax.Array:
-    """Global memory in which CTAs of a grid meet: a counter of tickets, then for each row a word for each number.
-
-    All are -1, which is no number's word: arithmetic makes only one NaN, and that is 0x7fffffff.
-    """
-    return jnp.full(1 + rows * buffer.num_values * buffer.num_ranks, -1, jnp.int32)
-
-
-def next_tile(words: jax.Ref, to: jax.Ref) -> None:
-    """Takes the next number of the grid's counter, in `to` after a `sync`; by the CTA's first thread.
-
-    Where each CTA takes one as it starts, it may wait for what CTAs with smaller tickets do without waiting: those
-    run, or have run.
-    """
-
-    def count_tile(ctx, words, to):
-        first = equals(utils.thread_idx(), 0)
-        text = (
-            "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
-            "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"
-        )
-        asm(text, "l,r,b", [global_address(words), shared_address(to), first])
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(count_tile)(words, to)
-
-
-def grid_store(
-    buffer: ReductionBuffer, values: Sequence[jax.Array], layout: Any, words: jax.Ref, row: Index, rank: Index
-) -> None:
-    """Publishes `values`, one number each of a CTA (in all its threads), for the row's other CTAs.
-
-    A word that has changed is the number itself, so that nothing has to be ordered.
-    """
-
-    def publish_words(ctx, words, row, rank, *values):
-        first = equals(utils.thread_idx(), 0)
-        for q, value in enumerate(values):
-            at = _word(buffer, words, scalar(row), q, scalar(rank))
-            asm("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
-
-    arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
-    plgpu.inline_mgpu(arg_types=arguments)(publish_words)(words, jnp.int32(row), jnp.int32(rank), *values)
-
-
-def grid_load(buffer: ReductionBuffer, words: jax.Ref, row: Index, slots: jax.Ref, warpgroups: int) -> list[jax.Array]:
-    """What all CTAs of the row have published, or will."""
-    threads = WARPGROUP * warpgroups
-
-    def await_words(ctx, words, slots, row):
-        for at in range(0, buffer.num_ranks, threads):
-            of = arith.addi(utils.thread_idx(), c32(at))
-            waits = arith.cmpi(arith.CmpIPredicate.ult, of, c32(buffer.num_ranks))
-            for q in range(buffer.num_values):
-                slot = arith.addi(shared_address(slots), arith.muli(arith.addi(of, c32(q * buffer.slots)), c32(4)))
-                text = (
-                    "{ .reg .b32 word; .reg .pred missing; AGAIN: @$2 ld.relaxed.gpu.global.b32 word, [$0]; "
-                    "setp.eq.and.s32 missing, word, -1, $2; @missing bra AGAIN; @$2 st.shared.b32 [$1], word; }"
-                )
-                asm(text, "l,r,b,~{memory}", [_word(buffer, words, scalar(row), q, of), slot, waits])
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT))(await_words)(words, slots, jnp.int32(row))
-    sync_block(warpgroups)
-    return buffer.read(slots)
-
-
-def _word(buffer: ReductionBuffer, words: ir.Value, row: ir.Value, value_index: int, rank: ir.Value) -> ir.Value:
-    """The address of a row's number of a member."""
-    of_row = arith.addi(arith.muli(row, c32(buffer.num_values * buffer.num_ranks)), c32(1))
-    return word_address(words, arith.addi(arith.addi(of_row, c32(value_index * buffer.num_ranks)), rank))
 
 
 def sync_block(warpgroups: int) -> None:

@@ -8,6 +8,7 @@ Traffic: 1 read, 1 write, and 1 read that L2 serves.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,15 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, reduce, vectors
+from pallas_kernels.mosaic import mbarrier, reduce, workspace
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import heuristics, row_ops
 from pallas_kernels.softmax.config import GridConfig
-from pallas_kernels.softmax.cta_slice import CtaSlice, copies, has_tails, tails
-from pallas_kernels.softmax.kernel import REDUCTION_SCRATCH, Kernel, Operands, Results, launch, unsupported_reason
+from pallas_kernels.softmax.kernel import Kernel, Operands, Results, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
-from pallas_kernels.softmax.staged import allocated, slice_bytes, tail_bytes
+from pallas_kernels.softmax.staged import CtaSlice, copies, slice_scratch
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
@@ -39,11 +39,21 @@ def unsupported(problem: Problem, device: Device) -> str | None:
     return None
 
 
+def scratch(problem: Problem, config: GridConfig) -> dict[str, Any]:
+    """The shared memory of a CTA."""
+    cta_buffer, grid_buffer = _buffers(problem, config)
+    return {
+        **slice_scratch(problem, config),
+        "barrier": mbarrier.barriers(1),
+        "counter": plgpu.SMEM((2,), jnp.int32),
+        "cta_slots": cta_buffer.scratch,
+        "grid_slots": grid_buffer.scratch,
+    }
+
+
 def shared_bytes(problem: Problem, config: GridConfig) -> int:
-    """The shared memory that Mosaic allocates for a CTA."""
-    slots = [buffer.bytes_in_shared for buffer in _buffers(problem, config)]
-    slices = [slice_bytes(problem, config)] * problem.operands + [tail_bytes(problem, config)]
-    return allocated(*slices, *slots, 8, 8, REDUCTION_SCRATCH)
+    """The bytes of shared memory that Mosaic allocates for a CTA."""
+    return allocated(scratch(problem, config))
 
 
 def _buffers(problem: Problem, config: GridConfig) -> tuple[ReductionBuffer, ReductionBuffer]:
@@ -77,16 +87,25 @@ def _assign(problem: Problem, config: GridConfig, counter: jax.Array) -> tuple[j
     return consumes, row, jnp.where(is_after, lax.rem(after, consumers), rank)
 
 
-def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridConfig) -> None:
+def _body(
+    operands: Operands,
+    words: jax.Ref,
+    *,
+    slices: list[jax.Ref],
+    tails: list[jax.Ref],
+    barrier: jax.Ref,
+    counter: jax.Ref,
+    cta_slots: jax.Ref,
+    grid_slots: jax.Ref,
+    config: GridConfig,
+) -> None:
     problem = operands.problem
     cta_buffer, grid_buffer = _buffers(problem, config)
-    *stage, barrier, counter, cta_slots, grid_slots = scratch
-    if has_tails(problem, config):
-        stage = [*stage[:-1], *(stage[-1].at[0, o] for o in range(problem.operands))]
+    stage = [*slices, *(t.at[0, o] for t in tails for o in range(problem.operands))]
     mbarrier.start_barriers(barrier, (copies(problem, config),))
     cta_buffer.clear(cta_slots, config.warpgroups)
     grid_buffer.clear(grid_slots, config.warpgroups)
-    reduce.next_tile(words, counter)
+    workspace.next_tile(words, counter)
     reduce.sync_block(config.warpgroups)
     consumes, row, rank = _assign(problem, config, counter[0])
     warpgroup: Index = lax.axis_index("warpgroup") if config.warpgroups > 1 else 0
@@ -103,14 +122,14 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
         prefetch("evict_last")
         await_slice()
         stats = cta_slice.reduce_block(cta_buffer, cta_slice.partial_stats(stage, row), cta_slots.at[0])
-        reduce.grid_store(grid_buffer, row_ops.values(stats), cta_slice.layout, words, row, rank)
+        workspace.grid_store(grid_buffer, row_ops.values(stats), cta_slice.layout, words, row, rank)
 
     def consume() -> None:
         label_operands = operands.label_operands(row, cta_slice.tile)
         if problem.op.gives_rows:
             prefetch("evict_first")
         stats = cta_slice.merged(
-            grid_buffer, reduce.grid_load(grid_buffer, words, row, grid_slots.at[0], config.warpgroups)
+            grid_buffer, workspace.grid_load(grid_buffer, words, row, grid_slots.at[0], config.warpgroups)
         )
         if problem.op.gives_rows:
             await_slice()
@@ -124,9 +143,6 @@ def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridCon
 
 def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    cta_buffer, grid_buffer = _buffers(problem, config)
-    tile = vectors.RegisterTile(problem.dtype, config.registers)
-    slice_shape = (config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
         problem,
         functools.partial(_body, config=config),
@@ -134,15 +150,8 @@ def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
         name="grid",
         grid=problem.rows * (config.ctas + _consumers(problem, config)),
         warpgroups=config.warpgroups,
-        shared=[reduce.grid_workspace(problem.rows, grid_buffer)],
-        scratch=[
-            *[plgpu.SMEM(slice_shape, problem.dtype)] * problem.operands,
-            *[tails(problem, 1)] * has_tails(problem, config),
-            mbarrier.barriers(1),
-            plgpu.SMEM((2,), jnp.int32),
-            cta_buffer.scratch,
-            grid_buffer.scratch,
-        ],
+        workspaces=[workspace.grid_workspace(problem.rows, _buffers(problem, config)[1])],
+        scratch=scratch(problem, config),
     )
 
 

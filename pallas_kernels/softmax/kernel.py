@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
 REDUCTION_SCRATCH = 16
 _LEAST = 2.0**-100  # of a unit: what its exponential needs stays in float32's range
+Scratch = Mapping[str, Any]  # by name, a type of reference or a list of them
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
@@ -197,6 +199,12 @@ class Operands:
             row_scalars.store(ref, row, value, tile)
 
 
+def allocated(scratch: Scratch) -> int:
+    """The bytes of shared memory that Mosaic allocates for a CTA: it rounds each array up to a KiB."""
+    sizes = [math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in jax.tree.leaves(scratch)]
+    return sum(-(-size // 1024) * 1024 for size in (*sizes, REDUCTION_SCRATCH))
+
+
 def launch(
     problem: Problem,
     body: Callable[..., None],
@@ -206,34 +214,36 @@ def launch(
     grid: int,
     ctas: int = 1,
     warpgroups: int = 1,
-    scratch: Sequence[Any] = (),
-    shared: Sequence[jax.Array] = (),
+    scratch: Scratch | None = None,
+    workspaces: Sequence[jax.Array] = (),
 ) -> Results:
-    """Runs `body(operands, *shared, *scratch)` over a grid of CTAs, or of clusters of `ctas` CTAs.
-
-    `shared` is workspace in global memory that all CTAs read and write.
-    """
+    """Runs `body(operands, *workspaces, **scratch)` over a grid of CTAs, or of clusters of `ctas` CTAs."""
     x = operands[0]
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)] * problem.op.gives_rows
     if problem.op.gives_stats:
         out_type += [jax.ShapeDtypeStruct((problem.rows,), jnp.float32)] * row_ops.num_values(problem)
     if problem.where == "shared":
         operands = [*operands[:-1], operands[-1][None]]
-    begin, end = len(operands), len(operands) + len(shared)
-    scratch_begin = end + len(out_type)
+    # Shared memory is laid out in the order of the names, which the pytree of a plain dictionary would sort.
+    scratch_types, structure = jax.tree.flatten(OrderedDict(scratch or {}))
+    counts = (len(operands), len(workspaces), len(out_type), len(scratch_types))
     axes: dict[str, Any] = {}
     if ctas > 1:
         axes |= {"cluster": (ctas,), "cluster_names": ("cta",)}
     if warpgroups > 1:
         axes |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
+
+    def kernel_body(*refs: jax.Ref) -> None:
+        rest = iter(refs)
+        inputs, shared, outputs, smem = (tuple(itertools.islice(rest, count)) for count in counts)
+        body(Operands.of(problem, (*inputs, *outputs)), *shared, **jax.tree.unflatten(structure, smem))
+
     kernel = plgpu.kernel(
-        lambda *refs: body(
-            Operands.of(problem, (*refs[:begin], *refs[end:scratch_begin])), *refs[begin:end], *refs[scratch_begin:]
-        ),
+        kernel_body,
         out_type=out_type,
         grid=(grid,),
         grid_names=("rows",),
-        scratch_types=list(scratch),
+        scratch_types=scratch_types,
         kernel_name=f"{problem.op.value}_{name}",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -242,7 +252,10 @@ def launch(
         ),
         **axes,
     )
-    out, _ = workspace.with_workspace(kernel, operands, shared, out_type) if shared else (kernel(*operands), None)
+    if workspaces:
+        out, _ = workspace.with_workspace(kernel, operands, workspaces, out_type)
+    else:
+        out = kernel(*operands)
     if problem.op.gives_rows:
         return tuple(out) if problem.op.gives_stats else out[0]
     return Stats(*out) if len(out) == 2 else tuple(out)

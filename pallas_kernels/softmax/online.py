@@ -83,7 +83,7 @@ def _steps(problem: Problem, tile: vectors.RegisterTile, warpgroups: int) -> int
     return -(-problem.max_vectors // (WARPGROUP * tile.registers * warpgroups))
 
 
-def _body(operands: Operands, slots: jax.Ref, *, config: OnlineConfig, buffer: ReductionBuffer) -> None:
+def _body(operands: Operands, *, slots: jax.Ref, config: OnlineConfig, buffer: ReductionBuffer) -> None:
     problem = operands.problem
     op, exp = problem.op, row_ops.exp_for(problem)
     row = lax.axis_index("rows")
@@ -118,7 +118,7 @@ def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> Results
         name="online",
         grid=problem.rows,
         warpgroups=config.warpgroups,
-        scratch=[buffer.scratch],
+        scratch={"slots": buffer.scratch},
     )
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import monoid
-from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
-from pallas_kernels.softmax import cta_slice, row_ops
+from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors, workspace
+from pallas_kernels.softmax import row_ops, staged
 from pallas_kernels.softmax.config import GridConfig, StagedConfig
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_mutants
@@ -243,7 +243,7 @@ KERNEL_MUTANTS = (
     KernelMutant(
         "nothing_kept",
         "what a slice holds in registers is left out",
-        cta_slice.CtaSlice.load,
+        staged.CtaSlice.load,
         _nothing_kept,
         kernels=_CLUSTER,
         config=StagedConfig(2, 2, 1, 1, 1, register_chunks=1),
@@ -294,7 +294,7 @@ KERNEL_MUTANTS = (
         _own_numbers_only,
         kernels=("block", "online"),
     ),
-    KernelMutant("first_of_grid", "a row is its first block's", reduce.grid_load, _first_member, kernels=_GRID),
+    KernelMutant("first_of_grid", "a row is its first block's", workspace.grid_load, _first_member, kernels=_GRID),
     KernelMutant(
         "own_warp_in_cluster", "the same in a cluster", reduce.cluster_gather, _own_numbers_only, kernels=_CLUSTER
     ),
@@ -317,7 +317,7 @@ KERNEL_MUTANTS = (
     ),
     _gradient("ignored_read", "ignored rows are read", vectors.load, _all_read, ("warp", "online")),
     _gradient(
-        "ignored_unwritten", "ignored rows get no zeros", cta_slice.CtaSlice._write_zeros, _left_out, ("block", "grid")
+        "ignored_unwritten", "ignored rows get no zeros", staged.CtaSlice._write_zeros, _left_out, ("block", "grid")
     ),
     _gradient(
         "outside_capped",

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.softmax.config import StagedConfig
-from pallas_kernels.softmax.cta_slice import CtaSlice
 from pallas_kernels.softmax.problem import Op, Problem
+from pallas_kernels.softmax.staged import CtaSlice
 
 SIDE_BY_SIDE = StagedConfig(ctas=3, warpgroups=1, registers=2, stages=1, rows=1)
 APART = StagedConfig(ctas=3, warpgroups=1, registers=2, stages=1, rows=1, interleaved=True)
