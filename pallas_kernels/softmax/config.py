@@ -1,6 +1,20 @@
 """The configuration of each kernel, which `heuristics` chooses."""
 
 import dataclasses
+from typing import Any
+
+MAX_CLUSTER = 16  # the most CTAs that a cluster can have
+
+
+def _check(config: Any, **expected: bool) -> None:
+    """Raises an error that names the first of these fields whose value is not what was expected."""
+    for name, holds in expected.items():
+        if not holds:
+            raise ValueError(f"{name} cannot be {getattr(config, name)!r} in {config}")
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    _check(config, **{name: getattr(config, name) > 0 for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +33,10 @@ class WarpConfig:
     registers: int
     tiles: int = 1
 
+    def __post_init__(self) -> None:
+        _check(self, lanes=self.lanes in (1, 2, 4, 8, 16, 32))
+        _check_positive(self, "registers", "tiles")
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedConfig:
@@ -33,6 +51,9 @@ class SharedConfig:
 
     register_chunks = 0
     interleaved = False
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "ctas", "warpgroups", "registers")
 
     @property
     def no_unroll(self) -> bool:
@@ -66,12 +87,21 @@ class StagedConfig(SharedConfig):
     register_chunks: int = 0
     interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "stages", "rows")
+        _check(self, ctas=self.ctas <= MAX_CLUSTER, register_chunks=self.register_chunks >= 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class GridConfig(SharedConfig):
     """A CTA reads a slice of a row for its statistics or, `lookahead` rows later, writes it."""
 
     lookahead: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "lookahead")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +110,6 @@ class OnlineConfig:
 
     warpgroups: int
     registers: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "warpgroups", "registers")

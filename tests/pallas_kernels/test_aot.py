@@ -85,7 +85,7 @@ def test_compiles_within_the_registers(case):
     "op, dtype, cols",
     [("softmax", 0, 2**20), ("softmax", 1, 900000), ("log_softmax", 2, 2**19), ("softmax_tangent", 2, 2**18)],
 )
-def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
+def test_chunks_in_registers_leave_room_for_two_ctas(op, dtype, cols):
     problem = Problem(Op(op), 1024, cols, DTYPES[dtype])
     (config,) = heuristics.cluster(problem, H200)
     assert config.register_chunks
@@ -99,7 +99,7 @@ def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
 @pytest.mark.parametrize(
     "dtype, cols, interleaved", [(0, 2**19, True), (2, 2**18, True), (0, 2**17, False), (2, 2**16, False)]
 )
-def test_shares_at_powers_of_two_leave_room_for_three_blocks(op, dtype, cols, interleaved):
+def test_slices_at_powers_of_two_leave_room_for_three_ctas(op, dtype, cols, interleaved):
     problem = Problem(op, 1024, cols, DTYPES[dtype])
     (config,) = heuristics.cluster(problem, H200)
     assert config.interleaved == interleaved

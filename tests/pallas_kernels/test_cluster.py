@@ -16,14 +16,14 @@ from pallas_kernels.softmax.problem import Op, Problem
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [1500, 130])
-def test_blocks_without_a_share_of_the_row(cols):
+def test_ctas_without_a_slice_of_the_row(cols):
     problem = Problem(Op.SOFTMAX, len(cases.ROW_KINDS) + 1, cols, jnp.dtype(jnp.float32))
     config = StagedConfig(ctas=4, warpgroups=1, registers=1, stages=1, rows=1)
     run = functools.partial(KERNELS["cluster"].run, problem, config)
     conformance.check(run, problem, execute=lambda kernel: functools.partial(interpret, kernel))
 
 
-def test_spread_shares_take_no_labels():
+def test_interleaved_slices_take_no_labels():
     """What stands at a label is written over by who wrote it, who is another where a CTA's chunks are apart."""
     problem = Problem(Op.CROSS_ENTROPY_GRADIENT, 8, 4096, jnp.dtype(jnp.float32))
     config = StagedConfig(ctas=2, warpgroups=1, registers=1, stages=1, rows=1, interleaved=True)

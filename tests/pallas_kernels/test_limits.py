@@ -11,6 +11,7 @@ from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, grid, heuristics, staged
+from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.softmax.dispatch import KERNELS
 
 LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
@@ -46,6 +47,24 @@ def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
         taken.append(fits)
     assert True in taken
     assert False in taken
+
+
+@pytest.mark.parametrize(
+    "kind, fields, name",
+    [
+        (WarpConfig, (24, 1), "lanes"),
+        (WarpConfig, (64, 1), "lanes"),
+        (StagedConfig, (17, 1, 1, 1, 1), "ctas"),
+        (StagedConfig, (1, 1, 1, 0, 1), "stages"),
+        (StagedConfig, (1, 1, 1, 1, 1, -1), "register_chunks"),
+        (GridConfig, (2, 0, 1, 1), "warpgroups"),
+        (GridConfig, (2, 1, 1, 0), "lookahead"),
+        (OnlineConfig, (1, 0), "registers"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(kind, fields, name):
+    with pytest.raises(ValueError, match=f"{name} cannot be "):
+        kind(*fields)
 
 
 SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid}
