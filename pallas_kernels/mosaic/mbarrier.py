@@ -1,7 +1,7 @@
 """Asynchronous copies of rows into shared memory, and the mbarriers that signal their arrival.
 
-A barrier is 8 bytes of shared memory. A phase of it ends when all its arrivals have come and all the bytes that they
-announced; waiting names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
+A barrier is 8 bytes of shared memory. A phase ends when all arrivals and all the bytes that they expect have come; a
+wait names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
 """
 
 import math
@@ -45,7 +45,7 @@ def _leader() -> ir.Value:
 
 
 def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
-    """Makes the CTA's barriers, one for each number of arrivals; other threads need a `sync` before they use them."""
+    """Initialises the CTA's barriers, one for each number of arrivals; other threads must `sync` before using them."""
 
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
@@ -56,7 +56,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
 
 
 def expect_bytes(ref: jax.Ref, count: int) -> None:
-    """Announces bytes that others will send to this CTA, and arrives; by one thread of the calling warpgroup."""
+    """One thread of the calling warpgroup arrives and expects bytes that other CTAs will send."""
 
     def announce(ctx, ref):
         text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
@@ -66,9 +66,9 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
 
 
 def arrive_each(ref: jax.Ref) -> None:
-    """Arrives, once for each thread of the calling warpgroup."""
+    """Every thread of the calling warpgroup arrives."""
 
-    # Where one of a warp arrives for words that all of it wrote, compute-sanitizer reports a race.
+    # If one thread arrives for words that its whole warp wrote, compute-sanitizer reports a race.
     def arrive_threads(ctx, ref):
         asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 
@@ -76,7 +76,7 @@ def arrive_each(ref: jax.Ref) -> None:
 
 
 def wait(ref: jax.Ref, parity: jax.Array) -> None:
-    """Waits for the end of a phase of that parity; sees what the bytes' senders wrote, within the cluster."""
+    """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs sent."""
 
     def wait_barrier(ctx, ref, parity):
         text = (
@@ -132,15 +132,13 @@ def copy_row(
 def fill_outside(
     gmem: jax.Ref, row: Index, first: Index, start: int, stop: int, to: jax.Ref, fill: float, threads: int
 ) -> None:
-    """Overwrites what lies outside the row in a copied piece of it; all `threads` of the CTA take part.
+    """Fills the elements outside the row in a copied piece of it; all `threads` of the CTA take part.
 
     Only vector 0 and vectors `start` ... `stop` of the piece may hold such elements.
     """
     dtype = jnp.dtype(gmem.dtype)
-    row_pred, bits = (
-        RowPredicate(RegisterTile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize),
-        8 * dtype.itemsize,
-    )
+    row_pred = RowPredicate(RegisterTile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    bits = 8 * dtype.itemsize
 
     def fill_elements(ctx, gmem, row, first, to):
         _, head, _ = row_pred.row(global_address(gmem), scalar(row))
@@ -173,9 +171,9 @@ def wrap(
     tile: RegisterTile,
     fill: float,
 ) -> jax.Array:
-    """The tile that was loaded from vector `at` of a piece of a row, wrapped as `tile` is.
+    """Wraps the tile that was loaded from vector `at` of a piece of a row, as `tile` is wrapped.
 
-    Behind the piece lies `tail`, or nothing but `fill`.
+    The vector behind the piece is `tail`, or consists of `fill`.
     """
     dtype = jnp.dtype(gmem.dtype)
     row_pred = RowPredicate(tile, gmem.shape[0], gmem.shape[1], dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Gathers partial results in every warp of a CTA, of a cluster, or of the CTAs of a row.
+"""Gathers partial results in every warp of a CTA or of a cluster.
 
 These functions only move values. They return one array per value, with an element for each rank, in the registers of
 every warp; the caller merges it with `monoid.merge_over`.

@@ -35,7 +35,7 @@ from pallas_kernels.mosaic.vectors import RegisterTile, RowPredicate, row_of
 
 
 def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Array:
-    """The 32-bit number in `[rows]` of each of the tile's rows; `fill` for rows past the last."""
+    """Loads the 32-bit value of each of the tile's rows from `[rows]`; rows past the last get `fill`."""
     dtype = jnp.dtype(ref.dtype)
     word = int(np.asarray(fill, dtype).view(np.uint32))
 
@@ -56,9 +56,9 @@ def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Arra
 
 
 def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile) -> jax.Array:
-    """The element of `[rows, cols]` in `column` of each of the tile's rows, in float32; 0 where that is negative.
+    """Loads the element in `column` of each of the tile's rows of `[rows, cols]`, in float32; a negative one gives 0.
 
-    `[1, cols]` has one row for all.
+    `[1, cols]` is one row for all.
     """
     rows, cols = ref.shape
     itemsize = jnp.dtype(ref.dtype).itemsize
@@ -88,7 +88,7 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
 
 
 def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> None:
-    """Writes a float32 number of each of the tile's rows to `[rows]` in global memory; with 128 lanes, of its one."""
+    """Stores a float32 value of each of the tile's rows to `[rows]`; a tile of 128 lanes has one row."""
 
     def store_each(ctx, ref, value, row):
         thread = thread_in_warpgroup()
@@ -113,10 +113,10 @@ def store_element(
     first: Index = 0,
     vectors: int | None = None,
 ) -> None:
-    """Writes over the element in `column` of each of the tile's rows, where that is not negative.
+    """Overwrites the element in `column` of each of the tile's rows, where that is not negative.
 
-    By the thread that wrote it before, as part of a vector, so that nothing has to be ordered: of a CTA whose
-    `warpgroups` take turns at a row, tile by tile, and together write `vectors` vectors (None: all) from `first` on.
+    The thread that wrote the element as part of a vector writes it again, so that the two stores need no order. The
+    CTA's `warpgroups` alternate along a row, tile by tile, and write `vectors` vectors (None: all) from `first` on.
     """
     rows, cols = ref.shape
     itemsize = jnp.dtype(ref.dtype).itemsize
@@ -151,10 +151,10 @@ def store_element(
 
 
 def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
-    """In each thread the number of the first of those of its warp that share its row.
+    """Gives each thread the value of the first lane of its warp that shares its row.
 
-    A sum over lanes is not the same in all: a product in it is contracted into the first addition, of which each lane
-    then rounds the others' product only.
+    A sum over lanes may differ among them: the compiler contracts a product into the first addition, so that each lane
+    rounds only the other lane's product.
     """
     if tile.lanes_in_warp == 1:
         return value
@@ -171,10 +171,11 @@ def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
 
 
 def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> jax.Array:
-    """The sums of a tile's rows, which lie in `ref` from `row` on, in an order that does not depend on their alignment.
+    """Sums a tile's rows, from row `row` of `ref` on, in an order that does not depend on their alignment.
 
-    The order is that of row vectors. One ends in the next lane's aligned vector: each lane adds up the elements with
-    which its row vector begins, hands the sum on, and adds to the one that it gets those with which that one ends.
+    The order is that of row vectors. A row vector begins in one lane's aligned vector and ends in the next lane's: each
+    lane adds up the elements that begin one, shuffles the sum to the next lane, and that lane adds the elements that
+    end it.
     """
     layout, lanes, v = tile.layout.reduce(1), tile.lanes_in_warp, tile.vector
     rows, cols = ref.shape
@@ -185,7 +186,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
     def add_rows(ctx, ref, z, row):
         f32 = ir.F32Type.get()
 
-        # An addition that the compilers do not contract with a product.
+        # The compilers do not contract this addition with a product.
         def add(a, b):
             return llvm.inline_asm(f32, [a, b], "add.rn.f32 $0, $1, $2;", "=f,f,f")
 
@@ -226,7 +227,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
 
 
 def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -> list[ir.Value]:
-    """The sums of registers, element by element; of a power of two in an order that is that of any rotation too."""
+    """Adds up registers, element by element. For a power of two of them, rotating the registers changes nothing."""
     halves = len(parts) // 2
     if len(parts) & (len(parts) - 1):
         return functools.reduce(lambda a, b: list(map(add, a, b)), parts)
@@ -241,7 +242,7 @@ def _wide(x: ir.Value) -> ir.Value:
 
 
 def _fragment(value: ir.Value, tile: RegisterTile, is_signed: bool | None) -> mgpu.FragmentedArray:
-    """A register array of the thread's one number."""
+    """A register array of the thread's one value."""
     layout = tile.layout.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((tile.rows,)), dtype=object)
     assert registers.size == layout.vector_length == 1

@@ -1,11 +1,11 @@
 """Loads and stores of 16-byte vectors of a row, between global memory and registers.
 
-A row of any length and any alignment is seen as 16-byte vectors, aligned in memory: the first and the last may hang
-over the row's ends. Elements outside the row are read as `fill` and never written: every row length runs at full vector
-width. (The last vector of an array may end up to 14 bytes past it: XLA hands out memory in multiples of 256 bytes.)
+A row of any length and any alignment is covered by 16-byte vectors that are aligned in memory, so that every length
+runs at full vector width. The first and the last vector may cross the row's ends: elements outside the row are read as
+`fill` and never written. (The last vector of an array may end up to 14 bytes past it; XLA allocates multiples of 256.)
 
-Sums must not depend on where such vectors begin: rows with the same elements have the same sums, bit for bit. They are
-sums of row vectors, which begin at the row's start. A row vector ends in the next lane's aligned vector, and the last
+Sums do not depend on where such vectors begin: rows with the same elements have the same sums, bit for bit. The kernels
+add up row vectors, which begin at the row's start. A row vector ends in the next lane's aligned vector, and the last
 one of a warp in the first one of the next warp: a tile that `wraps` holds all elements of the warp's row vectors, the
 last ones in the place of those before the first one. `row_scalars.sums_of_rows` adds them up in order.
 """
@@ -150,7 +150,7 @@ class RowPredicate:
     def vectors(
         self, base: ir.Value, row: ir.Value, first: ir.Value, wanted: ir.Value | None = None
     ) -> "Iterator[Vector]":
-        """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel.
+        """Emits code that finds the thread's vectors of its row, `first` vectors from the row's start.
 
         A thread whose row is not `wanted` sees a row without columns.
         """
@@ -197,7 +197,7 @@ class RowPredicate:
         return [arith.andi(is_first, b) for b in before]
 
     def wrap(self, vector_of_tile: ir.Value, behind: ir.Value, head: ir.Value) -> ir.Value:
-        """The words of the thread's first vector, some elements of which come from the one behind the quarter."""
+        """Replaces elements of the thread's first vector by those behind the quarter; returns the words."""
         per_word, all_bits = self.tile.vector // 4, (1 << 32) - 1
         bits = all_bits >> (32 - 32 // per_word)
         words, takes = [], self.wrapped(head)
@@ -237,7 +237,7 @@ class Vector:
 
 
 def load_vector(address: ir.Value, predicate: ir.Value | None, fill: int, space: str = "global") -> ir.Value:
-    """The four words of a vector; each is `fill` where the predicate does not hold."""
+    """Loads the four words of a vector; each is `fill` where the predicate does not hold."""
     kind = "l" if space == "global" else "r"
     text, operands, constraints = f"ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4];", [address], f"=&r,=&r,=&r,=&r,{kind}"
     if predicate is not None:
@@ -264,9 +264,9 @@ def _load_behind(
 def load(
     ref: jax.Ref, row: Index, first: Index, tile: RegisterTile, *, fill: float, labels: jax.Array | None = None
 ) -> jax.Array:
-    """The tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
+    """Loads the tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
 
-    Columns outside the row are `fill`, and all columns of rows with a negative label, which are not read. A static
+    Columns outside the row are `fill`, as are all columns of rows with a negative label, which are not read. A static
     `first` of 0 lets tiles of whole warps skip needless checks.
     """
     row_pred, dtype = RowPredicate.of(ref, tile, at_start=isinstance(first, int) and first == 0), jnp.dtype(ref.dtype)
@@ -307,9 +307,9 @@ def store(
     interior: bool,
     evict_first: bool = False,
 ) -> None:
-    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: it has none).
+    """Stores `value` where `load` reads; columns outside the row stay as they are. An `interior` tile has none.
 
-    With `evict_first`, L2 drops it first.
+    With `evict_first`, L2 evicts the values before others.
     """
     row_pred = RowPredicate.of(ref, tile, isinstance(first, int) and first == 0, interior)
     bits = 8 * jnp.dtype(ref.dtype).itemsize
@@ -352,7 +352,7 @@ def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
 def select_by_mask(
     ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile, z: jax.Array, other: float
 ) -> jax.Array:
-    """`z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` bytes, or `[1, cols]` for all rows."""
+    """Selects `z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` or, for all rows, `[1, cols]`."""
     held = _load_mask(ref, rows, row, first, tile)
     return jnp.where(held != 0.0, z, jnp.full_like(z, other))
 
@@ -360,7 +360,7 @@ def select_by_mask(
 def select_inside(
     shape: tuple[int, int], row: Index, first: Index, tile: RegisterTile, z: jax.Array, other: float
 ) -> jax.Array:
-    """`z` in the columns of a `[rows, cols]` array's row, and `other` where the tile hangs over the row's ends."""
+    """Selects `z` in the row of a `[rows, cols]` array, and `other` where the tile crosses the row's ends."""
     rows, cols = shape
     row_pred = RowPredicate(tile, rows, cols, tile.dtype.itemsize)
 
@@ -379,7 +379,7 @@ def select_inside(
 
 
 def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
-    """The mask's bytes as float32, 0 outside the row."""
+    """Loads the mask's bytes as float32, 0 outside the row."""
     mask_rows, cols = ref.shape
     row_pred, layout = RowPredicate(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()
 

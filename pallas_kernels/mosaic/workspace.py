@@ -1,6 +1,6 @@
 """Workspace: initialised global memory that all CTAs of a launch share.
 
-A grid of CTAs exchanges statistics through it. `grid_workspace` has a tile counter and a word for each value.
+The CTAs of a row exchange their statistics through it: see `grid_workspace`, `grid_store` and `grid_load`.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ def with_workspace(
 
 
 def grid_workspace(rows: int, buffer: ReductionBuffer) -> jax.Array:
-    """The tile counter, then for each row a word for each value of each rank.
+    """A tile counter, then for each row a word for each value of each rank.
 
     All words are -1, which no value is: arithmetic makes only one NaN, 0x7fffffff.
     """

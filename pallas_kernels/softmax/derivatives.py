@@ -1,8 +1,8 @@
-"""Derivatives of the row operations: which operation is whose, and plain `jax.custom_vjp` functions over the kernels.
+"""States the derivatives of the row operations, and offers plain `jax.custom_vjp` functions over the kernels.
 
-`RULES` is the one statement of the derivatives. `jaxsoftmax` registers it as its primitives' own rules, which gives
-forward mode and every higher order too; the functions below bind the same pair by `jax.custom_vjp`, for those who
-want a kernel without the primitive. They are reverse-only, as every `custom_vjp` function is, and take `[rows, cols]`.
+`jaxsoftmax` registers `RULES` as the rules of its primitives, which gives forward mode and every higher order too. The
+functions below bind the same rules by `jax.custom_vjp`, for a kernel without the primitive. They are reverse-only, as
+every `custom_vjp` function is, and take `[rows, cols]`.
 """
 
 import functools
