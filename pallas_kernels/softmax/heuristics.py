@@ -1,7 +1,7 @@
 """Chooses a kernel and its config from a problem's sizes alone.
 
-`Thresholds` holds every tuned figure, one table for each card. `docs/tuning/softmax.md` has the measurements, by the
-figures' names.
+`Thresholds` holds the tuned figures, one table for each card. `docs/tuning/softmax.md` has the measurements behind
+them, under the figures' names.
 """
 
 import dataclasses

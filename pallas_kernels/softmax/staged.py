@@ -444,9 +444,9 @@ def _body(
 def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     if config.interleaved and problem.op.has_labels:
-        raise ValueError(f"{config}: elements at labels are written over where a CTA's chunks are side by side")
+        raise ValueError(f"{config}: operations with labels need the chunks of a CTA side by side")
     if is_ragged(problem) and (config.register_chunks or config.interleaved):
-        raise ValueError(f"{config}: statistics of rows that begin anywhere are taken of slices in shared memory")
+        raise ValueError(f"{config}: rows that are not whole vectors need all chunks staged, side by side")
     return launch(
         problem,
         functools.partial(_body, config=config),

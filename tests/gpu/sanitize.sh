@@ -1,5 +1,5 @@
 #!/bin/sh
-# compute-sanitizer over every rung, or every kind of attention: out-of-bounds and misaligned accesses, and races in
+# compute-sanitizer over every row kernel, or every kind of attention: out-of-bounds and misaligned accesses, races in
 # shared memory, each tool in PARTS processes one after another, JOBS of both at once. Says how many steps were done and
 # what was found; fails if either is not as it should be. With OUT, each tool's words are in $OUT/TOOL.txt.
 # The tool itself crashes, once in some 50 steps of the ladder, 6 to 14 of attention (H200, 15 processes): the part goes

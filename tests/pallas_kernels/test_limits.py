@@ -67,6 +67,14 @@ def test_a_config_that_cannot_be_is_refused(kind, fields, name):
         kind(*fields)
 
 
+@pytest.mark.parametrize(
+    "name, card", [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", None)]
+)
+def test_each_card_has_a_table(name, card):
+    table = heuristics.thresholds(dataclasses.replace(H200, name=name))
+    assert table is (heuristics.BY_CARD[card] if card else heuristics.DEFAULT)
+
+
 SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid}
 
 
