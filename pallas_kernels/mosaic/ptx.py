@@ -70,15 +70,15 @@ def integer(x: ir.Value) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
-def number(x: mgpu.FragmentedArray) -> ir.Value:
-    """The thread's one number of an array that has one for each of its tile's rows."""
+def row_value(x: mgpu.FragmentedArray) -> ir.Value:
+    """The thread's value in an array that has one value for each of its tile's rows."""
     value = x.registers.flat[0]
     return elements(value)[0] if isinstance(value.type, ir.VectorType) else value
 
 
 def word(x: mgpu.FragmentedArray) -> ir.Value:
     """The same as a word."""
-    return arith.bitcast(i32(), number(x))
+    return arith.bitcast(i32(), row_value(x))
 
 
 def elements(v: ir.Value) -> list[ir.Value]:

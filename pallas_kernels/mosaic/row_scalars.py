@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
-    number,
+    row_value,
     scalar,
     thread_in_warpgroup,
     word,
@@ -65,7 +65,7 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
 
     def load_from(ctx, ref, row, column):
         f32, element = ir.F32Type.get(), ir.MemRefType(ref.type).element_type
-        at, wanted = _wide(number(column)), arith.cmpi(arith.CmpIPredicate.sge, number(column), c32(0))
+        at, wanted = _wide(row_value(column)), arith.cmpi(arith.CmpIPredicate.sge, row_value(column), c32(0))
         if rows > 1:
             at = arith.addi(arith.muli(_wide(row_of(tile, scalar(row))), c64(cols)), at)
         address = arith.addi(global_address(ref), arith.muli(at, c64(itemsize)))
@@ -96,7 +96,7 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> Non
         first_lane = equals(arith.remui(thread, c32(tile.lanes)), 0)
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, number(value), arith.andi(first_lane, exists)])
+        asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, row_value(value), arith.andi(first_lane, exists)])
 
     ref_rows = ref.shape[0]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))
@@ -123,7 +123,7 @@ def store_element(
     row_pred, bits = RowPredicate(tile, rows, cols, itemsize), 8 * itemsize
 
     def store_over(ctx, ref, column, value, row, first):
-        at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), number(column)
+        at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), row_value(column)
         _, head, _ = row_pred.row(global_address(ref), at)
         k = arith.subi(arith.divui(arith.addi(head, place), c32(tile.vector)), scalar(first))
         lane, here = arith.remui(k, c32(tile.lanes_in_warp)), arith.remui(thread, c32(tile.lanes_in_warp))
@@ -141,7 +141,7 @@ def store_element(
             mine = arith.andi(mine, condition)
         index = arith.addi(arith.muli(_wide(at), c64(cols)), _wide(place))
         address = arith.addi(global_address(ref), arith.muli(index, c64(itemsize)))
-        word = arith.bitcast(ir.IntegerType.get_signless(bits), number(value))
+        word = arith.bitcast(ir.IntegerType.get_signless(bits), row_value(value))
         asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
@@ -158,7 +158,7 @@ def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
     """
     if tile.lanes_in_warp == 1:
         return value
-    layout, shares = tile.layout.reduce(1), 32 - tile.lanes_in_warp  # of a lane's number, the bits that say whose row
+    layout, shares = tile.layout.reduce(1), 32 - tile.lanes_in_warp  # the bits of a lane's index that name its row
 
     def shuffle_first(ctx, value):
         first = arith.andi(arith.remui(utils.thread_idx(), c32(32)), c32(shares))

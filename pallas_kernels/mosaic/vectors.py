@@ -35,7 +35,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
-    number,
+    row_value,
     scalar,
     thread_in_warpgroup,
 )
@@ -277,7 +277,7 @@ def load(
         element = ir.MemRefType(ref.type).element_type
         vector_type = ir.VectorType.get((tile.vector,), element)
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
-        wanted = arith.cmpi(arith.CmpIPredicate.sge, number(labels[0]), c32(0)) if labels else None
+        wanted = arith.cmpi(arith.CmpIPredicate.sge, row_value(labels[0]), c32(0)) if labels else None
         for v in row_pred.vectors(global_address(ref), scalar(row), scalar(first), wanted):
             words = load_vector(v.address, v.inside, fill_word)
             if v.moved is not None:
@@ -368,8 +368,8 @@ def select_inside(
         registers, f32 = z.registers.copy(), ir.F32Type.get()
         for v in row_pred.vectors(c64(0), scalar(row), scalar(first)):
             kept = [v.inside] * tile.vector if v.masks is None else v.masks
-            numbers = zip(kept, elements(registers.flat[v.register]), strict=True)
-            chosen = [arith.select(keep, x, mgpu.utils.c(other, f32)) for keep, x in numbers]
+            pairs = zip(kept, elements(registers.flat[v.register]), strict=True)
+            chosen = [arith.select(keep, x, mgpu.utils.c(other, f32)) for keep, x in pairs]
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 

@@ -51,32 +51,32 @@ def _fold(
     return row_ops.combine(problem, stats, [*maximum, *sums], exp)
 
 
-def partial_stats(
+def _partial_stats(
     operands: Operands,
     row: jax.Array,
     label_operands: row_ops.LabelOperands | None,
     tile: vectors.RegisterTile,
-    warpgroups: int = 1,
-    warpgroup: Index = 0,
+    warpgroups: int,
+    warpgroup: Index,
 ) -> tuple[jax.Array, ...]:
     """Each warp's statistics of its part of the row, one `[4]` array per value."""
     problem, chunk, tile = operands.problem, WARPGROUP * tile.registers, dataclasses.replace(tile, wraps=True)
     exp, steps = row_ops.exp_for(problem), _steps(problem, tile, warpgroups)
     empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(problem.op)
-    nothing = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.rescaled(problem)))
+    identity = (*empty, *(jnp.zeros((4,), jnp.float32) for _ in row_ops.rescaled(problem)))
 
     def add(i: jax.Array, stats: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tiles = operands.load(row, i * (warpgroups * chunk) + warpgroup * chunk, tile, label_operands)
         return _fold(operands, row, stats, tiles, tile, exp)
 
     if steps <= _ADDED:
-        return lax.fori_loop(0, steps, add, nothing)
+        return lax.fori_loop(0, steps, add, identity)
 
     def add_group(i: jax.Array, stats: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        group = lax.fori_loop(i * _ADDED, jnp.minimum((i + 1) * _ADDED, steps), add, nothing)
+        group = lax.fori_loop(i * _ADDED, jnp.minimum((i + 1) * _ADDED, steps), add, identity)
         return row_ops.combine(problem, stats, group, exp)
 
-    return lax.fori_loop(0, -(-steps // _ADDED), add_group, nothing)
+    return lax.fori_loop(0, -(-steps // _ADDED), add_group, identity)
 
 
 def _steps(problem: Problem, tile: vectors.RegisterTile, warpgroups: int) -> int:
@@ -92,7 +92,7 @@ def _body(operands: Operands, *, slots: jax.Ref, config: OnlineConfig, buffer: R
     chunk = WARPGROUP * config.registers
     steps = _steps(problem, tile, config.warpgroups)
     label_operands = operands.label_operands(row, tile)
-    partial = partial_stats(operands, row, label_operands, tile, config.warpgroups, warpgroup)
+    partial = _partial_stats(operands, row, label_operands, tile, config.warpgroups, warpgroup)
     partials = reduce.block_gather(buffer, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
     stats = row_ops.with_factors(problem, row_ops.merge(problem, partials, buffer.layout, exp, tile), label_operands)
     if op.gives_stats:

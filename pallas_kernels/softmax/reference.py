@@ -197,12 +197,12 @@ def cross_entropy(
     """
     read, (z, unit) = labels != IGNORED, _in_units(x, scale, soft_cap)
     kept = scaled(_lift(_held(z, where), axes, unit)[1], unit)
-    numbers = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
+    values = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
         total = _times((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True), unit)
-        numbers.append(jnp.where(read, total, 0.0))
-    numbers = [number.squeeze(axes) for number in numbers]
-    return tuple(numbers) if smoothing else Stats(*numbers)
+        values.append(jnp.where(read, total, 0.0))
+    values = [value.squeeze(axes) for value in values]
+    return tuple(values) if smoothing else Stats(*values)
 
 
 def cross_entropy_gradient(
@@ -218,8 +218,8 @@ def cross_entropy_gradient(
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, ...]:
     """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives."""
-    numbers = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
-    known = Stats(*(jnp.expand_dims(number, axes) for number in numbers[:2]))
+    values = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
+    known = Stats(*(jnp.expand_dims(value, axes) for value in values[:2]))
     out = cross_entropy_slope(
         x,
         labels,
@@ -232,7 +232,7 @@ def cross_entropy_gradient(
         soft_cap=soft_cap,
         smoothing=smoothing,
     )
-    return (out.astype(x.dtype), *numbers)
+    return (out.astype(x.dtype), *values)
 
 
 def cross_entropy_slope(
@@ -279,10 +279,10 @@ def columns(x: jax.Array, axes: Axes) -> jax.Array:
     """Each element's column: its place in its row, `axes` flattened; cut as `x` is, if its type says how."""
     sharding = jax.typeof(x).sharding
     cut = sharding if any(entry is not None for entry in sharding.spec) else None
-    number = jnp.zeros((), jnp.int32)
+    index = jnp.zeros((), jnp.int32)
     for axis in axes:
-        number = number * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis, out_sharding=cut)
-    return number
+        index = index * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis, out_sharding=cut)
+    return index
 
 
 def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:

@@ -107,13 +107,14 @@ def merge(
 ) -> RowStats:
     """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per value.
 
-    `layout` is that of `partial`. All threads have the same: of sums of weighted parts, one lane's.
+    `layout` is that of `partial`. All threads get the same values: rescaled sums, which lanes may round unlike, are
+    those of one lane.
     """
     if not has_max(problem.op):
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
     maximum, *sums = partial
     relative = [part for part, decays in zip(sums, rescaled(problem), strict=True) if decays]
-    spread = lambda number: plgpu.layout_cast(jnp.broadcast_to(number, maximum.shape), layout)
+    spread = lambda value: plgpu.layout_cast(jnp.broadcast_to(value, maximum.shape), layout)
     total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, spread=spread)
     rest = (of_first_lane(_repeat(each, tile), tile) for each in merged)
     plain = lambda part: _repeat(part.sum(0), tile)
@@ -121,8 +122,8 @@ def merge(
     return RowStats(_repeat(total, tile), tuple(both))
 
 
-def _repeat(number: jax.Array, tile: vectors.RegisterTile) -> jax.Array:
-    return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
+def _repeat(value: jax.Array, tile: vectors.RegisterTile) -> jax.Array:
+    return plgpu.layout_cast(jnp.broadcast_to(value, (tile.rows,)), tile.layout.reduce(1))
 
 
 def values(stats: RowStats) -> list[jax.Array]:
