@@ -103,6 +103,14 @@ def shared_address(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
 
 
+def load_if(address: ir.Value, predicate: ir.Value, bits: int, fill: int = 0) -> ir.Value:
+    """Loads 8, 16 or 32 bits from global memory where the predicate holds, else gives `fill`; bytes become 16 bits."""
+    width, kind, constraint = (32, "b32", "r") if bits == 32 else (16, "u8" if bits == 8 else "b16", "h")
+    text = f"mov.b{width} $0, {fill}; @$2 ld.global.{kind} $0, [$1];"
+    word_type = ir.IntegerType.get_signless(width)
+    return llvm.inline_asm(word_type, [address, predicate], text, f"=&{constraint},l,b", has_side_effects=True)
+
+
 def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
     """Inline assembly without a result."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
+    load_if,
     row_value,
     scalar,
     thread_in_warpgroup,
@@ -44,8 +45,7 @@ def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Arra
         at = row_of(tile, scalar(row))
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        text = f"mov.b32 $0, {word}; @$2 ld.global.b32 $0, [$1];"
-        value = llvm.inline_asm(word_type, [address, exists], text, "=&r,l,b", has_side_effects=True)
+        value = load_if(address, exists, 32, word)
         value = value if element == word_type else arith.bitcast(element, value)
         return _fragment(value, tile, True if element == word_type else None)
 
@@ -69,10 +69,7 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
         if rows > 1:
             at = arith.addi(arith.muli(_wide(row_of(tile, scalar(row))), c64(cols)), at)
         address = arith.addi(global_address(ref), arith.muli(at, c64(itemsize)))
-        bits, kind = (32, "r") if itemsize == 4 else (16, "h")
-        text = f"mov.b{bits} $0, 0; @$2 ld.global.{'u8' if itemsize == 1 else f'b{bits}'} $0, [$1];"
-        word = ir.IntegerType.get_signless(bits)
-        value = llvm.inline_asm(word, [address, wanted], text, f"=&{kind},l,b", has_side_effects=True)
+        value = load_if(address, wanted, 8 * itemsize)
         if itemsize == 1:
             value = arith.uitofp(f32, value)
         elif itemsize == 2:

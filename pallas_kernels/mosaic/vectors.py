@@ -35,6 +35,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
+    load_if,
     row_value,
     scalar,
     thread_in_warpgroup,
@@ -398,13 +399,7 @@ def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Register
                 place = arith.addi(at, c64(e))
                 if v.moved is not None:
                     place = arith.addi(place, arith.extui(place.type, v.moved[e]))
-                byte = llvm.inline_asm(
-                    ir.IntegerType.get_signless(16),
-                    [arith.addi(base, place), inside],
-                    "mov.b16 $0, 0; @$2 ld.global.u8 $0, [$1];",
-                    "=&h,l,b",
-                    has_side_effects=True,
-                )
+                byte = load_if(arith.addi(base, place), inside, 8)
                 held.append(arith.uitofp(f32, arith.trunci(i8, byte)))
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
