@@ -87,7 +87,7 @@ class CtaSlice:
     def first(self) -> Index:
         return self.cta * self.vectors
 
-    def chunk(self, step: Index) -> Index:
+    def chunk_start(self, step: Index) -> Index:
         """The index in the row of the first vector of the CTA's chunk of a step."""
         size, ctas = self.config.chunk, self.config.ctas
         return (step * ctas + self.cta) * size if self.config.interleaved else self.first + step * size
@@ -104,7 +104,7 @@ class CtaSlice:
     def at(self, step: jax.Array) -> Index:
         """The index in the row of the first vector of this warpgroup's tile of a step."""
         if self.config.interleaved:
-            return self.chunk(step) + self.warpgroup * (WARPGROUP * self.config.registers)
+            return self.chunk_start(step) + self.warpgroup * (WARPGROUP * self.config.registers)
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
 
     def copy(self, row: jax.Array, stage: Stage, barrier: jax.Ref, cache: mbarrier.Cache = None) -> None:
@@ -117,12 +117,12 @@ class CtaSlice:
                 mbarrier.copy_row(ref, row, self.first + self.vectors, 1, to, barrier, cache, label)
             return
 
-        def copy_granules(step: jax.Array, _: None) -> None:
+        def copy_chunks(step: jax.Array, _: None) -> None:
             for ref, to in pairs:
-                piece = self.chunk(step), self.config.chunk, to.at[step]
+                piece = self.chunk_start(step), self.config.chunk, to.at[step]
                 mbarrier.copy_row(ref, row, *piece, barrier, cache, label)
 
-        self._loop(0, self.staged, copy_granules, None)
+        self._loop(0, self.staged, copy_chunks, None)
 
     def _tails(self, stage: Stage) -> list[jax.Ref]:
         return stage[self.problem.operands :]
@@ -168,7 +168,7 @@ class CtaSlice:
                 continue
             for step in sorted({0, *range(start // size, self.staged)}):
                 begin = min(max(start - step * size, 0), size)
-                mbarrier.fill_outside(ref, row, self.chunk(step), begin, size, to.at[step], fill, threads)
+                mbarrier.fill_outside(ref, row, self.chunk_start(step), begin, size, to.at[step], fill, threads)
         self.sync()
 
     def sync(self) -> None:

@@ -17,7 +17,8 @@ ALONE = StagedConfig(ctas=1, warpgroups=2, registers=1, stages=1, rows=1)
 def vectors_of(cta_slice):
     """Which of the row's vectors the slice has, in its order."""
     return [
-        int(cta_slice.chunk(i // cta_slice.config.chunk)) + i % cta_slice.config.chunk for i in range(cta_slice.vectors)
+        int(cta_slice.chunk_start(i // cta_slice.config.chunk)) + i % cta_slice.config.chunk
+        for i in range(cta_slice.vectors)
     ]
 
 
