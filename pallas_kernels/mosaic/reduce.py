@@ -59,10 +59,6 @@ class ReductionBuffer:
         return self.slots - self.num_ranks
 
     @property
-    def bytes_in_shared(self) -> int:
-        return 2 * 4 * self.num_values * self.slots
-
-    @property
     def scratch(self) -> Any:
         return plgpu.SMEM((2, self.num_values, self.slots), jnp.float32)
 
