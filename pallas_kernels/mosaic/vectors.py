@@ -396,6 +396,7 @@ def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Register
             held = []
             for e in range(tile.vector):
                 inside = v.inside if v.masks is None else v.masks[e]
+                assert inside is not None
                 place = arith.addi(at, c64(e))
                 if v.moved is not None:
                     place = arith.addi(place, arith.extui(place.type, v.moved[e]))
