@@ -201,8 +201,8 @@ def no_kernel_on_platform(op: str) -> NotImplementedError:
 
 
 def no_kernel_for_problem(op: str, reasons: Sequence[tuple[str, str]]) -> NotImplementedError:
-    """A named kernel that declined, with each kernel's reason."""
-    listed = "".join(f"\n  {name}: {why}" for name, why in reasons) or "\n  there is no kernel for this operation"
+    """A named kernel that declined, with each rung's reason."""
+    listed = "".join(f"\n  {rung}: {why}" for rung, why in reasons) or "\n  there is no kernel for this operation"
     return NotImplementedError(
         f"{op}: implementation='mosaic_gpu' was asked for, but no kernel takes this call:{listed}\n"
         "Pass implementation=None to use XLA where no kernel does."
