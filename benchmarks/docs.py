@@ -17,7 +17,7 @@ from benchmarks import attention_docs, cases, plot, report, training
 from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Setting
 from benchmarks.targets import TARGETS, Target
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.dispatch import KERNELS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -88,7 +88,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
         found = [(case, record) for case in widths if (record := results.rungs(case.name)) is not None]
         if not found:
             return NOT_MEASURED
-        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(RUNG) in LADDER)
+        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(RUNG) in KERNELS)
         rows = []
         for name in names:
             entries = [record["impls"].get(name, {}) for _, record in found]
@@ -97,7 +97,7 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
         if any("xla" in record["impls"] for _, record in found):
             rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
-        heads = ["rung", "traffic", *(f"N = {case.cols}" for case, _ in found)]
+        heads = ["kernel", "traffic", *(f"N = {case.cols}" for case, _ in found)]
         when = report.when((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
         caption = _caption([record for _, record in found])
         return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {when}."

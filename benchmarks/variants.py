@@ -90,7 +90,7 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
 def expand(impls: list[str]) -> Iterator[str]:
     """Replaces "ladder" by its rungs."""
     for impl in impls:
-        yield from (f"rung:{name}" for name in dispatch.LADDER) if impl == "ladder" else (impl,)
+        yield from (f"rung:{name}" for name in dispatch.KERNELS) if impl == "ladder" else (impl,)
 
 
 def _plain(function: Callable[..., Any]) -> Program:

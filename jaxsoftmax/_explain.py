@@ -43,9 +43,9 @@ class Explanation:
         reason: Why this kernel, or why none.
         least_bytes: What any implementation must read and write: each operand and result once.
         notes: Copies and other work outside the kernel.
-        declined: (rung, why not), in the ladder's order.
-        kernel: The rung of the ladder, or None.
-        config: The rung's configuration, or None.
+        declined: (kernel, why not), in the ladder's order.
+        kernel: The name of the kernel, or None.
+        config: The kernel's configuration, or None.
         bytes_moved: What the kernel reads and writes in device memory, or None.
     """
 
@@ -78,7 +78,7 @@ class Explanation:
         else:
             lines.append(f"    moves: {_size(self.bytes_moved)} by the kernel; the whole call no less than {least}")
         lines += [f"    besides: {note}" for note in self.notes]
-        lines += [f"    not {rung}: {why}" for rung, why in self.declined]
+        lines += [f"    not {name}: {why}" for name, why in self.declined]
         return "\n".join(lines)
 
 

@@ -44,7 +44,7 @@ from pallas_kernels.attention.memory import ACC, store, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import loops, ptx, reduce
+from pallas_kernels.mosaic import ptx, reduce
 
 Accumulator = Any  # a reference to one in registers
 
@@ -354,7 +354,7 @@ def _step(
     scores, released = carry
     problem, config, refs = tile.problem, tile.config, tile.refs
     dk_sum, dv_sum = sums
-    warpgroup, stage = loops.recomputed(lax.axis_index("warpgroup")), lax.rem(step.n, config.stages)
+    warpgroup, stage = ptx.opaque(lax.axis_index("warpgroup")), lax.rem(step.n, config.stages)
     d_out_smem, ds_smem = refs.d_out_smem.at[stage], refs.ds_smem.at[lax.rem(step.n, 2)]
     part = _Part(tile, step, warpgroup, stage, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
@@ -408,7 +408,7 @@ def _step(
 
 def _begin_scores(tile: Tile, stage: jax.Array) -> jax.Array:
     """Begins K Q^T, of the warpgroup's keys and the stage's queries."""
-    refs, warpgroup = tile.refs, loops.recomputed(lax.axis_index("warpgroup"))
+    refs, warpgroup = tile.refs, ptx.opaque(lax.axis_index("warpgroup"))
     keys = [refs.key_smem.at[warpgroup, c] for c in range(refs.key_smem.shape[1])]
     return products.begin_pieces(keys, refs.query_smem.at[stage])
 
@@ -464,7 +464,7 @@ def _add_to_dq(
     problem, config, refs = tile.problem, tile.config, tile.refs
     if config.last_writes and config.turns and not _fetches_early(config):
         _fetch_sum(part, ended)
-    for other in map(loops.recomputed, map(jnp.int32, range(config.warpgroups))):
+    for other in map(ptx.opaque, map(jnp.int32, range(config.warpgroups))):
         plgpu.wgmma(dq_sum, part.ds_smem.at[other, row].T, refs.key_smem.at[other, column])
     begun = None
     if config.ahead:

@@ -216,7 +216,7 @@ def launch(
     )
 
     def run(begun: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        return workspace.call(call, arrays, begun, list(whole.values()))
+        return workspace.with_workspace(call, arrays, begun, list(whole.values()))
 
     # Each call has tickets of its own, which `vmap` would share.
     run = run if tickets is None else sequential_vmap(run)

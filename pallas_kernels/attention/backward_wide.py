@@ -51,7 +51,7 @@ from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import loops, mbarrier, ptx, reduce
+from pallas_kernels.mosaic import mbarrier, ptx, reduce
 
 Accumulator = Any  # a reference to one in registers
 Sums = tuple[Accumulator, ...]  # the pieces of a gradient
@@ -107,8 +107,8 @@ def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
 
 
 def _slot(n: jax.Array, stages: int) -> jax.Array:
-    """The stage of step `n`, computed where it is used: see `loops.recomputed`."""
-    return loops.recomputed(lax.rem(n, jnp.int32(stages)))
+    """The stage of step `n`, computed where it is used: see `ptx.opaque`."""
+    return ptx.opaque(lax.rem(n, jnp.int32(stages)))
 
 
 # The copies, each issued by one warp.
@@ -218,7 +218,7 @@ def _values(tile: Tile) -> None:
 
 def _begin_scores(tile: Tile, n: jax.Array) -> jax.Array:
     """Begins the product of keys and queries of step `n`."""
-    here, slot = loops.recomputed(jnp.int32(0)), _slot(n, tile.config.stages)
+    here, slot = ptx.opaque(jnp.int32(0)), _slot(n, tile.config.stages)
     return products.begin_pieces([tile.refs.key_smem.at[here]], tile.refs.query_smem.at[slot])
 
 
@@ -310,7 +310,7 @@ def _keys(tile: Tile) -> None:
 def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> None:
     """A step of warpgroup 1."""
     problem, config, refs = tile.problem, tile.config, tile.refs
-    here = loops.recomputed(jnp.int32(0))
+    here = ptx.opaque(jnp.int32(0))
     slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
@@ -361,7 +361,7 @@ def _begin_turn(tile: Tile, step: Step, warpgroup: int) -> None:
 
 def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
     """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
-    refs, here, turns = tile.refs, loops.recomputed(jnp.int32(0)), tile.config.turns
+    refs, here, turns = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.turns
     half = refs.key_smem.shape[2] // CHUNK // 2 * CHUNK
     columns = range(half) if warpgroup == VALUES else range(half, refs.key_smem.shape[2])
     mine = [columns[at : at + tile.config.dq_columns] for at in range(0, len(columns), tile.config.dq_columns)]

@@ -120,7 +120,7 @@ def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> N
         line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.addi(arith.muli(below, ptx.c32(8)), row))
         base = arith.addi(ptx.shared_address(target), arith.muli(line, ptx.c32(_ROW_BYTES)))
         # A copy that the compiler cannot see through: it would keep each sum with a constant all along the loop.
-        swizzled = ptx.opaque(arith.muli(arith.xori(right, row), ptx.c32(16)))
+        swizzled = ptx.opaque_word(arith.muli(arith.xori(right, row), ptx.c32(16)))
         words = [_word(pair) for pair in factor.registers.flat]
         for i in range(len(words) // 4):
             square, columns = divmod(i, _SIDE // 16)

@@ -71,7 +71,7 @@ def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -
     """Calls a kernel with a counter of tickets, which `vmap` does not share between the calls that it makes of one."""
 
     def draw(*arrays: jax.Array) -> list[jax.Array]:
-        return workspace.call(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
+        return workspace.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
 
     return sequential_vmap(draw)(*operands)
 

@@ -1,4 +1,4 @@
-"""Elementary functions inside the kernels, as accurate as XLA's and cheap enough to hide behind the memory."""
+"""Elementary functions for the kernels, as accurate as XLA's and cheap enough to hide behind the memory traffic."""
 
 import functools
 import math
@@ -11,15 +11,14 @@ LOG2E = math.log2(math.e)
 
 
 def exp_16bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
-    """`exp(unit * d)` for weights that end in 16 bits: a multiplication and a MUFU; relative error |unit d| * 2^-24."""
+    """`exp(unit * d)` for 16-bit results, by a multiplication and a MUFU; the relative error is |unit d| * 2^-24."""
     return jnp.exp2(d * (unit * LOG2E))
 
 
 def exp_32bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
     """`exp(unit * d)` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `unit d = n log(2) + r`.
 
-    That is split without rounding, where the compiler contracts the product. Results below 2^-149 are 0; -inf gives 0
-    and NaN stays.
+    The split is exact if the compiler contracts the products. Results below 2^-149 are 0; -inf gives 0, NaN stays.
     """
     round_to_integer = 1.5 * 2.0**23
     ln2_high, ln2_low = 0.693359375, -2.12194440e-4
@@ -32,7 +31,7 @@ def exp_32bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
 def weight_in_sum(x: jax.Array, log_sum: jax.Array) -> jax.Array:
     """The weight of a logit in a sum that has ended, both in powers of two; a `log_sum` of +inf gives 0.
 
-    No `monoid.decay`: nothing merges any more, so that `log_sum` is not the identity's -inf and needs no guard.
+    It is not `monoid.decay`: nothing merges any more, so that `log_sum` is never -inf and needs no guard.
     """
     return jnp.exp2(x - log_sum)
 
@@ -60,7 +59,7 @@ def tanh_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
 
 
 def exp_for(dtype: jnp.dtype, unit: float = 1.0) -> Callable[[jax.Array], jax.Array]:
-    """The `exp` of numbers of units whose error disappears in the rounding of `dtype`."""
+    """The `exp` of multiples of `unit`, with an error that disappears in the rounding of `dtype`."""
     return functools.partial(exp_32bit if dtype.itemsize == 4 else exp_16bit, unit=unit)
 
 

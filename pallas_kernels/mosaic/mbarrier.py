@@ -1,7 +1,7 @@
-"""Rows copied into shared memory behind the warps' back, and the memory barriers that say when they have come.
+"""Asynchronous copies of rows into shared memory, and the mbarriers that signal their arrival.
 
-A barrier is 8 bytes of shared memory. A phase of it ends when all its arrivals have come and all the bytes that they
-announced; waiting names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
+A barrier is 8 bytes of shared memory. A phase ends when all arrivals and all the bytes that they expect have come; a
+wait names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
 """
 
 import math
@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.ptx import (
     shared_address,
     thread_in_warpgroup,
 )
-from pallas_kernels.mosaic.vectors import VECTOR_BYTES, Span, Tile, load_vector
+from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile, RowPredicate, load_vector
 
 Cache = Literal["evict_last", "evict_first"] | None
 
@@ -45,7 +45,7 @@ def _leader() -> ir.Value:
 
 
 def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
-    """Makes the block's barriers, one for each number of arrivals; other threads need a `sync` before they use them."""
+    """Initialises the CTA's barriers, one for each number of arrivals; other threads must `sync` before using them."""
 
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
@@ -56,7 +56,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
 
 
 def expect_bytes(ref: jax.Ref, count: int) -> None:
-    """Announces bytes that others will send to this block, and arrives; by one thread of the calling warpgroup."""
+    """One thread of the calling warpgroup arrives and expects bytes that other CTAs will send."""
 
     def announce(ctx, ref):
         text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
@@ -66,9 +66,9 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
 
 
 def arrive_each(ref: jax.Ref) -> None:
-    """Arrives, once for each thread of the calling warpgroup."""
+    """Every thread of the calling warpgroup arrives."""
 
-    # Where one of a warp arrives for words that all of it wrote, compute-sanitizer reports a race.
+    # If one thread arrives for words that its whole warp wrote, compute-sanitizer reports a race.
     def arrive_threads(ctx, ref):
         asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 
@@ -76,7 +76,7 @@ def arrive_each(ref: jax.Ref) -> None:
 
 
 def wait(ref: jax.Ref, parity: jax.Array) -> None:
-    """Waits for the end of a phase of that parity; sees what the bytes' senders wrote, within the cluster."""
+    """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs sent."""
 
     def wait_barrier(ctx, ref, parity):
         text = (
@@ -100,14 +100,14 @@ def copy_row(
 ) -> None:
     """Starts copying vectors `first` ... `first + vectors` of a row, as far as it has them, into shared memory.
 
-    `cache`: how long the second-level cache should keep them. Of a row with a negative label nothing is copied.
+    L2 keeps them as `cache` says. Nothing of a row with a negative label is copied.
     """
     itemsize = jnp.dtype(ref.dtype).itemsize
-    span = Span(Tile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
+    row_pred = RowPredicate(RegisterTile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
     hint, policy = (".L2::cache_hint", ", policy") if cache else ("", "")
 
     def copy_vectors(ctx, ref, row, first, to, barrier, label):
-        address, _, count = span.row(global_address(ref), scalar(row))
+        address, _, count = row_pred.row(global_address(ref), scalar(row))
         first = scalar(first)
         address = arith.addi(address, arith.muli(arith.extui(address.type, first), c64(VECTOR_BYTES)))
         here = arith.minsi(arith.maxsi(arith.subi(count, first), c32(0)), c32(vectors))
@@ -132,19 +132,20 @@ def copy_row(
 def fill_outside(
     gmem: jax.Ref, row: Index, first: Index, start: int, stop: int, to: jax.Ref, fill: float, threads: int
 ) -> None:
-    """Overwrites what lies outside the row in a copied piece of it; all `threads` of the block take part.
+    """Fills the elements outside the row in a copied piece of it; all `threads` of the CTA take part.
 
     Only vector 0 and vectors `start` ... `stop` of the piece may hold such elements.
     """
     dtype = jnp.dtype(gmem.dtype)
-    span, bits = Span(Tile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize), 8 * dtype.itemsize
+    row_pred = RowPredicate(RegisterTile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    bits = 8 * dtype.itemsize
 
     def fill_elements(ctx, gmem, row, first, to):
-        _, head, _ = span.row(global_address(gmem), scalar(row))
-        thread, v = utils.thread_idx(), span.tile.vector
+        _, head, _ = row_pred.row(global_address(gmem), scalar(row))
+        thread, v = utils.thread_idx(), row_pred.tile.vector
         word = ir.IntegerType.get_signless(bits)
         value = arith.bitcast(word, utils.c(fill, ir.MemRefType(gmem.type).element_type))
-        pieces = [] if span.aligned else [(c32(0), equals(thread, 0))]
+        pieces = [] if row_pred.aligned else [(c32(0), equals(thread, 0))]
         for at in range(start, stop, threads):
             k = arith.addi(thread, c32(at))
             pieces.append((k, arith.cmpi(arith.CmpIPredicate.ult, k, c32(stop))))
@@ -152,7 +153,7 @@ def fill_outside(
             column = arith.subi(arith.muli(arith.addi(scalar(first), k), c32(v)), head)
             address = arith.addi(shared_address(to), arith.muli(k, c32(VECTOR_BYTES)))
             for e in range(v):
-                outside = arith.cmpi(arith.CmpIPredicate.uge, arith.addi(column, c32(e)), c32(span.cols))
+                outside = arith.cmpi(arith.CmpIPredicate.uge, arith.addi(column, c32(e)), c32(row_pred.cols))
                 kind, at = "h" if bits == 16 else "r", arith.addi(address, c32(e * dtype.itemsize))
                 asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, arith.andi(owned, outside)])
 
@@ -161,30 +162,37 @@ def fill_outside(
 
 
 def wrap(
-    raw: jax.Array, gmem: jax.Ref, row: Index, staged: jax.Ref, tail: jax.Ref | None, at: Index, tile: Tile, fill: float
+    raw: jax.Array,
+    gmem: jax.Ref,
+    row: Index,
+    staged: jax.Ref,
+    tail: jax.Ref | None,
+    at: Index,
+    tile: RegisterTile,
+    fill: float,
 ) -> jax.Array:
-    """The tile that was loaded from vector `at` of a piece of a row, wrapped as `tile` is.
+    """Wraps the tile that was loaded from vector `at` of a piece of a row, as `tile` is wrapped.
 
-    Behind the piece lies `tail`, or nothing but `fill`.
+    The vector behind the piece is `tail`, or consists of `fill`.
     """
     dtype = jnp.dtype(gmem.dtype)
-    span = Span(tile, gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    row_pred = RowPredicate(tile, gmem.shape[0], gmem.shape[1], dtype.itemsize)
     fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
     vectors = math.prod(staged.shape) // tile.vector
 
     def wrap_tile(ctx, raw, gmem, row, staged, at, *tail):
-        _, head, _ = span.row(global_address(gmem), scalar(row))
+        _, head, _ = row_pred.row(global_address(gmem), scalar(row))
         of_warp = arith.muli(arith.divui(thread_in_warpgroup(), c32(32)), c32(tile.vectors_in_warp))
         k = arith.addi(arith.addi(scalar(at), of_warp), c32(tile.vectors_in_warp))
         address = arith.addi(shared_address(staged), arith.muli(k, c32(VECTOR_BYTES)))
-        wanted, exists = span.wrapped(head)[0], arith.cmpi(arith.CmpIPredicate.ult, k, c32(vectors))
+        wanted, exists = row_pred.wrapped(head)[0], arith.cmpi(arith.CmpIPredicate.ult, k, c32(vectors))
         if tail:
             address = arith.select(exists, address, shared_address(tail[0]))
         else:
             wanted = arith.andi(wanted, exists)
         registers = raw.registers.copy()
         own = vector.bitcast(ir.VectorType.get((4,), i32()), registers.flat[0])
-        words = span.wrap(own, load_vector(address, wanted, fill_word, "shared"), head)
+        words = row_pred.wrap(own, load_vector(address, wanted, fill_word, "shared"), head)
         registers.flat[0] = vector.bitcast(registers.flat[0].type, words)
         return mgpu.FragmentedArray(_registers=registers, _layout=raw.layout, _is_signed=None)
 

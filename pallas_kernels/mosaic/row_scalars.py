@@ -1,6 +1,6 @@
-"""Numbers of which each row has one, between registers and global memory: its own, or one of its elements.
+"""Loads, stores and sums of per-row values: one value for each row of a tile.
 
-A register array of them has the shape `[tile.rows]` and the layout of a tile reduced over its columns.
+A register array of such values has the shape `[tile.rows]` and the layout of a tile reduced over its columns.
 """
 
 import functools
@@ -26,16 +26,17 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
-    number,
+    load_if,
+    row_value,
     scalar,
     thread_in_warpgroup,
     word,
 )
-from pallas_kernels.mosaic.vectors import Span, Tile, row_of
+from pallas_kernels.mosaic.vectors import RegisterTile, RowPredicate, row_of
 
 
-def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
-    """The 32-bit number in `[rows]` of each of the tile's rows; `fill` for rows past the last."""
+def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Array:
+    """Loads the 32-bit value of each of the tile's rows from `[rows]`; rows past the last get `fill`."""
     dtype = jnp.dtype(ref.dtype)
     word = int(np.asarray(fill, dtype).view(np.uint32))
 
@@ -44,8 +45,7 @@ def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
         at = row_of(tile, scalar(row))
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        text = f"mov.b32 $0, {word}; @$2 ld.global.b32 $0, [$1];"
-        value = llvm.inline_asm(word_type, [address, exists], text, "=&r,l,b", has_side_effects=True)
+        value = load_if(address, exists, 32, word)
         value = value if element == word_type else arith.bitcast(element, value)
         return _fragment(value, tile, True if element == word_type else None)
 
@@ -55,24 +55,21 @@ def load(ref: jax.Ref, row: Index, tile: Tile, *, fill: int) -> jax.Array:
     return operation(load_number)(ref, jnp.int32(row))
 
 
-def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: Tile) -> jax.Array:
-    """The element of `[rows, cols]` in `column` of each of the tile's rows, in float32; 0 where that is negative.
+def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile) -> jax.Array:
+    """Loads the element in `column` of each of the tile's rows of `[rows, cols]`, in float32; a negative one gives 0.
 
-    `[1, cols]` has one row for all.
+    `[1, cols]` is one row for all.
     """
     rows, cols = ref.shape
     itemsize = jnp.dtype(ref.dtype).itemsize
 
     def load_from(ctx, ref, row, column):
         f32, element = ir.F32Type.get(), ir.MemRefType(ref.type).element_type
-        at, wanted = _wide(number(column)), arith.cmpi(arith.CmpIPredicate.sge, number(column), c32(0))
+        at, wanted = _wide(row_value(column)), arith.cmpi(arith.CmpIPredicate.sge, row_value(column), c32(0))
         if rows > 1:
             at = arith.addi(arith.muli(_wide(row_of(tile, scalar(row))), c64(cols)), at)
         address = arith.addi(global_address(ref), arith.muli(at, c64(itemsize)))
-        bits, kind = (32, "r") if itemsize == 4 else (16, "h")
-        text = f"mov.b{bits} $0, 0; @$2 ld.global.{'u8' if itemsize == 1 else f'b{bits}'} $0, [$1];"
-        word = ir.IntegerType.get_signless(bits)
-        value = llvm.inline_asm(word, [address, wanted], text, f"=&{kind},l,b", has_side_effects=True)
+        value = load_if(address, wanted, 8 * itemsize)
         if itemsize == 1:
             value = arith.uitofp(f32, value)
         elif itemsize == 2:
@@ -87,8 +84,8 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: Tile) -> jax
     return operation(load_from)(ref, jnp.int32(row), column)
 
 
-def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
-    """Writes a float32 number of each of the tile's rows to `[rows]` in device memory; with 128 lanes, of its one."""
+def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> None:
+    """Stores a float32 value of each of the tile's rows to `[rows]`; a tile of 128 lanes has one row."""
 
     def store_each(ctx, ref, value, row):
         thread = thread_in_warpgroup()
@@ -96,7 +93,7 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: Tile) -> None:
         first_lane = equals(arith.remui(thread, c32(tile.lanes)), 0)
         exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
         address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, number(value), arith.andi(first_lane, exists)])
+        asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, row_value(value), arith.andi(first_lane, exists)])
 
     ref_rows = ref.shape[0]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))
@@ -107,24 +104,24 @@ def store_element(
     row: Index,
     column: jax.Array,
     value: jax.Array,
-    tile: Tile,
+    tile: RegisterTile,
     *,
     warpgroups: int = 1,
     first: Index = 0,
     vectors: int | None = None,
 ) -> None:
-    """Writes over the element in `column` of each of the tile's rows, where that is not negative.
+    """Overwrites the element in `column` of each of the tile's rows, where that is not negative.
 
-    By the thread that wrote it before, as part of a vector, so that nothing has to be ordered: of a block whose
-    `warpgroups` take turns at a row, tile by tile, and together write `vectors` vectors (None: all) from `first` on.
+    The thread that wrote the element as part of a vector writes it again, so that the two stores need no order. The
+    CTA's `warpgroups` alternate along a row, tile by tile, and write `vectors` vectors (None: all) from `first` on.
     """
     rows, cols = ref.shape
     itemsize = jnp.dtype(ref.dtype).itemsize
-    span, bits = Span(tile, rows, cols, itemsize), 8 * itemsize
+    row_pred, bits = RowPredicate(tile, rows, cols, itemsize), 8 * itemsize
 
     def store_over(ctx, ref, column, value, row, first):
-        at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), number(column)
-        _, head, _ = span.row(global_address(ref), at)
+        at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), row_value(column)
+        _, head, _ = row_pred.row(global_address(ref), at)
         k = arith.subi(arith.divui(arith.addi(head, place), c32(tile.vector)), scalar(first))
         lane, here = arith.remui(k, c32(tile.lanes_in_warp)), arith.remui(thread, c32(tile.lanes_in_warp))
         conditions = [
@@ -141,7 +138,7 @@ def store_element(
             mine = arith.andi(mine, condition)
         index = arith.addi(arith.muli(_wide(at), c64(cols)), _wide(place))
         address = arith.addi(global_address(ref), arith.muli(index, c64(itemsize)))
-        word = arith.bitcast(ir.IntegerType.get_signless(bits), number(value))
+        word = arith.bitcast(ir.IntegerType.get_signless(bits), row_value(value))
         asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
@@ -150,15 +147,15 @@ def store_element(
     )
 
 
-def of_first_lane(value: jax.Array, tile: Tile) -> jax.Array:
-    """In each thread the number of the first of those of its warp that share its row.
+def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
+    """Gives each thread the value of the first lane of its warp that shares its row.
 
-    A sum over lanes is not the same in all: a product in it is contracted into the first addition, of which each lane
-    then rounds the others' product only.
+    A sum over lanes may differ among them: the compiler contracts a product into the first addition, so that each lane
+    rounds only the other lane's product.
     """
     if tile.lanes_in_warp == 1:
         return value
-    layout, shares = tile.layout.reduce(1), 32 - tile.lanes_in_warp  # of a lane's number, the bits that say whose row
+    layout, shares = tile.layout.reduce(1), 32 - tile.lanes_in_warp  # the bits of a lane's index that name its row
 
     def shuffle_first(ctx, value):
         first = arith.andi(arith.remui(utils.thread_idx(), c32(32)), c32(shares))
@@ -170,22 +167,23 @@ def of_first_lane(value: jax.Array, tile: Tile) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(shuffle_first)(value)
 
 
-def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Array:
-    """The sums of a tile's rows, which lie in `ref` from `row` on, in an order that does not depend on their alignment.
+def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> jax.Array:
+    """Sums a tile's rows, from row `row` of `ref` on, in an order that does not depend on their alignment.
 
-    The order is that of row vectors. One ends in the next lane's aligned vector: each lane adds up the elements with
-    which its row vector begins, hands the sum on, and adds to the one that it gets those with which that one ends.
+    The order is that of row vectors. A row vector begins in one lane's aligned vector and ends in the next lane's: each
+    lane adds up the elements that begin one, shuffles the sum to the next lane, and that lane adds the elements that
+    end it.
     """
     layout, lanes, v = tile.layout.reduce(1), tile.lanes_in_warp, tile.vector
     rows, cols = ref.shape
-    span = Span(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
-    if span.aligned:
+    row_pred = RowPredicate(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
+    if row_pred.aligned:
         return z.sum(axis=1)
 
     def add_rows(ctx, ref, z, row):
         f32 = ir.F32Type.get()
 
-        # An addition that the compilers do not contract with a product.
+        # The compilers do not contract this addition with a product.
         def add(a, b):
             return llvm.inline_asm(f32, [a, b], "add.rn.f32 $0, $1, $2;", "=f,f,f")
 
@@ -197,7 +195,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Arra
             moved = llvm.inline_asm(i32(), [arith.bitcast(i32(), value), lane], text, "=r,r,r", has_side_effects=True)
             return arith.bitcast(f32, moved)
 
-        _, head, _ = span.row(global_address(ref), row_of(tile, scalar(row)))
+        _, head, _ = row_pred.row(global_address(ref), row_of(tile, scalar(row)))
         lane = arith.remui(utils.thread_idx(), c32(32))
         among = arith.andi(lane, c32(lanes - 1))
         parts = [elements(register) for register in z.registers.flat]
@@ -226,7 +224,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: Tile) -> jax.Arra
 
 
 def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -> list[ir.Value]:
-    """The sums of registers, element by element; of a power of two in an order that is that of any rotation too."""
+    """Adds up registers, element by element. For a power of two of them, rotating the registers changes nothing."""
     halves = len(parts) // 2
     if len(parts) & (len(parts) - 1):
         return functools.reduce(lambda a, b: list(map(add, a, b)), parts)
@@ -240,8 +238,8 @@ def _wide(x: ir.Value) -> ir.Value:
     return arith.extsi(i64(), x)
 
 
-def _fragment(value: ir.Value, tile: Tile, is_signed: bool | None) -> mgpu.FragmentedArray:
-    """A register array of the thread's one number."""
+def _fragment(value: ir.Value, tile: RegisterTile, is_signed: bool | None) -> mgpu.FragmentedArray:
+    """A register array of the thread's one value."""
     layout = tile.layout.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((tile.rows,)), dtype=object)
     assert registers.size == layout.vector_length == 1

@@ -1,11 +1,11 @@
-"""Vectors of a row between global memory and registers: what the kernels need of the GPU beyond Pallas.
+"""Loads and stores of 16-byte vectors of a row, between global memory and registers.
 
-A row of any length and any alignment is seen as 16-byte vectors, aligned in memory: the first and the last may hang
-over the row's ends. Elements outside the row are read as `fill` and never written: every row length runs at full vector
-width. (The last vector of an array may end up to 14 bytes past it: XLA hands out memory in multiples of 256 bytes.)
+A row of any length and any alignment is covered by 16-byte vectors that are aligned in memory, so that every length
+runs at full vector width. The first and the last vector may cross the row's ends: elements outside the row are read as
+`fill` and never written. (The last vector of an array may end up to 14 bytes past it; XLA allocates multiples of 256.)
 
-Sums must not depend on where such vectors begin: rows with the same elements have the same sums, bit for bit. They are
-sums of row vectors, which begin at the row's start. A row vector ends in the next lane's aligned vector, and the last
+Sums do not depend on where such vectors begin: rows with the same elements have the same sums, bit for bit. The kernels
+add up row vectors, which begin at the row's start. A row vector ends in the next lane's aligned vector, and the last
 one of a warp in the first one of the next warp: a tile that `wraps` holds all elements of the warp's row vectors, the
 last ones in the place of those before the first one. `row_scalars.sums_of_rows` adds them up in order.
 """
@@ -35,7 +35,8 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
-    number,
+    load_if,
+    row_value,
     scalar,
     thread_in_warpgroup,
 )
@@ -44,13 +45,13 @@ VECTOR_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class RegisterTile:
     """A warpgroup's vectors in registers: `registers` vectors of `vector` elements in each thread.
 
     With `lanes` = 128 all are of one row, and each warp's quarter stands as a row of the array; with fewer, `lanes`
     threads share a row and each warp holds `32 // lanes` rows. Arrays have the shape `shape`; a reduction over axis 1
-    needs shuffles only, no shared memory. `tiles`: how many a warpgroup takes, of rows that follow one another.
-    `wraps`: a warp's quarter begins and ends with row vectors; such a tile is only read.
+    needs shuffles only, no shared memory. A warpgroup takes `tiles` tiles, of rows that follow one another.
+    If the tile `wraps`, a warp's quarter begins and ends with row vectors; such a tile is only read.
     """
 
     dtype: jnp.dtype
@@ -91,7 +92,7 @@ class Tile:
         return plgpu.Layout.TILED(tiling, warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
 
     def full(self, value: float) -> jax.Array:
-        """A float32 array of `shape`; its layout is said, for the search for one takes seconds."""
+        """A float32 array of `shape`. Its layout is given, because inferring it takes seconds."""
         return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
 
     def broadcast(self, per_row: jax.Array) -> jax.Array:
@@ -101,18 +102,18 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-    """Which of a row's vectors a thread owns, and which of them may cross an end of the row.
+class RowPredicate:
+    """Says which of a row's vectors a thread owns, and which of them may cross an end of the row.
 
-    `reach` is one more than the greatest index of a vector that the tile may cover when it starts at vector 0 of the
-    row, or None when the tile's start is known only at run time.
+    A tile that starts at vector 0 of the row covers vectors below `static_limit`, which is None where the tile's start
+    is known only at run time.
     """
 
-    tile: Tile
+    tile: RegisterTile
     rows: int
     cols: int
     itemsize: int
-    reach: int | None = None
+    static_limit: int | None = None
     interior: bool = False  # whether no vector can touch an end of the row
 
     @property
@@ -124,33 +125,33 @@ class Span:
     def aligned(self) -> bool:
         return self.cols % self.tile.vector == 0
 
-    def crosses(self, register: int) -> bool:
+    def needs_element_mask(self, register: int) -> bool:
         """Whether a vector of this register may lie partly in the row."""
         if self.interior:
             return False
-        if self.aligned or self.reach is None:
+        if self.aligned or self.static_limit is None:
             return not self.aligned
         lanes, v = self.tile.lanes_in_warp, self.tile.vector
         last = {(self.cols - 1) // v, (self.cols + v - 2) // v}
         return register == 0 or any(k // lanes == register for k in last)
 
-    def surely_inside(self, register: int) -> bool:
+    def in_bounds(self, register: int) -> bool:
         """Whether all vectors of this register lie in the row."""
         if self.interior:
             return True
-        if self.reach is None or self.rows_may_end:
+        if self.static_limit is None or self.rows_may_end:
             return False
         return (register + 1) * self.tile.lanes_in_warp <= self.cols // self.tile.vector
 
     @classmethod
-    def of(cls, ref: jax.Ref, tile: Tile, at_start: bool, interior: bool = False) -> "Span":
-        reach = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
-        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, reach, interior)
+    def of(cls, ref: jax.Ref, tile: RegisterTile, at_start: bool, interior: bool = False) -> "RowPredicate":
+        static_limit = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
+        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, static_limit, interior)
 
     def vectors(
         self, base: ir.Value, row: ir.Value, first: ir.Value, wanted: ir.Value | None = None
     ) -> "Iterator[Vector]":
-        """The thread's vectors of its row, `first` vectors from the row's start; emitted into the kernel.
+        """Emits code that finds the thread's vectors of its row, `first` vectors from the row's start.
 
         A thread whose row is not `wanted` sees a row without columns.
         """
@@ -173,10 +174,10 @@ class Span:
         for j in range(tile.registers):
             step = j * tile.lanes_in_warp
             k = arith.addi(start, c32(step))
-            inside = wanted if self.surely_inside(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
+            inside = wanted if self.in_bounds(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
             masks = None
             moved = None
-            if self.crosses(j):
+            if self.needs_element_mask(j):
                 column = arith.subi(arith.muli(k, c32(tile.vector)), head)
                 columns = [arith.addi(column, c32(e)) for e in range(tile.vector)]
                 if self.wraps and j == 0:
@@ -191,13 +192,13 @@ class Span:
         return self.tile.wraps and not self.aligned
 
     def wrapped(self, head: ir.Value) -> list[ir.Value]:
-        """Which elements of its first vector the thread takes from behind the warp's quarter; the first lane does."""
+        """Which elements of its first vector the warp's first lane takes from behind the warp's quarter."""
         is_first = equals(arith.remui(thread_in_warpgroup(), c32(32)), 0)
         before = [arith.cmpi(arith.CmpIPredicate.ult, c32(e), head) for e in range(self.tile.vector)]
         return [arith.andi(is_first, b) for b in before]
 
     def wrap(self, vector_of_tile: ir.Value, behind: ir.Value, head: ir.Value) -> ir.Value:
-        """The words of the thread's first vector, some elements of which come from the one behind the quarter."""
+        """Replaces elements of the thread's first vector by those behind the quarter; returns the words."""
         per_word, all_bits = self.tile.vector // 4, (1 << 32) - 1
         bits = all_bits >> (32 - 32 // per_word)
         words, takes = [], self.wrapped(head)
@@ -224,9 +225,9 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """One vector of a thread: its address, whether it lies in the row (None: surely), which elements do (None: all).
+    """One vector of a thread: its address, whether it lies in the row (None: always), which elements do (None: all).
 
-    `moved`: how many columns its elements come from further on in the row; None: none.
+    The elements come from `moved` columns further on in the row (None: 0).
     """
 
     register: int
@@ -237,7 +238,7 @@ class Vector:
 
 
 def load_vector(address: ir.Value, predicate: ir.Value | None, fill: int, space: str = "global") -> ir.Value:
-    """The four words of a vector; each is `fill` where the predicate does not hold."""
+    """Loads the four words of a vector; each is `fill` where the predicate does not hold."""
     kind = "l" if space == "global" else "r"
     text, operands, constraints = f"ld.{space}.v4.b32 {{$0,$1,$2,$3}}, [$4];", [address], f"=&r,=&r,=&r,=&r,{kind}"
     if predicate is not None:
@@ -250,24 +251,26 @@ def load_vector(address: ir.Value, predicate: ir.Value | None, fill: int, space:
     return vector.from_elements(ir.VectorType.get((4,), i32()), parts)
 
 
-def _load_behind(span: Span, v: Vector, base: ir.Value, row: ir.Value, fill: int) -> tuple[ir.Value, ir.Value]:
-    """The vector behind a warp's quarter, of which nothing is read unless some of it is wanted; and the row's head."""
-    _, head, _ = span.row(base, row)
+def _load_behind(
+    row_pred: RowPredicate, v: Vector, base: ir.Value, row: ir.Value, fill: int
+) -> tuple[ir.Value, ir.Value]:
+    """Loads the vector behind a warp's quarter, if any of it is wanted, and returns the row's head with it."""
+    _, head, _ = row_pred.row(base, row)
     assert v.masks is not None
-    wanted = arith.andi(span.wrapped(head)[0], v.masks[0])
-    address = arith.addi(v.address, c64(span.tile.vectors_in_warp * VECTOR_BYTES))
+    wanted = arith.andi(row_pred.wrapped(head)[0], v.masks[0])
+    address = arith.addi(v.address, c64(row_pred.tile.vectors_in_warp * VECTOR_BYTES))
     return load_vector(address, wanted, fill), head
 
 
 def load(
-    ref: jax.Ref, row: Index, first: Index, tile: Tile, *, fill: float, labels: jax.Array | None = None
+    ref: jax.Ref, row: Index, first: Index, tile: RegisterTile, *, fill: float, labels: jax.Array | None = None
 ) -> jax.Array:
-    """The tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
+    """Loads the tile of `ref`, `[rows, cols]` in global memory, that starts at vector `first` of row `row`.
 
-    Columns outside the row are `fill`, and all columns of rows with a negative label, which are not read. A static
+    Columns outside the row are `fill`, as are all columns of rows with a negative label, which are not read. A static
     `first` of 0 lets tiles of whole warps skip needless checks.
     """
-    span, dtype = Span.of(ref, tile, at_start=isinstance(first, int) and first == 0), jnp.dtype(ref.dtype)
+    row_pred, dtype = RowPredicate.of(ref, tile, at_start=isinstance(first, int) and first == 0), jnp.dtype(ref.dtype)
     layout = tile.layout.to_mgpu()
     fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
 
@@ -275,11 +278,11 @@ def load(
         element = ir.MemRefType(ref.type).element_type
         vector_type = ir.VectorType.get((tile.vector,), element)
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
-        wanted = arith.cmpi(arith.CmpIPredicate.sge, number(labels[0]), c32(0)) if labels else None
-        for v in span.vectors(global_address(ref), scalar(row), scalar(first), wanted):
+        wanted = arith.cmpi(arith.CmpIPredicate.sge, row_value(labels[0]), c32(0)) if labels else None
+        for v in row_pred.vectors(global_address(ref), scalar(row), scalar(first), wanted):
             words = load_vector(v.address, v.inside, fill_word)
             if v.moved is not None:
-                words = span.wrap(words, *_load_behind(span, v, global_address(ref), scalar(row), fill_word))
+                words = row_pred.wrap(words, *_load_behind(row_pred, v, global_address(ref), scalar(row), fill_word))
             value = vector.bitcast(vector_type, words)
             if v.masks is not None:
                 masked = zip(v.masks, elements(value), strict=True)
@@ -296,18 +299,25 @@ def load(
 
 
 def store(
-    ref: jax.Ref, row: Index, first: Index, value: jax.Array, tile: Tile, *, interior: bool, streams: bool = False
+    ref: jax.Ref,
+    row: Index,
+    first: Index,
+    value: jax.Array,
+    tile: RegisterTile,
+    *,
+    interior: bool,
+    evict_first: bool = False,
 ) -> None:
-    """Writes `value` to where `load` reads from; columns outside the row are left alone (`interior`: it has none).
+    """Stores `value` where `load` reads; columns outside the row stay as they are. An `interior` tile has none.
 
-    `streams`: the second-level cache should not keep it.
+    With `evict_first`, L2 evicts the values before others.
     """
-    span = Span.of(ref, tile, isinstance(first, int) and first == 0, interior)
+    row_pred = RowPredicate.of(ref, tile, isinstance(first, int) and first == 0, interior)
     bits = 8 * jnp.dtype(ref.dtype).itemsize
 
     def store_vectors(ctx, ref, value, row, first):
         words, word = ir.VectorType.get((4,), i32()), ir.IntegerType.get_signless(bits)
-        for v in span.vectors(global_address(ref), scalar(row), scalar(first)):
+        for v in row_pred.vectors(global_address(ref), scalar(row), scalar(first)):
             register, whole = value.registers.flat[v.register], v.inside
             if v.masks is not None:
                 whole = arith.andi(v.masks[0], v.masks[-1])
@@ -319,7 +329,7 @@ def store(
                     asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, arith.andi(partly, mask)])
             guard, operands = ("", []) if whole is None else ("@$5 ", [whole])
             text = f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};"
-            if streams:
+            if evict_first:
                 create = ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
                 text = f"{{ {create} {guard}st.global.L2::cache_hint.v4.b32 [$0], {{$1,$2,$3,$4}}, policy; }}"
             asm(
@@ -333,7 +343,7 @@ def store(
     )
 
 
-def row_of(tile: Tile, row: ir.Value) -> ir.Value:
+def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
     """The row that the thread works on."""
     if tile.lanes > 32:
         return row
@@ -341,26 +351,26 @@ def row_of(tile: Tile, row: ir.Value) -> ir.Value:
 
 
 def select_by_mask(
-    ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile, z: jax.Array, other: float
+    ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile, z: jax.Array, other: float
 ) -> jax.Array:
-    """`z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` bytes, or `[1, cols]` for all rows."""
+    """Selects `z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` or, for all rows, `[1, cols]`."""
     held = _load_mask(ref, rows, row, first, tile)
     return jnp.where(held != 0.0, z, jnp.full_like(z, other))
 
 
 def select_inside(
-    shape: tuple[int, int], row: Index, first: Index, tile: Tile, z: jax.Array, other: float
+    shape: tuple[int, int], row: Index, first: Index, tile: RegisterTile, z: jax.Array, other: float
 ) -> jax.Array:
-    """`z` in the columns of a `[rows, cols]` array's row, and `other` where the tile hangs over the row's ends."""
+    """Selects `z` in the row of a `[rows, cols]` array, and `other` where the tile crosses the row's ends."""
     rows, cols = shape
-    span = Span(tile, rows, cols, tile.dtype.itemsize)
+    row_pred = RowPredicate(tile, rows, cols, tile.dtype.itemsize)
 
     def keep_inside(ctx, z, row, first):
         registers, f32 = z.registers.copy(), ir.F32Type.get()
-        for v in span.vectors(c64(0), scalar(row), scalar(first)):
+        for v in row_pred.vectors(c64(0), scalar(row), scalar(first)):
             kept = [v.inside] * tile.vector if v.masks is None else v.masks
-            numbers = zip(kept, elements(registers.flat[v.register]), strict=True)
-            chosen = [arith.select(keep, x, mgpu.utils.c(other, f32)) for keep, x in numbers]
+            pairs = zip(kept, elements(registers.flat[v.register]), strict=True)
+            chosen = [arith.select(keep, x, mgpu.utils.c(other, f32)) for keep, x in pairs]
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
@@ -369,33 +379,28 @@ def select_inside(
     return operation(keep_inside)(z, jnp.int32(row), jnp.int32(first))
 
 
-def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Tile) -> jax.Array:
-    """The mask's bytes as float32, 0 outside the row."""
+def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
+    """Loads the mask's bytes as float32, 0 outside the row."""
     mask_rows, cols = ref.shape
-    span, layout = Span(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()
+    row_pred, layout = RowPredicate(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()
 
     def load_mask(ctx, ref, row, first):
         f32, i8 = ir.F32Type.get(), ir.IntegerType.get_signless(8)
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
         base = global_address(ref)
         # Zero as a base gives vectors whose "address" is where the logits lie in their array, in bytes.
-        for v in span.vectors(c64(0), scalar(row), scalar(first)):
+        for v in row_pred.vectors(c64(0), scalar(row), scalar(first)):
             at = arith.divui(v.address, c64(tile.dtype.itemsize))
             if mask_rows == 1:
                 at = arith.subi(at, arith.muli(arith.extsi(at.type, row_of(tile, scalar(row))), c64(cols)))
             held = []
             for e in range(tile.vector):
                 inside = v.inside if v.masks is None else v.masks[e]
+                assert inside is not None
                 place = arith.addi(at, c64(e))
                 if v.moved is not None:
                     place = arith.addi(place, arith.extui(place.type, v.moved[e]))
-                byte = llvm.inline_asm(
-                    ir.IntegerType.get_signless(16),
-                    [arith.addi(base, place), inside],
-                    "mov.b16 $0, 0; @$2 ld.global.u8 $0, [$1];",
-                    "=&h,l,b",
-                    has_side_effects=True,
-                )
+                byte = load_if(arith.addi(base, place), inside, 8)
                 held.append(arith.uitofp(f32, arith.trunci(i8, byte)))
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

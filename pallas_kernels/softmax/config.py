@@ -1,83 +1,115 @@
-"""The knobs of each rung: frozen facts that `heuristics` chooses. They know no kernel."""
+"""The configuration of each kernel, which `heuristics` chooses."""
 
 import dataclasses
+from typing import Any
+
+MAX_CLUSTER = 16  # the most CTAs that a cluster can have
+
+
+def _check(config: Any, **expected: bool) -> None:
+    """Raises an error that names the first of these fields whose value is not what was expected."""
+    for name, holds in expected.items():
+        if not holds:
+            raise ValueError(f"{name} cannot be {getattr(config, name)!r} in {config}")
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    _check(config, **{name: getattr(config, name) > 0 for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
 class NaiveConfig:
-    """A thread to a row: nothing to choose."""
+    """A thread handles a row: there is nothing to choose."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpConfig:
-    """Rows in registers: `lanes` threads to a row (a power of two up to 32), `registers` vectors in each.
+    """Rows are held in registers: `lanes` threads of a warp share a row, `registers` vectors in each.
 
-    `tiles`: how many of its rows a thread loads before it reduces any.
+    A thread loads `tiles` of its rows before it reduces the first.
     """
 
     lanes: int
     registers: int
     tiles: int = 1
 
+    def __post_init__(self) -> None:
+        _check(self, lanes=self.lanes in (1, 2, 4, 8, 16, 32))
+        _check_positive(self, "registers", "tiles")
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedConfig:
-    """Rows in shared memory: a row over `blocks` blocks, in each of them `warpgroups` warpgroups.
+    """Rows are staged in shared memory: `ctas` CTAs share a row, and each has `warpgroups` warpgroups.
 
-    `registers`: vectors that a thread handles at a time.
+    A thread handles `registers` vectors at a time.
     """
 
-    blocks: int
+    ctas: int
     warpgroups: int
     registers: int
 
-    in_registers = 0
+    register_chunks = 0
+    interleaved = False
 
-    spread = False  # whether a block's granules lie `blocks` apart
-
-    @property
-    def rolled(self) -> bool:
-        """Whether loops over granules stay loops, for the sake of registers."""
-        return self.in_registers > 0
+    def __post_init__(self) -> None:
+        _check_positive(self, "ctas", "warpgroups", "registers")
 
     @property
-    def granule(self) -> int:
-        """Vectors that a row's threads in a block handle at a time."""
+    def no_unroll(self) -> bool:
+        """Whether loops over chunks stay loops, which saves registers."""
+        return self.register_chunks > 0
+
+    @property
+    def chunk(self) -> int:
+        """Vectors that a row's threads in a CTA handle at a time."""
         return self.warpgroups * 128 * self.registers
 
     def steps(self, vectors: int) -> int:
-        """Granules in a block's share of a row of that many vectors."""
-        return -(-vectors // (self.blocks * self.granule))
+        """Chunks in a CTA's slice of a row of that many vectors."""
+        return -(-vectors // (self.ctas * self.chunk))
 
     def staged(self, vectors: int) -> int:
-        """Those of them that stand in shared memory."""
-        return self.steps(vectors) - self.in_registers
+        """Those of them that are staged in shared memory."""
+        return self.steps(vectors) - self.register_chunks
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedConfig(SharedConfig):
-    """Blocks that take `rows` rows, one after another, and have `slots` of them in shared memory at once.
+    """A CTA handles `rows` rows, one after another, and stages `stages` of them in shared memory at once.
 
-    `in_registers`: of the granules of a share, the last ones that stand in registers instead.
-    `spread`: what a row's blocks read at a time lies together; not with labels.
+    The last `register_chunks` chunks of a slice are held in registers instead. With `interleaved`, the chunks of a CTA
+    lie `ctas` apart, so that the CTAs of a row read adjacent chunks at a time; operations with labels cannot have it.
     """
 
-    slots: int
+    stages: int
     rows: int
-    in_registers: int = 0
-    spread: bool = False
+    register_chunks: int = 0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "stages", "rows")
+        _check(self, ctas=self.ctas <= MAX_CLUSTER, register_chunks=self.register_chunks >= 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class GridConfig(SharedConfig):
-    """Blocks that each read a share of a row for its statistics or, `lag` rows later, write it."""
+    """A CTA reads a slice of a row for its statistics or, `lookahead` rows later, writes it."""
 
-    lag: int
+    lookahead: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "lookahead")
 
 
 @dataclasses.dataclass(frozen=True)
 class OnlineConfig:
-    """A row to a block of `warpgroups` warpgroups, `registers` vectors in each thread at a time."""
+    """A CTA of `warpgroups` warpgroups handles a row, `registers` vectors in each thread at a time."""
 
     warpgroups: int
     registers: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "warpgroups", "registers")

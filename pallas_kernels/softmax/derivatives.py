@@ -1,8 +1,8 @@
-"""Derivatives of the row operations: which operation is whose, and plain `jax.custom_vjp` functions over the kernels.
+"""States the derivatives of the row operations, and offers plain `jax.custom_vjp` functions over the kernels.
 
-`RULES` is the one statement of the derivatives. `jaxsoftmax` registers it as its primitives' own rules, which gives
-forward mode and every higher order too; the functions below bind the same pair by `jax.custom_vjp`, for those who
-want a kernel without the primitive. They are reverse-only, as every `custom_vjp` function is, and take `[rows, cols]`.
+`jaxsoftmax` registers `RULES` as the rules of its primitives, which gives forward mode and every higher order too. The
+functions below bind the same rules by `jax.custom_vjp`, for a kernel without the primitive. They are reverse-only, as
+every `custom_vjp` function is, and take `[rows, cols]`.
 """
 
 import functools
@@ -36,7 +36,7 @@ TRANSPOSE = {rule.tangent: rule.cotangent for rule in RULES.values()} | {
 
 
 def softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
-    """Softmax of each row of `x`, `[rows, cols]`, by the named rung of the ladder, or the best that accepts it.
+    """Softmax of each row of `x`, `[rows, cols]`, by the named kernel of the ladder, or the best that accepts it.
 
     Raises:
         NotImplementedError: no kernel takes the problem; the message lists each one's reason.
@@ -106,6 +106,6 @@ def _run(op: Op, scale: float, kernel: str | None, *operands: jax.Array) -> Any:
     problem = Problem(op, rows, cols, operands[0].dtype, scale=scale)
     decision = dispatch.decide(problem, hardware.current(), kernel=kernel)
     if decision.kernel is None:
-        reasons = "; ".join(f"{rung}: {why}" for rung, why in decision.declined) or decision.reason
+        reasons = "; ".join(f"{name}: {why}" for name, why in decision.declined) or decision.reason
         raise NotImplementedError(f"{op}: no kernel takes {rows} rows of {cols} {operands[0].dtype}: {reasons}")
     return decision.run(*operands)

@@ -1,4 +1,4 @@
-"""The one place that chooses: which rung of the ladder runs a problem, with which config, and why."""
+"""Decides which kernel runs a problem, with which config, and says why."""
 
 import dataclasses
 from typing import Any
@@ -11,8 +11,8 @@ from pallas_kernels.softmax import grid, heuristics, naive, online, staged, warp
 from pallas_kernels.softmax.problem import Problem
 
 # In the order in which each improves on the one before.
-_RUNGS = (naive.RUNG, warp.RUNG, staged.BLOCK, online.RUNG, staged.CLUSTER, grid.RUNG)
-LADDER = {rung.name: rung for rung in _RUNGS}
+_ALL = (naive.KERNEL, warp.KERNEL, staged.BLOCK, online.KERNEL, staged.CLUSTER, grid.KERNEL)
+KERNELS = {each.name: each for each in _ALL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,39 +21,39 @@ class Decision:
 
     problem: Problem
     device: Device
-    kernel: str | None  # the rung's name; None: no kernel takes the problem
+    kernel: str | None  # the kernel's name; None: no kernel takes the problem
     config: Any
     reason: str
-    declined: tuple[tuple[str, str], ...]  # (rung, why it was not chosen), in ladder order
+    declined: tuple[tuple[str, str], ...]  # (kernel, why it was not chosen), in ladder order
     bytes_moved: int
 
     def run(self, *operands: jax.Array) -> Any:
         """Runs the chosen kernel on `[rows, cols]` operands, followed by `[rows]` ones if it has some."""
         assert self.kernel is not None, self.reason
-        return LADDER[self.kernel].run(self.problem, self.config, *operands)
+        return KERNELS[self.kernel].run(self.problem, self.config, *operands)
 
 
 def decide(problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None) -> Decision:
-    """Picks the fastest rung that accepts `problem` on `device`; `kernel` and `config` override the choice."""
+    """Picks the fastest kernel that accepts `problem` on `device`; `kernel` and `config` override the choice."""
     no_device = hardware.supports_kernels(device)
-    refusals = {name: no_device or rung.unsupported(problem, device) for name, rung in LADDER.items()}
-    order = heuristics.order(problem, device)
-    chosen = next((name for name in ((kernel,) if kernel else order) if refusals[name] is None), None)
+    refusals = {name: no_device or each.unsupported(problem, device) for name, each in KERNELS.items()}
+    names = heuristics.priority(problem, device)
+    chosen = next((name for name in ((kernel,) if kernel else names) if refusals[name] is None), None)
     if chosen is None:
         left_out = "not asked for" if kernel else "slower than XLA for so few, so long rows"
         declined = tuple((name, why or left_out) for name, why in refusals.items())
         return Decision(problem, device, None, None, "no kernel takes the problem", declined, 0)
-    rung = LADDER[chosen]
+    best = KERNELS[chosen]
     source = "by the heuristic" if config is None else "asked for"
-    config = rung.configs(problem, device)[0] if config is None else config
+    config = best.configs(problem, device)[0] if config is None else config
     declined = tuple(
         (name, why or f"{chosen} is faster for such rows") for name, why in refusals.items() if name != chosen
     )
-    reason = "asked for" if kernel else "the fastest rung that takes such rows"
+    reason = "asked for" if kernel else "the fastest kernel that takes such rows"
     if problem.batch_invariant and source == "by the heuristic":
         source += "; batch invariant: chosen by the row's length alone"
     # Where nothing is written there is no pass that reads for it.
-    passes = max(rung.reads - (not problem.op.gives_rows), 1)
+    passes = max(best.reads - (not problem.op.gives_rows), 1)
     extra_reads = (passes - 1) * problem.operands * problem.elements * problem.dtype.itemsize
     return Decision(
         problem, device, chosen, config, f"{reason}; config {source}", declined, problem.least_bytes + extra_reads

@@ -1,13 +1,14 @@
-"""Rung 5, a row over the grid: one read and one write of device memory for longer rows, and a read of the cache.
+"""Kernel 5, a row over the grid: one read and one write of global memory for longer rows, and a read of L2.
 
-Previous rung: cluster.py (a row has to fit the shared memory of a cluster). Changes: the second-level cache keeps the
-row. Blocks read shares of rows and publish their (max, sum) in device memory; some rows later, other blocks read the
-same shares again, from the cache, and write. By then the statistics are there, so that nobody waits for long, and
-whoever waits, waits for a block that runs.
-Traffic: 1 read, 1 write, and 1 read that the cache serves.
+Previous kernel: cluster, in staged.py (a row has to fit the shared memory of a cluster). Changes: L2 holds the row.
+Producer CTAs read slices of rows and store their (max, sum) in a workspace; `lookahead` rows later, consumer CTAs read
+the same slices again, from L2, and write the result. By then the statistics are there, so that no CTA waits for long,
+and a CTA only ever waits for CTAs that already run.
+Traffic: 1 read, 1 write, and 1 read that L2 serves.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,129 +17,142 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, reduce, vectors
+from pallas_kernels.mosaic import mbarrier, reduce, workspace
 from pallas_kernels.mosaic.ptx import Index
-from pallas_kernels.mosaic.reduce import Exchange
+from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import heuristics, row_ops
 from pallas_kernels.softmax.config import GridConfig
+from pallas_kernels.softmax.kernel import Kernel, Operands, Results, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
-from pallas_kernels.softmax.rung import REDUCTION_SCRATCH, Operands, Results, Rung, declines_any, launch
-from pallas_kernels.softmax.share import Share, copies, has_tails, tails
-from pallas_kernels.softmax.staged import allocated, share_bytes, tail_bytes
+from pallas_kernels.softmax.staged import CtaSlice, copies, slice_scratch
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
-    """What no kernel takes, what is too much for a grid, and rows whose statistics are too much for a block."""
-    if reason := declines_any(problem):
+    """Declines too many CTAs for a grid, and rows whose statistics do not fit a CTA's shared memory."""
+    if reason := unsupported_reason(problem):
         return reason
     config = heuristics.grid(problem, device)[0]
-    if 2 * problem.rows * config.blocks >= 2**31:
-        return f"{problem.rows} rows over {config.blocks} blocks each do not fit a grid of 2^31 blocks"
+    if 2 * problem.rows * config.ctas >= 2**31:
+        return f"{problem.rows} rows over {config.ctas} blocks each do not fit a grid of 2^31 blocks"
     if (needed := shared_bytes(problem, config)) >= device.smem_per_cta:
-        return f"a row over {config.blocks} blocks needs {needed} bytes of shared memory in each"
+        return f"a row over {config.ctas} blocks needs {needed} bytes of shared memory in each"
     return None
 
 
+def scratch(problem: Problem, config: GridConfig) -> dict[str, Any]:
+    """The shared memory of a CTA."""
+    cta_buffer, grid_buffer = _buffers(problem, config)
+    return {
+        **slice_scratch(problem, config),
+        "barrier": mbarrier.barriers(1),
+        "counter": plgpu.SMEM((2,), jnp.int32),
+        "cta_slots": cta_buffer.scratch,
+        "grid_slots": grid_buffer.scratch,
+    }
+
+
 def shared_bytes(problem: Problem, config: GridConfig) -> int:
-    """What Mosaic allocates for a block: operands, slots of both exchanges, a barrier, a ticket, its own scratch."""
-    slots = [exchange.bytes_in_shared for exchange in _exchanges(problem, config)]
-    shares = [share_bytes(problem, config)] * problem.operands + [tail_bytes(problem, config)]
-    return allocated(*shares, *slots, 8, 8, REDUCTION_SCRATCH)
+    """The bytes of shared memory that Mosaic allocates for a CTA."""
+    return allocated(scratch(problem, config))
 
 
-def _exchanges(problem: Problem, config: GridConfig) -> tuple[Exchange, Exchange]:
-    """Among the warps of a block, then among the blocks of a row."""
-    quantities = row_ops.quantities(problem)
-    return Exchange(4 * config.warpgroups, quantities), Exchange(config.blocks, quantities)
+def _buffers(problem: Problem, config: GridConfig) -> tuple[ReductionBuffer, ReductionBuffer]:
+    """The buffers in which the warps of a CTA, and then the CTAs of a row, exchange their statistics."""
+    num_values = row_ops.num_values(problem)
+    return ReductionBuffer(4 * config.warpgroups, num_values), ReductionBuffer(config.ctas, num_values)
 
 
-def _writers(problem: Problem, config: GridConfig) -> int:
-    """Blocks that finish a row."""
-    return config.blocks if problem.op.gives_rows else 1
+def _consumers(problem: Problem, config: GridConfig) -> int:
+    """How many CTAs write a row's results."""
+    return config.ctas if problem.op.gives_rows else 1
 
 
-def _task(problem: Problem, config: GridConfig, ticket: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a ticket stands for: whether to write, the row, and which of its blocks.
+def _assign(problem: Problem, config: GridConfig, counter: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Maps the tile counter to a CTA's work: whether it consumes, its row, and its rank among the row's CTAs.
 
-    The readers of `lag` rows, then in turn those of a row and the writers of the row `lag` before, at last the writers.
+    The producers of the first `lookahead` rows come first. Then the producers of a row and the consumers of the row
+    `lookahead` before it alternate, and the consumers of the last rows end.
     """
-    readers, writers = config.blocks, _writers(problem, config)
-    lag = min(config.lag, problem.rows)
-    ahead, pairs = lag * readers, problem.rows - lag
-    late, after = ticket - ahead, ticket - ahead - pairs * (readers + writers)
-    of_pair = lax.rem(late, readers + writers)
+    producers, consumers = config.ctas, _consumers(problem, config)
+    lookahead = min(config.lookahead, problem.rows)
+    ahead, pairs = lookahead * producers, problem.rows - lookahead
+    late, after = counter - ahead, counter - ahead - pairs * (producers + consumers)
+    of_pair = lax.rem(late, producers + consumers)
     is_ahead, is_after = late < 0, after >= 0
-    writes = jnp.logical_or(is_after, jnp.logical_and(jnp.logical_not(is_ahead), of_pair >= readers))
-    pair = lax.div(late, readers + writers)
-    row = jnp.where(is_ahead, lax.div(ticket, readers), pair + jnp.where(of_pair >= readers, 0, lag))
-    row = jnp.where(is_after, pairs + lax.div(after, writers), row)
-    member = jnp.where(is_ahead, lax.rem(ticket, readers), of_pair - jnp.where(of_pair >= readers, readers, 0))
-    return writes, row, jnp.where(is_after, lax.rem(after, writers), member)
+    consumes = jnp.logical_or(is_after, jnp.logical_and(jnp.logical_not(is_ahead), of_pair >= producers))
+    pair = lax.div(late, producers + consumers)
+    row = jnp.where(is_ahead, lax.div(counter, producers), pair + jnp.where(of_pair >= producers, 0, lookahead))
+    row = jnp.where(is_after, pairs + lax.div(after, consumers), row)
+    rank = jnp.where(is_ahead, lax.rem(counter, producers), of_pair - jnp.where(of_pair >= producers, producers, 0))
+    return consumes, row, jnp.where(is_after, lax.rem(after, consumers), rank)
 
 
-def _body(operands: Operands, words: jax.Ref, *scratch: jax.Ref, config: GridConfig) -> None:
+def _body(
+    operands: Operands,
+    words: jax.Ref,
+    *,
+    slices: list[jax.Ref],
+    tails: list[jax.Ref],
+    barrier: jax.Ref,
+    counter: jax.Ref,
+    cta_slots: jax.Ref,
+    grid_slots: jax.Ref,
+    config: GridConfig,
+) -> None:
     problem = operands.problem
-    near, far = _exchanges(problem, config)
-    *slot, barrier, ticket, near_slots, far_slots = scratch
-    if has_tails(problem, config):
-        slot = [*slot[:-1], *(slot[-1].at[0, o] for o in range(problem.operands))]
+    cta_buffer, grid_buffer = _buffers(problem, config)
+    stage = [*slices, *(t.at[0, o] for t in tails for o in range(problem.operands))]
     mbarrier.start_barriers(barrier, (copies(problem, config),))
-    near.clear(near_slots, config.warpgroups)
-    far.clear(far_slots, config.warpgroups)
-    reduce.take_ticket(words, ticket)
+    cta_buffer.clear(cta_slots, config.warpgroups)
+    grid_buffer.clear(grid_slots, config.warpgroups)
+    workspace.next_tile(words, counter)
     reduce.sync_block(config.warpgroups)
-    writes, row, member = _task(problem, config, ticket[0])
+    consumes, row, rank = _assign(problem, config, counter[0])
     warpgroup: Index = lax.axis_index("warpgroup") if config.warpgroups > 1 else 0
-    share = Share(operands, config, member, warpgroup)
+    cta_slice = CtaSlice(operands, config, rank, warpgroup)
 
-    def begin(cache: mbarrier.Cache) -> None:
-        pl.when(warpgroup == 0)(lambda: share.copy(row, slot, barrier.at[0], cache))
+    def prefetch(cache: mbarrier.Cache) -> None:
+        pl.when(warpgroup == 0)(lambda: cta_slice.copy(row, stage, barrier.at[0], cache))
 
-    def arrive() -> None:
+    def await_slice() -> None:
         mbarrier.wait(barrier.at[0], jnp.int32(0))
-        share.fill_outside(row, slot)
+        cta_slice.fill_outside(row, stage)
 
-    def read() -> None:
-        begin("evict_last")
-        arrive()
-        stats = share.in_block(near, share.partial_stats(slot, row), near_slots.at[0])
-        reduce.to_grid(far, row_ops.as_numbers(stats), share.layout, words, row, member)
+    def produce() -> None:
+        prefetch("evict_last")
+        await_slice()
+        stats = cta_slice.reduce_block(cta_buffer, cta_slice.partial_stats(stage, row), cta_slots.at[0])
+        workspace.grid_store(grid_buffer, row_ops.values(stats), cta_slice.layout, words, row, rank)
 
-    def write() -> None:
-        labelled = operands.labelled(row, share.tile)
+    def consume() -> None:
+        label_operands = operands.label_operands(row, cta_slice.tile)
         if problem.op.gives_rows:
-            begin("evict_first")
-        stats = share.merged(far, reduce.from_grid(far, words, row, far_slots.at[0], config.warpgroups))
+            prefetch("evict_first")
+        stats = cta_slice.merged(
+            grid_buffer, workspace.grid_load(grid_buffer, words, row, grid_slots.at[0], config.warpgroups)
+        )
         if problem.op.gives_rows:
-            arrive()
-        share.write(slot, row, row_ops.with_factors(problem, stats, labelled), labelled, streams=True)
+            await_slice()
+        cta_slice.write(
+            stage, row, row_ops.with_factors(problem, stats, label_operands), label_operands, evict_first=True
+        )
 
-    pl.when(writes)(write)
-    pl.when(jnp.logical_not(writes))(read)
+    pl.when(consumes)(consume)
+    pl.when(jnp.logical_not(consumes))(produce)
 
 
 def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
-    near, far = _exchanges(problem, config)
-    tile = vectors.Tile(problem.dtype, config.registers)
-    share = (config.steps(problem.max_vectors), config.warpgroups, *tile.shape)
     return launch(
         problem,
         functools.partial(_body, config=config),
         operands,
         name="grid",
-        grid=problem.rows * (config.blocks + _writers(problem, config)),
+        grid=problem.rows * (config.ctas + _consumers(problem, config)),
         warpgroups=config.warpgroups,
-        shared=[reduce.grid_words(problem.rows, far)],
-        scratch=[
-            *[plgpu.SMEM(share, problem.dtype)] * problem.operands,
-            *[tails(problem, 1)] * has_tails(problem, config),
-            mbarrier.barriers(1),
-            plgpu.SMEM((2,), jnp.int32),
-            near.scratch,
-            far.scratch,
-        ],
+        workspaces=[workspace.grid_workspace(problem.rows, _buffers(problem, config)[1])],
+        scratch=scratch(problem, config),
     )
 
 
-RUNG = Rung("grid", unsupported, heuristics.grid, run, reads=1)
+KERNEL = Kernel("grid", unsupported, heuristics.grid, run, reads=1)

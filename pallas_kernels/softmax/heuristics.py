@@ -1,4 +1,8 @@
-"""Which rung and which config suit a problem, from its sizes alone; each threshold with the measurement behind it."""
+"""Chooses a kernel and its config from a problem's sizes alone.
+
+`Thresholds` holds the tuned figures, one table for each card. `docs/tuning/softmax.md` has the measurements behind
+them, under the figures' names.
+"""
 
 import dataclasses
 import functools
@@ -9,127 +13,177 @@ from pallas_kernels.softmax.problem import Op, Problem
 
 KIB, MIB = 1024, 1024**2
 
+# Rows of (bytes, dtype) for which another config than that of `cluster`'s fit is faster.
+_POWERS_OF_TWO = (
+    (MIB, "float32", StagedConfig(16, 2, 2, stages=1, rows=1, register_chunks=1, interleaved=True)),
+    (MIB, "float16", StagedConfig(16, 2, 1, stages=1, rows=1, register_chunks=3, interleaved=True)),
+    (256 * KIB, "float32", StagedConfig(8, 2, 1, stages=1, rows=1, register_chunks=2)),
+    (256 * KIB, "float16", StagedConfig(8, 2, 1, stages=1, rows=1, register_chunks=2)),
+)
 
-def order(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The rungs, fastest first; the first one that accepts the problem runs it. Without those slower than XLA."""
-    if _row_bytes(problem) > 256 * MIB and _rows(problem) < device.sm_count:
-        # Online, a row to a block would leave multiprocessors idle (not measured).
+
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
+    """The tuned figures of a card. A row's bytes are those of all its operands."""
+
+    # Which kernel.
+    block_bytes: int = 108 * KIB  # longer rows leave a single CTA
+    block_bytes_of_many: int = 60 * KIB  # the same where plain rows are many
+    many_rows_per_sm: int = 8
+    online_rows_per_sm: int = 4  # with so many rows, results without rows are computed online
+    cluster_bytes: int = MIB  # longer rows go over the grid
+    cluster_bytes_in_waves: int = 2 * MIB  # the same where the operands have more bytes than `wave_bytes`
+    wave_bytes: int = 256 * MIB
+    online_bytes: int = 256 * MIB  # longer rows go over the grid or, where they are fewer than SMs, to XLA
+
+    # warp: how many vectors a thread has at least.
+    warp_vectors: int = 2
+    warp_vectors_ragged: int = 4  # of rows that are not whole vectors and longer than `warp_ragged_vectors`
+    warp_ragged_vectors: int = 16
+    warp_paired_cols: int = 256  # such 16-bit rows are loaded two at a time
+
+    # block.
+    block_rows_per_sm: int = 16  # with so many rows, short rows get fewer warpgroups
+    block_paired_bytes: int = 19 * KIB  # up to this, a CTA handles two rows
+    block_one_warpgroup_bytes: int = 28 * KIB
+    block_two_warpgroups_bytes: int = 48 * KIB
+    block_even_bytes: int = 64 * KIB  # up to this, rows of whole steps get four warpgroups first
+
+    # cluster.
+    cluster_few_rows: int = 16  # so few rows get the largest cluster
+    cluster_sizes: tuple[int, ...] = (16, 8, 6, 4, 2)
+    resident_bytes: int = 197 * KIB  # more bytes of rows on an SM gain nothing
+    register_chunks: int = 6
+    register_chunks_16bit: int = 7  # of 16-bit softmax in clusters of sixteen
+    register_chunks_linear: int = 4
+    ctas_by_chunks_32bit: tuple[int, ...] = (5, 4, 4, 4, 2, 2, 2, 2, 2)  # CTAs an SM, by the chunks in registers
+    ctas_by_chunks_16bit: tuple[int, ...] = (5, 4, 4, 3, 2, 2, 2, 2, 2)
+    powers_of_two: tuple[tuple[int, str, StagedConfig], ...] = _POWERS_OF_TWO
+
+    # grid.
+    grid_cta_bytes: int = 32 * KIB
+    grid_ctas: int = 2048  # at most: more statistics than this spill the registers of a CTA that reads them
+    lookahead_bytes: int = 12 * MIB
+    lookahead_bytes_in_l2: int = 16 * MIB  # the same where the operands have at most `l2_bytes`
+    l2_bytes: int = 40 * MIB
+
+    # online.
+    online_warpgroups: int = 4
+    online_warpgroups_of_stats: int = 2
+    online_registers: int = 4
+
+    batch_invariant_bytes: int = 64 * MIB
+
+
+DEFAULT = Thresholds()
+BY_CARD = {"H100": Thresholds(), "H200": Thresholds()}
+
+
+def thresholds(device: Device) -> Thresholds:
+    """The card's figures, or those of a card that was not tuned."""
+    return BY_CARD.get(device.name.removeprefix("NVIDIA ").split(" ")[0], DEFAULT)
+
+
+def priority(problem: Problem, device: Device) -> tuple[str, ...]:
+    """The kernels, fastest first; the first one that accepts the problem runs it. None of them is slower than XLA."""
+    t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
+    if row_bytes > t.online_bytes and rows < device.sm_count:
         return ("grid",)
-    # H200, bf16: N = 50257, 4.02 TB/s in clusters of two and 3.93 in a block; 32000, 4.16 and 4.11; 32768, both 4.15.
-    plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
-    two = plain and _rows(problem) >= 8 * device.sm_count
-    if _row_bytes(problem) <= (60 if two else 108) * KIB:
+    many = _is_plain(problem) and rows >= t.many_rows_per_sm * device.sm_count
+    if row_bytes <= (t.block_bytes_of_many if many else t.block_bytes):
         return ("warp", "block", "cluster", "grid", "online")
-    # What is only read need not stay: statistics of bf16, N = 128256, 4.42 TB/s, and 3.62 in a cluster; the copy 4.14.
-    if not problem.op.gives_rows and _rows(problem) >= 4 * device.sm_count:
+    if not problem.op.gives_rows and rows >= t.online_rows_per_sm * device.sm_count:
         return ("online",)
-    # H200, in clusters and over the grid: f16, N = 1048576, 512 rows 556 and 593 us, 64 rows 84 and 80.
-    waves = _rows(problem) * _row_bytes(problem) > 256 * MIB
-    if _row_bytes(problem) > (2 * MIB if waves else MIB):
+    if row_bytes > (t.cluster_bytes_in_waves if rows * row_bytes > t.wave_bytes else t.cluster_bytes):
         return ("grid", "cluster", "online")
     return ("cluster", "grid", "online")
 
 
 def naive(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:
-    """Nothing to choose."""
+    """There is nothing to choose."""
     return (NaiveConfig(),)
 
 
 def warp(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
-    """As many threads to a row as give each two vectors or more, up to a warp."""
-    # Two loads in flight: bf16, N = 256, 4.25 TB/s with 16 threads to a row and 4.12 with 32, H200. With 32 threads and
-    # two rows, bf16 takes 65.31 us, XLA 65.30; with 16, 65.47.
-    plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
-    if plain and problem.cols == 256 and problem.dtype.itemsize == 2:
+    """As many threads share a row as have two vectors each, or four of a ragged row, up to a warp."""
+    t, vectors = thresholds(device), problem.max_vectors
+    if _is_plain(problem) and problem.cols == t.warp_paired_cols and problem.dtype.itemsize == 2:
         return (WarpConfig(lanes=32, registers=1, tiles=2),)
-    vectors = problem.max_vectors
-    # Sums of ragged rows cost a thread two instructions for each element of one vector: H100, bf16, us, two vectors and
-    # four, N = 81, 226 and 311, 150, 198 and 183, 250, 200 and 182.
-    least = 4 if vectors > 16 and not _whole_vectors(problem) else 2
+    # The sum of a ragged row costs each thread two instructions for each element of one vector.
+    ragged = vectors > t.warp_ragged_vectors and not _whole_vectors(problem)
+    least = t.warp_vectors_ragged if ragged else t.warp_vectors
     lanes = min(32, max(1, (1 << (vectors - 1).bit_length()) // least))
     return (WarpConfig(lanes, -(-vectors // lanes)),)
 
 
 def block(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """Whole rows, one to a block, whose next block's copy is the prefetch; of many short ones, two."""
-    staged = functools.partial(StagedConfig, blocks=1, slots=1, rows=1)
-    two, four = staged(warpgroups=2, registers=2), staged(warpgroups=4, registers=2)
-    kib = _row_bytes(problem) / KIB
-    many = _rows(problem) >= 16 * device.sm_count
-    if kib <= 19 and many and (problem.op.gives_rows or _whole_vectors(problem)):
-        # H200, bf16, 4.17 TB/s at N = 6144 where a row to a block takes 3.68, 3.51 (2.37) at 5001, 4.00 (2.80) at 8191.
-        pair = [dataclasses.replace(config, slots=2, rows=2) for config in (staged(warpgroups=1, registers=2), two)]
+    """A CTA handles one row, and the next CTA's copy is the prefetch; of many short rows it handles two."""
+    t, row_bytes = thresholds(device), _row_bytes(problem)
+    staged = functools.partial(StagedConfig, ctas=1, stages=1, rows=1)
+    one, two, four = (staged(warpgroups=n, registers=2) for n in (1, 2, 4))
+    many = _rows(problem, device) >= t.block_rows_per_sm * device.sm_count
+    if row_bytes <= t.block_paired_bytes and many and (problem.op.gives_rows or _whole_vectors(problem)):
+        pair = [dataclasses.replace(config, stages=2, rows=2) for config in (one, two)]
         pair.insert(1, dataclasses.replace(pair[0], registers=3))
         return (min(pair[::-1] if _whole_vectors(problem) else pair, key=lambda config: _padded(problem, config)),)
-    if kib <= 28 and many:
-        # H200: f32, N = 5120, 4.21 TB/s with 1 warpgroup and 3.69 with 2; bf16, 12001, 4.07 and 3.91.
-        return (staged(warpgroups=1, registers=2),)
-    if kib <= 48:
-        # H200: bf16, N = 16384, 4.17 TB/s with 4 vectors at a time and 4.13 with 2, where no step needs checks.
+    if row_bytes <= t.block_one_warpgroup_bytes and many:
+        return (one,)
+    if row_bytes <= t.block_two_warpgroups_bytes:
         wide = staged(warpgroups=2, registers=4)
-        return (wide, two) if _fills(problem, wide) else (two,)
-    # H200: bf16, N = 32768, 4.12 TB/s with 4 warpgroups and 4.06 with 2. Of four, ragged rows leave room for one block
-    # a multiprocessor, by their registers: N = 32000, 4.08 with 2 and 2.66 with 4.
-    return (four, two) if _fills(problem, four) and kib <= 64 else (two, four)
+        return (wide, two) if _is_even(problem, wide) else (two,)
+    # With four warpgroups, the registers of ragged rows leave room for one CTA on an SM.
+    return (four, two) if _is_even(problem, four) and row_bytes <= t.block_even_bytes else (two, four)
 
 
 def cluster(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """What keeps most of the rows on a multiprocessor, several blocks to each; if that is equal, the most blocks."""
-    if _rows(problem) <= 16:
-        # So few rows leave multiprocessors idle. f32, N = 131072, H200: 1 row takes 4.4 us over 16 blocks, 5.3 over 8;
-        # 8 rows 7.2 us with 2 warpgroups, 8.4 with 4.
-        return (StagedConfig(blocks=16, warpgroups=2, registers=2, slots=1, rows=1),)
-    if (better := _at_powers_of_two(problem)) is not None:
+    """The config that keeps most bytes of rows on an SM, in several CTAs; of equal ones, that with the most CTAs."""
+    t = thresholds(device)
+    if _rows(problem, device) <= t.cluster_few_rows:
+        # So few rows leave SMs idle.
+        return (StagedConfig(ctas=16, warpgroups=2, registers=2, stages=1, rows=1),)
+    if (better := _at_powers_of_two(problem, device)) is not None:
         return (better,)
-    # Fitted to 559 times of 50 shapes on an H200: at worst 1.7 % slower than the best that was measured.
     configs = [
-        StagedConfig(n, 2, registers, slots=1, rows=1, in_registers=kept)
-        for n in (16, 8, 6, 4, 2)
-        for kept in range(_most_in_registers(problem, n), -1, -1)
-        # H200: the cross entropy's gradient, bf16, N = 128256, 4.08 TB/s with 2 vectors at a time and 4.02 with 1.
-        # H100: softmax, bf16, N = 300001, 204 us with 2 and 215 with 1.
+        StagedConfig(n, 2, registers, stages=1, rows=1, register_chunks=register_chunks)
+        for n in t.cluster_sizes
+        for register_chunks in range(_max_register_chunks(problem, n, device), -1, -1)
         for registers in ((2, 1) if problem.op.has_labels or not _whole_vectors(problem) else (1,))
     ]
     configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
-    return (max(configs, key=lambda config: min(_present(problem, config, device), 197 * KIB)),)
+    return (max(configs, key=lambda config: min(_resident_bytes(problem, config, device), t.resident_bytes)),)
 
 
-def _at_powers_of_two(problem: Problem) -> StagedConfig | None:
-    """For rows of 256 KiB and of 1 MiB, what the fit misses."""
-    # H200, us, as fitted and as here: rows of 256 KiB, float32 517 and 513, float16 518 and 512, bfloat16 518 and 521.
-    # Of 1 MiB, side by side and spread: float32 1062 and 1040 (with 1 vector at a time and 3 granules kept 1048),
-    # float16 532 and 525, bfloat16 532 and 546. Of 512 KiB, spread: float32 520 and 521, float16 518 and 520.
-    plain = problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none" and _whole_vectors(problem)
-    if not plain or problem.dtype == "bfloat16":
+def _at_powers_of_two(problem: Problem, device: Device) -> StagedConfig | None:
+    """The config of rows whose length the fit misses."""
+    if not _is_plain(problem) or not _whole_vectors(problem):
         return None
-    if _row_bytes(problem) == MIB:
-        registers, kept = (2, 1) if problem.dtype == "float32" else (1, 3)
-        return StagedConfig(16, 2, registers, slots=1, rows=1, in_registers=kept, spread=True)
-    if _row_bytes(problem) == 256 * KIB:
-        return StagedConfig(8, 2, registers=1, slots=1, rows=1, in_registers=2)
-    return None
+    size = _row_bytes(problem), problem.dtype.name
+    return next((config for *at, config in thresholds(device).powers_of_two if tuple(at) == size), None)
 
 
 def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
-    """32 KiB of operands to a block, over 64 MiB a row more, and a lag that the cache holds beside what is written."""
-    # f32, N = 262144, H200: a lag of 8 MiB takes 3.52 TB/s, 10 to 12 3.71, 16 3.63, 24 3.03. Where the cache holds all:
-    # 64 rows of 131072, 24.7 us with 8 MiB and 22.6 with 16.
-    lag = (16 if _fits_cache(problem) else 12) * MIB
-    # Each block reads what all have found: of 2048 that takes 64 registers a quantity, of 8192 registers spill.
-    blocks = min(max(-(-_row_bytes(problem) // (32 * KIB)), 2), 2048)
-    return (GridConfig(blocks=blocks, warpgroups=2, registers=2, lag=-(-lag // _row_bytes(problem))),)
+    """A CTA handles 32 KiB of operands, or more of very long rows; L2 holds the lookahead beside what is written."""
+    t, row_bytes = thresholds(device), _row_bytes(problem)
+    lookahead = t.lookahead_bytes_in_l2 if _fits_l2(problem, device) else t.lookahead_bytes
+    ctas = min(max(-(-row_bytes // t.grid_cta_bytes), 2), t.grid_ctas)
+    return (GridConfig(ctas=ctas, warpgroups=2, registers=2, lookahead=-(-lookahead // row_bytes)),)
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
-    """Enough loads in flight: each doubling of the vectors per step helped."""
-    # Statistics of bf16, N = 128256, H200: 4.42 TB/s with 2 warpgroups, 4.30 with 4; with 8 vectors a thread 3.99.
-    return (OnlineConfig(warpgroups=4 if problem.op.gives_rows else 2, registers=4),)
+    """The config has enough loads in flight."""
+    t = thresholds(device)
+    warpgroups = t.online_warpgroups if problem.op.gives_rows else t.online_warpgroups_of_stats
+    return (OnlineConfig(warpgroups=warpgroups, registers=t.online_registers),)
 
 
-def _fills(problem: Problem, config: StagedConfig) -> bool:
+def _is_plain(problem: Problem) -> bool:
+    """Whether the operation is a forward pass without a mask."""
+    return problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
+
+
+def _is_even(problem: Problem, config: StagedConfig) -> bool:
     """Whether rows are a whole number of steps, so that no step needs checks."""
-    share = config.steps(problem.max_vectors) * config.granule
-    return _whole_vectors(problem) and problem.max_vectors == config.blocks * share
+    return _whole_vectors(problem) and problem.max_vectors == config.ctas * _padded(problem, config)
 
 
 def _whole_vectors(problem: Problem) -> bool:
@@ -137,45 +191,47 @@ def _whole_vectors(problem: Problem) -> bool:
     return problem.cols * problem.dtype.itemsize % 16 == 0
 
 
-def _fits_cache(problem: Problem) -> bool:
-    """Whether the second-level cache holds all operands."""
-    return _rows(problem) * _row_bytes(problem) <= 40 * MIB
+def _fits_l2(problem: Problem, device: Device) -> bool:
+    """Whether L2 holds all operands."""
+    return _rows(problem, device) * _row_bytes(problem) <= thresholds(device).l2_bytes
 
 
 def _padded(problem: Problem, config: StagedConfig) -> int:
-    """Vectors of a row, or a block's share of it, in whole steps."""
-    return config.steps(problem.max_vectors) * config.granule
+    """Vectors of a row, or of a CTA's slice of it, in whole steps."""
+    return config.steps(problem.max_vectors) * config.chunk
 
 
-def _most_in_registers(problem: Problem, blocks: int) -> int:
-    """Granules of a share in registers that leave room for two blocks on a multiprocessor, as compiled."""
-    # H200: f16, N = 1048576, 3.95 TB/s with 7, where two blocks fit with 5, 3.80 TB/s; f32, N = 151936, 4.15 with 3 and
-    # 3.93 with 1.
+def _max_register_chunks(problem: Problem, ctas: int, device: Device) -> int:
+    """How many chunks of a slice in registers leave room for two CTAs on an SM, as compiled."""
+    t = thresholds(device)
     if problem.where != "none" or problem.op.has_labels or not _whole_vectors(problem):
         return 0
     if problem.op.is_linear:
-        return 4
-    return 7 if problem.dtype.itemsize == 2 and problem.op is Op.SOFTMAX and blocks == 16 else 6
+        return t.register_chunks_linear
+    narrow = problem.dtype.itemsize == 2 and problem.op is Op.SOFTMAX and ctas == 16
+    return t.register_chunks_16bit if narrow else t.register_chunks
 
 
-def _present(problem: Problem, config: StagedConfig, device: Device) -> float:
-    """Bytes of rows on a multiprocessor, of up to five blocks; of one or two, few work while the others wait."""
-    # Compiled, softmax takes 28, 32, 47, 64, 83, 98, 124, 128 registers with 0 to 7 granules in them; f16 67 with 3.
-    by_registers = (5, 4, 4, 4 if problem.dtype.itemsize == 4 else 3, 2, 2, 2, 2)[config.in_registers]
-    share = problem.operands * config.staged(problem.max_vectors) * config.granule * 16
-    resident = min((device.smem_per_cta + KIB) // (share + 4 * KIB), by_registers)
-    return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.blocks
+def _resident_bytes(problem: Problem, config: StagedConfig, device: Device) -> float:
+    """Bytes of rows on an SM, of up to five CTAs; one or two count less, as few work while the others wait."""
+    t = thresholds(device)
+    by_chunks = t.ctas_by_chunks_32bit if problem.dtype.itemsize == 4 else t.ctas_by_chunks_16bit
+    staged = problem.operands * config.staged(problem.max_vectors) * config.chunk * 16
+    resident = min((device.smem_per_cta + KIB) // (staged + 4 * KIB), by_chunks[config.register_chunks])
+    return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.ctas
 
 
-def _rows(problem: Problem) -> int:
+def _rows(problem: Problem, device: Device) -> int:
     """How many rows to choose for: all there are or, where the choice may not depend on them, those of 64 MiB.
 
     So many rows of up to 60 KiB get the configs of many, which lose few rows little. Longer ones, of which there are
-    seldom thousands, never get what leaves most of the device idle where there are few: a block to each row.
+    seldom thousands, never get what leaves most of the device idle where there are few: a CTA to each row.
     """
-    return max(64 * MIB // _row_bytes(problem), 1) if problem.batch_invariant else problem.rows
+    if not problem.batch_invariant:
+        return problem.rows
+    return max(thresholds(device).batch_invariant_bytes // _row_bytes(problem), 1)
 
 
 def _row_bytes(problem: Problem) -> int:
-    """What a row's operands take."""
+    """The bytes of a row's operands."""
     return problem.operands * problem.max_vectors * 16

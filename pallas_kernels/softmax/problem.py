@@ -1,11 +1,11 @@
-"""What a kernel is asked to do: static facts only, so that deciding needs no array and no device."""
+"""Describes what a kernel is asked to do by static facts alone, so that `decide` needs no array and no device."""
 
 import dataclasses
 import enum
 
 import jax.numpy as jnp
 
-IGNORED = -1  # the label of a row that is not read
+IGNORED = -1  # the label of a row that is ignored, and not read
 
 
 class Op(enum.StrEnum):
@@ -33,7 +33,7 @@ class Op(enum.StrEnum):
 
     @property
     def row_operands(self) -> tuple[str, ...]:
-        """Operands with one number for each row, which come after the rows: int32 labels, float32 weights."""
+        """The operands with one value for each row, which follow the others: int32 labels, float32 weights."""
         return {"cross_entropy": ("labels",), "cross_entropy_gradient": ("labels", "weights")}.get(self.value, ())
 
     @property
@@ -47,7 +47,7 @@ class Op(enum.StrEnum):
 
     @property
     def gives_stats(self) -> bool:
-        """Whether the rows' statistics are results: the last ones, one number of each for each row."""
+        """Whether the rows' statistics are results: they are the last ones, each with one value for each row."""
         return self.value == "stats" or self.has_labels
 
 
@@ -83,9 +83,10 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """What kernels count the logits in, which is above 0: they multiply differences by it, and results.
+        """The positive unit in which kernels express logits: they multiply differences and results by it.
 
-        A product that is rounded in the maximum, but contracted with the subtraction elsewhere, would not cancel.
+        Scaled first, a logit could fail to cancel with the maximum: the product is rounded in the maximum, but the
+        compiler may contract it with the subtraction elsewhere.
         """
         return abs(self.scale) if self.soft_cap is None else self.soft_cap
 
@@ -97,6 +98,6 @@ class Problem:
 
     @property
     def least_bytes(self) -> int:
-        """The traffic no kernel can go below: each stream once, and the mask's bytes."""
+        """The least traffic that any kernel has: each stream once, and the mask's bytes."""
         mask = {"none": 0, "full": self.elements, "shared": self.cols}[self.where]
         return self.op.streams * self.elements * self.dtype.itemsize + mask

@@ -1,4 +1,4 @@
-"""The operations in plain `jax.numpy`: what platforms without kernels run, and the semantics the kernels keep.
+"""The operations in plain `jax.numpy`, which platforms without kernels run and which define the kernels' semantics.
 
 16-bit and 8-bit floats are accumulated in float32, float32 in float32, float64 in float64; results come back in the
 input's dtype. `axes` are the non-negative axes of a row (reduced together); `where` broadcasts against `x`.
@@ -17,7 +17,7 @@ Axes = tuple[int, ...]
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype rows are accumulated in."""
+    """The dtype in which rows are accumulated."""
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
@@ -30,10 +30,10 @@ def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Arr
 
 @jax.custom_jvp
 def below(z: jax.Array, maximum: jax.Array) -> jax.Array:
-    """`z`, which is nowhere above its row's `maximum`: it only says so, to a compiler.
+    """Clamps `z` to its row's `maximum`, which changes no value.
 
-    One that contracts a product in `z` with the subtraction of the maximum rounds the maximum alone. Of logits beyond
-    1e9 the difference, no more 0, overflows. The derivative is that of `z`, for the largest logit too.
+    It keeps XLA from fusing `scale * x - maximum` into an FMA, whose unrounded product can exceed the rounded maximum;
+    beyond 1e9 the exponential of the difference then overflows. The derivative is that of `z`.
     """
     return jnp.where(z > maximum, maximum, z)
 
@@ -53,7 +53,7 @@ def _logits_below(
 
 
 def _in_units(x: jax.Array, scale: float, soft_cap: float | None = None) -> tuple[jax.Array, float]:
-    """The logits as multiples of a unit above 0, and the unit: differences are exact before they are multiplied."""
+    """The logits as multiples of a positive unit, and the unit: differences are exact before they are scaled."""
     unit = abs(scale) if soft_cap is None else soft_cap
     info = jnp.finfo(accumulator_dtype(x.dtype))
     if not float(info.tiny) <= unit <= float(info.max):
@@ -66,7 +66,7 @@ def _times(x: jax.Array, unit: float) -> jax.Array:
 
 
 def _lift(z: jax.Array, axes: Axes, unit: float) -> tuple[jax.Array, Stats]:
-    """Weights relative to the row's maximum, and the row's state, with the reduced axes kept: of logits in a unit."""
+    """The weights relative to the row's maximum, and the row's state, for logits in a unit. Reduced axes are kept."""
     m = jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
     weights = decay(z, m, exp=exp_in(unit))
     return weights, Stats(m, weights.sum(axes, keepdims=True))
@@ -75,7 +75,7 @@ def _lift(z: jax.Array, axes: Axes, unit: float) -> tuple[jax.Array, Stats]:
 def _rows(
     x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How far logits are from the row's maximum, their weights, and the sum of these, of a state that may be known."""
+    """The logits' distances from the row's maximum, their weights, and the sum of the weights."""
     if known is not None:
         maximum, total = (jnp.expand_dims(part, axes) for part in known)
         z = _logits_below(x, where, maximum, scale)
@@ -120,7 +120,7 @@ def stats_tangent(
     """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
     maximum = jnp.expand_dims(maximum, axes)
     z, t = _logits_below(x, where, maximum, scale), logits(t, scale)
-    # A tangent may be anything where x is masked out.
+    # Where x is masked out, its tangent may have any value.
     t = t if where is None else jnp.where(where, t, jnp.zeros((), t.dtype))
     return (decay(z, maximum) * t).sum(axes)
 
@@ -191,18 +191,18 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, ...]:
-    """What the loss needs of each row, `axes` removed: the state, and with smoothing the sum of the logits.
+    """Each row's values for the loss, `axes` removed: the state and, with smoothing, the sum of the logits.
 
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
     read, (z, unit) = labels != IGNORED, _in_units(x, scale, soft_cap)
     kept = scaled(_lift(_held(z, where), axes, unit)[1], unit)
-    numbers = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
+    values = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
         total = _times((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True), unit)
-        numbers.append(jnp.where(read, total, 0.0))
-    numbers = [number.squeeze(axes) for number in numbers]
-    return tuple(numbers) if smoothing else Stats(*numbers)
+        values.append(jnp.where(read, total, 0.0))
+    values = [value.squeeze(axes) for value in values]
+    return tuple(values) if smoothing else Stats(*values)
 
 
 def cross_entropy_gradient(
@@ -218,8 +218,8 @@ def cross_entropy_gradient(
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, ...]:
     """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives."""
-    numbers = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
-    known = Stats(*(jnp.expand_dims(number, axes) for number in numbers[:2]))
+    values = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
+    known = Stats(*(jnp.expand_dims(value, axes) for value in values[:2]))
     out = cross_entropy_slope(
         x,
         labels,
@@ -232,7 +232,7 @@ def cross_entropy_gradient(
         soft_cap=soft_cap,
         smoothing=smoothing,
     )
-    return (out.astype(x.dtype), *numbers)
+    return (out.astype(x.dtype), *values)
 
 
 def cross_entropy_slope(
@@ -257,7 +257,7 @@ def cross_entropy_slope(
     """
     z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
     weights = decay(_logits_below(x, where, known.max, scale, soft_cap), known.max)
-    # One division a row: XLA would do one for each element.
+    # XLA would divide each element; this divides once a row.
     by_p = weights * (of_p / known.sum)
     by_p = by_p if where is None else jnp.where(where, by_p, 0.0)
     q = jnp.where(at_label, 1.0 - smoothing, 0.0)
@@ -266,7 +266,7 @@ def cross_entropy_slope(
         q = q + (share if where is None else jnp.where(where, share, 0.0))
     slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
     out = (by_p - of_q * q) * slope
-    # What is absent may be anything.
+    # Masked elements may have any value.
     return jnp.where((labels != IGNORED) & (True if where is None else where | at_label), out, 0.0)
 
 
@@ -279,10 +279,10 @@ def columns(x: jax.Array, axes: Axes) -> jax.Array:
     """Each element's column: its place in its row, `axes` flattened; cut as `x` is, if its type says how."""
     sharding = jax.typeof(x).sharding
     cut = sharding if any(entry is not None for entry in sharding.spec) else None
-    number = jnp.zeros((), jnp.int32)
+    index = jnp.zeros((), jnp.int32)
     for axis in axes:
-        number = number * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis, out_sharding=cut)
-    return number
+        index = index * x.shape[axis] + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis, out_sharding=cut)
+    return index
 
 
 def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:

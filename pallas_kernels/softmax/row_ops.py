@@ -1,8 +1,8 @@
-"""What each operation computes of a row, told once for every rung: sums over the row, and the result from them.
+"""What each operation computes of a row, stated once for every kernel: sums over the row, then the result.
 
-A rung moves data and calls these: the row's maximum where the operation has one, then `terms`, whose sums over the
-row are its statistics, then `result`. A sum that is a weight times something shrinks when the maximum rises (it is the
-output component of the online-softmax state); `decaying` says which do.
+A kernel moves data and calls these: the row's maximum where the operation has one, then `summands`, whose sums over
+the row are its statistics, then `result`. A sum of exponentials is relative to the maximum and is rescaled when that
+rises, as in online softmax; `rescaled` says which sums are.
 """
 
 import math
@@ -30,8 +30,8 @@ class RowStats(NamedTuple):
     factors: tuple[jax.Array, ...] = ()
 
 
-class Labelled(NamedTuple):
-    """What else is known of a tile's rows: labels and, for the gradient, weights and the labels' logits.
+class LabelOperands(NamedTuple):
+    """The per-row operands of a tile: labels and, for the gradient, weights and the labels' logits.
 
     `held` is 0 where a mask excludes the label, None without a mask.
     """
@@ -42,8 +42,8 @@ class Labelled(NamedTuple):
     held: jax.Array | None = None
 
 
-def fills(problem: Problem) -> tuple[float, ...]:
-    """What each operand reads as outside the row: what adds nothing, before it is scaled."""
+def oob_fill(problem: Problem) -> tuple[float, ...]:
+    """The value that each operand has outside the row: it adds nothing to any sum. It is not scaled yet."""
     if not has_max(problem.op):
         return (0.0, 0.0)
     return (-math.copysign(math.inf, problem.scale), 0.0)[: problem.operands]
@@ -59,7 +59,7 @@ def has_max(op: Op) -> bool:
     return op is not Op.SOFTMAX_TANGENT
 
 
-def decaying(problem: Problem) -> tuple[bool, ...]:
+def rescaled(problem: Problem) -> tuple[bool, ...]:
     """For each sum, whether it is relative to the maximum."""
     if has_total(problem):
         return (True, False)
@@ -75,13 +75,13 @@ def has_total(problem: Problem) -> bool:
     return problem.op.has_labels and problem.smoothing != 0
 
 
-def quantities(problem: Problem) -> int:
-    """Numbers in a row's statistics."""
-    return has_max(problem.op) + len(decaying(problem))
+def num_values(problem: Problem) -> int:
+    """How many values a row's statistics have."""
+    return has_max(problem.op) + len(rescaled(problem))
 
 
-def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
-    """What is summed over the row; `maximum` has the tiles' shape."""
+def summands(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
+    """The terms that are summed over the row; `maximum` has the tiles' shape."""
     first, *others = tiles
     if maximum is None:
         return (first * others[0],)
@@ -92,73 +92,75 @@ def terms(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
 
 
 def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, ...]:
-    """The statistics of two pieces of a row together, one array per quantity."""
+    """The statistics of two pieces of a row together, one array per value."""
     if not has_max(problem.op):
         return tuple(x + y for x, y in zip(a, b, strict=True))
-    decays = decaying(problem)
+    decays = rescaled(problem)
     relative = lambda stats: (stats[0], *(s for s, d in zip(stats[1:], decays, strict=True) if d))
     maximum, *merged = monoid.combine(relative(a), relative(b), exp=exp)
     rest = iter(merged)
     return maximum, *(next(rest) if d else x + y for x, y, d in zip(a[1:], b[1:], decays, strict=True))
 
 
-def merge(problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: vectors.Tile) -> RowStats:
-    """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per quantity.
+def merge(
+    problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: vectors.RegisterTile
+) -> RowStats:
+    """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per value.
 
-    `layout` is that of `partial`. All threads have the same: of sums of weighted parts, one lane's.
+    `layout` is that of `partial`. All threads get the same values: rescaled sums, which lanes may round unlike, are
+    those of one lane.
     """
     if not has_max(problem.op):
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
     maximum, *sums = partial
-    relative = [part for part, decays in zip(sums, decaying(problem), strict=True) if decays]
-    members = maximum.shape
-    spread = lambda number: plgpu.layout_cast(jnp.broadcast_to(number, members), layout)
+    relative = [part for part, decays in zip(sums, rescaled(problem), strict=True) if decays]
+    spread = lambda value: plgpu.layout_cast(jnp.broadcast_to(value, maximum.shape), layout)
     total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, spread=spread)
     rest = (of_first_lane(_repeat(each, tile), tile) for each in merged)
     plain = lambda part: _repeat(part.sum(0), tile)
-    both = (next(rest) if decays else plain(part) for part, decays in zip(sums, decaying(problem), strict=True))
+    both = (next(rest) if decays else plain(part) for part, decays in zip(sums, rescaled(problem), strict=True))
     return RowStats(_repeat(total, tile), tuple(both))
 
 
-def _repeat(number: jax.Array, tile: vectors.Tile) -> jax.Array:
-    return plgpu.layout_cast(jnp.broadcast_to(number, (tile.rows,)), tile.layout.reduce(1))
+def _repeat(value: jax.Array, tile: vectors.RegisterTile) -> jax.Array:
+    return plgpu.layout_cast(jnp.broadcast_to(value, (tile.rows,)), tile.layout.reduce(1))
 
 
-def as_numbers(stats: RowStats) -> list[jax.Array]:
+def values(stats: RowStats) -> list[jax.Array]:
     """The maximum, if there is one, and the sums."""
-    return [number for number in (stats.max, *stats.sums) if number is not None]
+    return [value for value in (stats.max, *stats.sums) if value is not None]
 
 
-def in_one(problem: Problem, numbers: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """A row's numbers as results, which are not counted in the problem's unit."""
-    state = monoid.scaled(monoid.Stats(*numbers[:2]), problem.unit, exp=fast_math.exp_32bit)
-    return *state, *(_times_unit(problem, total) for total in numbers[2:])
+def unscale(problem: Problem, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Converts a row's statistics from the problem's unit to that of the results."""
+    state = monoid.scaled(monoid.Stats(*values[:2]), problem.unit, exp=fast_math.exp_32bit)
+    return *state, *(_times_unit(problem, total) for total in values[2:])
 
 
 def _times_unit(problem: Problem, x: jax.Array) -> jax.Array:
     return x if problem.unit == 1.0 else x * problem.unit
 
 
-def numbers(stats: RowStats, labelled: Labelled | None) -> tuple[jax.Array, ...]:
-    """The whole row's statistics: neutral for rows that are not read."""
+def neutral_if_ignored(stats: RowStats, label_operands: LabelOperands | None) -> tuple[jax.Array, ...]:
+    """The whole row's maximum and sums; ignored rows, which are not read, get 0, 1 and 0."""
     assert stats.max is not None
     own = (stats.max, *stats.sums)
-    if labelled is None:
+    if label_operands is None:
         return own
     neutral = zip(own, (0.0, 1.0, 0.0)[: len(own)], strict=True)
-    return tuple(jnp.where(labelled.labels >= 0, x, jnp.full_like(x, other)) for x, other in neutral)
+    return tuple(jnp.where(label_operands.labels >= 0, x, jnp.full_like(x, other)) for x, other in neutral)
 
 
-def with_factors(problem: Problem, stats: RowStats, labelled: Labelled | None) -> RowStats:
+def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperands | None) -> RowStats:
     """The whole row's statistics, with what the gradient multiplies the probabilities by and takes off them.
 
     The maximum stays as it is: weights that the sum had and the result has are then computed once.
     """
-    if labelled is None or labelled.weights is None:
+    if label_operands is None or label_operands.weights is None:
         return stats
-    maximum, total, *_ = numbers(stats, labelled)
-    weights = labelled.weights * problem.scale
-    weights = jnp.where(labelled.labels >= 0, weights, jnp.zeros_like(weights))
+    maximum, total, *_ = neutral_if_ignored(stats, label_operands)
+    weights = label_operands.weights * problem.scale
+    weights = jnp.where(label_operands.labels >= 0, weights, jnp.zeros_like(weights))
     slope = weights
     if problem.z_loss:
         lse = _times_unit(problem, maximum) + fast_math.log(total)
@@ -168,50 +170,50 @@ def with_factors(problem: Problem, stats: RowStats, labelled: Labelled | None) -
 
 
 def result(
-    problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, each: Callable[[jax.Array], jax.Array]
+    problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, broadcast: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """The operation's output for a tile; `each` spreads a row's number over the tile."""
+    """The operation's output for a tile; `broadcast` repeats a row's value over the tile."""
     op, (first, *others) = problem.op, tiles
     if stats.max is None:
-        out = first * (others[0] - each(stats.sums[0]))
+        out = first * (others[0] - broadcast(stats.sums[0]))
         return out if problem.scale == 1.0 else out * problem.scale
     if op is Op.SOFTMAX:
-        return decay(first, each(stats.max), exp=exp) * each(1.0 / stats.sums[0])
+        return decay(first, broadcast(stats.max), exp=exp) * broadcast(1.0 / stats.sums[0])
     if op is Op.CROSS_ENTROPY_GRADIENT:
-        out = decay(first, each(stats.max), exp=exp) * each(stats.factors[0])
+        out = decay(first, broadcast(stats.max), exp=exp) * broadcast(stats.factors[0])
         for factor in stats.factors[1:]:
-            out = out - each(factor)
-        return _bent(problem, out, first)
+            out = out - broadcast(factor)
+        return _soft_cap_grad(problem, out, first)
     if op is Op.LOG_SOFTMAX:
-        return _times_unit(problem, first - each(stats.max)) - each(fast_math.log(stats.sums[0]))
+        return _times_unit(problem, first - broadcast(stats.max)) - broadcast(fast_math.log(stats.sums[0]))
     (t,) = others
     if op is Op.LOG_SOFTMAX_TANGENT:
-        out = t - each(stats.sums[1] * (1.0 / stats.sums[0]))
+        out = t - broadcast(stats.sums[1] * (1.0 / stats.sums[0]))
     else:
-        weights = decay(first, each(stats.max), exp=exp)
-        out = t - weights * each(stats.sums[1] * (1.0 / stats.sums[0]))
+        weights = decay(first, broadcast(stats.max), exp=exp)
+        out = t - weights * broadcast(stats.sums[1] * (1.0 / stats.sums[0]))
     return out if problem.scale == 1.0 else out * problem.scale
 
 
-def at_labels(problem: Problem, stats: RowStats, labelled: Labelled, exp: Exp) -> jax.Array:
+def at_labels(problem: Problem, stats: RowStats, label_operands: LabelOperands, exp: Exp) -> jax.Array:
     """The gradient at the rows' labels."""
     assert stats.max is not None
-    assert labelled.weights is not None
-    assert labelled.logits is not None
-    out = decay(labelled.logits, stats.max, exp=exp) * stats.factors[0]
-    if labelled.held is not None:
-        out = jnp.where(labelled.held != 0.0, out, jnp.zeros_like(out))
+    assert label_operands.weights is not None
+    assert label_operands.logits is not None
+    out = decay(label_operands.logits, stats.max, exp=exp) * stats.factors[0]
+    if label_operands.held is not None:
+        out = jnp.where(label_operands.held != 0.0, out, jnp.zeros_like(out))
     for factor in stats.factors[1:]:
         out = out - factor
-    out = out - labelled.weights * (problem.scale * (1.0 - problem.smoothing))
-    return _bent(problem, out, labelled.logits)
+    out = out - label_operands.weights * (problem.scale * (1.0 - problem.smoothing))
+    return _soft_cap_grad(problem, out, label_operands.logits)
 
 
-def _bent(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
-    """`out` times the derivative of the soft cap, whose result is `z`, in its unit the `tanh`."""
+def _soft_cap_grad(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
+    """Multiplies `out` by the derivative of the soft cap; `z`, the capped logit in its unit, is the `tanh`."""
     return out if problem.soft_cap is None else out * (1.0 - z * z)
 
 
-def outside(op: Op) -> float:
-    """The output where a mask does not hold."""
+def masked_output(op: Op) -> float:
+    """The output where the mask excludes an element."""
     return -jnp.inf if op is Op.LOG_SOFTMAX else 0.0

@@ -60,9 +60,9 @@ def test_every_table_is_shown():
     assert set(re.findall(r"<!-- table:(\w+) -->", text)) == set(docs.TABLES)
 
 
-def test_every_rung_is_explained():
+def test_every_kernel_is_explained():
     text = (docs.ROOT / "docs" / "ladder.md").read_text()
-    assert not [name for name in dispatch.LADDER if name.replace("_", " ") not in text]
+    assert not [name for name in dispatch.KERNELS if name.replace("_", " ") not in text]
 
 
 def test_the_newest_measurement_counts(folder):
@@ -115,7 +115,7 @@ def test_rungs_stand_with_traffic_and_time(folder):
     moved = 4 * 32768 * 1024 * 2
     record = _record(SHORT, rung_naive=_entry(70.0, bytes_moved=moved), xla=_entry(45.0))
     table = docs.TABLES["ladder_forward_f16"](Results(folder("run", "2026-11-02", record)))
-    assert "| rung | traffic | N = 1024 |" in table
+    assert "| kernel | traffic | N = 1024 |" in table
     assert "| naive | 4 MN | 70 (1.92) |" in table
 
 

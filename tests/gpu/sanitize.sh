@@ -1,10 +1,10 @@
 #!/bin/sh
-# compute-sanitizer over every rung, or every kind of attention: out-of-bounds and misaligned accesses, and races in
+# compute-sanitizer over every row kernel, or every kind of attention: out-of-bounds and misaligned accesses, races in
 # shared memory, each tool in PARTS processes one after another, JOBS of both at once. Says how many steps were done and
 # what was found; fails if either is not as it should be. With OUT, each tool's words are in $OUT/TOOL.txt.
 # The tool itself crashes, once in some 50 steps of the ladder, 6 to 14 of attention (H200, 15 processes): the part goes
 # on with the step it crashed in. Three crashes in one step fail.
-# Usage: [OUT=DIR] [PARTS=1] [JOBS=2] [SECONDS_ALL=240] [STEPS=every_rung|every_attention] [ONLY=NAME] \
+# Usage: [OUT=DIR] [PARTS=1] [JOBS=2] [SECONDS_ALL=240] [STEPS=every_kernel|every_attention] [ONLY=NAME] \
 #   tests/gpu/sanitize.sh [python]
 set -u
 
@@ -30,7 +30,7 @@ if [ "${1:-}" = --part ]; then # TOOL I: one part by one tool; its exit status s
 fi
 
 cd "$(dirname "$0")/../.."
-export PYTHON="${1:-python3}" PARTS="${PARTS:-1}" STEPS="${STEPS:-every_rung}" ONLY="${ONLY:-}"
+export PYTHON="${1:-python3}" PARTS="${PARTS:-1}" STEPS="${STEPS:-every_kernel}" ONLY="${ONLY:-}"
 LOGS=$(mktemp -d) UNTIL=$(($(date +%s) + ${SECONDS_ALL:-240}))
 export LOGS UNTIL
 # Each array by a cudaMalloc of its own: inside JAX's pool, an access past an array's end would be one into another.

@@ -79,7 +79,7 @@ def test_a_heuristic_that_looks_at_the_number_of_rows_is_seen(name: str, monkeyp
         return honest(dataclasses.replace(problem, batch_invariant=False), *rest)
 
     monkeypatch.setattr(heuristics, name, looks)
-    choose = getattr(heuristics, {"_fits_cache": "grid"}.get(name, name))
+    choose = getattr(heuristics, {"_fits_l2": "grid"}.get(name, name))
     found = [
         {choose(Problem(op, rows, cols, jnp.dtype(dtype), batch_invariant=True), H200) for rows in ROWS}
         for op, cols, dtype in itertools.product((Op.SOFTMAX, Op.STATS), COLS, ("bfloat16", "float32"))

@@ -139,55 +139,55 @@ def shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A rung at work on a problem."""
+    """A kernel at work on a problem."""
 
-    rung: Any
+    kernel: Any
     problem: Problem
     config: Any
 
     def run(self, *operands: jax.Array) -> Any:
-        return self.rung.run(self.problem, self.config, *operands)
+        return self.kernel.run(self.problem, self.config, *operands)
 
     def __str__(self) -> str:
         p = self.problem
-        configs = self.rung.configs(p, H200)
+        configs = self.kernel.configs(p, H200)
         config = (
             configs.index(self.config) if self.config in configs else "_".join(map(str, vars(self.config).values()))
         )
         extras = [f"inner{p.inner}"] * (p.inner > 1) + [f"where_{p.where}"] * (p.where != "none")
         extras += [f"scale{p.scale:g}"] * (p.scale != 1) + [f"cap{p.soft_cap}"] * (p.soft_cap is not None)
         extras += [f"smoothing{p.smoothing:g}"] * (p.smoothing != 0) + [f"z_loss{p.z_loss:g}"] * (p.z_loss != 0)
-        return "-".join([self.rung.name, p.op.value, p.dtype.name, f"{p.rows}x{p.cols}", *extras, f"config{config}"])
+        return "-".join([self.kernel.name, p.op.value, p.dtype.name, f"{p.rows}x{p.cols}", *extras, f"config{config}"])
 
 
-def takes(rung: Any, problem: Problem) -> bool:
-    return rung.unsupported(problem, H200) is None
+def takes(kernel: Any, problem: Problem) -> bool:
+    return kernel.unsupported(problem, H200) is None
 
 
-def default(rung: Any, problem: Problem) -> Case:
-    return Case(rung, problem, rung.configs(problem, H200)[0])
+def default(kernel: Any, problem: Problem) -> Case:
+    return Case(kernel, problem, kernel.configs(problem, H200)[0])
 
 
-def every_config(rung: Any, problem: Problem) -> list[Case]:
-    return [Case(rung, problem, config) for config in rung.configs(problem, H200)]
+def every_config(kernel: Any, problem: Problem) -> list[Case]:
+    return [Case(kernel, problem, config) for config in kernel.configs(problem, H200)]
 
 
-def supported_cols(rung: Any, op: Op, dtype: jnp.dtype, rows: int, candidates: tuple[int, ...]) -> list[int]:
-    return [cols for cols in candidates if takes(rung, Problem(op, rows, cols, dtype))]
+def supported_cols(kernel: Any, op: Op, dtype: jnp.dtype, rows: int, candidates: tuple[int, ...]) -> list[int]:
+    return [cols for cols in candidates if takes(kernel, Problem(op, rows, cols, dtype))]
 
 
-def variations(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
-    """The problem's other forms that the rung takes: masks, scales, few rows, and an axis that is not the last."""
+def variations(kernel: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
+    """The problem's other forms that the kernel takes: masks, scales, few rows, and an axis that is not the last."""
     base = Problem(op, rows, cols, dtype)
     changes: list[dict[str, Any]] = [{"rows": 1}, {"inner": 3}, {"inner": 200}]
     changes += [{"scale": scale} for scale in (0.5, -0.3, 30.0)]
     if not op.is_linear:
         changes += [{"where": "full"}, {"where": "shared", "scale": 0.5}, {"where": "full", "inner": 3}]
-    return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(rung, p)]
+    return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(kernel, p)]
 
 
-def losses(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
-    """The cross entropy's forms that the rung takes, several of its extras at once in each."""
+def losses(kernel: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
+    """The cross entropy's forms that the kernel takes, several of its extras at once in each."""
     base = Problem(op, rows, cols, dtype)
     changes: list[dict[str, Any]] = [
         {"soft_cap": 5.0, "smoothing": 0.1, "z_loss": 0.01, "scale": 0.3},
@@ -195,4 +195,4 @@ def losses(rung: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Pr
         {"soft_cap": 30.0, "where": "shared"},
         {"smoothing": 0.25},
     ]
-    return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(rung, p)]
+    return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(kernel, p)]

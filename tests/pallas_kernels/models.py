@@ -44,15 +44,15 @@ def _head(row: Any, cols: int, vector: int) -> Any:
     return row * cols % vector
 
 
-def _existing(span: Any, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
-    at, inside = elements(span.tile, span.cols, row, first)
-    if span.interior:
+def _existing(row_pred: Any, row: Any, first: Any) -> tuple[tuple[Any, Any], Any]:
+    at, inside = elements(row_pred.tile, row_pred.cols, row, first)
+    if row_pred.interior:
         return at, inside | True  # nothing is checked, so that an element outside is touched
-    return at, inside & (at[0] < span.rows) if span.rows_may_end else inside
+    return at, inside & (at[0] < row_pred.rows) if row_pred.rows_may_end else inside
 
 
 def _load_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, *labels: Any) -> list[Any]:
-    at, inside = _existing(static.span, row, first)
+    at, inside = _existing(static.row_pred, row, first)
     wanted = labels[0][:, None] >= 0 if labels else True
     return [machine.gather(ref, at, inside & wanted, static.fill)]
 
@@ -71,17 +71,17 @@ def _wrap_tile(machine: Any, static: Any, raw: Any, gmem: Any, row: Any, staged:
 
 
 def _store_vectors(machine: Any, static: Any, ref: Any, value: Any, row: Any, first: Any) -> None:
-    machine.scatter(ref, *_existing(static.span, row, first), value)
+    machine.scatter(ref, *_existing(static.row_pred, row, first), value)
 
 
 def _load_mask(machine: Any, static: Any, ref: Any, row: Any, first: Any) -> list[Any]:
-    (rows, column), inside = _existing(static.span, row, first)
+    (rows, column), inside = _existing(static.row_pred, row, first)
     held = machine.gather(ref, (rows if static.mask_rows > 1 else rows * 0, column), inside, 0)
     return [held.astype(np.float32)]
 
 
 def _keep_inside(machine: Any, static: Any, z: Any, row: Any, first: Any) -> list[Any]:
-    return [jnp.where(_existing(static.span, row, first)[1], z, static.other)]
+    return [jnp.where(_existing(static.row_pred, row, first)[1], z, static.other)]
 
 
 def _load_number(machine: Any, static: Any, ref: Any, row: Any) -> list[Any]:
@@ -114,7 +114,7 @@ def _rows(tile: Any, row: Any) -> Any:
 def _add_rows(machine: Any, static: Any, ref: Any, z: Any, row: Any) -> list[Any]:
     """Added up in the row's order."""
     tile = static.tile
-    head = _head(_rows(tile, row), static.span.cols, tile.vector)
+    head = _head(_rows(tile, row), static.row_pred.cols, tile.vector)
     places = (np.arange(tile.shape[1])[None, :] + head[:, None]) % tile.shape[1]
     return [jnp.take_along_axis(z, places, 1).sum(axis=1)]
 
@@ -172,39 +172,39 @@ def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *star
 
 def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
     """The copy is done at once, if not before a fence; what it leaves undefined becomes NaN."""
-    span, v = static.span, static.span.tile.vector
-    head = _head(row, span.cols, v)
-    count = (head + span.cols + v - 1) // v
+    row_pred, v = static.row_pred, static.row_pred.tile.vector
+    head = _head(row, row_pred.cols, v)
+    count = (head + row_pred.cols + v - 1) // v
     here = jnp.where(label >= 0, (count - first).clip(0, static.vectors), 0)
     element = np.arange(static.vectors * v)
-    flat = row * span.cols - head + first * v + element
-    copied = (element < here * v) & (flat >= 0) & (flat < span.rows * span.cols)
-    value = machine.gather(ref, (flat // span.cols, flat % span.cols), copied, np.nan)
+    flat = row * row_pred.cols - head + first * v + element
+    copied = (element < here * v) & (flat >= 0) & (flat < row_pred.rows * row_pred.cols)
+    value = machine.gather(ref, (flat // row_pred.cols, flat % row_pred.cols), copied, np.nan)
     machine.store_copied(to, value.reshape(to.shape))
     machine.expect_bytes(barrier, here * 16)
     machine.complete_bytes(barrier, here * 16)
 
 
 def _fill_elements(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any) -> None:
-    span, v = static.span, static.span.tile.vector
+    row_pred, v = static.row_pred, static.row_pred.tile.vector
     element = np.arange(np.prod(to.shape))
     k, since = element // v, element // v - static.start
     owner = since % static.threads // 128
     owned = (since >= 0) & (k < static.stop) & (owner == machine.warpgroup)
-    if not span.aligned:
+    if not row_pred.aligned:
         owned |= (k == 0) & (machine.warpgroup == 0)
-    column = first * v + element - _head(row, span.cols, v)
-    outside = (column < 0) | (column >= span.cols)
+    column = first * v + element - _head(row, row_pred.cols, v)
+    outside = (column < 0) | (column >= row_pred.cols)
     machine.scatter(to, np.unravel_index(element, to.shape), owned & outside, np.asarray(static.fill))
 
 
 def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) -> None:
     for q, value in enumerate(values):
-        flat = q * static.exchange.slots + 4 * index + np.arange(4)
+        flat = q * static.buffer.slots + 4 * index + np.arange(4)
         machine.scatter(slots, (flat // slots.shape[1], flat % slots.shape[1]), True, value)
 
 
-def _draw_ticket(machine: Any, static: Any, words: Any, to: Any) -> None:
+def _count_tile(machine: Any, static: Any, words: Any, to: Any) -> None:
     first = machine.warpgroup == 0
     ticket = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
@@ -214,36 +214,36 @@ def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
     machine.scatter(words, np.unravel_index(np.arange(len(numbers)), words.shape), True, jnp.stack(numbers))
 
 
-def _publish_words(machine: Any, static: Any, words: Any, row: Any, member: Any, *values: Any) -> None:
+def _publish_words(machine: Any, static: Any, words: Any, row: Any, rank: Any, *values: Any) -> None:
     for q, value in enumerate(values):
         bits = lax.bitcast_convert_type(value[:1], np.int32)
-        machine.set_words(words, _word(static.exchange, row, q) + member, bits, active=machine.warpgroup == 0)
+        machine.set_words(words, _word(static.buffer, row, q) + rank, bits, active=machine.warpgroup == 0)
 
 
 def _await_words(machine: Any, static: Any, words: Any, slots: Any, row: Any) -> None:
-    of = np.arange(static.exchange.members)
-    for q in range(static.exchange.quantities):
-        numbers = machine.await_words(words, _word(static.exchange, row, q), of.size, -1)
+    of = np.arange(static.buffer.num_ranks)
+    for q in range(static.buffer.num_values):
+        numbers = machine.await_words(words, _word(static.buffer, row, q), of.size, -1)
         mine = of % static.threads // 128 == machine.warpgroup
         machine.scatter(slots, (q + 0 * of, of), mine, lax.bitcast_convert_type(numbers, np.float32))
 
 
-def _word(exchange: Any, row: Any, quantity: int) -> Any:
-    return 1 + (row * exchange.quantities + quantity) * exchange.members
+def _word(buffer: Any, row: Any, value_index: int) -> Any:
+    return 1 + (row * buffer.num_values + value_index) * buffer.num_ranks
 
 
 def _send(machine: Any, static: Any, slots: Any, barrier: Any, index: Any, *values: Any) -> None:
-    for block in range(static.blocks):
-        _publish(machine, static, machine.peer(slots, block=block), index, *values)
-        machine.complete_bytes(machine.peer(barrier, block=block), 4 * 4 * len(values))
+    for cta in range(static.ctas):
+        _publish(machine, static, machine.peer(slots, cta=cta), index, *values)
+        machine.complete_bytes(machine.peer(barrier, cta=cta), 4 * 4 * len(values))
 
 
 def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
-    exchange = static.self
-    turn, q, spare = np.indices((2, exchange.quantities, exchange.slots - exchange.members))
-    fill = np.where((q == 0) & (exchange.quantities > 1), -np.inf, 0.0)
+    buffer = static.self
+    turn, q, spare = np.indices((2, buffer.num_values, buffer.slots - buffer.num_ranks))
+    fill = np.where((q == 0) & (buffer.num_values > 1), -np.inf, 0.0)
     mine = spare % static.threads // 128 == machine.warpgroup
-    machine.scatter(slots, (turn, q, exchange.members + spare), mine, fill)
+    machine.scatter(slots, (turn, q, buffer.num_ranks + spare), mine, fill)
 
 
 def _block_sync(machine: Any, static: Any) -> None:
@@ -395,7 +395,7 @@ def _multiply_subtract(machine: Any, static: Any, x: Any, y: Any) -> list[Any]:
     return [x * np.float32(static.factor) - y]
 
 
-def _keep_rolled(machine: Any, static: Any) -> None:
+def _keep_loop(machine: Any, static: Any) -> None:
     """Only the compilers hear it."""
 
 

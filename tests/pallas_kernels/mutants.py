@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import monoid
-from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
-from pallas_kernels.softmax import row_ops, share
+from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors, workspace
+from pallas_kernels.softmax import row_ops, staged
 from pallas_kernels.softmax.config import GridConfig, StagedConfig
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_mutants
@@ -89,13 +89,13 @@ _GRID = ("grid",)
 
 @dataclasses.dataclass(frozen=True)
 class KernelMutant:
-    """A fault in a function that the rungs share: `fault(original, *arguments)` runs in its place."""
+    """A fault in a function that the kernels share: `fault(original, *arguments)` runs in its place."""
 
     name: str
     words: str
     original: Callable[..., Any] | property
     fault: Callable[..., Any]
-    rungs: tuple[str, ...]
+    kernels: tuple[str, ...]
     op: Op = Op.SOFTMAX
     form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
     config: Any = None  # in which it shows, if not in any
@@ -131,26 +131,26 @@ def _next_row_copied(copy_row, ref, row, *arguments):
     return copy_row(ref, row + 1, *arguments)
 
 
-def _nothing_kept(load, share, row, labelled):
+def _nothing_kept(load, cta_slice, row, label_operands):
     return ()
 
 
-def _own_numbers_only(across, exchange, values, *arguments):
-    across(exchange, values, *arguments)
+def _own_numbers_only(across, buffer, values, *arguments):
+    across(buffer, values, *arguments)
     return list(values)
 
 
-def _first_member(from_grid, exchange, words, row, slots, warpgroups):
-    everybody = from_grid(exchange, words, row, slots, warpgroups)
-    return [jnp.where(jnp.arange(exchange.slots) == 0, x, x * 0) for x in everybody]
+def _first_member(grid_load, buffer, words, row, slots, warpgroups):
+    partials = grid_load(buffer, words, row, slots, warpgroups)
+    return [jnp.where(jnp.arange(buffer.slots) == 0, x, x * 0) for x in partials]
 
 
-def _in_one_turn(clear, exchange, slots, warpgroups):
-    return clear(exchange, slots, exchange.slots)
+def _in_one_turn(clear, buffer, slots, warpgroups):
+    return clear(buffer, slots, buffer.slots)
 
 
-def _swapped(read, exchange, slots):
-    return read(exchange, slots)[::-1]
+def _swapped(read, buffer, slots):
+    return read(buffer, slots)[::-1]
 
 
 def _base_2(exp_for, dtype, unit):
@@ -165,24 +165,24 @@ def _next_label(store_element, ref, row, column, *arguments, **keywords):
     return store_element(ref, row, column + 1, *arguments, **keywords)
 
 
-def _nothing_smoothed(with_factors, problem, stats, labelled):
-    stats = with_factors(problem, stats, labelled)
+def _nothing_smoothed(with_factors, problem, stats, label_operands):
+    stats = with_factors(problem, stats, label_operands)
     return stats._replace(factors=stats.factors[:1])
 
 
-def _other_sign(with_factors, problem, stats, labelled):
-    return with_factors(dataclasses.replace(problem, z_loss=-problem.z_loss), stats, labelled)
+def _other_sign(with_factors, problem, stats, label_operands):
+    return with_factors(dataclasses.replace(problem, z_loss=-problem.z_loss), stats, label_operands)
 
 
-def _none_ignored(numbers, stats, labelled):
-    return numbers(stats, None)
+def _none_ignored(neutral_if_ignored, stats, label_operands):
+    return neutral_if_ignored(stats, None)
 
 
 def _all_read(load, *arguments, labels, **keywords):
     return load(*arguments, labels=None, **keywords)
 
 
-def _unbent(bent, problem, out, z):
+def _without_cap_grad(soft_cap_grad, problem, out, z):
     return out
 
 
@@ -203,10 +203,10 @@ def _gradient(
     words: str,
     original: Callable[..., Any],
     fault: Callable[..., Any],
-    rungs: tuple[str, ...] = ("warp", "block", "cluster"),
+    kernels: tuple[str, ...] = ("warp", "block", "cluster"),
     **form: Any,
 ) -> KernelMutant:
-    return KernelMutant(name, words, original, fault, rungs, Op.CROSS_ENTROPY_GRADIENT, tuple(form.items()))
+    return KernelMutant(name, words, original, fault, kernels, Op.CROSS_ENTROPY_GRADIENT, tuple(form.items()))
 
 
 KERNEL_MUTANTS = (
@@ -223,81 +223,102 @@ KERNEL_MUTANTS = (
         "the maximum is rounded once more than what it is subtracted from",
         monoid.decay,
         _rounded_maximum,
-        rungs=("naive", "block", "online"),
+        kernels=("naive", "block", "online"),
         form=(("scale", 0.3),),
     ),
-    KernelMutant("outside_is_zero", "columns past the end are read as 0", vectors.load, _zero_filled, rungs=_STREAMING),
-    KernelMutant("store_left_out", "nothing is written", vectors.store, _left_out, rungs=("naive", "block")),
-    KernelMutant("store_next_row", "rows are written one further", vectors.store, _next_row, rungs=("warp", "cluster")),
     KernelMutant(
-        "exp_of_base_2", "the exponential is of base 2", fast_math.exp_for, _base_2, rungs=("warp", "online", "grid")
+        "outside_is_zero", "columns past the end are read as 0", vectors.load, _zero_filled, kernels=_STREAMING
     ),
-    KernelMutant("copies_next_row", "the next row is staged", mbarrier.copy_row, _next_row_copied, rungs=_STAGED),
+    KernelMutant("store_left_out", "nothing is written", vectors.store, _left_out, kernels=("naive", "block")),
     KernelMutant(
-        "nothing_filled", "a copy's ends are left as they are", mbarrier.fill_outside, _left_out, rungs=_STAGED
+        "store_next_row", "rows are written one further", vectors.store, _next_row, kernels=("warp", "cluster")
+    ),
+    KernelMutant(
+        "exp_of_base_2", "the exponential is of base 2", fast_math.exp_for, _base_2, kernels=("warp", "online", "grid")
+    ),
+    KernelMutant("copies_next_row", "the next row is staged", mbarrier.copy_row, _next_row_copied, kernels=_STAGED),
+    KernelMutant(
+        "nothing_filled", "a copy's ends are left as they are", mbarrier.fill_outside, _left_out, kernels=_STAGED
     ),
     KernelMutant(
         "nothing_kept",
-        "of a share, what does not stand in shared memory is left out",
-        share.Share.load,
+        "what a slice holds in registers is left out",
+        staged.CtaSlice.load,
         _nothing_kept,
-        rungs=_CLUSTER,
-        config=StagedConfig(2, 2, 1, 1, 1, in_registers=1),
+        kernels=_CLUSTER,
+        config=StagedConfig(2, 2, 1, 1, 1, register_chunks=1),
         form=(("cols", 2504),),
     ),
     KernelMutant(
         "tail_left_out",
-        "the elements in which a share's last row vector ends, in the next share, are left out",
+        "the elements in which a slice's last row vector ends, in the next slice, are left out",
         mbarrier.wrap,
         _without_tail,
-        rungs=(*_CLUSTER, *_GRID),
+        kernels=(*_CLUSTER, *_GRID),
     ),
-    KernelMutant("no_wait", "the cluster's numbers are not waited for", mbarrier.wait, _left_out, rungs=_CLUSTER),
+    KernelMutant("no_wait", "the cluster's numbers are not waited for", mbarrier.wait, _left_out, kernels=_CLUSTER),
     KernelMutant(
         "no_block_barrier",
         "the block's threads do not meet",
         reduce.sync_block,
         _left_out,
-        rungs=_MERGING,
+        kernels=_MERGING,
         may_deadlock=True,
     ),
     KernelMutant(
-        "no_cluster_barrier", "a cluster's blocks do not meet", reduce.await_cluster, _left_out, rungs=_CLUSTER
+        "no_cluster_barrier", "a cluster's blocks do not meet", reduce.await_cluster, _left_out, kernels=_CLUSTER
     ),
-    KernelMutant("wrong_stride", "quantities take each other's slots", reduce.Exchange.read, _swapped, rungs=_MERGING),
     KernelMutant(
-        "slots_not_cleared", "slots without a warp are not cleared", reduce.Exchange.clear, _left_out, rungs=_CLUSTER
+        "wrong_stride", "quantities take each other's slots", reduce.ReductionBuffer.read, _swapped, kernels=_MERGING
+    ),
+    KernelMutant(
+        "slots_not_cleared",
+        "slots without a warp are not cleared",
+        reduce.ReductionBuffer.clear,
+        _left_out,
+        kernels=_CLUSTER,
     ),
     KernelMutant(
         "slots_cleared_once",
         "of slots without a block, only as many as threads are cleared",
-        reduce.Exchange.clear,
+        reduce.ReductionBuffer.clear,
         _in_one_turn,
-        rungs=_GRID,
+        kernels=_GRID,
         form=(("rows", 1),),
         config=GridConfig(257, 1, 1, 1),
     ),
     KernelMutant(
         "own_warp_in_block",
         "a warp knows its own part only",
-        reduce.across_block,
+        reduce.block_gather,
         _own_numbers_only,
-        rungs=("block", "online"),
+        kernels=("block", "online"),
     ),
-    KernelMutant("first_of_grid", "a row is its first block's", reduce.from_grid, _first_member, rungs=_GRID),
+    KernelMutant("first_of_grid", "a row is its first block's", workspace.grid_load, _first_member, kernels=_GRID),
     KernelMutant(
-        "own_warp_in_cluster", "the same in a cluster", reduce.across_cluster, _own_numbers_only, rungs=_CLUSTER
+        "own_warp_in_cluster", "the same in a cluster", reduce.cluster_gather, _own_numbers_only, kernels=_CLUSTER
     ),
     KernelMutant(
-        "merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only, rungs=_MERGING
+        "merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only, kernels=_MERGING
     ),
     _gradient("label_off_by_one", "the label is the next column", row_scalars.store_element, _next_label),
     _gradient("mass_lost", "labels are not smoothed", row_ops.with_factors, _nothing_smoothed, _SOME, smoothing=0.1),
     _gradient("z_loss_sign", "the z loss is subtracted", row_ops.with_factors, _other_sign, _SOME, z_loss=0.1),
-    _gradient("cap_not_derived", "the gradient goes past the soft cap", row_ops._bent, _unbent, _SOME, soft_cap=5.0),
-    _gradient("ignored_counted", "ignored rows give their own numbers", row_ops.numbers, _none_ignored, _SOME),
+    _gradient(
+        "cap_not_derived",
+        "the gradient goes past the soft cap",
+        row_ops._soft_cap_grad,
+        _without_cap_grad,
+        _SOME,
+        soft_cap=5.0,
+    ),
+    _gradient(
+        "ignored_counted", "ignored rows give their own numbers", row_ops.neutral_if_ignored, _none_ignored, _SOME
+    ),
     _gradient("ignored_read", "ignored rows are read", vectors.load, _all_read, ("warp", "online")),
-    _gradient("ignored_unwritten", "ignored rows get no zeros", share.Share._write_zeros, _left_out, ("block", "grid")),
+    _gradient(
+        "ignored_unwritten", "ignored rows get no zeros", staged.CtaSlice._write_zeros, _left_out, ("block", "grid")
+    ),
     _gradient(
         "outside_capped",
         "columns past the end count as the soft cap",
@@ -369,7 +390,7 @@ def document() -> str:
     """The text of `docs/mutants.md`."""
     rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
     rows += [
-        (m.words, f"`{_qualified(m.original)}` of {', '.join(m.rungs)}", _kernel_killer(m)) for m in KERNEL_MUTANTS
+        (m.words, f"`{_qualified(m.original)}` of {', '.join(m.kernels)}", _kernel_killer(m)) for m in KERNEL_MUTANTS
     ]
     rows += list(HARNESS_FAULTS)
     rows += [
@@ -395,7 +416,7 @@ _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 def _kernel_killer(mutant: KernelMutant) -> str:
     extras = [] if mutant.op is not Op.CROSS_ENTROPY_GRADIENT else [mutant.op.value]
     extras += [f"`{name}` {value}" for name, value in mutant.form]
-    return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.blocks} blocks"] if mutant.config else [])])
+    return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.ctas} blocks"] if mutant.config else [])])
 
 
 def _qualified(function: Callable[..., Any] | property) -> str:

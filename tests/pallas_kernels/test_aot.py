@@ -1,4 +1,4 @@
-"""Every rung and config, compiled for an H200 without one: only what is said spills, and nothing is ignored.
+"""Every kernel and config, compiled for an H200 without one: only what is said spills, and nothing is ignored.
 
 And what XLA makes of the derivative that follows a kernel.
 """
@@ -19,7 +19,7 @@ import jaxsoftmax
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, grid, heuristics, row_ops, staged
 from pallas_kernels.softmax.config import StagedConfig
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.dispatch import KERNELS
 
 pytestmark = pytest.mark.aot
 
@@ -34,34 +34,36 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 # Bytes a thread, which stay in L1: the warp's longest float32 row, which runs at 0.99 of a copy all the same.
 _MAY_SPILL = {("warp", "none"): 8}
 
-# Bytes of the rows that come to a rung.
+# Bytes of the rows that come to a kernel.
 _SHORTEST = {"grid": 2**17}
 
 
 def _chosen():
-    """What `decide` gives each operation and shape, with every config of the chosen rung; the dtypes take turns."""
+    """What `decide` gives each operation and shape, with every config of the chosen kernel; the dtypes take turns."""
     seen = set()
     for i, op in enumerate(Op):
         # The cross entropy without its gradient has the loops of the statistics.
         for j, (rows, cols) in enumerate(SHAPES[::4] if op is Op.CROSS_ENTROPY else SHAPES):
             problem = Problem(op, rows, cols, DTYPES[(i + j) % 3])
-            kernel = dispatch.decide(problem, H200).kernel
-            for case in cases.every_config(LADDER[kernel], problem) if kernel else ():
-                seen.add((kernel, case.problem.dtype, case.config))
+            name = dispatch.decide(problem, H200).kernel
+            for case in cases.every_config(KERNELS[name], problem) if name else ():
+                seen.add((name, case.problem.dtype, case.config))
                 yield case
     for i, (rows, cols) in enumerate(SHAPES[1::2]):
         problem = Problem(Op.CROSS_ENTROPY_GRADIENT, rows, cols, DTYPES[i % 3])
-        rung = LADDER[dispatch.decide(problem, H200).kernel or ""]
-        yield from (cases.default(rung, form) for form in cases.losses(rung, problem.op, problem.dtype, rows, cols)[:2])
+        kernel = KERNELS[dispatch.decide(problem, H200).kernel or ""]
+        yield from (
+            cases.default(kernel, form) for form in cases.losses(kernel, problem.op, problem.dtype, rows, cols)[:2]
+        )
     for rows, cols in SHAPES:
         for dtype in DTYPES:
-            for rung in LADDER.values():
+            for kernel in KERNELS.values():
                 # Shorter rows never get there, and nearly each length would be another config.
-                if cols * dtype.itemsize < _SHORTEST.get(rung.name, 0):
+                if cols * dtype.itemsize < _SHORTEST.get(kernel.name, 0):
                     continue
                 problem = Problem(Op.SOFTMAX, rows, cols, dtype, where="full", scale=-0.5)
-                for case in cases.every_config(rung, problem) if cases.takes(rung, problem) else ():
-                    if (key := (rung.name, dtype, case.config)) not in seen:
+                for case in cases.every_config(kernel, problem) if cases.takes(kernel, problem) else ():
+                    if (key := (kernel.name, dtype, case.config)) not in seen:
                         seen.add(key)
                         yield case
 
@@ -70,7 +72,7 @@ def _chosen():
 def test_compiles_within_the_registers(case):
     reports = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert reports, "no Mosaic kernel was compiled"
-    most = _MAY_SPILL.get((case.rung.name, case.problem.where), 0)
+    most = _MAY_SPILL.get((case.kernel.name, case.problem.where), 0)
     for report in reports:
         assert max(report.spill_bytes, report.stack_bytes) <= most, report.ptxas_log
         assert not report.complaints, report.complaints
@@ -83,11 +85,11 @@ def test_compiles_within_the_registers(case):
     "op, dtype, cols",
     [("softmax", 0, 2**20), ("softmax", 1, 900000), ("log_softmax", 2, 2**19), ("softmax_tangent", 2, 2**18)],
 )
-def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
+def test_chunks_in_registers_leave_room_for_two_ctas(op, dtype, cols):
     problem = Problem(Op(op), 1024, cols, DTYPES[dtype])
     (config,) = heuristics.cluster(problem, H200)
-    assert config.in_registers
-    case = cases.Case(LADDER["cluster"], problem, config)
+    assert config.register_chunks
+    case = cases.Case(KERNELS["cluster"], problem, config)
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(problem))
     assert 2 * report.registers * report.threads <= 65536
     assert 2 * (report.smem + 1024) <= H200.smem_per_cta + 1024
@@ -95,14 +97,14 @@ def test_shares_in_registers_leave_room_for_two_blocks(op, dtype, cols):
 
 @pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
 @pytest.mark.parametrize(
-    "dtype, cols, spread", [(0, 2**19, True), (2, 2**18, True), (0, 2**17, False), (2, 2**16, False)]
+    "dtype, cols, interleaved", [(0, 2**19, True), (2, 2**18, True), (0, 2**17, False), (2, 2**16, False)]
 )
-def test_shares_at_powers_of_two_leave_room_for_three_blocks(op, dtype, cols, spread):
+def test_slices_at_powers_of_two_leave_room_for_three_ctas(op, dtype, cols, interleaved):
     problem = Problem(op, 1024, cols, DTYPES[dtype])
     (config,) = heuristics.cluster(problem, H200)
-    assert config.spread == spread
-    assert config.in_registers
-    case = cases.Case(LADDER["cluster"], problem, config)
+    assert config.interleaved == interleaved
+    assert config.register_chunks
+    case = cases.Case(KERNELS["cluster"], problem, config)
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(problem))
     assert report.spill_bytes == 0
     assert 3 * report.registers * report.threads <= 65536
@@ -114,7 +116,7 @@ def test_shares_at_powers_of_two_leave_room_for_three_blocks(op, dtype, cols, sp
     "config", [StagedConfig(1, 2, 2, 1, 1), StagedConfig(1, 4, 2, 1, 1), StagedConfig(3, 1, 3, 2, 4)], ids=str
 )
 def test_shared_memory_is_what_mosaic_allocates(op, config):
-    case = cases.Case(LADDER["cluster" if config.blocks > 1 else "block"], Problem(op, 21, 20011, DTYPES[1]), config)
+    case = cases.Case(KERNELS["cluster" if config.ctas > 1 else "block"], Problem(op, 21, 20011, DTYPES[1]), config)
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert report.smem == staged.shared_bytes(case.problem, config)
 
@@ -122,7 +124,7 @@ def test_shared_memory_is_what_mosaic_allocates(op, config):
 def test_shared_memory_of_a_grid_is_what_mosaic_allocates():
     problem = Problem(Op.LOG_SOFTMAX_TANGENT, 1, 2**23 - 5, DTYPES[1])
     (config,) = heuristics.grid(problem, H200)
-    (report,) = aot.compile_for_h200(cases.Case(LADDER["grid"], problem, config).run, *cases.shapes(problem))
+    (report,) = aot.compile_for_h200(cases.Case(KERNELS["grid"], problem, config).run, *cases.shapes(problem))
     assert report.smem == grid.shared_bytes(problem, config)
 
 
@@ -130,7 +132,7 @@ def test_configs_that_do_not_fit_are_not_offered():
     problem = Problem(Op.SOFTMAX_TANGENT, 21, 50257, DTYPES[1])
     two, four = heuristics.block(problem, H200)
     assert staged.shared_bytes(problem, four) == H200.smem_per_cta, "with Mosaic's own byte, one too many"
-    assert LADDER["block"].configs(problem, H200) == (two,)
+    assert KERNELS["block"].configs(problem, H200) == (two,)
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])
@@ -142,7 +144,7 @@ def test_reductions_through_the_same_scratch_are_seen(warpgroups):
 @pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX])
 @pytest.mark.parametrize("rows", [262144, 262141])
 def test_short_rows_are_loaded_two_at_a_time(op, rows):
-    case = cases.default(LADDER["warp"], Problem(op, rows, 256, DTYPES[1]))
+    case = cases.default(KERNELS["warp"], Problem(op, rows, 256, DTYPES[1]))
     assert case.config.tiles == 2
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert report.spill_bytes == 0
@@ -156,10 +158,10 @@ def test_short_rows_are_loaded_two_at_a_time(op, rows):
 @pytest.mark.parametrize("planted", [False, True])
 @pytest.mark.parametrize("name, cols", [("block", 6000), ("cluster", 65536), ("online", 1000), ("grid", 2**20)])
 def test_a_sum_over_warps_is_one_lanes(name, cols, planted, monkeypatch):
-    """Others may differ in the last bit. The rungs that merge all do so in one place."""
+    """Others may differ in the last bit. The kernels that merge all do so in one place."""
     if planted:
         monkeypatch.setattr(row_ops, "of_first_lane", lambda value, tile: value)
-    case = cases.default(LADDER[name], Problem(Op.SOFTMAX, 64, cols, DTYPES[2]))
+    case = cases.default(KERNELS[name], Problem(Op.SOFTMAX, 64, cols, DTYPES[2]))
     (report,) = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert (re.search(r"shfl\.sync\.idx\.b32 .*, 0x1f", report.ptx) is None) == planted
 
@@ -188,7 +190,7 @@ def test_softmax_and_its_gradient_take_little_memory_beside_results(rows, cols, 
 
 @pytest.mark.parametrize("dim, causal", [(64, False), (128, True), (256, False)])
 def test_attention_takes_memory_for_the_sums_of_its_queries_gradient(dim, causal):
-    """And for a few numbers of each row; the blocks' tiles are another few KiB."""
+    """And for a few numbers of each row; the CTAs' tiles are another few KiB."""
     batch, length, heads = 2, 8192, 4
     rows = batch * length * heads
 
@@ -277,7 +279,7 @@ def test_attention_over_two_gpus_needs_no_collective(spec, kind):
 
 @KINDS
 def test_rows_over_two_gpus_need_no_collective(kind):
-    """Of a kernel whose blocks meet in device memory."""
+    """Of a kernel whose CTAs meet in global memory."""
     mesh = aot.two_gpus(kind)
     x = jax.ShapeDtypeStruct((64, 2**20), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
     hlo = jax.jit(jaxsoftmax.softmax).lower(x).compile().as_text()

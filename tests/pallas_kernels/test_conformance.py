@@ -1,4 +1,4 @@
-"""Every rung of the ladder gives the right numbers: in the interpreter at small sizes, on a GPU at real ones."""
+"""Every kernel of the ladder gives the right numbers: in the interpreter at small sizes, on a GPU at real ones."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from interpreter import interpret
 
 from pallas_kernels.mosaic import mbarrier
 from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, WarpConfig
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.dispatch import KERNELS
 
 ROWS = len(cases.ROW_KINDS) + 1
 REAL = (1, 2, 125, 127, 128, 256, 1000, 1001, 1024, 4096, 8192, 32000, 50257, 65537, 128256, 262144, 1000003)
@@ -27,7 +27,7 @@ def _rows_on_gpu(cols: int) -> int:
     return max(ROWS, min(70001, 2**20 // cols) | 1)
 
 
-# Small knobs, so that short rows already take several blocks, warpgroups, rows in turn and slots.
+# Small knobs, so that short rows already take several CTAs, warpgroups, rows in turn and slots.
 INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "naive": ((None, (1, 125, 128)),),
     "warp": ((WarpConfig(32, 1, tiles=2), (125, 128)), (None, (1, 125, 128, 256, 1001))),
@@ -36,8 +36,8 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "grid": ((GridConfig(3, 2, 1, 2), (2501,)), (GridConfig(2, 1, 1, 40), (1001, 1024))),
     "cluster": (
         (StagedConfig(3, 2, 1, 1, 1), (2501,)),
-        (StagedConfig(2, 1, 1, 1, 2, in_registers=1), (2496, 2560)),
-        (StagedConfig(2, 1, 1, 2, 3, in_registers=1, spread=True), (2504, 2560)),
+        (StagedConfig(2, 1, 1, 1, 2, register_chunks=1), (2496, 2560)),
+        (StagedConfig(2, 1, 1, 2, 3, register_chunks=1, interleaved=True), (2504, 2560)),
         (StagedConfig(2, 1, 1, 2, 3), (1001, 1024)),
     ),
 }
@@ -46,107 +46,107 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
 _ON_OLDEST_TOO = (Op.SOFTMAX, Op.LOG_SOFTMAX_TANGENT)
 
 
-def _taken(rung: Any) -> list[Op]:
-    """The operations without labels that a rung takes."""
-    return [op for op in Op if not op.has_labels and cases.takes(rung, Problem(op, ROWS, 1000, DTYPES[0]))]
+def _taken(kernel: Any) -> list[Op]:
+    """The operations without labels that a kernel takes."""
+    return [op for op in Op if not op.has_labels and cases.takes(kernel, Problem(op, ROWS, 1000, DTYPES[0]))]
 
 
 def _interpreted():
-    """Each rung and operation in one dtype of the three, every other length, and a few other forms; all take turns."""
-    for r, rung in enumerate(LADDER.values()):
-        for i, op in enumerate(_taken(rung)):
+    """Each kernel and operation in one of the dtypes, every other length, and a few other forms; all take turns."""
+    for r, kernel in enumerate(KERNELS.values()):
+        for i, op in enumerate(_taken(kernel)):
             dtype = DTYPES[(i + r) % 3]
-            lengths = [(config, cols) for config, lengths in INTERPRETED[rung.name] for cols in lengths]
+            lengths = [(config, cols) for config, lengths in INTERPRETED[kernel.name] for cols in lengths]
             for config, cols in lengths[i % 2 :: 2] or lengths:
-                case = _case(rung, Problem(op, ROWS, cols, dtype), config)
+                case = _case(kernel, Problem(op, ROWS, cols, dtype), config)
                 yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
             config, cols = lengths[-1]
-            if rung.name == "online" and op in _ON_OLDEST_TOO:
+            if kernel.name == "online" and op in _ON_OLDEST_TOO:
                 # So many pieces that they are added in groups, the last of which is not full.
                 yield pytest.param(
-                    _case(rung, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)), marks=pytest.mark.slow
+                    _case(kernel, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)), marks=pytest.mark.slow
                 )
-            if rung.name == "warp" and op in _ON_OLDEST_TOO:
+            if kernel.name == "warp" and op in _ON_OLDEST_TOO:
                 # The second of the tiles that are loaded at a time lies past the last row.
-                yield _case(rung, Problem(op, 4, 128, dtype), WarpConfig(32, 1, tiles=2))
-            if rung.name == "grid" and op in _ON_OLDEST_TOO:
-                # More of the exchange's slots are without a block than a block has threads.
+                yield _case(kernel, Problem(op, 4, 128, dtype), WarpConfig(32, 1, tiles=2))
+            if kernel.name == "grid" and op in _ON_OLDEST_TOO:
+                # More of the exchange's slots are without a CTA than a CTA has threads.
                 yield pytest.param(
-                    _case(rung, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
+                    _case(kernel, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
-            forms = cases.variations(rung, op, dtype, ROWS, min(cols, 1001))
+            forms = cases.variations(kernel, op, dtype, ROWS, min(cols, 1001))
             for form in forms[i % 4 :: 4]:
-                yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
+                yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
 
 
 def _interpreted_losses():
     """The cross entropy: the gradient as it is and in some forms, and the sums alone in one; the dtypes take turns."""
     gradient, sums = Op.CROSS_ENTROPY_GRADIENT, Op.CROSS_ENTROPY
-    for r, rung in enumerate(LADDER.values()):
-        config, lengths = INTERPRETED[rung.name][-1]
+    for r, kernel in enumerate(KERNELS.values()):
+        config, lengths = INTERPRETED[kernel.name][-1]
         cols = min(lengths[-1], 1001)
-        if not cases.takes(rung, Problem(gradient, ROWS, cols, DTYPES[r % 3])):
+        if not cases.takes(kernel, Problem(gradient, ROWS, cols, DTYPES[r % 3])):
             continue
-        case = _case(rung, Problem(gradient, ROWS, cols, DTYPES[r % 3]), config)
-        yield case if rung.name in ("warp", "block") else pytest.param(case, marks=pytest.mark.slow)
+        case = _case(kernel, Problem(gradient, ROWS, cols, DTYPES[r % 3]), config)
+        yield case if kernel.name in ("warp", "block") else pytest.param(case, marks=pytest.mark.slow)
         for i in range(3):
-            forms = cases.losses(rung, gradient, DTYPES[(r + i) % 3], ROWS, cols)
+            forms = cases.losses(kernel, gradient, DTYPES[(r + i) % 3], ROWS, cols)
             form = forms[i % len(forms)]
-            if i == r % 3 or rung.name not in ("cluster", "grid"):
-                yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
-        form = cases.losses(rung, sums, DTYPES[(r + 1) % 3], ROWS, cols)[0]
-        yield pytest.param(_case(rung, form, config), marks=pytest.mark.slow)
+            if i == r % 3 or kernel.name not in ("cluster", "grid"):
+                yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
+        form = cases.losses(kernel, sums, DTYPES[(r + 1) % 3], ROWS, cols)[0]
+        yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
 
 
-def _case(rung: Any, problem: Problem, config: Any) -> cases.Case:
-    return cases.default(rung, problem) if config is None else cases.Case(rung, problem, config)
+def _case(kernel: Any, problem: Problem, config: Any) -> cases.Case:
+    return cases.default(kernel, problem) if config is None else cases.Case(kernel, problem, config)
 
 
 def _longest():
-    """Rows of 19, 63 and 153 MiB, few: the exchange has more slots without a block than a block has threads."""
+    """Rows of 19, 63 and 153 MiB, few: the exchange has more slots without a CTA than a CTA has threads."""
     for i, op in enumerate(op for op in Op if op is not Op.CROSS_ENTROPY):
         cols = 9_830_401 if DTYPES[i % 3].itemsize == 2 else 4_980_737
-        yield cases.default(LADDER["grid"], Problem(op, 3, cols, DTYPES[i % 3]))
-    yield cases.default(LADDER["grid"], Problem(Op.SOFTMAX, 2, 33_030_145, DTYPES[1]))
-    yield cases.default(LADDER["grid"], Problem(Op.LOG_SOFTMAX, 1, 40_000_003, DTYPES[2]))
+        yield cases.default(KERNELS["grid"], Problem(op, 3, cols, DTYPES[i % 3]))
+    yield cases.default(KERNELS["grid"], Problem(Op.SOFTMAX, 2, 33_030_145, DTYPES[1]))
+    yield cases.default(KERNELS["grid"], Problem(Op.LOG_SOFTMAX, 1, 40_000_003, DTYPES[2]))
 
 
 def _on_gpu():
-    for rung in LADDER.values():
+    for kernel in KERNELS.values():
         for op in (op for op in Op if not op.has_labels):
             for dtype in DTYPES:
-                supported = [n for n in REAL if cases.takes(rung, Problem(op, _rows_on_gpu(n), n, dtype))]
+                supported = [n for n in REAL if cases.takes(kernel, Problem(op, _rows_on_gpu(n), n, dtype))]
                 for cols in supported:
-                    yield from cases.every_config(rung, Problem(op, _rows_on_gpu(cols), cols, dtype))
-                if rung.name == "cluster":
+                    yield from cases.every_config(kernel, Problem(op, _rows_on_gpu(cols), cols, dtype))
+                if kernel.name == "cluster":
                     # What is chosen at powers of two.
                     problems = (Problem(op, 33, n // dtype.itemsize, dtype) for n in (2**18, 2**20))
-                    yield from (cases.default(rung, p) for p in problems if cases.takes(rung, p))
-                if rung.name == "block":
-                    # So many rows that blocks take two.
-                    yield from (cases.default(rung, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
+                    yield from (cases.default(kernel, p) for p in problems if cases.takes(kernel, p))
+                if kernel.name == "block":
+                    # So many rows that CTAs take two.
+                    yield from (cases.default(kernel, Problem(op, 2113, cols, dtype)) for cols in (5001, 8192, 12001))
                 for cols in supported[len(supported) // 2 :: 4]:
                     rows = _rows_on_gpu(cols)
-                    yield from (cases.default(rung, p) for p in cases.variations(rung, op, dtype, rows, cols))
+                    yield from (cases.default(kernel, p) for p in cases.variations(kernel, op, dtype, rows, cols))
 
 
 def _losses_on_gpu():
     """The cross entropy at a short, a middling and a long row, and there in its other forms."""
     gradient, sums = Op.CROSS_ENTROPY_GRADIENT, Op.CROSS_ENTROPY
-    for rung in LADDER.values():
+    for kernel in KERNELS.values():
         for dtype in DTYPES:
-            supported = [n for n in REAL if cases.takes(rung, Problem(gradient, _rows_on_gpu(n), n, dtype))]
+            supported = [n for n in REAL if cases.takes(kernel, Problem(gradient, _rows_on_gpu(n), n, dtype))]
             if not supported:
                 continue
             middle = supported[len(supported) // 2]
             for cols in (supported[0], middle, supported[-1]):
                 problem = Problem(gradient, _rows_on_gpu(cols), cols, dtype)
-                yield from cases.every_config(rung, problem)[: 2 if cols == supported[-1] else 1]
-                yield cases.default(rung, dataclasses.replace(problem, op=sums))
-                forms = cases.losses(rung, gradient, dtype, problem.rows, cols)
+                yield from cases.every_config(kernel, problem)[: 2 if cols == supported[-1] else 1]
+                yield cases.default(kernel, dataclasses.replace(problem, op=sums))
+                forms = cases.losses(kernel, gradient, dtype, problem.rows, cols)
                 forms = forms if cols == middle else forms[:2] if cols == supported[-1] else []
-                forms += cases.losses(rung, sums, dtype, problem.rows, cols)[:1] if cols == middle else []
-                yield from (cases.default(rung, form) for form in forms)
+                forms += cases.losses(kernel, sums, dtype, problem.rows, cols)[:1] if cols == middle else []
+                yield from (cases.default(kernel, form) for form in forms)
 
 
 def _slack(case: cases.Case) -> float:
@@ -154,8 +154,8 @@ def _slack(case: cases.Case) -> float:
 
     In float32 a soft cap's tanh errs by 2 ulp (`test_tanh`), and XLA's may hit the one number of a constant row.
     """
-    capped = case.problem.soft_cap is not None and case.problem.dtype == "float32"
-    return 1 + (case.problem.cols**0.5 / 4 if case.rung.name == "naive" else 0) + capped
+    soft_capped = case.problem.soft_cap is not None and case.problem.dtype == "float32"
+    return 1 + (case.problem.cols**0.5 / 4 if case.kernel.name == "naive" else 0) + soft_capped
 
 
 def _interpreted_slack(case: cases.Case) -> float:
@@ -178,16 +178,16 @@ def _form(problem: Problem) -> tuple[Any, ...]:
     return problem.rows == 1, problem.inner, problem.where, problem.scale
 
 
-@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
-def test_taking_turns_leaves_nothing_out(rung):
-    """Each rung is interpreted with every operation, dtype, length and form that it takes."""
-    found = [case for case in (getattr(x, "values", (x,))[0] for x in _interpreted()) if case.rung is rung]
-    assert {case.problem.op for case in found} == set(_taken(rung))
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_taking_turns_leaves_nothing_out(kernel):
+    """Each kernel is interpreted with every operation, dtype, length and form that it takes."""
+    found = [case for case in (getattr(x, "values", (x,))[0] for x in _interpreted()) if case.kernel is kernel]
+    assert {case.problem.op for case in found} == set(_taken(kernel))
     assert {case.problem.dtype for case in found} == set(DTYPES)
-    for config, lengths in INTERPRETED[rung.name]:
+    for config, lengths in INTERPRETED[kernel.name]:
         for cols in lengths:
             assert [c for c in found if c.problem.cols == cols and config in (None, c.config)], (config, cols)
-    forms = {_form(p) for op in _taken(rung) for p in cases.variations(rung, op, DTYPES[0], ROWS, 128)}
+    forms = {_form(p) for op in _taken(kernel) for p in cases.variations(kernel, op, DTYPES[0], ROWS, 128)}
     assert forms <= {_form(case.problem) for case in found}
 
 
@@ -216,7 +216,7 @@ def _bits_of_rows(results: Any) -> list[set[bytes]]:
 def test_identical_rows_have_identical_bits(name, op):
     """Wherever they begin: no sum depends on how a row lies between aligned vectors."""
     config, cols = _RAGGED[name]
-    case = _case(LADDER[name], Problem(op, 9, cols, DTYPES[1 if name == "grid" else 2]), config)
+    case = _case(KERNELS[name], Problem(op, 9, cols, DTYPES[1 if name == "grid" else 2]), config)
     assert [len(bits) for bits in _bits_of_rows(interpret(case.run, *_at_every_alignment(case.problem)))] == [1] * (
         2 if op is Op.STATS else 1
     )
@@ -227,7 +227,7 @@ def test_sums_of_aligned_vectors_are_seen(name, monkeypatch):
     """The test above fails for a kernel that adds up what lies in aligned vectors."""
     config, cols = _RAGGED[name]
     monkeypatch.setattr(mbarrier, "wrap", lambda raw, *_: raw)
-    case = _case(LADDER[name], Problem(Op.STATS, 9, cols, DTYPES[2]), config)
+    case = _case(KERNELS[name], Problem(Op.STATS, 9, cols, DTYPES[2]), config)
     assert max(len(bits) for bits in _bits_of_rows(interpret(case.run, *_at_every_alignment(case.problem)))) > 1
 
 
@@ -236,22 +236,22 @@ _TYING = {"naive": 128, "warp": 1000, "block": 12001, "cluster": 65536, "online"
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [Op.SOFTMAX, Op.LOG_SOFTMAX], ids=str)
-@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
-def test_equal_logits_are_equally_likely_on_gpu(rung, op):
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_equal_logits_are_equally_likely_on_gpu(kernel, op):
     """Whichever lane writes them: in rows of a few different logits, and in every fourth of one only."""
-    problem = Problem(op, 32, _TYING[rung.name], DTYPES[2])
+    problem = Problem(op, 32, _TYING[kernel.name], DTYPES[2])
     rng = np.random.default_rng(0)
     which = rng.integers(0, 9, (problem.rows, problem.cols))
     which[::4] = 0
     x = np.take_along_axis(rng.standard_normal((problem.rows, 9), np.float32), which, 1)
-    for case in cases.every_config(rung, problem):
+    for case in cases.every_config(kernel, problem):
         y = np.asarray(jax.jit(case.run)(x)).view(np.uint32)
         different = [np.unique(row[of_row == i]).size for row, of_row in zip(y, which, strict=True) for i in range(9)]
         assert max(different) == 1, f"{case}: {np.sum(np.array(different) > 1)} of {len(different)}"
 
 
 def _largest_first(cases_on_gpu):
-    """All of a problem's rungs and configs in a row, and the short ones last, for many processes to end together."""
+    """All of a problem's kernels and configs in a row, and the short ones last, for many processes to end together."""
     size = lambda problem: -problem.rows * problem.cols * problem.inner
     return sorted(cases_on_gpu, key=lambda case: (size(case.problem), str(case.problem)))
 

@@ -12,7 +12,7 @@ from interpreter import interpret
 
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import derivatives, reference
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.dispatch import KERNELS
 from pallas_kernels.softmax.problem import Op, Problem
 
 F32 = jnp.dtype(jnp.float32)
@@ -28,8 +28,8 @@ F32 = jnp.dtype(jnp.float32)
         (Problem(Op.CROSS_ENTROPY_GRADIENT, 4, 125, F32, where="full", smoothing=0.1), "over all columns"),
     ],
 )
-def test_every_rung_declines(problem, words):
-    assert [name for name, rung in LADDER.items() if words not in str(rung.unsupported(problem, H200))] == []
+def test_every_kernel_declines(problem, words):
+    assert [name for name, kernel in KERNELS.items() if words not in str(kernel.unsupported(problem, H200))] == []
 
 
 @pytest.mark.parametrize("where", ["none", "full"])
@@ -50,10 +50,10 @@ def test_the_reference_is_the_derivative_of_the_loss(where):
         mean = jnp.where(held, z, 0).sum(1) / held.sum(1)
         return (weights.reshape(5) * (lse - 0.8 * target - 0.2 * mean + 0.3 * lse**2)).sum()
 
-    gradient, *numbers = reference.cross_entropy_gradient(x, labels, weights, mask, axes=(0, 2), **options)
+    gradient, *neutral_if_ignored = reference.cross_entropy_gradient(x, labels, weights, mask, axes=(0, 2), **options)
     np.testing.assert_allclose(gradient, jax.grad(loss)(x), rtol=2e-5, atol=2e-6)
     alone = reference.cross_entropy(x, labels, mask, axes=(0, 2), **options)
-    for mine, other in zip(numbers, alone, strict=True):
+    for mine, other in zip(neutral_if_ignored, alone, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 

@@ -53,7 +53,7 @@ def test_value_model_reads_and_writes():
 
 
 def copy_in_fours(x, *, offset=0, step=4, guard=True):
-    """Copies a matrix by blocks of four rows of 128 columns, of which only some lie in it."""
+    """Copies a matrix by CTAs of four rows of 128 columns, of which only some lie in it."""
     tile = plgpu.Layout.WG_STRIDED((4, 128), vec_size=2)
     scalar = plgpu.Layout.WG_SPLAT
 

@@ -13,12 +13,12 @@ from interpreter import Deadlock, interpret
 
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.dispatch import KERNELS
 
 ROWS = len(cases.ROW_KINDS) + 1
 pytestmark = pytest.mark.slow
 
-# Each rung at work with more than one of whatever it can have more than one of.
+# Each kernel at work with more than one of whatever it can have more than one of.
 AT_WORK = {
     "naive": (None, 125),
     "warp": (None, 1001),
@@ -52,16 +52,16 @@ def plant(monkeypatch, mutant):
 
 
 @pytest.mark.parametrize(
-    "mutant, rung",
-    [(mutant, LADDER[name]) for mutant in mutants.KERNEL_MUTANTS for name in mutant.rungs],
+    "mutant, kernel",
+    [(mutant, KERNELS[name]) for mutant in mutants.KERNEL_MUTANTS for name in mutant.kernels],
     ids=lambda x: x.name,
 )
-def test_planted_fault_is_rejected(mutant, rung, monkeypatch):
+def test_planted_fault_is_rejected(mutant, kernel, monkeypatch):
     calls = plant(monkeypatch, mutant)
-    config, cols = AT_WORK[rung.name]
+    config, cols = AT_WORK[kernel.name]
     problem = Problem(mutant.op, dtype=DTYPES[2], **{"rows": ROWS, "cols": cols, **dict(mutant.form)})
-    config = mutant.config or config or rung.configs(problem, H200)[0]
-    run = lambda *operands: rung.run(problem, config, *operands)
+    config = mutant.config or config or kernel.configs(problem, H200)[0]
+    run = lambda *operands: kernel.run(problem, config, *operands)
     jax.clear_caches()
     execute = functools.partial(functools.partial, interpret)
     try:

@@ -11,7 +11,8 @@ from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, grid, heuristics, staged
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, WarpConfig
+from pallas_kernels.softmax.dispatch import KERNELS
 
 LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
 
@@ -35,17 +36,43 @@ def test_columns_past_32_bits_are_declined():
 
 @pytest.mark.parametrize("op", [Op.STATS, Op.LOG_SOFTMAX_TANGENT])
 def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
-    """At most 2048 of three quantities, 32 KiB in each of two turns, beside the block's share of the row."""
+    """At most 2048 of three values, 32 KiB in each of two turns, beside the CTA's slice of the row."""
     taken = []
     for cols in (2**20, 2**22, 9_830_400, 2**24, 20_000_000, 2**26, 2**28):
         problem = Problem(op, 1, cols, DTYPES[1])
         (config,) = heuristics.grid(problem, H200)
-        assert config.blocks <= 2048
+        assert config.ctas <= 2048
         fits = grid.shared_bytes(problem, config) < 227 * 1024
-        assert (LADDER["grid"].unsupported(problem, H200) is None) == fits
+        assert (KERNELS["grid"].unsupported(problem, H200) is None) == fits
         taken.append(fits)
     assert True in taken
     assert False in taken
+
+
+@pytest.mark.parametrize(
+    "kind, fields, name",
+    [
+        (WarpConfig, (24, 1), "lanes"),
+        (WarpConfig, (64, 1), "lanes"),
+        (StagedConfig, (17, 1, 1, 1, 1), "ctas"),
+        (StagedConfig, (1, 1, 1, 0, 1), "stages"),
+        (StagedConfig, (1, 1, 1, 1, 1, -1), "register_chunks"),
+        (GridConfig, (2, 0, 1, 1), "warpgroups"),
+        (GridConfig, (2, 1, 1, 0), "lookahead"),
+        (OnlineConfig, (1, 0), "registers"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(kind, fields, name):
+    with pytest.raises(ValueError, match=f"{name} cannot be "):
+        kind(*fields)
+
+
+@pytest.mark.parametrize(
+    "name, card", [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", None)]
+)
+def test_each_card_has_a_table(name, card):
+    table = heuristics.thresholds(dataclasses.replace(H200, name=name))
+    assert table is (heuristics.BY_CARD[card] if card else heuristics.DEFAULT)
 
 
 SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid}
@@ -54,13 +81,13 @@ SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid}
 @pytest.mark.parametrize("name", SHARED_BYTES)
 @pytest.mark.parametrize("op", Op)
 def test_every_config_of_rows_fits_in_shared_memory(op, name):
-    """Of all that a rung takes; what Mosaic allocates for it is compared in test_aot.py."""
+    """Of all that a kernel takes; what Mosaic allocates for it is compared in test_aot.py."""
     taken = 0
     for dtype, rows, cols, where in itertools.product(DTYPES, (1, 64, 4096), LENGTHS, ("none", "full")):
         problem = Problem(op, rows, cols, dtype, where=where)
-        if (op.is_linear and where != "none") or LADDER[name].unsupported(problem, H200) is not None:
+        if (op.is_linear and where != "none") or KERNELS[name].unsupported(problem, H200) is not None:
             continue
-        for config in LADDER[name].configs(problem, H200):
+        for config in KERNELS[name].configs(problem, H200):
             assert SHARED_BYTES[name].shared_bytes(problem, config) < H200.smem_per_cta, (problem, config)
             taken += 1
     assert taken

@@ -5,10 +5,10 @@ import jax
 import pytest
 from cases import DTYPES, Op, Problem
 
-from pallas_kernels.softmax.dispatch import LADDER
+from pallas_kernels.softmax.dispatch import KERNELS
 
 
-@pytest.mark.parametrize("rung", LADDER.values(), ids=lambda rung: rung.name)
-def test_a_kernel_is_a_function_without_effects(rung):
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_a_kernel_is_a_function_without_effects(kernel):
     problem = Problem(Op.SOFTMAX, 64, 1001, DTYPES[2])
-    assert not jax.make_jaxpr(cases.default(rung, problem).run)(*cases.shapes(problem)).effects
+    assert not jax.make_jaxpr(cases.default(kernel, problem).run)(*cases.shapes(problem)).effects

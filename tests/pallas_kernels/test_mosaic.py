@@ -17,11 +17,11 @@ LANES = (1, 4, 8, 16, 32, 128)
 def test_every_overhanging_vector_is_masked(lanes, dtype):
     wrong = []
     for registers in (1, 2, 3, 5):
-        tile = vectors.Tile(jnp.dtype(dtype), registers, lanes)
+        tile = vectors.RegisterTile(jnp.dtype(dtype), registers, lanes)
         capacity = registers * lanes * tile.vector
         for cols in range(max(1, capacity - 5 * lanes), capacity - tile.vector + 2):
             array = jax.ShapeDtypeStruct((tile.rows, cols), tile.dtype)
-            span = vectors.Span.of(array, tile, at_start=True)
+            row_pred = vectors.RowPredicate.of(array, tile, at_start=True)
             for row in range(tile.vector if cols % tile.vector else 1):
                 _, inside = models.elements(tile, cols, np.int32(row), np.int32(0))
                 held = np.asarray(inside).reshape(tile.rows, registers, -1, tile.vector)
@@ -30,7 +30,7 @@ def test_every_overhanging_vector_is_masked(lanes, dtype):
                 wrong += [
                     (registers, cols, row, j)
                     for j in range(registers)
-                    if (partly[j] and not span.crosses(j)) or (outside[j] and span.surely_inside(j))
+                    if (partly[j] and not row_pred.needs_element_mask(j)) or (outside[j] and row_pred.in_bounds(j))
                 ]
     assert not wrong, f"{len(wrong)} times, first (registers, cols, row, register): {wrong[:5]}"
 

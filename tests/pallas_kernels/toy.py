@@ -56,8 +56,8 @@ def centre(x: jax.Array) -> jax.Array:
     return plgpu.kernel(body, out_type=x, num_threads=x.shape[0], thread_name="wg", compiler_params=parameters)(x)
 
 
-class Rung:
-    """`softmax` as a rung of the ladder."""
+class Kernel:
+    """`softmax` as a kernel of the ladder."""
 
     name = "toy"
 

@@ -1,9 +1,10 @@
-"""What every rung is made of, and what every rung does alike: operands, outputs, launch, and the reasons to decline."""
+"""What the kernels share: operands, results, the launch, and the reasons to decline a problem."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,28 +17,29 @@ from pallas_kernels.mosaic import fast_math, row_scalars, vectors, workspace
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.problem import IGNORED, Problem
-from pallas_kernels.softmax.row_ops import Labelled, RowStats, Tiles
+from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
 
 DTYPES = ("float16", "bfloat16", "float32")
 # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
 REDUCTION_SCRATCH = 16
 _LEAST = 2.0**-100  # of a unit: what its exponential needs stays in float32's range
+Scratch = Mapping[str, Any]  # by name, a type of reference or a list of them
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rung:
-    """One algorithm of the ladder."""
+class Kernel:
+    """One algorithm, as `dispatch` sees it."""
 
     name: str
     unsupported: Callable[[Problem, Device], str | None]
     configs: Callable[[Problem, Device], tuple[Any, ...]]  # the heuristic's choice first
     run: Callable[..., Results]  # run(problem, config, *operands)
-    reads: int  # passes over each operand in device memory
+    reads: int  # passes over each operand in global memory
 
 
-def declines_any(problem: Problem) -> str | None:
-    """Why no rung takes the problem."""
+def unsupported_reason(problem: Problem) -> str | None:
+    """Why no kernel takes the problem."""
     if problem.dtype.name not in DTYPES:
         return f"kernels take {', '.join(DTYPES)}; the input is {problem.dtype.name}"
     if problem.inner > 1:
@@ -50,11 +52,11 @@ def declines_any(problem: Problem) -> str | None:
         return f"{problem.rows} rows do not fit a grid of 2^31 blocks"
     if problem.cols >= 2**31 - 1024:
         return f"columns are counted in 32 bits; there are {problem.cols}"
-    return _declines_cross_entropy(problem)
+    return _unsupported_loss(problem)
 
 
-def _declines_cross_entropy(problem: Problem) -> str | None:
-    """The same for what only the cross entropy has."""
+def _unsupported_loss(problem: Problem) -> str | None:
+    """Why no kernel takes what only the cross entropy has."""
     if not problem.op.has_labels:
         extras = {"a soft cap": problem.soft_cap, "label smoothing": problem.smoothing, "a z loss": problem.z_loss}
         asked = [name for name, value in extras.items() if value]
@@ -68,7 +70,7 @@ def _declines_cross_entropy(problem: Problem) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The references of one call inside a kernel."""
+    """The references that one call has inside a kernel."""
 
     problem: Problem
     inputs: tuple[jax.Ref, ...]
@@ -83,45 +85,53 @@ class Operands:
         return cls(problem, inputs, of_rows, mask[0] if mask else None, tuple(rest))
 
     def label(self, row: Index) -> Index:
-        """The row's label; of operations without labels, what is not ignored."""
+        """The row's label; operations without labels have 0, which is not ignored."""
         return self.of_rows[0][row] if self.of_rows else 0
 
-    def labelled(self, row: Index, tile: vectors.Tile) -> Labelled | None:
-        """What else is to be known of the tile's rows."""
+    def label_operands(self, row: Index, tile: vectors.RegisterTile) -> LabelOperands | None:
+        """Loads the per-row operands of the tile's rows; None for operations without labels."""
         if not self.of_rows:
             return None
         labels = row_scalars.load(self.of_rows[0], row, tile, fill=IGNORED)
         if not self.problem.op.gives_rows:
-            return Labelled(labels)
+            return LabelOperands(labels)
         weights = row_scalars.load(self.of_rows[1], row, tile, fill=0)
-        logits = self.capped(self._scaled(row_scalars.load_element(self.inputs[0], row, labels, tile)))
+        logits = self.soft_capped(self._scaled(row_scalars.load_element(self.inputs[0], row, labels, tile)))
         held = None if self.mask is None else row_scalars.load_element(self.mask, row, labels, tile)
-        return Labelled(labels, weights, logits, held)
+        return LabelOperands(labels, weights, logits, held)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
-        """float32 numbers as logits in their unit, or as what `capped` makes such of."""
+        """Scales float32 values to logits in their unit, or to the argument of `soft_capped`."""
         scale, cap = self.problem.scale, self.problem.soft_cap
         factor = math.copysign(1.0, scale) if cap is None else scale / cap
         return x if factor == 1.0 else x * factor
 
-    def capped(self, x: jax.Array) -> jax.Array:
-        """The logits in their unit."""
+    def soft_capped(self, x: jax.Array) -> jax.Array:
+        """Applies the soft cap, if there is one; the result is in the logits' unit."""
         return x if self.problem.soft_cap is None else fast_math.tanh_for(self.problem.dtype)(x)
 
     def in_float32(
-        self, raw: Tiles, row: Index, first: Index, tile: vectors.Tile, *, interior: bool = False, capped: bool = True
+        self,
+        raw: Tiles,
+        row: Index,
+        first: Index,
+        tile: vectors.RegisterTile,
+        *,
+        interior: bool = False,
+        soft_capped: bool = True,
     ) -> Tiles:
-        """Tiles as the operation wants them: float32, the logits in their unit, -inf where the mask does not hold.
+        """Converts tiles to float32, logits to their unit, and masked logits to -inf.
 
-        With smoothed labels, the logits once more as they count in their sum. `interior`: the tile is inside the row.
-        Not `capped`: what has the logits' order, and the greatest of it, `capped`, is their maximum.
+        With smoothed labels, the unmasked logits follow, because their plain sum is needed too. `interior` says that
+        the tile lies inside the row. Without `soft_capped` the logits keep their order, so that capping the greatest
+        of them gives the maximum.
         """
         first_operand, *others = (x.astype(jnp.float32) for x in raw)
         if row_ops.has_max(self.problem.op):
             first_operand = self._scaled(first_operand)
             within = lambda z, other: vectors.select_inside(self.inputs[0].shape, row, first, tile, z, other)
-            if self.problem.soft_cap is not None and capped:
-                first_operand = self.capped(first_operand)
+            if self.problem.soft_cap is not None and soft_capped:
+                first_operand = self.soft_capped(first_operand)
                 first_operand = first_operand if interior else within(first_operand, -jnp.inf)
             if row_ops.has_total(self.problem):
                 others.append(first_operand if interior else within(first_operand, 0.0))
@@ -131,15 +141,17 @@ class Operands:
                 )
         return (first_operand, *others)
 
-    def load_raw(self, row: Index, first: Index, tile: vectors.Tile, labelled: Labelled | None) -> Tiles:
-        """The operands' tiles from device memory, as they are."""
-        fills, labels = row_ops.fills(self.problem), labelled and labelled.labels
-        pairs = zip(self.inputs, fills, strict=True)
+    def load_raw(
+        self, row: Index, first: Index, tile: vectors.RegisterTile, label_operands: LabelOperands | None
+    ) -> Tiles:
+        """Loads the operands' tiles from global memory, unconverted."""
+        oob_fill, labels = row_ops.oob_fill(self.problem), label_operands and label_operands.labels
+        pairs = zip(self.inputs, oob_fill, strict=True)
         return tuple(vectors.load(ref, row, first, tile, fill=fill, labels=labels) for ref, fill in pairs)
 
-    def load(self, row: Index, first: Index, tile: vectors.Tile, labelled: Labelled | None) -> Tiles:
-        """The operands' tiles from device memory, as `in_float32` has them."""
-        return self.in_float32(self.load_raw(row, first, tile, labelled), row, first, tile)
+    def load(self, row: Index, first: Index, tile: vectors.RegisterTile, label_operands: LabelOperands | None) -> Tiles:
+        """Loads the operands' tiles from global memory and converts them with `in_float32`."""
+        return self.in_float32(self.load_raw(row, first, tile, label_operands), row, first, tile)
 
     def store(
         self,
@@ -147,35 +159,50 @@ class Operands:
         stats: RowStats,
         row: jax.Array,
         first: Index,
-        tile: vectors.Tile,
+        tile: vectors.RegisterTile,
         *,
         interior: bool = False,
-        streams: bool = False,
+        evict_first: bool = False,
     ) -> None:
         """Writes the result of a tile."""
         problem = self.problem
         out = row_ops.result(problem, tiles, stats, row_ops.exp_for(problem), tile.broadcast)
         if self.mask is not None:
             out = vectors.select_by_mask(
-                self.mask, self.problem.rows, row, first, tile, out, row_ops.outside(problem.op)
+                self.mask, self.problem.rows, row, first, tile, out, row_ops.masked_output(problem.op)
             )
-        vectors.store(self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, streams=streams)
+        vectors.store(
+            self.outputs[0], row, first, out.astype(problem.dtype), tile, interior=interior, evict_first=evict_first
+        )
 
     def store_at_labels(
-        self, labelled: Labelled | None, stats: RowStats, row: jax.Array, tile: vectors.Tile, **share: Any
+        self,
+        label_operands: LabelOperands | None,
+        stats: RowStats,
+        row: jax.Array,
+        tile: vectors.RegisterTile,
+        **slice_args: Any,
     ) -> None:
-        """Corrects a result with labels there, once it is written; `share` as in `row_scalars.store_element`."""
-        if labelled is None:
+        """Overwrites the result at the labels, once it is written; `row_scalars.store_element` takes `slice_args`."""
+        if label_operands is None:
             return
-        value = row_ops.at_labels(self.problem, stats, labelled, row_ops.exp_for(self.problem))
+        value = row_ops.at_labels(self.problem, stats, label_operands, row_ops.exp_for(self.problem))
         value = value.astype(self.problem.dtype)
-        row_scalars.store_element(self.outputs[0], row, labelled.labels, value, tile, **share)
+        row_scalars.store_element(self.outputs[0], row, label_operands.labels, value, tile, **slice_args)
 
-    def store_stats(self, stats: RowStats, labelled: Labelled | None, row: jax.Array, tile: vectors.Tile) -> None:
+    def store_stats(
+        self, stats: RowStats, label_operands: LabelOperands | None, row: jax.Array, tile: vectors.RegisterTile
+    ) -> None:
         """Writes the maximum and the sums of the rows that begin at `row`."""
-        values = row_ops.in_one(self.problem, row_ops.numbers(stats, labelled))
+        values = row_ops.unscale(self.problem, row_ops.neutral_if_ignored(stats, label_operands))
         for ref, value in zip(self.outputs[self.problem.op.gives_rows :], values, strict=True):
             row_scalars.store(ref, row, value, tile)
+
+
+def allocated(scratch: Scratch) -> int:
+    """The bytes of shared memory that Mosaic allocates for a CTA: it rounds each array up to a KiB."""
+    sizes = [math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in jax.tree.leaves(scratch)]
+    return sum(-(-size // 1024) * 1024 for size in (*sizes, REDUCTION_SCRATCH))
 
 
 def launch(
@@ -185,36 +212,38 @@ def launch(
     *,
     name: str,
     grid: int,
-    blocks: int = 1,
+    ctas: int = 1,
     warpgroups: int = 1,
-    scratch: Sequence[Any] = (),
-    shared: Sequence[jax.Array] = (),
+    scratch: Scratch | None = None,
+    workspaces: Sequence[jax.Array] = (),
 ) -> Results:
-    """Runs `body(operands, *shared, *scratch)` over a grid of blocks, or of clusters of `blocks` blocks.
-
-    `shared`: device memory through which blocks meet.
-    """
+    """Runs `body(operands, *workspaces, **scratch)` over a grid of CTAs, or of clusters of `ctas` CTAs."""
     x = operands[0]
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)] * problem.op.gives_rows
     if problem.op.gives_stats:
-        out_type += [jax.ShapeDtypeStruct((problem.rows,), jnp.float32)] * row_ops.quantities(problem)
+        out_type += [jax.ShapeDtypeStruct((problem.rows,), jnp.float32)] * row_ops.num_values(problem)
     if problem.where == "shared":
         operands = [*operands[:-1], operands[-1][None]]
-    begin, end = len(operands), len(operands) + len(shared)
-    scratch_begin = end + len(out_type)
+    # Shared memory is laid out in the order of the names, which the pytree of a plain dictionary would sort.
+    scratch_types, structure = jax.tree.flatten(OrderedDict(scratch or {}))
+    counts = (len(operands), len(workspaces), len(out_type), len(scratch_types))
     axes: dict[str, Any] = {}
-    if blocks > 1:
-        axes |= {"cluster": (blocks,), "cluster_names": ("block",)}
+    if ctas > 1:
+        axes |= {"cluster": (ctas,), "cluster_names": ("cta",)}
     if warpgroups > 1:
         axes |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
+
+    def kernel_body(*refs: jax.Ref) -> None:
+        rest = iter(refs)
+        inputs, shared, outputs, smem = (tuple(itertools.islice(rest, count)) for count in counts)
+        body(Operands.of(problem, (*inputs, *outputs)), *shared, **jax.tree.unflatten(structure, smem))
+
     kernel = plgpu.kernel(
-        lambda *refs: body(
-            Operands.of(problem, (*refs[:begin], *refs[end:scratch_begin])), *refs[begin:end], *refs[scratch_begin:]
-        ),
+        kernel_body,
         out_type=out_type,
         grid=(grid,),
         grid_names=("rows",),
-        scratch_types=list(scratch),
+        scratch_types=scratch_types,
         kernel_name=f"{problem.op.value}_{name}",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -223,7 +252,10 @@ def launch(
         ),
         **axes,
     )
-    out, _ = workspace.call(kernel, operands, shared, out_type) if shared else (kernel(*operands), None)
+    if workspaces:
+        out, _ = workspace.with_workspace(kernel, operands, workspaces, out_type)
+    else:
+        out = kernel(*operands)
     if problem.op.gives_rows:
         return tuple(out) if problem.op.gives_stats else out[0]
     return Stats(*out) if len(out) == 2 else tuple(out)
