@@ -18,7 +18,7 @@ PAGE = """# Attention, measured
 
 Written by `python -m benchmarks.docs` from the result files under `benchmarks/results/`; what is timed and how
 stands at the top of `benchmarks/attention_runner.py`, how correctness is judged at the top of
-`benchmarks/attention_truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
+`benchmarks/truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
 TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
 documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its
 residuals. "x PEER" says how many times faster ours is; "refuses" that the peer does not take the call. A case whose

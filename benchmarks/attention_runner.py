@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_impls, attention_rules, attention_truth, timing
+from benchmarks import attention_impls, timing, truth, verdict
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.attention_impls import IMPLS
@@ -69,8 +69,8 @@ class Bench:
                 shape = self._measured(case)
                 kind = (shape, shape in graded)
                 if not {kind, (shape, True)} & (self._truths.keys() | waiting.keys()):
-                    truth = functools.partial(attention_truth.truth, shape, gradients=kind[1])
-                    lowered = jax.jit(truth).lower(_specs(shape))
+                    program = functools.partial(truth.attention, shape, gradients=kind[1])
+                    lowered = jax.jit(program).lower(_specs(shape))
                     waiting[kind] = pool.submit(lowered.compile, compiler_options=_UNTUNED)
                 for name in self.options.impls:
                     for program in _programs(case, name):
@@ -109,7 +109,7 @@ class Bench:
         for name, entry in impls.items():
             if entry["status"] == "ok":
                 mine = {program: timings[f"{name}:{program}"] for program in _programs(case, name)}
-                entry |= attention_rules.speeds(case.pass_, {name: t.as_json() for name, t in mine.items()}, flops)
+                entry |= verdict.speeds(case.pass_, {name: t.as_json() for name, t in mine.items()}, flops)
         record = {
             "case": case.describe(),
             **({} if shape == case.shape else {"measured": dataclasses.asdict(shape)}),
@@ -127,11 +127,11 @@ class Bench:
 
     def _made(self, shape: Shape) -> tuple[dict[str, jax.Array], Any]:
         """The operands and the truth of a shape, kept until those of another one, or with gradients, are wanted."""
-        truth = self._truths.get((shape, True)) or self._truths[shape, False]
-        if self._held[0] is not truth:
+        program = self._truths.get((shape, True)) or self._truths[shape, False]
+        if self._held[0] is not program:
             self._held = (None, {}, None)  # frees the memory first
             operands = shape.operands(self.options.seed)
-            self._held = (truth, operands, truth(operands))
+            self._held = (program, operands, program(operands))
         return self._held[1:]
 
     @contextlib.contextmanager
@@ -158,12 +158,12 @@ class Bench:
             own = jax.jit(functools.partial(IMPLS[name].prepare, shape))(dict(operands))
             for program, compiled in programs.items():
                 launch = compiled.bound(own) if isinstance(compiled, _Direct) else functools.partial(compiled, own)
-                verdicts.append(attention_truth.judge(shape, jax.block_until_ready(launch()), truths))
+                verdicts.append(truth.judge_attention(shape, jax.block_until_ready(launch()), truths))
                 temporary[program] = compiled.memory_analysis().temp_size_in_bytes
                 variants.append(timing.Variant(f"{name}:{program}", lambda _, launch=launch: launch()))
         if entry:
             return entry | _note(name), []
-        worst = attention_rules.worst(verdicts)
+        worst = verdict.worst(verdicts)
         entry = {**worst.entry(), "temp_bytes": temporary, **_note(name)}
         return entry, variants if worst.right else []
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks import cases, timing, truth, variants
 from benchmarks.cases import Case
+from benchmarks.verdict import RowVerdict
 
 _CPU_ELEMENTS = 1 << 18
 _CALLS = 200
@@ -156,15 +157,13 @@ def _gate(
     return impls
 
 
-def _judged(built: _Ready, verdict: truth.Verdict, *, is_reference: bool) -> dict[str, Any]:
+def _judged(built: _Ready, verdict: RowVerdict, *, is_reference: bool) -> dict[str, Any]:
     right = verdict.right or is_reference
     program, memory = built.program, built.compiled.memory_analysis()
     return {
-        "status": "ok" if right else "WRONG",
-        **({} if right else {"reason": verdict.describe()}),
+        **verdict.entry(),
+        **({"status": "ok"} if right else {}),
         "process": "jax",
-        "max_error_ulp": round(verdict.error, 4),
-        "allowed_error_ulp": round(verdict.allowed, 4),
         "temp_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "kernel": program.kernel,

@@ -20,9 +20,9 @@ from benchmarks import (
     attention_cases,
     attention_docs,
     attention_impls,
-    attention_rules,
-    attention_truth,
     docs,
+    truth,
+    verdict,
 )
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape, square
@@ -96,7 +96,7 @@ def test_documents_fill_the_sequence():
 )
 def test_ours_and_xla_pass_the_gate(name, shape):
     operands = shape.operands(0)
-    truths = jax.jit(functools.partial(attention_truth.truth, shape, gradients=True))(operands)
+    truths = jax.jit(functools.partial(truth.attention, shape, gradients=True))(operands)
     own = IMPLS[name].prepare(shape, operands)
     programs = [attention_impls.forward, attention_impls.value_and_vjp]
     got = [jax.jit(program(IMPLS[name], shape))(own) for program in programs]
@@ -104,7 +104,7 @@ def test_ours_and_xla_pass_the_gate(name, shape):
     got.append(gradients(residuals(own), own["d_out"]))
     assert [len(each) for each in got] == [1, 4, 3]
     for each in got:
-        verdict = attention_truth.judge(shape, each, truths)
+        verdict = truth.judge_attention(shape, each, truths)
         assert verdict.right, verdict.describe()
 
 
@@ -113,7 +113,7 @@ def test_wrong_results_do_not_pass(fault):
     kind = {"edge": "causal", "window": "window", "documents": "documents"}.get(fault, "full")
     shape = dataclasses.replace(TINY, kind=kind, span=5)
     operands = shape.operands(0)
-    truths = jax.jit(functools.partial(attention_truth.truth, shape, gradients=False))(operands)
+    truths = jax.jit(functools.partial(truth.attention, shape, gradients=False))(operands)
     wrong = dict(operands)
     used = {
         "edge": dataclasses.replace(shape, kind="full"),
@@ -129,7 +129,7 @@ def test_wrong_results_do_not_pass(fault):
     (out,) = jax.jit(attention_impls.forward(IMPLS["ours"], used))(wrong)
     if fault == "nan":
         out = out.at[-1, 3, -1, 2].set(jnp.nan)
-    verdict = attention_truth.judge(shape, (out,), truths)
+    verdict = truth.judge_attention(shape, (out,), truths)
     assert not verdict.right
     assert json.loads(json.dumps(verdict.as_json(), allow_nan=False))["output"] == "out"
 
@@ -175,11 +175,11 @@ def test_a_row_is_not_lost_in_the_mean():
     want = jax.random.normal(jax.random.key(0), (1, 16384, 8))
     near = want * (1 + 2.0**-8 * jax.random.normal(jax.random.key(1), want.shape))
     plain, missing, others = (
-        float(attention_truth._error(x, want)[0]) for x in (near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8]))
+        float(truth._head_error(x, want)[0]) for x in (near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8]))
     )
     assert plain < 2.0**-7
-    assert not attention_rules.Verdict("out", missing, plain).right
-    assert not attention_rules.Verdict("out", others, plain).right
+    assert not verdict.Verdict("out", missing, plain).right
+    assert not verdict.Verdict("out", others, plain).right
 
 
 def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
