@@ -27,7 +27,19 @@ import jax
 from absl import app, flags
 from absl.testing import absltest, parameterized
 
-from benchmarks import attention, attention_cases, attention_impls, cases, peers, plot, report, runner, timing, variants
+from benchmarks import (
+    attention,
+    attention_cases,
+    attention_impls,
+    calls,
+    cases,
+    peers,
+    plot,
+    report,
+    runner,
+    timing,
+    variants,
+)
 from benchmarks import results as measured
 
 ATTENTION = "attention"
@@ -109,7 +121,7 @@ class Session:
         ours = [name for name in _IMPL.value if name not in measured.ROW_LIBRARIES]
         self.peer_names = [name for name in _IMPL.value if name in measured.ROW_LIBRARIES]
         config = json.loads(_CONFIG.value) if _CONFIG.value else None
-        self.options = runner.Options(
+        self.options = calls.Options(
             tuple(variants.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
         )
         self.peers = peers.Peers(self.peer_names, FLAGS.rounds, _PEERS_PATH.value)
@@ -120,7 +132,7 @@ class Session:
             record = runner.run(case, self.options)
         else:
             sizes = {"least_bytes": cases.least_bytes(case), "operand_bytes": cases.operand_bytes(case)}
-            record = {"case": runner.describe(case), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
+            record = {"case": case.describe(), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
         if self.peer_names:
             answer = self.peers.measure(_for_peers(case))
             record["peers_copy"] = answer["copy"]
@@ -168,7 +180,7 @@ def _for_peers(case: cases.Case) -> dict:
     operand = cases.operand_bytes(case)
     buffers = timing.buffers_needed(operand, hot=case.hot)
     traffic = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
-    return runner.describe(case) | traffic | {"buffers": buffers}
+    return case.describe() | traffic | {"buffers": buffers}
 
 
 def main() -> None:

@@ -17,11 +17,12 @@ from absl import flags
 from benchmarks import (
     attention_cases,
     attention_peers,
-    attention_runner,
+    runner,
 )
 from benchmarks import results as measured
-from benchmarks.attention_runner import Bench, Options, attempt
+from benchmarks.calls import Options
 from benchmarks.peers import Peers
+from benchmarks.runner import Bench, attempt
 
 FLAGS = flags.FLAGS
 _TOGETHER = 5  # cases that are compiled at once
@@ -63,7 +64,7 @@ def measure(
     apart = processes > 1 and bool(options.impls)
     if apart:
         print(f"compiling {len(cases)} cases in {processes} processes", flush=True)
-        found = attention_runner.records(cases, options, processes, deadline)
+        found = runner.records(cases, options, processes, deadline)
     else:
         found = _one_by_one(cases, options, deadline)
     for record in found:

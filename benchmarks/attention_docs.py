@@ -17,7 +17,7 @@ PASSES = {"fwd": "forward", "bwd": "backward", "value_and_vjp": "value and vjp"}
 PAGE = """# Attention, measured
 
 Written by `python -m benchmarks.docs` from the result files under `benchmarks/results/`; what is timed and how
-stands at the top of `benchmarks/attention_runner.py`, how correctness is judged at the top of
+stands at the top of `benchmarks/runner.py`, how correctness is judged at the top of
 `benchmarks/truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
 TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
 documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its

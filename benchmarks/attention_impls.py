@@ -11,16 +11,14 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 from benchmarks.attention_cases import Shape
-from benchmarks.variants import Declined
+from benchmarks.variants import Declined, NotInstalled, Program
 
 Operands = Mapping[str, jax.Array]
 
+PROGRAMS = {"fwd": ("fwd",), "bwd": ("fwd", "value_and_vjp"), "value_and_vjp": ("value_and_vjp",)}
+
 # The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
 _MGPU_BLOCK_KV = {64: 256, 128: 128, 256: 64}
-
-
-class NotInstalled(Exception):
-    """An implementation is missing on this machine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,47 +29,51 @@ class Impl:
     """
 
     call: Callable[[Shape, Operands], jax.Array]
-    prepare: Callable[[Shape, Operands], Operands] = lambda shape, operands: operands
+    prepare: Callable[[Shape, Operands], Operands] | None = None
     check: Callable[[Shape, str], None] = lambda shape, pass_: None
     note: str = ""
 
 
-def forward(impl: Impl, shape: Shape) -> Callable[[Operands], Any]:
-    """Operands to `(out,)`."""
-    return lambda operands: (impl.call(shape, operands),)
+def programs(shape: Shape, pass_: str, name: str) -> dict[str, Program]:
+    """The programs in which a pass of an implementation is timed; each takes the operands by name.
 
+    "direct" is a backward pass from the residuals of a forward pass.
 
-def value_and_vjp(impl: Impl, shape: Shape) -> Callable[[Operands], Any]:
-    """Operands to `(out, d_query, d_key, d_value)`."""
+    Raises:
+      Declined: the implementation does not take the call.
+    """
+    impl = IMPLS[name]
+    impl.check(shape, pass_)
+    prepared = lambda operands: impl.prepare(shape, operands) if impl.prepare else operands
 
-    def program(operands: Operands) -> Any:
-        out, pull = _vjp(impl, shape, operands)
+    def call(operands: Operands) -> jax.Array:
+        try:
+            return impl.call(shape, operands)
+        except NotImplementedError as reason:
+            raise Declined(" ".join(str(reason).split())[:300]) from reason
+
+    def vjp(operands: Operands) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+        attend = lambda query, key, value: call({**operands, "query": query, "key": key, "value": value})
+        return jax.vjp(attend, operands["query"], operands["key"], operands["value"])
+
+    def value_and_vjp(operands: Operands) -> Any:
+        out, pull = vjp(operands)
         return (out, *pull(operands["d_out"].astype(out.dtype)))
 
-    return program
+    prepare = (lambda operands: (prepared(operands),)) if impl.prepare else None
+    found = {
+        "fwd": Program(lambda operands: (call(operands),), prepare),
+        "value_and_vjp": Program(value_and_vjp, prepare),
+        "direct": Program(
+            lambda pull, d_out: pull(d_out), lambda operands: (vjp(prepared(operands))[1], operands["d_out"])
+        ),
+    }
+    return {program: found[program] for program in names(pass_, name)}
 
 
-def backward(impl: Impl, shape: Shape) -> tuple[Callable[[Operands], Any], Callable[[Any, jax.Array], Any]]:
-    """Operands to residuals, and (residuals, `d_out`) to `(d_query, d_key, d_value)`; trace them in this order."""
-    trees = []
-
-    def residuals(operands: Operands) -> list[jax.Array]:
-        _, pull = _vjp(impl, shape, operands)
-        leaves, tree = jax.tree.flatten(pull)
-        trees.append(tree)
-        return leaves
-
-    def gradients(leaves: list[jax.Array], d_out: jax.Array) -> Any:
-        return tuple(jax.tree.unflatten(trees[-1], leaves)(d_out))
-
-    return residuals, gradients
-
-
-def _vjp(impl: Impl, shape: Shape, operands: Operands) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return impl.call(shape, {**operands, "query": query, "key": key, "value": value})
-
-    return jax.vjp(call, operands["query"], operands["key"], operands["value"])
+def names(pass_: str, name: str) -> tuple[str, ...]:
+    """The names of the programs of a pass."""
+    return PROGRAMS[pass_] + (("direct",) if pass_ == "bwd" and name == "ours" else ())
 
 
 def _common(shape: Shape, operands: Operands) -> dict[str, Any]:

@@ -103,6 +103,12 @@ class Case:
         chosen = ops.get(self.pass_, (Op.CROSS_ENTROPY_GRADIENT,))
         return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in chosen)
 
+    def describe(self) -> dict[str, Any]:
+        """The case as JSON."""
+        fields = dataclasses.asdict(self) | {"name": self.name, "tags": sorted(self.tags), "pass": self.pass_}
+        del fields["pass_"], fields["variant"]
+        return fields | {"options": self.options}
+
     def shrunk(self, elements: int) -> "Case":
         """The case with as many rows as fit in `elements` (one at least): for machines without the memory or speed."""
         return dataclasses.replace(self, rows=max(1, min(self.rows, elements // self.cols)))

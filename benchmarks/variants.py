@@ -18,7 +18,7 @@ LOSSES = ("cross_entropy", "top_k")
 NAMES = ("ours", "xla", "xla_f32", "ladder")
 BASELINES = ("xla", "xla_f32")  # right by definition: what ours is compared with
 
-Buffers = list[tuple[Any, ...]]
+Buffers = list[tuple[Any, ...]]  # operands of a call, as often as they rotate
 
 _OURS = {
     "softmax": jaxsoftmax.softmax,
@@ -34,21 +34,19 @@ _XLA = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function, and the operands it takes from a case's."""
+    """A function to compile and time, and what is known of it; `prepare` makes its operands from a call's, untimed."""
 
     function: Callable[..., Any]
-    operands: Callable[..., tuple[Any, ...]]
-    kernel: str | None = None
-    config: str | None = None
-    bytes_moved: int | None = None
-    residual_bytes: int | None = None  # what the forward pass keeps for the backward pass
-
-    def buffers(self, cases_buffers: Buffers) -> Buffers:
-        return [self.operands(*operands) for operands in cases_buffers]
+    prepare: Callable[..., tuple[Any, ...]] | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Declined(Exception):
     """An implementation that does not take a case; the message is the reason."""
+
+
+class NotInstalled(Exception):
+    """An implementation is missing on this machine."""
 
 
 def make_operands(case: Case, count: int, seed: int) -> Buffers:
@@ -78,13 +76,13 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
     if impl == "xla_f32":
         if case.op != "cross_entropy":
             raise Declined("only a loss is compared in float32 too")
-        return _plain(xla_of_loss(case, wide=True))
+        return Program(xla_of_loss(case, wide=True))
     if impl.startswith("rung:"):
         return _rung(case, impl.removeprefix("rung:"), config)
     if kernel is not None:
         return _rung(case, kernel, config)
-    program = _plain(ours_of_loss(case)) if case.op in LOSSES else _public(case, _OURS[case.op])
-    return dataclasses.replace(program, **_explained(case))
+    program = Program(ours_of_loss(case)) if case.op in LOSSES else _public(case, _OURS[case.op])
+    return dataclasses.replace(program, facts={**program.facts, **_explained(case)})
 
 
 def expand(impls: list[str]) -> Iterator[str]:
@@ -93,36 +91,30 @@ def expand(impls: list[str]) -> Iterator[str]:
         yield from (f"rung:{name}" for name in dispatch.LADDER) if impl == "ladder" else (impl,)
 
 
-def _plain(function: Callable[..., Any]) -> Program:
-    return Program(jax.jit(function), lambda *operands: operands)
-
-
 def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
     """The case through a public function and `jax.vjp`, as a user has it."""
     if case.pass_ in ("fwd", "call"):
-        return Program(jax.jit(lambda x: op(x)), lambda x: (x,))
+        return Program(lambda x: op(x))
     kept = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype))
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    facts = {"residual_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))}
     if case.pass_ == "value_and_vjp":
 
         def value_and_vjp(x, t):
             y, pull = jax.vjp(op, x)
             return y, pull(t)[0]
 
-        return Program(jax.jit(value_and_vjp), lambda x, t: (x, t), residual_bytes=kept)
-    linearise = jax.jit(lambda x: jax.vjp(op, x)[1])
-    return Program(jax.jit(lambda pull, t: pull(t)[0]), lambda x, t: (linearise(x), t), residual_bytes=kept)
+        return Program(value_and_vjp, facts=facts)
+    return Program(lambda pull, t: pull(t)[0], lambda x, t: (jax.vjp(op, x)[1], t), facts)
 
 
 def _xla(case: Case) -> Program:
     """As `jax.nn` has it; the backward pass alone in its leanest form, from the saved output."""
     if case.op in LOSSES:
-        return _plain(xla_of_loss(case))
+        return Program(xla_of_loss(case))
     op = _XLA[case.op]
     if case.pass_ != "bwd":
         return _public(case, op)
-    forward = jax.jit(op)
-    return Program(jax.jit(_XLA_BACKWARD[case.op]), lambda x, t: (forward(x), t))
+    return Program(_XLA_BACKWARD[case.op], lambda x, t: (op(x), t))
 
 
 def _softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
@@ -154,21 +146,18 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
         decision = dispatch.decide(problem, device, kernel=kernel, config=config)
     if decision.kernel is None:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
-    known = decision.kernel, repr(decision.config), decision.bytes_moved
+    facts = {"kernel": decision.kernel, "config": repr(decision.config), "bytes_moved": decision.bytes_moved}
     if case.op == "cross_entropy":
         labelled, taken = rung_of_loss(case, decision)
-        return Program(jax.jit(labelled), taken, *known)
+        return Program(labelled, taken, facts)
 
     def run(*operands: jax.Array) -> jax.Array:
         out = decision.run(*operands)
         return log_normalizer(out).astype(case.dtype) if isinstance(out, Stats) else out
 
-    def operands(x: jax.Array, t: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        if t is None:
-            return (x,)
-        return (jax.nn.softmax(x) if case.op == "softmax" else x, t)
-
-    return Program(jax.jit(run), operands, *known)
+    if case.pass_ == "bwd" and case.op == "softmax":
+        return Program(run, lambda x, t: (jax.nn.softmax(x), t), facts)
+    return Program(run, facts=facts)
 
 
 def _explained(case: Case) -> dict[str, Any]:

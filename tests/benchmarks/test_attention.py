@@ -27,8 +27,9 @@ from benchmarks import (
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape, square
 from benchmarks.attention_impls import IMPLS
-from benchmarks.attention_runner import Bench, Options
+from benchmarks.calls import Options
 from benchmarks.results import NOT_MEASURED, Results
+from benchmarks.runner import Bench
 
 ROOT = Path(__file__).parents[2]
 TINY = Shape(2, 4, 2, 16, 8, 8, "full")
@@ -97,12 +98,11 @@ def test_documents_fill_the_sequence():
 def test_ours_and_xla_pass_the_gate(name, shape):
     operands = shape.operands(0)
     truths = jax.jit(functools.partial(truth.attention, shape, gradients=True))(operands)
-    own = IMPLS[name].prepare(shape, operands)
-    programs = [attention_impls.forward, attention_impls.value_and_vjp]
-    got = [jax.jit(program(IMPLS[name], shape))(own) for program in programs]
-    residuals, gradients = map(jax.jit, attention_impls.backward(IMPLS[name], shape))
-    got.append(gradients(residuals(own), own["d_out"]))
-    assert [len(each) for each in got] == [1, 4, 3]
+    programs = attention_impls.programs(shape, "bwd", name)
+    got = [
+        jax.jit(p.function)(*(jax.jit(p.prepare)(operands) if p.prepare else (operands,))) for p in programs.values()
+    ]
+    assert [len(each) for each in got] == [1, 4, 3][: len(programs)]
     for each in got:
         verdict = truth.judge_attention(shape, each, truths)
         assert verdict.right, verdict.describe()
@@ -126,7 +126,7 @@ def test_wrong_results_do_not_pass(fault):
         wrong["key"] = operands["key"][:, :, ::-1]
     if fault == "documents":
         wrong.pop("segments")
-    (out,) = jax.jit(attention_impls.forward(IMPLS["ours"], used))(wrong)
+    (out,) = jax.jit(attention_impls.programs(used, "fwd", "ours")["fwd"].function)(wrong)
     if fault == "nan":
         out = out.at[-1, 3, -1, 2].set(jnp.nan)
     verdict = truth.judge_attention(shape, (out,), truths)

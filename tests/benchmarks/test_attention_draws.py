@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import attention, attention_cases
 from benchmarks.attention_cases import KINDS, Case, Shape
-from benchmarks.attention_runner import Bench, Options
+from benchmarks.calls import Options
+from benchmarks.runner import Bench
 
 ROOT = Path(__file__).parents[2]
 MANY = attention_cases.draws(400, seed=5)

@@ -20,7 +20,7 @@ from benchmarks import (
     targets,
 )
 from benchmarks import results as measured
-from benchmarks.attention_runner import Options
+from benchmarks.calls import Options
 from benchmarks.results import Results
 from tests import attention_oracle
 

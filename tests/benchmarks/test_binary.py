@@ -1,6 +1,7 @@
 """The binary on a machine without a GPU: gate, report, result file, and that a wrong result never gets a time."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, peers, report, runner, timing, truth, variants
+from benchmarks import calls, cases, peers, report, runner, timing, truth, variants
 from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
@@ -114,7 +115,7 @@ OPS = [
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_gate_accepts_what_is_right(name):
-    record = runner.run(_case(name), runner.Options(rounds=1))
+    record = runner.run(_case(name), calls.Options(rounds=1))
     assert record["impls"]["ours"]["status"] == "ok"
     assert record["impls"]["ours"]["max_error_ulp"] <= record["impls"]["ours"]["allowed_error_ulp"]
 
@@ -122,7 +123,7 @@ def test_the_gate_accepts_what_is_right(name):
 @pytest.mark.parametrize("pass_", ["fwd", "value_and_grad", "value_and_grad_mean"])
 def test_a_loss_in_float32_is_another_formula(pass_):
     record = runner.run(
-        _case(f"cross_entropy_{pass_}_bf16_8192x32000"), runner.Options(("ours", "xla", "xla_f32"), rounds=1)
+        _case(f"cross_entropy_{pass_}_bf16_8192x32000"), calls.Options(("ours", "xla", "xla_f32"), rounds=1)
     )
     error = {name: measured.loss_error(record, name) for name in record["impls"]}
     assert error["ours"] < 1
@@ -144,12 +145,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_gets_no_time(monkeypatch, fault):
-    wrong = variants.Program(jax.jit(FAULTS[fault]), lambda x: (x,))
+    wrong = variants.Program(FAULTS[fault])
     build = variants.build
     monkeypatch.setattr(
         variants, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw)
     )
-    record = runner.run(_case("softmax_fwd_f32_32768x1024"), runner.Options(rounds=1))
+    record = runner.run(_case("softmax_fwd_f32_32768x1024"), calls.Options(rounds=1))
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
     assert "WRONG" in report.line(record)
@@ -184,7 +185,7 @@ LOSS_FAULTS = {
 def test_a_wrong_loss_is_seen_in_whatever_row(name):
     case = _case(name).shrunk(2**18)
     (operands,) = variants.make_operands(case, 1, seed=0)
-    ours, xla = (variants.build(case, impl).function for impl in ("ours", "xla"))
+    ours, xla = (jax.jit(variants.build(case, impl).function) for impl in ("ours", "xla"))
     right, reference, check = ours(*operands), xla(*operands), truth.every_row(case)
     assert truth.judge(case, operands, right, reference, check).right
     for fault, wrong in LOSS_FAULTS[name].items():
@@ -227,7 +228,7 @@ def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
         return build(case, impl, **override)
 
     monkeypatch.setattr(variants, "build", broken)
-    record = runner.run(_case("softmax_fwd_f32_32768x1024"), runner.Options(rounds=1))
+    record = runner.run(_case("softmax_fwd_f32_32768x1024"), calls.Options(rounds=1))
     assert record["impls"]["ours"] == {"status": "failed", "reason": "ValueError: no such layout"}
     assert record["impls"]["xla"]["us"] > 0
 
@@ -246,8 +247,8 @@ def test_every_row_is_looked_at(monkeypatch):
 
 def test_ours_keeps_only_its_output_for_the_backward_pass():
     case = _case("softmax_value_and_vjp_bf16_32768x4096")
-    assert variants.build(case, "ours").residual_bytes == cases.operand_bytes(case)
-    assert variants.build(case, "xla").residual_bytes > cases.operand_bytes(case)
+    assert variants.build(case, "ours").facts["residual_bytes"] == cases.operand_bytes(case)
+    assert variants.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
 
 
 def test_rungs_decline_without_a_gpu():
@@ -312,9 +313,9 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
     monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
     monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
     case = _case("logsumexp_fwd_bf16_32768x4096").shrunk(2**19)
-    record = runner.run(case, runner.Options(rounds=2))
+    record = runner.run(case, calls.Options(rounds=2))
     assert (record["clock"], record["buffers"]) == ("cupti", 3)
-    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic"}
+    assert set(profiled[-1]) == {"ours:fwd", "xla:fwd", "copy:mosaic"}
     assert record["copy"]["method"] == "copy:torch"
     assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
     assert record["impls"]["ours"]["us"] == 1000.0
@@ -323,7 +324,7 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
 
 def test_what_is_slow_is_launched_less_often(monkeypatch):
     """The path of a GPU run in which XLA takes long, with and without sessions apart."""
-    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic")}
+    rounds = {name: [] for name in ("ours:fwd", "xla:fwd", "copy:mosaic")}
 
     def kernels(schedule):
         launched = [variant.name for _, variant in schedule.slots()]
@@ -332,18 +333,19 @@ def test_what_is_slow_is_launched_less_often(monkeypatch):
             raise RuntimeError("kernels of no one")
         for name in rounds:
             rounds[name].append(launched.count(name))
-        return [(name, 30.0 if name == "xla" else 1.0) for name in launched]
+        return [(name, 30.0 if name == "xla:fwd" else 1.0) for name in launched]
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "_device_kernels", kernels)
     monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
     monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
     monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
-    monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
+    slow = itertools.cycle((False, True))  # of ours, of XLA
+    monkeypatch.setattr(runner, "_is_slow", lambda launch: next(slow))
     case = _case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
     for together in (False, True):
         with pytest.warns(UserWarning, match="kernels of no one") if together else contextlib.nullcontext():
-            record = runner.run(case, runner.Options(rounds=4))
+            record = runner.run(case, calls.Options(rounds=4))
         assert record["clock"] == ("cupti, each round apart" if together else "cupti")
         assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
         assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks import cases, peers, runner
+from benchmarks import cases, peers
 from benchmarks import results as measured
 
 
@@ -119,7 +119,7 @@ def fake_torch():
 def _case(pass_, rows=4, cols=256, op="softmax", variant=""):
     case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
     sizes = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
-    return runner.describe(case) | sizes | {"buffers": 3}
+    return case.describe() | sizes | {"buffers": 3}
 
 
 @pytest.fixture
