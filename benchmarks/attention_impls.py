@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 from benchmarks.attention_cases import Shape
-from benchmarks.variants import Declined, NotInstalled, Program
+from benchmarks.variants import INVARIANT, Declined, NotInstalled, Program, invariant
 
 Operands = Mapping[str, jax.Array]
 
@@ -151,6 +151,7 @@ def _import(name: str) -> Any:
 
 IMPLS = {
     "ours": Impl(_ours),
+    INVARIANT: Impl(lambda shape, operands: invariant(_ours)(shape, operands)),
     "cudnn": Impl(
         _cudnn, _segments_as_mask, note="documents as a mask tensor; values padded to the keys' head dimension"
     ),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import attention_cases, attention_impls, cases, timing, truth, variants, verdict
+from benchmarks import attention_cases, attention_impls, cases, timing, trees, truth, variants, verdict
 from benchmarks import results as measured
 
 _CPU_ELEMENTS = 1 << 18
@@ -36,6 +36,7 @@ class Options:
     copy: str = "best"
     kernel: str | None = None
     config: Mapping[str, Any] | None = None
+    trees: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the folders of `benchmarks.trees`
 
 
 def _on_gpu() -> bool:
@@ -77,6 +78,8 @@ class RowCall:
         program = variants.build(self.case, "xla")
         prepare = program.prepare or (lambda *operands: operands)
         outputs = jax.eval_shape(lambda *operands: truth.widened(program.function(*prepare(*operands))), *self.specs)
+        if "axis" in self.case.options:
+            outputs = self.specs[0]
         return truth.every_row(self.case).lower(self.specs, outputs).compile
 
     def truths(self, program: Any, operands: variants.Buffers, baselines: Mapping[str, Any]) -> Any:
@@ -84,6 +87,8 @@ class RowCall:
 
     def judge(self, operands: tuple[jax.Array, ...], got: Any, truths: Any) -> verdict.RowVerdict:
         check, xla = truths
+        if "axis" in self.case.options:
+            got, xla = jax.tree.map(jnp.transpose, (got, xla))
         return truth.judge(self.case, operands, got, xla, check)
 
     def entry(self, name: str, verdicts: Sequence[verdict.RowVerdict], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +160,7 @@ class AttentionCall:
 
     def __init__(self, case: attention_cases.Case, options: Options):
         self.case, self.options = case, options
-        self.shape = case.shape if _on_gpu() else case.shape.shrunk()
+        self.shape = case.shape if _on_gpu() or "cpu" in case.tags else case.shape.shrunk()
         self.key = self.shape
         self.has_gradients = case.pass_ != "fwd"
 
@@ -167,9 +172,13 @@ class AttentionCall:
         return [(self.shape.operands(self.options.seed),)]
 
     def names(self, name: str) -> tuple[str, ...]:
+        if trees.is_tree(name, self.options.trees):
+            return trees.names(self.case.pass_)
         return attention_impls.names(self.case.pass_, name)
 
     def programs(self, name: str) -> dict[str, variants.Program]:
+        if trees.is_tree(name, self.options.trees):
+            return trees.programs(self.shape, self.case.pass_, name, self.options.trees)
         return attention_impls.programs(self.shape, self.case.pass_, name)
 
     def truth_key(self, graded: bool) -> Any:
@@ -190,7 +199,7 @@ class AttentionCall:
         return verdict.worst(verdicts).entry() | {"temp_bytes": memory}
 
     def note(self, name: str) -> dict[str, str]:
-        note = attention_impls.IMPLS[name].note
+        note = attention_impls.IMPLS[name].note if name in attention_impls.IMPLS else ""
         return {"note": note} if note else {}
 
     def time(self, schedule: Sequence[timing.Variant]) -> tuple[str, Timings, dict[str, Any]]:
@@ -200,7 +209,7 @@ class AttentionCall:
             [*schedule, *_attention_probes(n, copied)],
             buffers=1,
             rounds=self.options.rounds,
-            launches=_LAUNCHES if _on_gpu() else 1,
+            launches=_LAUNCHES if _on_gpu() or "cpu" in self.case.tags else 1,
             device_clock=_on_gpu(),
         )
         us, moved = timings["matmul"].median, timing.moved_bytes(copied)

@@ -15,7 +15,8 @@ from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
 
 LOSSES = ("cross_entropy", "top_k")
-NAMES = ("ours", "xla", "xla_f32", "ladder")
+INVARIANT = "batch_invariant"
+NAMES = ("ours", INVARIANT, "xla", "xla_f32", "ladder")
 BASELINES = ("xla", "xla_f32")  # right by definition: what ours is compared with
 
 Buffers = list[tuple[Any, ...]]  # operands of a call, as often as they rotate
@@ -66,13 +67,20 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Arr
 
 
 def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
-    """The program of `impl`: "ours", "xla", "xla_f32" (a loss in float32), or "rung:NAME" for one rung of the ladder.
+    """The program of `impl`: one of `NAMES`, but for "ladder", or "rung:NAME" for one rung of the ladder.
 
     Raises:
       Declined: `impl` does not take the case.
     """
+    if "axis" in case.options and impl in ("ours", INVARIANT, "xla"):
+        op = functools.partial((_XLA if impl == "xla" else _OURS)[case.op], **case.options)
+        program = Program(lambda x: op(x), lambda x: (x.T,))
+        return program if impl != INVARIANT else dataclasses.replace(program, function=invariant(program.function))
     if impl == "xla":
         return _xla(case)
+    if impl == INVARIANT:
+        program = build(case, "ours")
+        return Program(invariant(program.function), program.prepare)
     if impl == "xla_f32":
         if case.op != "cross_entropy":
             raise Declined("only a loss is compared in float32 too")
@@ -83,6 +91,16 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
         return _rung(case, kernel, config)
     program = Program(ours_of_loss(case)) if case.op in LOSSES else _public(case, _OURS[case.op])
     return dataclasses.replace(program, facts={**program.facts, **_explained(case)})
+
+
+def invariant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced so that a row's bits do not depend on the rows beside it."""
+
+    def traced(*operands: Any) -> Any:
+        with jaxsoftmax.batch_invariant():
+            return function(*operands)
+
+    return traced
 
 
 def expand(impls: list[str]) -> Iterator[str]:

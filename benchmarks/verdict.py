@@ -105,14 +105,18 @@ def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]], dtype:
 
 
 def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) -> dict[str, Any]:
-    """Microseconds and TFLOP/s from each program's times; of a backward pass, each round's difference of medians."""
-    if pass_ == "bwd":
+    """Microseconds and TFLOP/s from each program's times; of a backward pass, each round's difference of medians.
+
+    A tree's backward pass has one program, "direct".
+    """
+    if pass_ == "bwd" and "fwd" in programs:
         rounds = zip(programs["value_and_vjp"]["rounds_us"], programs["fwd"]["rounds_us"], strict=True)
         differences = [both - forward for both, forward in rounds]
         us = programs["value_and_vjp"]["us"] - programs["fwd"]["us"]
         found = {"us": us, "min_us": min(differences), "max_us": max(differences)}
     else:
-        found = {name: programs[pass_][name] for name in ("us", "min_us", "max_us")}
+        program = programs["direct" if pass_ == "bwd" else pass_]
+        found = {name: program[name] for name in ("us", "min_us", "max_us")}
     found = {name: round(us, 3) for name, us in found.items()}
     if found["us"] <= 0:  # a difference within the noise, on a machine too loud to measure
         return {"status": "unresolved", "reason": "value and vjp took no longer than forward", "programs": programs}

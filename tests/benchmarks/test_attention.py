@@ -21,6 +21,7 @@ from benchmarks import (
     attention_docs,
     attention_impls,
     docs,
+    runner,
     truth,
     verdict,
 )
@@ -63,6 +64,23 @@ def test_the_grid_is_of_equal_work():
     grid = [case.shape for case in attention_cases.all_cases() if case.shape.kind == "full" and case.shape.heads < 64]
     assert {shape.batch * shape.length for shape in grid} == {16384}
     assert {shape.heads * shape.head_dim for shape in grid} == {2048}
+
+
+def test_what_is_measured_apart_is_in_no_other_run():
+    apart = {tag: attention_cases.select(tags=[tag]) for tag in ("cpu", "invariance")}
+    assert [len({case.name for case in cases}) for cases in apart.values()] == [40, 6]
+    assert not {case for cases in apart.values() for case in cases} & set(attention_cases.all_cases())
+    assert {(case.shape.dtype, case.pass_) for case in apart["cpu"]} == set(
+        itertools.product(("float32", "bfloat16"), ("fwd", "value_and_vjp"))
+    )
+    assert {case.shape.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
+
+
+def test_a_case_for_the_cpu_is_measured_as_it_is():
+    (case,) = attention_cases.select(tags=["cpu"], patterns=["fwd_full_d64_t1_s4096_b8_h8_f32"])
+    record = runner.run(case, Options(("ours", "xla"), rounds=1))
+    assert "measured" not in record
+    assert all(record["impls"][name]["us"] > 0 for name in ("ours", "xla"))
 
 
 def test_arithmetic_by_hand():
@@ -246,6 +264,8 @@ def test_the_binary_lists_and_refuses():
     assert "--pass: got backward, wanted some of fwd, bwd" in run("--pass=backward").stderr
     assert "No case matches" in run("--tag=core", "--kind=bias").stderr
     assert "--dtype: got" in run("--dtype=f16").stderr
+    assert "--tree: got ../before, wanted NAME=FOLDER" in run("--tree=../before").stderr
+    assert "--impl: got older" in run("--tree=before=../before", "--impl=now:a=1,older").stderr
 
 
 def _entry(us, flops, **facts):

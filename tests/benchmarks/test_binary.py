@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxsoftmax
 from benchmarks import calls, cases, peers, report, runner, timing, truth, variants
 from benchmarks import results as measured
 from pallas_kernels.softmax import reference
@@ -57,7 +58,7 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     assert forward["impls"]["ours"]["temp_bytes"] >= 0
 
 
-@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.invariance"])
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.training"])
 def test_without_absl_the_extra_is_named(module):
     hidden = "import runpy, sys; sys.modules['absl'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", hidden, module], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -76,7 +77,7 @@ def test_names_that_do_not_exist_are_refused(flag):
     assert f"{name}: got {value}, wanted some of" in _run(flag, "--rounds=1", expect=1)
 
 
-@pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"]])
+@pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"], ["--tree=a=."]])
 def test_attention_and_rows_are_not_mixed(flags):
     assert "wanted it" in _run(*flags, expect=1)
 
@@ -249,6 +250,21 @@ def test_ours_keeps_only_its_output_for_the_backward_pass():
     case = _case("softmax_value_and_vjp_bf16_32768x4096")
     assert variants.build(case, "ours").facts["residual_bytes"] == cases.operand_bytes(case)
     assert variants.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
+
+
+def test_what_batch_invariance_costs_is_measured_beside_ours(tmp_path):
+    file = tmp_path / "invariance.json"
+    _run("--tag=invariance", "--case=axis0|top_k.*256x", "--rounds=1", f"--json={file}")
+    found = measured.read(file)
+    assert found["header"]["topic"] == "invariance"
+    assert len(found["records"]) == 2
+    for record in found["records"]:
+        assert all(record["impls"][name]["us"] > 0 for name in ("ours", variants.INVARIANT))
+
+
+def test_an_invariant_function_is_traced_as_one():
+    scaled = lambda x: x * (1.0 + jaxsoftmax._core.batch_invariance.enabled())
+    assert (jax.jit(scaled)(1.0), jax.jit(variants.invariant(scaled))(1.0)) == (1.0, 2.0)
 
 
 def test_rungs_decline_without_a_gpu():
