@@ -34,24 +34,23 @@ from absl.testing import absltest, parameterized
 from benchmarks import (
     attention,
     attention_cases,
-    attention_impls,
     calls,
     cases,
+    impls,
     peers,
     plot,
     report,
     runner,
     timing,
     trees,
-    variants,
 )
 from benchmarks import results as measured
 
 ATTENTION = "attention"
 OPS = tuple(dict.fromkeys(case.op for case in cases.all_cases()))
 TAGS = tuple(sorted({tag for case in cases.all_cases() for tag in case.tags} | {"invariance"}))
-ROW_IMPLS = (*variants.NAMES, *measured.ROW_LIBRARIES)
-ATTENTION_IMPLS = (*attention_impls.IMPLS, *measured.ATTENTION_LIBRARIES)
+ROW_IMPLS = (*impls.ROWS, *measured.ROW_LIBRARIES)
+ATTENTION_IMPLS = (*impls.ATTENTION, *measured.ATTENTION_LIBRARIES)
 
 FLAGS = flags.FLAGS
 _OP = flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
@@ -114,7 +113,7 @@ def check_flags() -> None:
     if not _IMPL.value:
         FLAGS.impl = ["ours", "cudnn", "mgpu", "tokamax"] if attends else ["ours", "xla", *measured.ROW_LIBRARIES]
         if "invariance" in _TAG.value:
-            FLAGS.impl = ["ours", variants.INVARIANT]
+            FLAGS.impl = ["ours", impls.INVARIANT]
         elif "cpu" in _TAG.value:
             FLAGS.impl = ["ours", "xla"]
     FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
@@ -143,7 +142,7 @@ class Session:
         self.peer_names = [name for name in _IMPL.value if name in measured.ROW_LIBRARIES]
         config = json.loads(_CONFIG.value) if _CONFIG.value else None
         self.options = calls.Options(
-            tuple(variants.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
+            tuple(impls.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
         )
         self.peers = peers.Peers(self.peer_names, FLAGS.rounds, _PEERS_PATH.value)
 

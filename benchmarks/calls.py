@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import attention_cases, attention_impls, cases, timing, trees, truth, variants, verdict
+from benchmarks import attention_cases, cases, impls, timing, trees, truth, verdict
 from benchmarks import results as measured
 
 _CPU_ELEMENTS = 1 << 18
@@ -58,31 +58,31 @@ class RowCall:
 
     @property
     def specs(self) -> tuple[Any, ...]:
-        return jax.eval_shape(lambda: variants.make_operands(self.case, 1, 0))[0]
+        return jax.eval_shape(lambda: impls.make_operands(self.case, 1, 0))[0]
 
-    def operands(self) -> variants.Buffers:
-        return variants.make_operands(self.case, self.buffers, self.options.seed)
+    def operands(self) -> impls.Buffers:
+        return impls.make_operands(self.case, self.buffers, self.options.seed)
 
     def names(self, name: str) -> tuple[str, ...]:
         return (self.case.pass_,)
 
-    def programs(self, name: str) -> dict[str, variants.Program]:
+    def programs(self, name: str) -> dict[str, impls.Program]:
         kernel, config = self.options.kernel, self.options.config
-        return {self.case.pass_: variants.build(self.case, name, kernel=kernel, config=config)}
+        return {self.case.pass_: impls.build(self.case, name, kernel=kernel, config=config)}
 
     def truth_key(self, graded: bool) -> Any:
         return self.key
 
     def truth_compiler(self, graded: bool) -> Callable[[], Any]:
         """Compiles the check of every row."""
-        program = variants.build(self.case, "xla")
+        program = impls.build(self.case, "xla")
         prepare = program.prepare or (lambda *operands: operands)
         outputs = jax.eval_shape(lambda *operands: truth.widened(program.function(*prepare(*operands))), *self.specs)
         if "axis" in self.case.options:
             outputs = self.specs[0]
         return truth.every_row(self.case).lower(self.specs, outputs).compile
 
-    def truths(self, program: Any, operands: variants.Buffers, baselines: Mapping[str, Any]) -> Any:
+    def truths(self, program: Any, operands: impls.Buffers, baselines: Mapping[str, Any]) -> Any:
         return program, baselines["xla"]
 
     def judge(self, operands: tuple[jax.Array, ...], got: Any, truths: Any) -> verdict.RowVerdict:
@@ -95,7 +95,7 @@ class RowCall:
         """What is known of an implementation; those that ours is compared with are right by definition."""
         (ready,), (judged,) = found.values(), verdicts
         entry, memory = judged.entry(), ready.compiled.memory_analysis()
-        if name in variants.BASELINES:
+        if name in impls.BASELINES:
             entry = {key: value for key, value in entry.items() if key != "reason"} | {"status": "ok"}
         sizes = {"temp_bytes": memory.temp_size_in_bytes, "output_bytes": memory.output_size_in_bytes}
         return entry | {"process": "jax"} | sizes | _UNKNOWN | dict(ready.program.facts)
@@ -168,18 +168,18 @@ class AttentionCall:
     def specs(self) -> tuple[Any, ...]:
         return (jax.eval_shape(lambda: self.shape.operands(0)),)
 
-    def operands(self) -> variants.Buffers:
+    def operands(self) -> impls.Buffers:
         return [(self.shape.operands(self.options.seed),)]
 
     def names(self, name: str) -> tuple[str, ...]:
         if trees.is_tree(name, self.options.trees):
             return trees.names(self.case.pass_)
-        return attention_impls.names(self.case.pass_, name)
+        return impls.attention_names(self.case.pass_, name)
 
-    def programs(self, name: str) -> dict[str, variants.Program]:
+    def programs(self, name: str) -> dict[str, impls.Program]:
         if trees.is_tree(name, self.options.trees):
             return trees.programs(self.shape, self.case.pass_, name, self.options.trees)
-        return attention_impls.programs(self.shape, self.case.pass_, name)
+        return impls.attention_programs(self.shape, self.case.pass_, name)
 
     def truth_key(self, graded: bool) -> Any:
         return self.shape, graded
@@ -188,7 +188,7 @@ class AttentionCall:
         program = functools.partial(truth.attention, self.shape, gradients=graded)
         return functools.partial(jax.jit(program).lower(*self.specs).compile, compiler_options=_UNTUNED)
 
-    def truths(self, program: Any, operands: variants.Buffers, baselines: Mapping[str, Any]) -> Any:
+    def truths(self, program: Any, operands: impls.Buffers, baselines: Mapping[str, Any]) -> Any:
         return program(*operands[0])
 
     def judge(self, operands: tuple[Any, ...], got: Any, truths: Any) -> verdict.Verdict:
@@ -199,7 +199,7 @@ class AttentionCall:
         return verdict.worst(verdicts).entry() | {"temp_bytes": memory}
 
     def note(self, name: str) -> dict[str, str]:
-        note = attention_impls.IMPLS[name].note if name in attention_impls.IMPLS else ""
+        note = impls.ATTENTION[name].note if name in impls.ATTENTION else ""
         return {"note": note} if note else {}
 
     def time(self, schedule: Sequence[timing.Variant]) -> tuple[str, Timings, dict[str, Any]]:
@@ -241,32 +241,36 @@ def _attention_probes(n: int, copied: int) -> list[timing.Variant]:
 
 def latency(call: RowCall, options: Options) -> dict[str, Any]:
     """What one small call costs on the host and in a loop, the implementations interleaved by round."""
-    (operands,) = variants.make_operands(call.case, 1, options.seed)
-    impls: dict[str, dict[str, Any]] = {}
+    (operands,) = impls.make_operands(call.case, 1, options.seed)
+    entries: dict[str, dict[str, Any]] = {}
     calls, loops = {}, {}
     check = truth.every_row(call.case)
-    xla = jax.jit(variants.build(call.case, "xla").function)(*operands)
+    xla = jax.jit(impls.build(call.case, "xla").function)(*operands)
     for name in options.impls:
         try:
             (program,) = call.programs(name).values()
-        except variants.Declined as reason:
-            impls[name] = {"status": "declined", "reason": str(reason)}
+        except impls.Declined as reason:
+            entries[name] = {"status": "declined", "reason": str(reason)}
             continue
         function = jax.jit(program.function)
         judged = truth.judge(call.case, operands, function(*operands), xla, check)
         right = judged.right or name == "xla"
-        impls[name] = {"status": "ok" if right else "WRONG", "max_error_ulp": round(judged.error, 4), "process": "jax"}
+        entries[name] = {
+            "status": "ok" if right else "WRONG",
+            "max_error_ulp": round(judged.error, 4),
+            "process": "jax",
+        }
         if right:
             calls[name], loops[name] = function, _loop(function)
         else:
-            impls[name]["reason"] = judged.describe()
+            entries[name]["reason"] = judged.describe()
     per_call = _blocked_calls(calls, operands, options.rounds, _CALLS)
     per_iteration = _blocked_calls(loops, operands, options.rounds, 1)
     for name in calls:
-        impls[name]["us"] = round(statistics.median(per_call[name]), 3)
-        impls[name]["p20_us"], impls[name]["p80_us"] = np.percentile(per_call[name], (20, 80)).round(3).tolist()
-        impls[name]["us_per_iteration"] = round(statistics.median(per_iteration[name]) / _ITERATIONS, 4)
-    return {"clock": "wall", "copy": None, "impls": impls}
+        entries[name]["us"] = round(statistics.median(per_call[name]), 3)
+        entries[name]["p20_us"], entries[name]["p80_us"] = np.percentile(per_call[name], (20, 80)).round(3).tolist()
+        entries[name]["us_per_iteration"] = round(statistics.median(per_iteration[name]) / _ITERATIONS, 4)
+    return {"clock": "wall", "copy": None, "impls": entries}
 
 
 def _loop(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

@@ -26,7 +26,7 @@ import jax
 from benchmarks import cases, timing
 from benchmarks.attention_cases import Case as AttentionCase
 from benchmarks.calls import AttentionCall, Options, RowCall, latency
-from benchmarks.variants import Declined, NotInstalled, Program
+from benchmarks.impls import Declined, NotInstalled, Program
 
 Case = cases.Case | AttentionCase
 Call = RowCall | AttentionCall

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.attention_cases import Shape
-from benchmarks.variants import Declined, Program
+from benchmarks.impls import Declined, Program
 
 HERE = {"now": "."}
 

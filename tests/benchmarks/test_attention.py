@@ -19,16 +19,16 @@ from benchmarks import (
     attention,
     attention_cases,
     attention_docs,
-    attention_impls,
     docs,
+    impls,
     runner,
     truth,
     verdict,
 )
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape, square
-from benchmarks.attention_impls import IMPLS
 from benchmarks.calls import Options
+from benchmarks.impls import ATTENTION
 from benchmarks.results import NOT_MEASURED, Results
 from benchmarks.runner import Bench
 
@@ -116,7 +116,7 @@ def test_documents_fill_the_sequence():
 def test_ours_and_xla_pass_the_gate(name, shape):
     operands = shape.operands(0)
     truths = jax.jit(functools.partial(truth.attention, shape, gradients=True))(operands)
-    programs = attention_impls.programs(shape, "bwd", name)
+    programs = impls.attention_programs(shape, "bwd", name)
     got = [
         jax.jit(p.function)(*(jax.jit(p.prepare)(operands) if p.prepare else (operands,))) for p in programs.values()
     ]
@@ -144,7 +144,7 @@ def test_wrong_results_do_not_pass(fault):
         wrong["key"] = operands["key"][:, :, ::-1]
     if fault == "documents":
         wrong.pop("segments")
-    (out,) = jax.jit(attention_impls.programs(used, "fwd", "ours")["fwd"].function)(wrong)
+    (out,) = jax.jit(impls.attention_programs(used, "fwd", "ours")["fwd"].function)(wrong)
     if fault == "nan":
         out = out.at[-1, 3, -1, 2].set(jnp.nan)
     verdict = truth.judge_attention(shape, (out,), truths)
@@ -174,9 +174,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_implementation_has_no_time(fault, monkeypatch):
     pass_, spoil = FAULTS[fault]
-    right = IMPLS["xla"]
+    right = ATTENTION["xla"]
     wrong = dataclasses.replace(right, call=lambda shape, x: spoil(lambda x: right.call(shape, x), x))
-    monkeypatch.setitem(IMPLS, "ours", wrong)
+    monkeypatch.setitem(ATTENTION, "ours", wrong)
     monkeypatch.setattr(Shape, "shrunk", lambda shape: shape)
     bench, case = Bench(Options(("ours", "xla"), rounds=1)), _case(TINY, pass_)
     bench.prepare([case])
@@ -204,7 +204,7 @@ def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
     def refuse(*_):
         raise NotImplementedError("no kernel takes this call:\n  heads of 256")
 
-    monkeypatch.setitem(IMPLS, "ours", attention_impls.Impl(refuse))
+    monkeypatch.setitem(ATTENTION, "ours", impls.Impl(refuse))
     bench, case = Bench(Options(("ours",), rounds=1)), _case(TINY)
     bench.prepare([case])
     assert bench.run(case)["impls"]["ours"] == {
@@ -339,6 +339,6 @@ def test_a_picture_is_drawn_from_results(results, tmp_path):
 def test_the_scale_of_jax_own_kernel_is_in_its_query():
     shape = square(2048, 64, "full")
     small = dataclasses.replace(shape, batch=1, heads=1, key_heads=1, length=8)
-    made = IMPLS["mgpu"].prepare(small, small.operands(0))
+    made = ATTENTION["mgpu"].prepare(small, small.operands(0))
     assert made["query"].dtype == jnp.float16
     np.testing.assert_array_equal(made["query"], (small.operands(0)["query"] / math.sqrt(64)).astype(jnp.float16))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import calls, cases, peers, report, runner, timing, truth, variants
+from benchmarks import calls, cases, impls, peers, report, runner, timing, truth
 from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
@@ -131,8 +131,8 @@ def test_a_loss_in_float32_is_another_formula(pass_):
     assert error["xla_f32"] < 2
     assert error["xla"] > (1000 if pass_ == "fwd" else 2)
     assert record["impls"]["xla_f32"]["us"] > 0
-    with pytest.raises(variants.Declined, match="only a loss"):
-        variants.build(_case("softmax_fwd_f32_32768x1024"), "xla_f32")
+    with pytest.raises(impls.Declined, match="only a loss"):
+        impls.build(_case("softmax_fwd_f32_32768x1024"), "xla_f32")
 
 
 FAULTS = {
@@ -146,11 +146,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_gets_no_time(monkeypatch, fault):
-    wrong = variants.Program(FAULTS[fault])
-    build = variants.build
-    monkeypatch.setattr(
-        variants, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw)
-    )
+    wrong = impls.Program(FAULTS[fault])
+    build = impls.build
+    monkeypatch.setattr(impls, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw))
     record = runner.run(_case("softmax_fwd_f32_32768x1024"), calls.Options(rounds=1))
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
@@ -185,8 +183,8 @@ LOSS_FAULTS = {
 @pytest.mark.parametrize("name", LOSS_FAULTS)
 def test_a_wrong_loss_is_seen_in_whatever_row(name):
     case = _case(name).shrunk(2**18)
-    (operands,) = variants.make_operands(case, 1, seed=0)
-    ours, xla = (jax.jit(variants.build(case, impl).function) for impl in ("ours", "xla"))
+    (operands,) = impls.make_operands(case, 1, seed=0)
+    ours, xla = (jax.jit(impls.build(case, impl).function) for impl in ("ours", "xla"))
     right, reference, check = ours(*operands), xla(*operands), truth.every_row(case)
     assert truth.judge(case, operands, right, reference, check).right
     for fault, wrong in LOSS_FAULTS[name].items():
@@ -199,36 +197,36 @@ def test_a_wrong_loss_is_seen_in_whatever_row(name):
 @pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
 def test_a_rung_has_the_loss_around_it(pass_):
     case = _case(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk(2**17)
-    (operands,) = variants.make_operands(case, 1, seed=0)
+    (operands,) = impls.make_operands(case, 1, seed=0)
     kernel = getattr(reference, case.problems[0].op.value)
 
     def run(x, *rows):
         return kernel(x, *(row[:, None] for row in rows), axes=(1,))
 
-    function, take = variants.rung_of_loss(case, types.SimpleNamespace(run=run))
-    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), variants.ours_of_loss(case)(*operands)))
+    function, take = impls.rung_of_loss(case, types.SimpleNamespace(run=run))
+    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), impls.ours_of_loss(case)(*operands)))
     for got, want in zip(*outputs, strict=True):
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-5)
 
 
 def test_labels_are_of_every_kind():
     case = _case("cross_entropy_fwd_bf16_8192x32000")
-    y = variants.labels(case, jax.random.key(0))
+    y = impls.labels(case, jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
     assert len(set(y.tolist())) > 7000
     case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
-    assert (variants.labels(case, jax.random.key(0)) == -100).sum() == 4096
+    assert (impls.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
-    build = variants.build
+    build = impls.build
 
     def broken(case, impl, **override):
         if impl == "ours":
             raise ValueError("no such layout\nlong trace")
         return build(case, impl, **override)
 
-    monkeypatch.setattr(variants, "build", broken)
+    monkeypatch.setattr(impls, "build", broken)
     record = runner.run(_case("softmax_fwd_f32_32768x1024"), calls.Options(rounds=1))
     assert record["impls"]["ours"] == {"status": "failed", "reason": "ValueError: no such layout"}
     assert record["impls"]["xla"]["us"] > 0
@@ -238,7 +236,7 @@ def test_every_row_is_looked_at(monkeypatch):
     """Of many rows only some are sampled; the loose check on the device sees the others."""
     case = _case("softmax_fwd_f32_32768x1024").shrunk(2**20)
     monkeypatch.setattr(truth, "_SAMPLED_ELEMENTS", 4 * case.cols)
-    ((x,),) = variants.make_operands(case, 1, seed=0)
+    ((x,),) = impls.make_operands(case, 1, seed=0)
     xla = jax.nn.softmax(x)
     unsampled = next(iter(set(range(case.rows)) - set(truth._sampled_rows(case).tolist())))
     verdict = truth.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), xla, truth.every_row(case))
@@ -248,8 +246,8 @@ def test_every_row_is_looked_at(monkeypatch):
 
 def test_ours_keeps_only_its_output_for_the_backward_pass():
     case = _case("softmax_value_and_vjp_bf16_32768x4096")
-    assert variants.build(case, "ours").facts["residual_bytes"] == cases.operand_bytes(case)
-    assert variants.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
+    assert impls.build(case, "ours").facts["residual_bytes"] == cases.operand_bytes(case)
+    assert impls.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
 
 
 def test_what_batch_invariance_costs_is_measured_beside_ours(tmp_path):
@@ -259,17 +257,17 @@ def test_what_batch_invariance_costs_is_measured_beside_ours(tmp_path):
     assert found["header"]["topic"] == "invariance"
     assert len(found["records"]) == 2
     for record in found["records"]:
-        assert all(record["impls"][name]["us"] > 0 for name in ("ours", variants.INVARIANT))
+        assert all(record["impls"][name]["us"] > 0 for name in ("ours", impls.INVARIANT))
 
 
 def test_an_invariant_function_is_traced_as_one():
     scaled = lambda x: x * (1.0 + jaxsoftmax._core.batch_invariance.enabled())
-    assert (jax.jit(scaled)(1.0), jax.jit(variants.invariant(scaled))(1.0)) == (1.0, 2.0)
+    assert (jax.jit(scaled)(1.0), jax.jit(impls.invariant(scaled))(1.0)) == (1.0, 2.0)
 
 
 def test_rungs_decline_without_a_gpu():
-    with pytest.raises(variants.Declined, match="GPU"):
-        variants.build(_case(OPS[0]), "rung:naive")
+    with pytest.raises(impls.Declined, match="GPU"):
+        impls.build(_case(OPS[0]), "rung:naive")
 
 
 def test_the_peers_process_survives_being_killed():

@@ -8,7 +8,7 @@ import pytest
 import pallas_kernels
 from benchmarks import attention, attention_cases, runner, trees
 from benchmarks.calls import Options
-from benchmarks.variants import Declined
+from benchmarks.impls import Declined
 
 STAND_IN = {
     "__init__": "",
