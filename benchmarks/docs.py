@@ -355,7 +355,7 @@ def main(arguments: list[str]) -> None:
     if pictures:
         drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
         for setting, attention in list(results.by_setting("attention").items())[:1]:
-            drawn += attention_docs.draw(setting, attention, PICTURES)
+            drawn += plot.draw_attention(setting, attention, PICTURES)
         print("\n".join(map(str, drawn)))
 
 

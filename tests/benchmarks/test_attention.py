@@ -21,6 +21,7 @@ from benchmarks import (
     attention_docs,
     docs,
     impls,
+    plot,
     runner,
     truth,
     verdict,
@@ -332,7 +333,7 @@ def test_the_committed_page_is_the_generated_one():
 
 def test_a_picture_is_drawn_from_results(results, tmp_path):
     ((setting, attention),) = results.by_setting("attention").items()
-    (path,) = attention_docs.draw(setting, attention, tmp_path / "pictures")
+    (path,) = plot.draw_attention(setting, attention, tmp_path / "pictures")
     assert path.read_text().startswith("<?xml")
 
 
