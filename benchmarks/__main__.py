@@ -91,11 +91,11 @@ def check_flags() -> None:
     if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
     folders = attention.folders()
-    impls = (*ATTENTION_IMPLS, *folders) if attends else ROW_IMPLS
+    allowed = (*ATTENTION_IMPLS, *folders) if attends else ROW_IMPLS
     given = [
         name for name in _IMPL.value if not (trees.is_tree(name, folders) if attends else name.startswith("rung:"))
     ]
-    known = {"op": (*OPS, ATTENTION), "impl": impls, "tag": attention_cases.TAGS if attends else TAGS}
+    known = {"op": (*OPS, ATTENTION), "impl": allowed, "tag": attention_cases.TAGS if attends else TAGS}
     known |= {"pass": attention_cases.PASSES if attends else cases.PASSES, "kind": attention_cases.KINDS}
     known["dtype"] = (*cases.SHORT_DTYPES, *cases.SHORT_DTYPES.values())
     for flag, names in known.items():

@@ -46,7 +46,7 @@ def _on_gpu() -> bool:
 class RowCall:
     """A case of rows as this machine measures it; XLA's result is a part of its truth."""
 
-    baselines = ("xla",)
+    baselines: tuple[str, ...] = ("xla",)
     has_gradients = False
     may_be_slow = True
 
@@ -91,7 +91,7 @@ class RowCall:
             got, xla = jax.tree.map(jnp.transpose, (got, xla))
         return truth.judge(self.case, operands, got, xla, check)
 
-    def entry(self, name: str, verdicts: Sequence[verdict.RowVerdict], found: Mapping[str, Any]) -> dict[str, Any]:
+    def entry(self, name: str, verdicts: Sequence[Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """What is known of an implementation; those that ours is compared with are right by definition."""
         (ready,), (judged,) = found.values(), verdicts
         entry, memory = judged.entry(), ready.compiled.memory_analysis()
@@ -154,7 +154,7 @@ class RowCall:
 class AttentionCall:
     """A case of attention as this machine measures it."""
 
-    baselines = ()
+    baselines: tuple[str, ...] = ()
     may_be_slow = False  # a difference of two programs needs all rounds of both
     buffers = 1
 
@@ -194,7 +194,7 @@ class AttentionCall:
     def judge(self, operands: tuple[Any, ...], got: Any, truths: Any) -> verdict.Verdict:
         return truth.judge_attention(self.shape, got, truths)
 
-    def entry(self, name: str, verdicts: Sequence[verdict.Verdict], found: Mapping[str, Any]) -> dict[str, Any]:
+    def entry(self, name: str, verdicts: Sequence[Any], found: Mapping[str, Any]) -> dict[str, Any]:
         memory = {program: ready.compiled.memory_analysis().temp_size_in_bytes for program, ready in found.items()}
         return verdict.worst(verdicts).entry() | {"temp_bytes": memory}
 

@@ -98,7 +98,7 @@ def _measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: 
         out = None
     variants["copy"] = _copy(torch, case)
     graphed = case["least_bytes"] <= _GRAPHED_BYTES
-    bursts = {name: burst(torch, launch, case, graphed=graphed) for name, launch in impls.items()}
+    bursts = {name: burst(torch, launch, case, graphed=graphed) for name, launch in variants.items()}
     times = interleaved(torch, bursts, rounds)
     copy = summary(times.pop("copy"))
     copy = {"method": "torch", "tb_per_s": case["copied_bytes"] / copy["us"] / 1e6, **copy}

@@ -102,7 +102,7 @@ class Bench:
         started = time.perf_counter()
         call = self._call(case)
         record = {"case": case.describe(), **call.shrunk()}
-        if case.pass_ == "call":
+        if isinstance(call, RowCall) and case.pass_ == "call":
             return record | latency(call, self.options)
         operands, truths = self._made(call)
         impls, schedule = {}, []
@@ -119,7 +119,9 @@ class Bench:
         return record | call.summary(record) | {"seconds": round(time.perf_counter() - started, 2)}
 
     def _call(self, case: Case) -> Call:
-        return (RowCall if isinstance(case, cases.Case) else AttentionCall)(case, self.options)
+        if isinstance(case, cases.Case):
+            return RowCall(case, self.options)
+        return AttentionCall(case, self.options)
 
     def _made(self, call: Call) -> tuple[Any, Any]:
         """The operands and the truth of a call, kept until those of another one, or with gradients, are wanted."""

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import types
@@ -26,18 +25,10 @@ def _case(name):
     return case
 
 
-def _run(*flags, expect=0):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_a_run_reports_every_implementation_asked_for(tmp_path):
+def test_a_run_reports_every_implementation_asked_for(binary, tmp_path):
     names = r"fwd_f32_32768x1024|value_and_vjp_bf16_32768x4096|call"
     file = tmp_path / "run.json"
-    out = _run(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
+    out = binary(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
     assert "on the CPU" in out
     found = measured.read(file)
     assert {"device", "versions", "commit", "seed", "timestamp", "inputs"} <= set(found["header"])
@@ -67,33 +58,33 @@ def test_without_absl_the_extra_is_named(module):
     assert "pip install 'jaxsoftmax[bench]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_name_that_is_no_implementation_is_refused():
-    assert "--impl: got quak, wanted some of ours, xla" in _run("--impl=quak", "--list", expect=1)
+def test_a_name_that_is_no_implementation_is_refused(binary):
+    assert "--impl: got quak, wanted some of ours, xla" in binary("--impl=quak", "--list", expect=1)
 
 
 @pytest.mark.parametrize("flag", ["--tag=stndard", "--op=atention", "--pass=backward", "--dtype=f8"])
-def test_names_that_do_not_exist_are_refused(flag):
+def test_names_that_do_not_exist_are_refused(binary, flag):
     name, value = flag.split("=")
-    assert f"{name}: got {value}, wanted some of" in _run(flag, "--rounds=1", expect=1)
+    assert f"{name}: got {value}, wanted some of" in binary(flag, "--rounds=1", expect=1)
 
 
 @pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"], ["--tree=a=."]])
-def test_attention_and_rows_are_not_mixed(flags):
-    assert "wanted it" in _run(*flags, expect=1)
+def test_attention_and_rows_are_not_mixed(binary, flags):
+    assert "wanted it" in binary(*flags, expect=1)
 
 
-def test_flags_that_select_nothing_are_refused():
-    assert "No case matches" in _run("--tag=core", "--case=nothing", expect=1)
+def test_flags_that_select_nothing_are_refused(binary):
+    assert "No case matches" in binary("--tag=core", "--case=nothing", expect=1)
 
 
-def test_help_lists_the_flags():
-    out = _run("--help", expect=1)  # absl's status
+def test_help_lists_the_flags(binary):
+    out = binary("--help", expect=1)  # absl's status
     assert "python -m benchmarks --list --tag=core" in out
     assert "--peers_path" in out
 
 
-def test_listing_measures_nothing():
-    out = _run("--list", "--tag=core")
+def test_listing_measures_nothing(binary):
+    out = binary("--list", "--tag=core")
     assert len(out.strip().splitlines()) == len(cases.select(tags=["core"]))
 
 
@@ -250,9 +241,9 @@ def test_ours_keeps_only_its_output_for_the_backward_pass():
     assert impls.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
 
 
-def test_what_batch_invariance_costs_is_measured_beside_ours(tmp_path):
+def test_what_batch_invariance_costs_is_measured_beside_ours(binary, tmp_path):
     file = tmp_path / "invariance.json"
-    _run("--tag=invariance", "--case=axis0|top_k.*256x", "--rounds=1", f"--json={file}")
+    binary("--tag=invariance", "--case=axis0|top_k.*256x", "--rounds=1", f"--json={file}")
     found = measured.read(file)
     assert found["header"]["topic"] == "invariance"
     assert len(found["records"]) == 2
