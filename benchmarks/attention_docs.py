@@ -144,12 +144,12 @@ def _row(record: Record, peers: Iterable[str]) -> list[str]:
     share = ours["tflop_per_s"] / record["matmul"]["tflop_per_s"] if "us" in ours else None
     return [
         title(record["case"]),
-        _number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
-        _number(ours.get("tflop_per_s"), ".0f"),
-        _number(ours.get("direct_tflop_per_s"), ".0f"),
-        _number(share, ".2f"),
+        report.number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
+        report.number(ours.get("tflop_per_s"), ".0f"),
+        report.number(ours.get("direct_tflop_per_s"), ".0f"),
+        report.number(share, ".2f"),
         *(_against(record, peer) for peer in peers),
-        _number(ours.get("error"), ".1e"),
+        report.number(ours.get("error"), ".1e"),
         record["run"]["when"],
     ]
 
@@ -191,10 +191,6 @@ def _torch_side(records: Sequence[Record]) -> str:
         f" flash-attn-4 {versions} runs in torch's process, by CUDA events; that of another run is compared by shares "
         f"of each process's matrix product (torch's: {min(products):.0f} to {max(products):.0f})."
     )
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
 
 
 def _floored(value: float) -> str:

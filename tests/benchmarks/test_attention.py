@@ -246,25 +246,6 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch):
     assert "out of memory" in attention.lines(record)
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--impl=our"], "--impl: got our, wanted some of ours, batch_invariant, cudnn"),
-        (["--pass=backward"], "--pass: got backward, wanted some of fwd, bwd"),
-        (["--tag=core", "--kind=bias"], "No case matches"),
-        (["--dtype=f16"], "--dtype: got"),
-        (["--tree=../before"], "--tree: got ../before, wanted NAME=FOLDER"),
-        (["--tree=before=../before", "--impl=now:a=1,older"], "--impl: got older"),
-    ],
-)
-def test_the_binary_refuses(binary, flags, words):
-    assert words in binary("--op=attention", *flags, expect=1)
-
-
-def test_the_binary_lists(binary):
-    assert len(binary("--op=attention", "--list", "--tag=core").strip().splitlines()) == 20
-
-
 def _entry(us, flops, **facts):
     speed = {"us": us, "min_us": us, "max_us": us, "tflop_per_s": round(flops / us / 1e6, 2)}
     return {"status": "ok", "error": 2e-3, **speed, **facts}

@@ -101,8 +101,3 @@ def test_the_binary_draws_measures_and_reports(binary):
     out = binary("--op=attention", "--draws=3", "--seed=4", "--impl=ours,xla", "--rounds=1")
     assert "against xla: " in out
     assert all(case.name in out for case in attention_cases.draws(3, seed=4))
-
-
-def test_draws_beside_another_choice_of_cases_are_refused(binary):
-    out = binary("--op=attention", "--draws=5", "--kind=full", expect=1)
-    assert "--draws: got 5 beside --kind, wanted it without them" in out

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import calls, cases, impls, peers, report, runner, timing, truth
+from benchmarks import attention_cases, calls, cases, impls, peers, report, runner, timing, truth
 from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
@@ -58,23 +58,29 @@ def test_without_absl_the_extra_is_named(module):
     assert "pip install 'jaxsoftmax[bench]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_name_that_is_no_implementation_is_refused(binary):
-    assert "--impl: got quak, wanted some of ours, xla" in binary("--impl=quak", "--list", expect=1)
-
-
-@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=atention", "--pass=backward", "--dtype=f8"])
-def test_names_that_do_not_exist_are_refused(binary, flag):
-    name, value = flag.split("=")
-    assert f"{name}: got {value}, wanted some of" in binary(flag, "--rounds=1", expect=1)
-
-
-@pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"], ["--tree=a=."]])
-def test_attention_and_rows_are_not_mixed(binary, flags):
-    assert "wanted it" in binary(*flags, expect=1)
-
-
-def test_flags_that_select_nothing_are_refused(binary):
-    assert "No case matches" in binary("--tag=core", "--case=nothing", expect=1)
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--impl=quak --list", "--impl: got quak, wanted some of ours, "),
+        ("--tag=stndard", "tag: got stndard, wanted some of"),
+        ("--op=atention", "op: got atention, wanted some of"),
+        ("--pass=backward", "pass: got backward, wanted some of"),
+        ("--dtype=f8", "dtype: got f8, wanted some of"),
+        ("--op=attention,softmax", "--op: got attention beside softmax, wanted it alone"),
+        ("--op=softmax --draws=3", "--draws: got 3, wanted it for attention alone"),
+        ("--tree=a=.", "wanted it for attention alone"),
+        ("--tag=core --case=nothing", "No case matches"),
+        ("--op=attention --impl=our", "--impl: got our, wanted some of ours, batch_invariant, cudnn"),
+        ("--op=attention --pass=backward", "--pass: got backward, wanted some of fwd, bwd"),
+        ("--op=attention --tag=core --kind=bias", "No case matches"),
+        ("--op=attention --dtype=f16", "--dtype: got"),
+        ("--op=attention --draws=5 --kind=full", "--draws: got 5 beside --kind, wanted it without them"),
+        ("--op=attention --tree=../before", "--tree: got ../before, wanted NAME=FOLDER"),
+        ("--op=attention --tree=before=../before --impl=now:a=1,older", "--impl: got older"),
+    ],
+)
+def test_what_is_not_understood_or_selects_nothing_is_refused(binary, flags, words):
+    assert words in binary(*flags.split(), expect=1)
 
 
 def test_help_lists_the_flags(binary):
@@ -84,8 +90,9 @@ def test_help_lists_the_flags(binary):
 
 
 def test_listing_measures_nothing(binary):
-    out = binary("--list", "--tag=core")
-    assert len(out.strip().splitlines()) == len(cases.select(tags=["core"]))
+    for flags, topic in (((), cases), (("--op=attention",), attention_cases)):
+        out = binary(*flags, "--list", "--tag=core")
+        assert len(out.strip().splitlines()) == len(topic.select(tags=["core"]))
 
 
 OPS = [
