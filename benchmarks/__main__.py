@@ -31,19 +31,7 @@ import jax
 from absl import app, flags
 from absl.testing import absltest, parameterized
 
-from benchmarks import (
-    attention,
-    attention_cases,
-    calls,
-    cases,
-    impls,
-    peers,
-    plot,
-    report,
-    runner,
-    timing,
-    trees,
-)
+from benchmarks import attention, attention_cases, calls, cases, impls, peers, plot, report, runner, timing, trees
 from benchmarks import results as measured
 
 ATTENTION = "attention"

@@ -14,12 +14,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import flags
 
-from benchmarks import (
-    attention_cases,
-    attention_peers,
-    runner,
-    trees,
-)
+from benchmarks import attention_cases, attention_peers, runner, trees
 from benchmarks import results as measured
 from benchmarks.calls import Options
 from benchmarks.peers import Peers

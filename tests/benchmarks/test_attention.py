@@ -11,22 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import (
-    attention,
-    attention_cases,
-    attention_docs,
-    docs,
-    impls,
-    plot,
-    runner,
-    truth,
-    verdict,
-)
+from benchmarks import attention, attention_cases, impls, runner, truth, verdict
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape, square
 from benchmarks.calls import Options
 from benchmarks.impls import ATTENTION
-from benchmarks.results import NOT_MEASURED, Results
 from benchmarks.runner import Bench
 
 TINY = Shape(2, 4, 2, 16, 8, 8, "full")
@@ -246,72 +235,10 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch):
     assert "out of memory" in attention.lines(record)
 
 
-def _entry(us, flops, **facts):
-    speed = {"us": us, "min_us": us, "max_us": us, "tflop_per_s": round(flops / us / 1e6, 2)}
-    return {"status": "ok", "error": 2e-3, **speed, **facts}
-
-
-@pytest.fixture
-def results(tmp_path):
-    """A folder with two cells measured, one of them wrong, and one left out."""
-    good, bad, missing = attention_cases.select(tags=["core"])[:3]
-    peers = {"cudnn": _entry(600.0, good.flops), "tokamax": {"status": "failed", "reason": "no"}}
-    ours = _entry(500.0, good.flops)
-    impls = [{"ours": ours, **peers}, {"ours": {"status": "WRONG", "reason": "off", "error": None}, **peers}]
-    shared = {"clock": "cupti", "matmul": {"tflop_per_s": 800.0}, "copy": {"tb_per_s": 4.2}}
-    records = [
-        {"case": case.describe(), "impls": entry, **shared, **measured.against_best({"impls": entry})}
-        for case, entry in zip((good, bad), impls, strict=True)
-    ]
-    header = {
-        "timestamp": "2026-11-20",
-        "topic": "attention",
-        "commit": "abc",
-        "device": {"name": "H"},
-        "versions": {"jax": "0", "cudnn": "91900"},
-        "left_out": [missing.name],
-    }
-    measured.write(tmp_path / "h200" / "attention.json", header, records)
-    return Results(tmp_path)
-
-
 def test_the_best_peer_is_the_fastest():
     impls = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
     assert measured.against_best({"impls": impls}) == {"best_peer": "mgpu", "ratio": 1.25}
     assert measured.against_best({"impls": {"ours": {"us": 2.0}}}) == {"best_peer": None, "ratio": None}
-
-
-def test_documents_come_from_results(results):
-    (text,) = docs.pages(results).values()
-    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error | measured |" in text
-    assert (
-        "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 | 2026-11-20 abc |"
-        in text
-    )
-    assert "| backward, D 64, S 2048, full | WRONG | - |" in text
-    assert "cuDNN 91900" in text
-    assert "attention_fwd_causal_d64_s2048_b8_h32" in text
-
-
-def test_results_of_attention_are_not_results_of_softmax(results):
-    assert not results
-    assert docs.everything(results) == NOT_MEASURED
-
-
-def test_without_results_nothing_is_claimed(tmp_path):
-    assert docs.pages(Results(tmp_path)) == {}
-    assert attention_docs.comparison([]) == NOT_MEASURED
-
-
-def test_the_committed_page_is_the_generated_one():
-    for path, text in docs.pages(Results()).items():
-        assert path.read_text() == text, "run python -m benchmarks.docs"
-
-
-def test_a_picture_is_drawn_from_results(results, tmp_path):
-    ((setting, attention),) = results.by_setting("attention").items()
-    (path,) = plot.draw_attention(setting, attention, tmp_path / "pictures")
-    assert path.read_text().startswith("<?xml")
 
 
 def test_the_scale_of_jax_own_kernel_is_in_its_query():

@@ -13,14 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import (
-    attention,
-    attention_cases,
-    attention_docs,
-    attention_peers,
-    peers,
-    targets,
-)
+from benchmarks import attention, attention_cases, attention_docs, attention_peers, peers, targets
 from benchmarks import results as measured
 from benchmarks.calls import Options
 from benchmarks.results import Results
