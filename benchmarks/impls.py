@@ -90,7 +90,7 @@ def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[s
         return _xla(case)
     if impl == INVARIANT:
         program = build(case, "ours")
-        return Program(invariant(program.function), program.prepare)
+        return Program(invariant(program.function), program.prepare and invariant(program.prepare))
     if impl == "xla_f32":
         if case.op != "cross_entropy":
             raise Declined("only a loss is compared in float32 too")
@@ -261,7 +261,7 @@ def _optax(
     return loss if ignored is None else jnp.where(ignored, 0, loss)
 
 
-def rung_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def rung_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """One rung's program and its operands, with XLA's small part of the loss after it."""
     weights = () if case.pass_ == "fwd" else (jnp.full(case.rows, 1 / case.rows),)
 
@@ -270,7 +270,7 @@ def rung_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[...,
         loss = log_normalizer(Stats(maximum, total)) - jnp.take_along_axis(x, y[:, None], -1)[:, 0]
         return (loss.mean(), *gradient) if gradient else loss
 
-    return run, lambda x, y: (x, y, *weights)
+    return run, (lambda x, y: (x, y, *weights)) if weights else None
 
 
 @dataclasses.dataclass(frozen=True)
