@@ -156,10 +156,12 @@ class Bench:
         self, call: Call, name: str, operands: Any, truths: Any
     ) -> tuple[dict[str, Any], list[timing.Variant]]:
         """What is known of an implementation before it is timed, and what to time if it is right."""
-        found = {program: self._compiled[call.key, name, program] for program in call.names(name)}
-        for ready in found.values():
+        found: dict[str, _Ready] = {}
+        for program in call.names(name):
+            ready = self._compiled[call.key, name, program]
             if isinstance(ready, dict):
                 return ready | call.note(name), []
+            found[program] = ready
         entry: dict[str, Any] = {}
         variants, verdicts = [], []
         with caught(entry):
