@@ -11,6 +11,10 @@ Examples:
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks --op=attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=FILE
   python -m benchmarks --op=attention --draws=200 --seed=1 --impl=ours,cudnn,tokamax --processes=8 --json=FILE
+  python -m benchmarks --op=attention --tree=before=../before --impl=before,now,now:together=8:tiles=drawn \
+      --case=bwd_causal_d64_s8192_b2_h32 --processes=12
+  python -m benchmarks --op=attention --tag=invariance
+  JAX_PLATFORMS=cpu python -m benchmarks --op=attention --tag=cpu
   python -m benchmarks --op=attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
 """
 
@@ -27,14 +31,14 @@ import jax
 from absl import app, flags
 from absl.testing import absltest, parameterized
 
-from benchmarks import attention, attention_cases, attention_impls, cases, peers, plot, report, runner, timing, variants
+from benchmarks import attention, attention_cases, calls, cases, impls, peers, plot, report, runner, timing, trees
 from benchmarks import results as measured
 
 ATTENTION = "attention"
 OPS = tuple(dict.fromkeys(case.op for case in cases.all_cases()))
-TAGS = tuple(sorted({tag for case in cases.all_cases() for tag in case.tags}))
-ROW_IMPLS = (*variants.NAMES, *measured.ROW_LIBRARIES)
-ATTENTION_IMPLS = (*attention_impls.IMPLS, *measured.ATTENTION_LIBRARIES)
+TAGS = tuple(sorted({tag for case in cases.all_cases() for tag in case.tags} | {"invariance"}))
+ROW_IMPLS = (*impls.ROWS, *measured.ROW_LIBRARIES)
+ATTENTION_IMPLS = (*impls.ATTENTION, *measured.ATTENTION_LIBRARIES)
 
 FLAGS = flags.FLAGS
 _OP = flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
@@ -57,6 +61,9 @@ _PLOT = flags.DEFINE_string("plot", None, "Folder for plots of rows.")
 _LIST = flags.DEFINE_bool("list", False, "List the selected cases and stop.")
 _COMMIT = flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
 _PEERS_PATH = flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
+flags.DEFINE_multi_string(
+    "tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention, beside now."
+)
 _KIND = flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
 flags.DEFINE_integer("draws", 0, "Measure so many random calls of attention, which --seed decides.", lower_bound=0)
 flags.DEFINE_float("budget_s", None, "Start no case of attention after so many seconds.")
@@ -69,9 +76,14 @@ def check_flags() -> None:
     if attends and len(_OP.value) > 1:
         rest = ",".join(op for op in _OP.value if op != ATTENTION)
         sys.exit(f"--op: got {ATTENTION} beside {rest}, wanted it alone; run the binary once for each.")
-    impls = ATTENTION_IMPLS if attends else ROW_IMPLS
-    given = [name for name in _IMPL.value if attends or not name.startswith("rung:")]
-    known = {"op": (*OPS, ATTENTION), "impl": impls, "tag": attention_cases.TAGS if attends else TAGS}
+    if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
+        sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
+    folders = attention.folders()
+    allowed = (*ATTENTION_IMPLS, *folders) if attends else ROW_IMPLS
+    given = [
+        name for name in _IMPL.value if not (trees.is_tree(name, folders) if attends else name.startswith("rung:"))
+    ]
+    known = {"op": (*OPS, ATTENTION), "impl": allowed, "tag": attention_cases.TAGS if attends else TAGS}
     known |= {"pass": attention_cases.PASSES if attends else cases.PASSES, "kind": attention_cases.KINDS}
     known["dtype"] = (*cases.SHORT_DTYPES, *cases.SHORT_DTYPES.values())
     for flag, names in known.items():
@@ -80,12 +92,18 @@ def check_flags() -> None:
             sys.exit(
                 f"--{flag}: got {','.join(wrong)}, wanted some of {', '.join(names)}; correct or leave out --{flag}."
             )
-    for flag in ("kind", "draws", "budget_s", "processes") if not attends else ("dtype", "kernel", "config", "plot"):
+    for flag in (
+        ("kind", "draws", "budget_s", "processes", "tree") if not attends else ("dtype", "kernel", "config", "plot")
+    ):
         if FLAGS[flag].present:
             topic = "rows" if attends else ATTENTION
             sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {topic} alone; leave it out or change --op.")
     if not _IMPL.value:
         FLAGS.impl = ["ours", "cudnn", "mgpu", "tokamax"] if attends else ["ours", "xla", *measured.ROW_LIBRARIES]
+        if "invariance" in _TAG.value:
+            FLAGS.impl = ["ours", impls.INVARIANT]
+        elif "cpu" in _TAG.value:
+            FLAGS.impl = ["ours", "xla"]
     FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
 
 
@@ -105,12 +123,14 @@ class Session:
         self.chosen = chosen
         self.records: list[dict] = []
         self.header = measured.header(commit=_COMMIT.value, seed=_SEED.value, rounds=FLAGS.rounds)
+        if any("invariance" in case.tags for case in chosen):
+            self.header["topic"] = "invariance"
         self.started = time.perf_counter()
         ours = [name for name in _IMPL.value if name not in measured.ROW_LIBRARIES]
         self.peer_names = [name for name in _IMPL.value if name in measured.ROW_LIBRARIES]
         config = json.loads(_CONFIG.value) if _CONFIG.value else None
-        self.options = runner.Options(
-            tuple(variants.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
+        self.options = calls.Options(
+            tuple(impls.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
         )
         self.peers = peers.Peers(self.peer_names, FLAGS.rounds, _PEERS_PATH.value)
 
@@ -120,7 +140,7 @@ class Session:
             record = runner.run(case, self.options)
         else:
             sizes = {"least_bytes": cases.least_bytes(case), "operand_bytes": cases.operand_bytes(case)}
-            record = {"case": runner.describe(case), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
+            record = {"case": case.describe(), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
         if self.peer_names:
             answer = self.peers.measure(_for_peers(case))
             record["peers_copy"] = answer["copy"]
@@ -168,7 +188,7 @@ def _for_peers(case: cases.Case) -> dict:
     operand = cases.operand_bytes(case)
     buffers = timing.buffers_needed(operand, hot=case.hot)
     traffic = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
-    return runner.describe(case) | traffic | {"buffers": buffers}
+    return case.describe() | traffic | {"buffers": buffers}
 
 
 def main() -> None:

@@ -14,14 +14,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import flags
 
-from benchmarks import (
-    attention_cases,
-    attention_peers,
-    attention_runner,
-)
+from benchmarks import attention_cases, attention_peers, runner, trees
 from benchmarks import results as measured
-from benchmarks.attention_runner import Bench, Options, attempt
+from benchmarks.calls import Options
 from benchmarks.peers import Peers
+from benchmarks.runner import Bench, attempt
 
 FLAGS = flags.FLAGS
 _TOGETHER = 5  # cases that are compiled at once
@@ -63,7 +60,7 @@ def measure(
     apart = processes > 1 and bool(options.impls)
     if apart:
         print(f"compiling {len(cases)} cases in {processes} processes", flush=True)
-        found = attention_runner.records(cases, options, processes, deadline)
+        found = runner.records(cases, options, processes, deadline)
     else:
         found = _one_by_one(cases, options, deadline)
     for record in found:
@@ -138,14 +135,17 @@ def lines(record: Mapping[str, Any]) -> str:
     ceilings = [f"copy {record['copy']['tb_per_s']:.2f} TB/s"] if "copy" in record else []
     ceilings += [f"{key} {record[key]['tflop_per_s']:.0f} TFLOP/s" for key in _MATMULS if record.get(key)]
     head = f"{name}{shrunk}: {record['clock']} clock, {', '.join(ceilings)}{best}"
-    return "\n".join([head, *(f"  {impl:<8} {_line(entry)}" for impl, entry in record["impls"].items())])
+    first = next((entry["us"] for entry in record["impls"].values() if "us" in entry), None)
+    return "\n".join([head, *(f"  {impl:<8} {_line(entry, first)}" for impl, entry in record["impls"].items())])
 
 
-def _line(entry: Mapping[str, Any]) -> str:
+def _line(entry: Mapping[str, Any], first: float | None) -> str:
+    """An implementation in one line, its time also as a multiple of the first one's."""
     if "us" not in entry:
         return f"{entry['status']}: {entry['reason']}"
     spread = f"{entry['us']:>9.1f} us ({entry['min_us']:.1f} to {entry['max_us']:.1f})"
     direct = f", direct {entry['direct_tflop_per_s']:.1f}" if "direct_us" in entry else ""
+    spread += f"  {entry['us'] / first:.3f}x" if first else ""
     return f"{spread}  {entry['tflop_per_s']:>6.1f} TFLOP/s{direct}  error {entry['error']:.1e}"
 
 
@@ -202,22 +202,36 @@ def main() -> None:
         for case in cases:
             print(f"{case.name:<50} {case.flops / 1e12:>8.3f} TFLOP  {','.join(sorted(case.tags))}")
         return
-    if jax.default_backend() != "gpu":
+    apart = [tag for tag in ("cpu", "invariance") if any(tag in case.tags for case in cases)]
+    if jax.default_backend() != "gpu" and "cpu" not in apart:
         print("No GPU: every case runs on one short sequence, by wall clock. Times say nothing about the kernels.")
     path = pathlib.Path(FLAGS.json) if FLAGS.json else None
     names = [name for name in FLAGS.impl if name in measured.ATTENTION_LIBRARIES]
-    options = Options(tuple(name for name in FLAGS.impl if name not in names), FLAGS.rounds, FLAGS.seed)
+    ours = tuple(name for name in FLAGS.impl if name not in names)
+    options = Options(ours, FLAGS.rounds, FLAGS.seed, trees=folders())
     peers = Peers(names, FLAGS.rounds, FLAGS.peers_path, attention_peers.__name__) if names else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
-    limits |= {"topic": "attention draws"} if FLAGS.draws else {}
+    trees_ = [name for name in ours if trees.is_tree(name, options.trees)]
+    topic = "draws" if FLAGS.draws else "trees" if trees_ else " ".join(apart)
+    limits |= {"topic": f"attention {topic}"} if topic else {}
     records = measure(cases, options, peers=peers, path=path, commit=FLAGS.commit, **limits)
     if peers is not None:
         peers.close()
     if FLAGS.draws:
         print(draws_won(records), flush=True)
-    red = [
-        r["case"]["name"] for r in records if r["impls"].get("ours", {}).get("status", "failed") in ("WRONG", "failed")
-    ]
-    if red and "ours" in FLAGS.impl:
-        print(f"ours is WRONG or failed in {len(red)} of {len(records)}: {', '.join(red)}", flush=True)
-        sys.exit(1)
+    red = {name: _red(name, records) for name in ("ours", *trees_) if name in ours}
+    for name, found in red.items():
+        if found:
+            print(f"{name} is WRONG or failed in {len(found)} of {len(records)}: {', '.join(found)}", flush=True)
+    sys.exit(int(any(red.values())))
+
+
+def _red(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The cases in which an implementation is wrong or failed; a tree is to have a time in every case."""
+    bad = ("WRONG", "failed") if name == "ours" else ("WRONG", "failed", "declined")
+    return [r["case"]["name"] for r in records if r["impls"].get(name, {}).get("status", "failed") in bad]
+
+
+def folders() -> dict[str, str]:
+    """The trees that `--tree` names, and this one."""
+    return trees.HERE | dict(tree.split("=", 1) for tree in FLAGS.tree)

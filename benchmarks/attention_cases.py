@@ -2,7 +2,9 @@
 
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
-`standard` (everything). A call that no table has is named in the same form, and `draws` makes random ones.
+`standard` (everything). Two tags are measured only where they are asked for: `cpu` (small calls, which the XLA program
+is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the
+same form, and `draws` makes random ones.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TAGS = ("core", "grid", "rest", "standard")
+TAGS = ("core", "grid", "rest", "standard", "cpu", "invariance")
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
@@ -161,13 +163,14 @@ def select(
 ) -> tuple[Case, ...]:
     """Cases that match every filter given; `patterns` are searched in names, or name calls that no table has."""
     tags, passes, kinds, patterns = frozenset(tags), frozenset(passes), frozenset(kinds), tuple(patterns)
-    known = {case.name for case in all_cases()}
+    table = (*all_cases(), *(case for case in _apart() if case.tags & tags))
+    known = {case.name for case in table}
     named = [case for case in map(parse, patterns) if case is not None and case.name not in known]
     return (
         *named,
         *(
             case
-            for case in all_cases()
+            for case in table
             if (not tags or case.tags & tags)
             and (not passes or case.pass_ in passes)
             and (not kinds or case.shape.kind in kinds)
@@ -240,6 +243,24 @@ def _shapes() -> Iterator[Shape]:
     yield square(2048, 128, "mask")
     yield square(2048, 128, "causal_mask")
     yield square(2048, 128, "bias")
+
+
+def _apart() -> Iterator[Case]:
+    """The cases of tags that are measured only where they are asked for."""
+    sizes = ((8, 256, 256, 4, 4, 32), (2, 512, 512, 8, 8, 64), (2, 512, 512, 8, 2, 64))
+    sizes += ((8, 1, 4096, 8, 8, 64), (8, 1, 4096, 8, 2, 64), (1, 2048, 2048, 4, 4, 64))
+    for (b, t, s, n, k, d), dtype, kind, pass_ in itertools.product(
+        sizes, ("float32", "bfloat16"), ("full", "causal"), ("fwd", "value_and_vjp")
+    ):
+        if kind == "full" or t > 1:
+            yield Case(Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0, dtype), pass_, frozenset({"cpu"}))
+    for kind, length, dim, queries in (
+        *(("causal", 4096, dim, 0) for dim in DIMS),
+        ("full", 4096, 64, 0),
+        ("full", 4096, 128, 1),
+        ("bias", 2048, 128, 0),
+    ):
+        yield Case(Shape(2, 16, 16, length, dim, dim, kind, 0, queries), "fwd", frozenset({"invariance"}))
 
 
 def _tags(shape: Shape, pass_: str) -> frozenset[str]:

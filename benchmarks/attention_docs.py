@@ -17,8 +17,8 @@ PASSES = {"fwd": "forward", "bwd": "backward", "value_and_vjp": "value and vjp"}
 PAGE = """# Attention, measured
 
 Written by `python -m benchmarks.docs` from the result files under `benchmarks/results/`; what is timed and how
-stands at the top of `benchmarks/attention_runner.py`, how correctness is judged at the top of
-`benchmarks/attention_truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
+stands at the top of `benchmarks/runner.py`, how correctness is judged at the top of
+`benchmarks/truth.py`. bfloat16, random normal; 16384 tokens, 2048 features unless heads are given.
 TFLOP/s count 4·B·H·S²·D forward and 10·B·H·S²·D backward, half for causal, and only what is seen in windows and
 documents. The backward pass is (value and vjp) less forward, for every implementation; "direct" is ours from its
 residuals. "x PEER" says how many times faster ours is; "refuses" that the peer does not take the call. A case whose
@@ -53,7 +53,7 @@ def _section(setting: Setting, results: Results) -> str:
     left_out = dict.fromkeys(name for header in results.headers() for name in header.get("left_out", ()))
     missing = [name for name in left_out if results.case(name) is None]
     note = f"\n\nLeft out, as the time was up: {', '.join(f'`{name}`' for name in missing)}." if missing else ""
-    return f"## {setting}\n\n{comparison(_ordered(results))}{note}"
+    return f"## {setting}\n\n{comparison(ordered(results))}{note}"
 
 
 def _verdicts(found: Mapping[Setting, Results]) -> str:
@@ -131,41 +131,8 @@ def _call(case: Mapping[str, Any]) -> str:
     return f"D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
 
 
-def draw(setting: Setting, results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
-    """TFLOP/s of each implementation in the core cases; nothing without matplotlib or results."""
-    wanted = {case.name for case in attention_cases.select(tags=["core"])}
-    records = [r for r in _ordered(results) if r["case"]["name"] in wanted]
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plots: matplotlib is not installed")
-        return []
-    if not records:
-        return []
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "jaxsoftmax"  # the same picture from the same results
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(records) + 1.5), layout="constrained")
-    names = [name for name in ("ours", *PEERS) if any("us" in r["impls"].get(name, {}) for r in records)]
-    thickness = 0.8 / max(1, len(names))
-    for i, name in enumerate(names):
-        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
-        where = [row + (i - (len(names) - 1) / 2) * thickness for row in range(len(records))]
-        axes.barh(where, speeds, thickness, label=PEERS.get(name, name))
-    axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
-    axes.set_yticks(range(len(records)), [title(record["case"]) for record in records], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {setting}")
-    axes.legend(fontsize=8)
-    path = folder / "attention.svg"
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return [path]
-
-
-def _ordered(results: Results) -> list[Record]:
+def ordered(results: Results) -> list[Record]:
+    """The cases that have a result, in the order of the passes and of the table."""
     order = {case.name: i for i, case in enumerate(attention_cases.all_cases())}
     found = [record for record in results.records() if record["impls"]]
     passes = list(PASSES)
@@ -177,12 +144,12 @@ def _row(record: Record, peers: Iterable[str]) -> list[str]:
     share = ours["tflop_per_s"] / record["matmul"]["tflop_per_s"] if "us" in ours else None
     return [
         title(record["case"]),
-        _number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
-        _number(ours.get("tflop_per_s"), ".0f"),
-        _number(ours.get("direct_tflop_per_s"), ".0f"),
-        _number(share, ".2f"),
+        report.number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
+        report.number(ours.get("tflop_per_s"), ".0f"),
+        report.number(ours.get("direct_tflop_per_s"), ".0f"),
+        report.number(share, ".2f"),
         *(_against(record, peer) for peer in peers),
-        _number(ours.get("error"), ".1e"),
+        report.number(ours.get("error"), ".1e"),
         record["run"]["when"],
     ]
 
@@ -224,10 +191,6 @@ def _torch_side(records: Sequence[Record]) -> str:
         f" flash-attn-4 {versions} runs in torch's process, by CUDA events; that of another run is compared by shares "
         f"of each process's matrix product (torch's: {min(products):.0f} to {max(products):.0f})."
     )
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
 
 
 def _floored(value: float) -> str:

@@ -1,7 +1,7 @@
 """Attention on torch's side, which is flash-attn-4: in a process of its own, by CUDA events.
 
 `python -m benchmarks --op=attention` starts `python -m benchmarks.attention_peers`, which never imports JAX and speaks
-as `benchmarks.peers` says. Results are judged as `benchmarks.attention_truth` judges, by torch. The backward pass is
+as `benchmarks.peers` says. Results are judged as `benchmarks.truth` judges, by torch. The backward pass is
 timed as on JAX's side, (value and vjp) less forward, and "direct" from what a forward pass saved. A matrix product is
 interleaved: shares of it compare across processes. What a peer does not take it refuses, with its own words.
 """
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_rules, peers
+from benchmarks import peers, verdict
 
 _MATMUL_SIZE = 8192
 _REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
@@ -45,7 +45,7 @@ def measure(torch: Any, case: Mapping[str, Any], names: Sequence[str], rounds: i
         if entry["status"] == "ok":
             mine = {key.split(":")[1]: samples for key, samples in times.items() if key.startswith(f"{name}:")}
             mine = {key: peers.summary(x) | {"rounds_us": [round(us, 3) for us in x]} for key, x in mine.items()}
-            entry |= attention_rules.speeds(case["pass"], mine, case["flops"])
+            entry |= verdict.speeds(case["pass"], mine, case["flops"])
             entry["matmul_tflop_per_s"] = matmul["tflop_per_s"]
     for held in (bursts, launches, operands):
         held.clear()
@@ -83,10 +83,10 @@ def _checked(
         verdicts = []
         for program in programs.values():
             got = program()
-            named = zip(attention_rules.NAMES[len(got)], got, strict=True)
+            named = zip(verdict.NAMES[len(got)], got, strict=True)
             verdicts.append(_judge(torch, case, {output: x.detach() for output, x in named}, truths))
             del got
-        entry = attention_rules.worst(verdicts).entry() | {"process": "torch", "version": version}
+        entry = verdict.worst(verdicts).entry() | {"process": "torch", "version": version}
         return entry, programs if entry["status"] == "ok" else {}
     except ImportError as error:
         return {"status": "not installed", "reason": str(error)}, {}
@@ -157,7 +157,7 @@ def _truths(torch: Any, case: Mapping[str, Any], operands: Sequence[Any]) -> dic
         exact = _attention(torch, seen, mine, lambda x: x)
         plain = _attention(torch, seen, mine, lambda x: x.to(getattr(torch, case["dtype"])).float())
         found.append((exact, plain))
-    return {name: ([x[name] for x, _ in found], [x[name] for _, x in found]) for name in attention_rules.NAMES[4]}
+    return {name: ([x[name] for x, _ in found], [x[name] for _, x in found]) for name in verdict.NAMES[4]}
 
 
 def _attention(torch: Any, seen: Any, operands: Sequence[Any], rounded: Callable[[Any], Any]) -> dict[str, Any]:
@@ -199,15 +199,15 @@ def _judge(torch: Any, case: Mapping[str, Any], got: Mapping[str, Any], truths: 
         found = [torch.stack([_error(torch, *x) for x in zip(kind, exact, strict=True)]) for kind in (mine, plain)]
         return [x.reshape((case["batch"], -1)).tolist() for x in found]
 
-    return attention_rules.worst_head({name: errors(name) for name in got}, case["dtype"])
+    return verdict.worst_head({name: errors(name) for name in got}, case["dtype"])
 
 
 def _error(torch: Any, got: Any, want: Any) -> Any:
-    """The relative error of each head, as `attention_truth` has it."""
+    """The relative error of each head, as `truth` has it."""
     rows, sizes = ((x * x).mean(-1) for x in (got - want, want))
     size = sizes.mean(-1)
     worst_row = (rows / torch.maximum(sizes, size[:, None])).amax(-1)
-    return torch.maximum(rows.mean(-1) / size, worst_row * attention_rules.ROW_WEIGHT**2) ** 0.5
+    return torch.maximum(rows.mean(-1) / size, worst_row * verdict.ROW_WEIGHT**2) ** 0.5
 
 
 if __name__ == "__main__":

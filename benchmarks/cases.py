@@ -3,7 +3,8 @@
 Tags: `core` (under two minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes),
 `smoke` (what a CPU runs by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the
 working set fits in L2 and buffers are not rotated: launch and latency show, not bandwidth), `cross_entropy` and `top_k`
-(a run each, beside `standard`), and one per source.
+(a run each, beside `standard`), and one per source. `invariance` (what `jaxsoftmax.batch_invariant()` costs) is
+measured only where it is asked for.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from pallas_kernels.softmax.problem import Op, Problem
 
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 PASSES = ("fwd", "bwd", "value_and_vjp", "call", "value_and_grad", "value_and_grad_mean")
-_OWN_RUNS = frozenset({"cross_entropy", "top_k", "extended"})
+_OWN_RUNS = frozenset({"cross_entropy", "top_k", "extended", "invariance"})
 
 # Rows that give every width at least 64 MB in 16 bits (128 MB moved).
 SWEEP = {
@@ -55,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothed_capped": {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_soft_cap": 30.0},
     "half_ignored": {"ignore_index": -100},
     **{f"k{k}": {"k": k} for k in TOP_K},
+    "axis0": {"axis": 0},  # of the transposed operand
 }
 
 # Per element, exp counted as one: (scale, subtract, exp, add, multiply) forward; products and sums backward.
@@ -103,6 +105,12 @@ class Case:
         chosen = ops.get(self.pass_, (Op.CROSS_ENTROPY_GRADIENT,))
         return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in chosen)
 
+    def describe(self) -> dict[str, Any]:
+        """The case as JSON."""
+        fields = dataclasses.asdict(self) | {"name": self.name, "tags": sorted(self.tags), "pass": self.pass_}
+        del fields["pass_"], fields["variant"]
+        return fields | {"options": self.options}
+
     def shrunk(self, elements: int) -> "Case":
         """The case with as many rows as fit in `elements` (one at least): for machines without the memory or speed."""
         return dataclasses.replace(self, rows=max(1, min(self.rows, elements // self.cols)))
@@ -134,13 +142,14 @@ def flops(case: Case) -> int:
 
 def all_cases() -> tuple[Case, ...]:
     """Every case once; a shape that several sources name carries all their names and tags."""
-    return _all_cases()
+    return _merged()
 
 
 @functools.cache
-def _all_cases() -> tuple[Case, ...]:
+def _merged(tags: frozenset[str] = frozenset()) -> tuple[Case, ...]:
+    """The cases of every run, and those of the tags that are measured only where they are asked for."""
     merged: dict[str, Case] = {}
-    for case in _declared():
+    for case in (*_declared(), *(_invariance() if "invariance" in tags else ())):
         known = merged.get(case.name)
         if known is not None:
             sources = dict.fromkeys((*known.source.split("; "), case.source))
@@ -167,7 +176,7 @@ def select(
     patterns = tuple(patterns)
     return tuple(
         case
-        for case in all_cases()
+        for case in _merged(tags & {"invariance"})
         if (not ops or case.op in ops)
         and (not passes or case.pass_ in passes)
         and (not dtypes or case.dtype in dtypes)
@@ -278,3 +287,18 @@ def _top_k() -> Iterator[Case]:
             for k in TOP_K:
                 smoke = ("smoke",) if (rows, cols, k) == (64, 32000, 8) else ()
                 yield _case("top_k", "fwd", rows, cols, "bfloat16", "sampling", *tags, *smoke, variant=f"k{k}")
+
+
+def _invariance() -> Iterator[Case]:
+    """Few rows and many of the same length, where the choice without it differs."""
+    case = lambda op, rows, cols, pass_="fwd", variant="": _case(
+        op, pass_, rows, cols, "bfloat16", "batch invariance", "invariance", variant=variant
+    )
+    for rows, cols in (*((rows, 128256) for rows in (1, 16, 256, 4096)), (64, 4096), (65536, 4096)):
+        yield case("softmax", rows, cols)
+    for rows in (16, 4096):
+        yield case("logsumexp", rows, 128256)
+        yield case("cross_entropy", rows, 128256, "value_and_grad")
+    for rows in (1, 256):
+        yield case("top_k", rows, 128256, variant="k8")
+    yield case("softmax", 4096, 4096, variant="axis0")

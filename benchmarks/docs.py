@@ -210,9 +210,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "cross_entropy": of_op(
         "cross_entropy",
         {
-            "units": lambda record: _number(measured.units(record, "ours"), ".2f"),
-            "extra memory": lambda record: _number(measured.extra_memory(record, "ours"), ".2%"),
-            "XLA's": lambda record: _number(measured.extra_memory(record, "xla"), ".0%"),
+            "units": lambda record: report.number(measured.units(record, "ours"), ".2f"),
+            "extra memory": lambda record: report.number(measured.extra_memory(record, "ours"), ".2%"),
+            "XLA's": lambda record: report.number(measured.extra_memory(record, "xla"), ".0%"),
         },
         ("xla", "xla_f32"),
     ),
@@ -226,8 +226,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
 
 
 _SPEED: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "TB/s": lambda record: _number(record["impls"]["ours"].get("tb_per_s"), ".2f"),
-    "of copy": lambda record: _number(record["impls"]["ours"].get("fraction_of_copy"), ".2f"),
+    "TB/s": lambda record: report.number(record["impls"]["ours"].get("tb_per_s"), ".2f"),
+    "of copy": lambda record: report.number(record["impls"]["ours"].get("fraction_of_copy"), ".2f"),
 }
 
 
@@ -250,10 +250,10 @@ def _comparison(
         ours = record["impls"]["ours"]
         rows.append([
             title(record["case"]),
-            _number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
+            report.number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"],
             *(fact(record) for fact in facts.values()),
             *(_against(record, peer) for peer in peers),
-            _number(ours.get("max_error_ulp"), ".1f"),
+            report.number(ours.get("max_error_ulp"), ".1f"),
             *(_error(measured.loss_error(record, peer)) for peer in judged),
             record["run"]["when"],
         ])  # fmt: skip
@@ -276,7 +276,7 @@ def _against(record: Mapping[str, Any], peer: str) -> str:
 
 
 def _target_row(target: Target, results: Results) -> list[str]:
-    must, goal = _number(target.must, ".3g"), _number(target.goal, ".3g")
+    must, goal = report.number(target.must, ".3g"), report.number(target.goal, ".3g")
     measured, record = target.measured(results), _worst(target, results)
     if measured is None or record is None:
         return [target.label, must, goal, "-", "-", "-", "-", "-"]
@@ -326,12 +326,8 @@ def _caption(records: Iterable[Mapping[str, Any]], shown: Iterable[str] = ()) ->
     return f"{where}; medians of interleaved runs." + (_TORCH if set(shown) & set(measured.ROW_LIBRARIES) else "")
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
 def _error(value: float | None) -> str:
-    return _number(value, ".0f" if value and value >= 100 else ".1f")
+    return report.number(value, ".0f" if value and value >= 100 else ".1f")
 
 
 def pages(results: Results) -> dict[pathlib.Path, str]:
@@ -355,7 +351,7 @@ def main(arguments: list[str]) -> None:
     if pictures:
         drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
         for setting, attention in list(results.by_setting("attention").items())[:1]:
-            drawn += attention_docs.draw(setting, attention, PICTURES)
+            drawn += plot.draw_attention(setting, attention, PICTURES)
         print("\n".join(map(str, drawn)))
 
 

@@ -287,7 +287,7 @@ def _error(torch: Any, case: Mapping[str, Any], operands: Sequence[Any], out: An
     """The error of the first and last rows, measured as ours is; None for gradients and selections."""
     if case["pass"] not in ("fwd", "call") or case["op"] == "top_k":
         return None
-    from benchmarks.oracle import errors, oracle
+    from benchmarks.verdict import errors, oracle
 
     ends = [0, -1]
     x = _to_numpy(torch, operands[0][ends])

@@ -56,11 +56,11 @@ def table(records: Iterable[Record]) -> str:
         ours = record["impls"].get("ours", {})
         rows.append([
             record["case"]["name"],
-            _number(ours.get("us"), ".1f") if ours.get("status") != "WRONG" else "WRONG",
-            _number(ours.get("tb_per_s"), ".3f"),
-            _number(ours.get("fraction_of_copy"), ".3f"),
-            *(_number(measured.ratio(record, peer), ".2f") for peer in peers),
-            _number(ours.get("max_error_ulp"), ".2f"),
+            number(ours.get("us"), ".1f") if ours.get("status") != "WRONG" else "WRONG",
+            number(ours.get("tb_per_s"), ".3f"),
+            number(ours.get("fraction_of_copy"), ".3f"),
+            *(number(measured.ratio(record, peer), ".2f") for peer in peers),
+            number(ours.get("max_error_ulp"), ".2f"),
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -92,5 +92,6 @@ def markdown(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
-def _number(value: float | None, spec: str) -> str:
+def number(value: float | None, spec: str) -> str:
+    """A number as text, and a dash where there is none."""
     return "-" if value is None else format(value, spec)

@@ -1,257 +1,280 @@
-"""Runs one case: build, gate, time, and the record that goes into the result file."""
+"""Compiles, checks and times cases, of rows and of attention; time is taken as `benchmarks.timing` says.
+
+A backward of attention alone is timed as (value and vjp) less forward, which is all that some peers allow, for every
+implementation alike; ours also directly, from its residuals ("direct"). Operands of the table's cases of attention
+exceed L2, so that one set is enough; calls that are drawn may run from L2, those of every implementation alike.
+
+Cases may be dealt over processes: each compiles its share, and once all have, they measure one after another. Tracing
+holds Python's lock, and Mosaic compiles one kernel of a process at a time, so that threads alone gain little.
+"""
 
 import concurrent.futures
 import contextlib
 import dataclasses
-import statistics
+import fcntl
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from benchmarks import cases, timing, truth, variants
-from benchmarks.cases import Case
+from benchmarks import cases, timing
+from benchmarks.attention_cases import Case as AttentionCase
+from benchmarks.calls import AttentionCall, Options, RowCall, latency
+from benchmarks.impls import Declined, NotInstalled, Program
 
-_CPU_ELEMENTS = 1 << 18
-_CALLS = 200
-_ITERATIONS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a run is made: `copy` is "best", "mosaic" or "torch"; `kernel` and `config` replace the choice for "ours"."""
-
-    impls: Sequence[str] = ("ours", "xla")
-    rounds: int = 5
-    seed: int = 0
-    copy: str = "best"
-    kernel: str | None = None
-    config: Mapping[str, Any] | None = None
+Case = cases.Case | AttentionCase
+Call = RowCall | AttentionCall
+Key = tuple[Any, str, str]  # what is computed, the implementation and the program
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """A compiled program and its buffers."""
+    """A compiled program, and the one that makes its operands."""
 
-    program: variants.Program
-    compiled: Callable[..., Any]
-    buffers: variants.Buffers
+    program: Program
+    compiled: Any
+    prepare: Callable[..., Any] | None
 
-    def launch(self, k: int) -> Any:
-        return self.compiled(*self.buffers[k])
+    def bound(self, operands: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
+        """The launch on the k-th set of operands."""
+        own = [self.prepare(*each) for each in operands] if self.prepare else operands
+        return lambda k: self.compiled(*own[k])
 
-    def is_slow(self) -> bool:
-        """Whether a launch, which is not the first, takes long enough to launch it less often."""
+
+class Bench:
+    """The compiled programs of a run."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._compiled: dict[Key, _Ready | dict[str, Any]] = {}  # a program, or an entry that says why not
+        self._truths: dict[Any, Any] = {}
+        self._held: tuple[Any, Any, Any] = (None, None, None)  # a truth's program, and of its call
+
+    def prepare(self, chosen: Sequence[Case]) -> None:
+        """Compiles what the cases need, in threads: never while something is timed, as XLA's tuning runs kernels.
+
+        Tracing stays in this thread, because Mosaic's is not known to be safe in others.
+        """
+        calls = [self._call(case) for case in chosen if case.pass_ != "call"]
+        graded = {call.key for call in calls if call.has_gradients}
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            waiting: dict[Key, tuple[Program, list[Any]]] = {}
+            truths: dict[Any, Any] = {}
+            for call in calls:
+                for name in dict.fromkeys((*call.baselines, *self.options.impls)):
+                    self._start(pool, call, name, waiting)
+                key = call.truth_key(call.key in graded)
+                if not {key, call.truth_key(True)} & (self._truths.keys() | truths.keys()):
+                    truths[key] = pool.submit(call.truth_compiler(call.key in graded))
+            for key, (program, futures) in waiting.items():
+                with self._recorded(key):
+                    *first, compiled = [future.result() for future in futures]
+                    self._compiled[key] = _Ready(program, compiled, first[0] if first else None)
+            self._truths |= {key: future.result() for key, future in truths.items()}
+
+    def _start(self, pool: Any, call: Call, name: str, waiting: dict[Key, Any]) -> None:
+        """Lowers the programs of an implementation, and has them compiled."""
+        keys = [(call.key, name, program) for program in call.names(name)]
+        missing = [key for key in keys if key not in self._compiled and key not in waiting]
+        if not missing:
+            return
+        entry: dict[str, Any] = {}
+        with caught(entry):
+            programs = call.programs(name)
+            for key in missing:
+                program, stages, specs = programs[key[2]], [], call.specs
+                if program.prepare is not None:
+                    stages.append(jax.jit(program.prepare).lower(*specs))
+                    specs = stages[0].out_info
+                stages.append(jax.jit(program.function).lower(*specs))
+                waiting[key] = program, [pool.submit(stage.compile) for stage in stages]
+        if entry:
+            self._compiled |= dict.fromkeys([key for key in missing if key not in waiting], entry)
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
         started = time.perf_counter()
-        jax.block_until_ready(self.launch(0))
-        return time.perf_counter() - started > timing.SLOW_SECONDS
+        call = self._call(case)
+        record = {"case": case.describe(), **call.shrunk()}
+        if isinstance(call, RowCall) and case.pass_ == "call":
+            return record | latency(call, self.options)
+        operands, truths = self._made(call)
+        impls, schedule = {}, []
+        for name in self.options.impls:
+            impls[name], variants = self._checked(call, name, operands, truths)
+            schedule += variants
+        clock, timings, ceilings = call.time(schedule)
+        record |= {**call.sizes(), "clock": clock, **ceilings}
+        for name, entry in impls.items():
+            if entry["status"] == "ok":
+                mine = {program: timings[f"{name}:{program}"] for program in call.names(name)}
+                entry |= call.speeds(mine, record)
+        record["impls"] = impls
+        return record | call.summary(record) | {"seconds": round(time.perf_counter() - started, 2)}
+
+    def _call(self, case: Case) -> Call:
+        if isinstance(case, cases.Case):
+            return RowCall(case, self.options)
+        return AttentionCall(case, self.options)
+
+    def _made(self, call: Call) -> tuple[Any, Any]:
+        """The operands and the truth of a call, kept until those of another one, or with gradients, are wanted."""
+        truth = self._truths.get(call.truth_key(True)) or self._truths[call.truth_key(False)]
+        if self._held[0] is not truth:
+            self._held = (None, None, None)  # frees the memory first
+            operands = call.operands()
+            self._held = (truth, operands, call.truths(truth, operands, self._baselines(call, operands)))
+        return self._held[1:]
+
+    def _baselines(self, call: Call, operands: Any) -> dict[str, Any]:
+        """The outputs of the implementations that decide what is right."""
+        found = {}
+        for name in call.baselines:
+            for program in call.names(name):
+                ready = self._compiled[call.key, name, program]
+                if isinstance(ready, dict):
+                    raise RuntimeError(f"{name}: {ready['reason']}")
+                found[name] = jax.block_until_ready(ready.bound(operands[:1])(0))
+        return found
+
+    @contextlib.contextmanager
+    def _recorded(self, key: Key) -> Iterator[None]:
+        """Turns an exception into an entry: one program that does not compile must not hide the others' results."""
+        entry: dict[str, Any] = {}
+        with caught(entry):
+            yield
+        if entry:
+            self._compiled[key] = entry
+
+    def _checked(
+        self, call: Call, name: str, operands: Any, truths: Any
+    ) -> tuple[dict[str, Any], list[timing.Variant]]:
+        """What is known of an implementation before it is timed, and what to time if it is right."""
+        found: dict[str, _Ready] = {}
+        for program in call.names(name):
+            ready = self._compiled[call.key, name, program]
+            if isinstance(ready, dict):
+                return ready | call.note(name), []
+            found[program] = ready
+        entry: dict[str, Any] = {}
+        variants, verdicts = [], []
+        with caught(entry):
+            for program, ready in found.items():
+                launch = ready.bound(operands)
+                verdicts.append(call.judge(operands[0], jax.block_until_ready(launch(0)), truths))
+                slow = call.may_be_slow and _is_slow(launch)
+                variants.append(timing.Variant(f"{name}:{program}", launch, slow))
+            entry_of_right = call.entry(name, verdicts, found)
+        if entry:
+            return entry | call.note(name), []
+        return entry_of_right | call.note(name), variants if entry_of_right["status"] == "ok" else []
 
 
-def run(case: Case, options: Options) -> dict[str, Any]:
-    """Measures `case`. Implementations that are wrong or decline are recorded with the reason and no time."""
+def _is_slow(launch: Callable[[int], Any]) -> bool:
+    """Whether a launch, which is not the first, takes long enough to launch it less often."""
     started = time.perf_counter()
-    on_gpu = jax.default_backend() == "gpu"
-    record: dict[str, Any] = {"case": describe(case)}
-    if not on_gpu:
-        case = case.shrunk(_CPU_ELEMENTS)
-        record["rows_measured"] = case.rows
-    if case.pass_ == "call":
-        return record | _latency(case, options)
-    buffers = timing.buffers_needed(cases.operand_bytes(case), hot=case.hot) if on_gpu else 1
-    operands = variants.make_operands(case, buffers, options.seed)
-    ready, impls, schedule = _prepare(case, operands, buffers, options)
-    right = [name for name in ready if impls[name]["status"] == "ok" and name in options.impls]
-    schedule = [*(timing.Variant(name, ready[name].launch, ready[name].is_slow()) for name in right), *schedule]
-    clock, timings, copies = _time(case, schedule, buffers, options)
-    record |= {
-        "least_bytes": cases.least_bytes(case),
-        "operand_bytes": cases.operand_bytes(case),
-        "flops": cases.flops(case),
-        "buffers": buffers,
-        "clock": clock,
-        "copy": timing.best_copy(copies) if copies else None,
-    }
-    for name in right:
-        impls[name] |= timings[name].as_json() | speeds(record, timings[name].median)
-    record["impls"] = {name: impls[name] for name in options.impls}
-    record["seconds"] = round(time.perf_counter() - started, 2)
-    return record
-
-
-def describe(case: Case) -> dict[str, Any]:
-    """The case as JSON."""
-    fields = dataclasses.asdict(case) | {"name": case.name, "tags": sorted(case.tags), "pass": case.pass_}
-    del fields["pass_"], fields["variant"]
-    return fields | {"options": case.options}
-
-
-def speeds(record: Mapping[str, Any], us: float) -> dict[str, float]:
-    """Bandwidth of the least traffic, and its share of the copy's."""
-    speed = record["least_bytes"] / us / 1e6
-    found: dict[str, float] = {"tb_per_s": round(speed, 4)}
-    if record["copy"]:
-        found["fraction_of_copy"] = round(speed / record["copy"]["tb_per_s"], 4)
-    return found
-
-
-def _probes(case: Case, buffers: int, options: Options) -> list[timing.Variant]:
-    """What is timed beside the implementations in JAX's process."""
-    if options.copy == "torch" and jax.default_backend() == "gpu":
-        return []
-    return [timing.copy_variant(cases.copied_bytes(case), buffers)]
-
-
-def _prepare(
-    case: Case, operands: variants.Buffers, buffers: int, options: Options
-) -> tuple[dict[str, _Ready], dict[str, dict[str, Any]], list[timing.Variant]]:
-    """Programs that are compiled and right, what is known of every implementation, and the timing.
-
-    Compilation is most of a case's time, so it runs in threads; tracing does not, as Mosaic's is not known to be safe.
-    """
-    built, impls = {}, {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for name in dict.fromkeys(("xla", *options.impls)):  # XLA always: the gate needs it
-            with _recorded(impls, name):
-                program = variants.build(case, name, kernel=options.kernel, config=options.config)
-                own = program.buffers(operands)
-                built[name] = (program, own, pool.submit(program.function.lower(*own[0]).compile))
-        xla, own, _ = built["xla"]
-        outputs = jax.eval_shape(lambda *operands: truth.widened(xla.function(*operands)), *own[0])
-        check = pool.submit(truth.every_row(case).lower(operands[0], outputs).compile)
-        schedule = _probes(case, buffers, options)
-    ready = {}
-    for name, (program, own, compiled) in built.items():
-        with _recorded(impls, name):
-            ready[name] = _Ready(program, compiled.result(), own)
-    return ready, impls | _gate(case, operands, ready, check.result()), schedule
+    jax.block_until_ready(launch(0))
+    return time.perf_counter() - started > timing.SLOW_SECONDS
 
 
 @contextlib.contextmanager
-def _recorded(impls: dict[str, dict[str, Any]], name: str) -> Iterator[None]:
-    """Turns an exception into an entry: one kernel that does not compile or run must not hide the others' results."""
+def caught(entry: dict[str, Any]) -> Iterator[None]:
+    """Puts into `entry` what an exception says of an implementation."""
     try:
         yield
-    except variants.Declined as reason:
-        impls[name] = {"status": "declined", "reason": str(reason)}
+    except NotInstalled as reason:
+        entry |= {"status": "not installed", "reason": str(reason)}
+    except Declined as reason:
+        entry |= {"status": "declined", "reason": str(reason)}
     except Exception as error:
-        if name == "xla":
-            raise
-        impls[name] = {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        entry |= {"status": "failed", "reason": text[:300]}
 
 
-def _gate(
-    case: Case, operands: variants.Buffers, ready: Mapping[str, _Ready], check: Callable[..., jax.Array]
-) -> dict[str, dict[str, Any]]:
-    """Checks each implementation on the first buffer."""
-    xla = ready["xla"].launch(0)
-    impls = {}
-    for name, built in ready.items():
-        with _recorded(impls, name):
-            got = xla if name == "xla" else jax.block_until_ready(built.launch(0))
-            impls[name] = _judged(
-                built, truth.judge(case, operands[0], got, xla, check), is_reference=name in variants.BASELINES
-            )
-    return impls
+def run(case: Case, options: Options) -> dict[str, Any]:
+    """The record of one case, of which nothing stays compiled."""
+    bench = Bench(options)
+    bench.prepare([case])
+    return bench.run(case)
 
 
-def _judged(built: _Ready, verdict: truth.Verdict, *, is_reference: bool) -> dict[str, Any]:
-    right = verdict.right or is_reference
-    program, memory = built.program, built.compiled.memory_analysis()
-    return {
-        "status": "ok" if right else "WRONG",
-        **({} if right else {"reason": verdict.describe()}),
-        "process": "jax",
-        "max_error_ulp": round(verdict.error, 4),
-        "allowed_error_ulp": round(verdict.allowed, 4),
-        "temp_bytes": memory.temp_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "kernel": program.kernel,
-        "config": program.config,
-        "bytes_moved": program.bytes_moved,
-        "residual_bytes": program.residual_bytes,
-    }
-
-
-def _time(
-    case: Case, schedule: Sequence[timing.Variant], buffers: int, options: Options
-) -> tuple[str, dict[str, timing.Timing], dict[str, tuple[float, int]]]:
-    """Times implementations and probes together; copies as {method: (microseconds, bytes moved)}."""
-    on_gpu = jax.default_backend() == "gpu"
-    size = cases.copied_bytes(case)
-    torch_times = _torch_copy(size, buffers, options)
-    clock, timings = timing.measure(
-        schedule,
-        buffers=buffers,
-        rounds=options.rounds,
-        launches=timing.launches_per_round(size) if on_gpu else 1,
-        device_clock=on_gpu,
-    )
-    torch_times += _torch_copy(size, buffers, options)
-    copies = {name: (t.median, timing.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
-    if torch_times:
-        copies["copy:torch"] = (min(torch_times), 8 * max(1, size // 8))
-    return clock, timings, copies
-
-
-def _torch_copy(size: int, buffers: int, options: Options) -> list[float]:
-    """Torch's copy, once before and once after the schedule; nothing where torch or the GPU is missing."""
-    if jax.default_backend() != "gpu" or options.copy == "mosaic":
-        return []
+def attempt(bench: Bench, case: AttentionCase) -> dict[str, Any]:
+    """The record of a case, with the reason if it failed: out of memory in the truth, say. The other cases go on."""
     try:
-        return [timing.torch_copy_us(size, buffers, options.rounds)]
-    except (ImportError, RuntimeError) as error:
-        if options.copy == "torch":
-            raise
-        print(f"  no torch copy beside JAX: {type(error).__name__}: {error}", flush=True)
-        return []
+        return bench.run(case)
+    except Exception as error:
+        return failed(case, f"{type(error).__name__}: {error}")
 
 
-def _latency(case: Case, options: Options) -> dict[str, Any]:
-    """Measures the case's implementations, interleaved by round."""
-    (operands,) = variants.make_operands(case, 1, options.seed)
-    impls: dict[str, dict[str, Any]] = {}
-    calls, loops = {}, {}
-    check = truth.every_row(case)
-    xla = variants.build(case, "xla").function(*operands)
-    for name in options.impls:
-        try:
-            program = variants.build(case, name, kernel=options.kernel, config=options.config)
-        except variants.Declined as reason:
-            impls[name] = {"status": "declined", "reason": str(reason)}
-            continue
-        verdict = truth.judge(case, operands, program.function(*operands), xla, check)
-        right = verdict.right or name == "xla"
-        impls[name] = {"status": "ok" if right else "WRONG", "max_error_ulp": round(verdict.error, 4), "process": "jax"}
-        if right:
-            calls[name], loops[name] = program.function, _loop(program.function)
-        else:
-            impls[name]["reason"] = verdict.describe()
-    per_call = _blocked_calls(calls, operands, options.rounds, _CALLS)
-    per_iteration = _blocked_calls(loops, operands, options.rounds, 1)
-    for name in calls:
-        impls[name]["us"] = round(statistics.median(per_call[name]), 3)
-        impls[name]["p20_us"], impls[name]["p80_us"] = np.percentile(per_call[name], (20, 80)).round(3).tolist()
-        impls[name]["us_per_iteration"] = round(statistics.median(per_iteration[name]) / _ITERATIONS, 4)
-    return {"clock": "wall", "copy": None, "impls": impls}
+def failed(case: AttentionCase, reason: str) -> dict[str, Any]:
+    """The record of a case that has no result."""
+    return {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None, "error": reason[:500]}
 
 
-def _loop(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: jax.lax.fori_loop(0, _ITERATIONS, lambda _, y: function(y), x))
+def deal(cases: Sequence[AttentionCase], processes: int) -> list[list[AttentionCase]]:
+    """Shares of about as many shapes each. The passes of a shape stay together, as they have programs in common."""
+    shapes = list(dict.fromkeys(case.shape for case in cases))
+    shares = [shapes[first::processes] for first in range(min(processes, len(shapes)))]
+    return [[case for shape in share for case in cases if case.shape == shape] for share in shares]
 
 
-def _blocked_calls(
-    functions: dict[str, Callable[..., Any]], operands: tuple[Any, ...], rounds: int, calls: int
-) -> dict[str, list[float]]:
-    """Microseconds of each blocked call."""
-    for function in functions.values():
-        jax.block_until_ready(function(*operands))
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            for _ in range(calls):
-                start = time.perf_counter()
-                jax.block_until_ready(function(*operands))
-                times[name].append(1e6 * (time.perf_counter() - start))
-    return times
+def records(
+    cases: Sequence[AttentionCase], options: Options, processes: int, deadline: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The record of each case, as it is measured; `deadline` is the `time.monotonic()` after which no case starts.
+
+    The cases of a process that ends early are recorded as failed, and the other processes go on.
+    """
+    spawning, shares = multiprocessing.get_context("spawn"), deal(cases, processes)
+    compiled = spawning.Barrier(len(shares))
+    running: dict[Any, tuple[Any, list[AttentionCase]]] = {}
+    with tempfile.NamedTemporaryFile() as device:
+        for share in shares:
+            mine, theirs = spawning.Pipe(duplex=False)
+            arguments = theirs, share, options, compiled, device.name, deadline
+            process = spawning.Process(target=_measure, args=arguments)
+            process.start()
+            theirs.close()
+            running[mine] = process, list(share)
+        while running:
+            ready: list[Any] = multiprocessing.connection.wait(list(running))
+            for pipe in ready:
+                process, left = running[pipe]
+                try:
+                    record = pipe.recv()
+                except EOFError:
+                    del running[pipe]
+                    compiled.abort()  # lest the others wait for a process that has ended
+                    process.join()
+                    reason = f"its process ended with status {process.exitcode}"
+                    yield from (failed(case, reason) for case in left if process.exitcode)
+                    continue
+                left.pop(0)
+                yield record
+
+
+def _measure(
+    pipe: Any,
+    cases: Sequence[AttentionCase],
+    options: Options,
+    compiled: Any,
+    device: str,
+    deadline: float | None,
+) -> None:
+    """Sends the records of a share; `device` is a file that a process has locked while it has the device."""
+    bench = Bench(options)
+    bench.prepare(cases)
+    with contextlib.suppress(threading.BrokenBarrierError):
+        compiled.wait()
+    # Closed by the end of the process, which frees the device's memory too.
+    fcntl.flock(os.open(device, os.O_RDWR), fcntl.LOCK_EX)
+    for case in cases:
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+        pipe.send(attempt(bench, case))

@@ -227,6 +227,7 @@ BENCHMARKS = {
     "loss-peers": ["loss_peers"],
     "attention-benchmark": ["attention"],
     "attention-peers": ["attention_fa4"],
+    "invariance": ["invariance", "invariance_attention"],
 }
 
 

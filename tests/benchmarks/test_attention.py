@@ -5,32 +5,19 @@ import functools
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import (
-    attention,
-    attention_cases,
-    attention_docs,
-    attention_impls,
-    attention_rules,
-    attention_truth,
-    docs,
-)
+from benchmarks import attention, attention_cases, impls, runner, truth, verdict
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape, square
-from benchmarks.attention_impls import IMPLS
-from benchmarks.attention_runner import Bench, Options
-from benchmarks.results import NOT_MEASURED, Results
+from benchmarks.calls import Options
+from benchmarks.impls import ATTENTION
+from benchmarks.runner import Bench
 
-ROOT = Path(__file__).parents[2]
 TINY = Shape(2, 4, 2, 16, 8, 8, "full")
 KINDS = [dataclasses.replace(TINY, kind=kind, span=5) for kind in attention_cases.KINDS]
 KINDS.append(dataclasses.replace(TINY, value_dim=4, kind="causal"))
@@ -62,6 +49,23 @@ def test_the_grid_is_of_equal_work():
     grid = [case.shape for case in attention_cases.all_cases() if case.shape.kind == "full" and case.shape.heads < 64]
     assert {shape.batch * shape.length for shape in grid} == {16384}
     assert {shape.heads * shape.head_dim for shape in grid} == {2048}
+
+
+def test_what_is_measured_apart_is_in_no_other_run():
+    apart = {tag: attention_cases.select(tags=[tag]) for tag in ("cpu", "invariance")}
+    assert [len({case.name for case in cases}) for cases in apart.values()] == [40, 6]
+    assert not {case for cases in apart.values() for case in cases} & set(attention_cases.all_cases())
+    assert {(case.shape.dtype, case.pass_) for case in apart["cpu"]} == set(
+        itertools.product(("float32", "bfloat16"), ("fwd", "value_and_vjp"))
+    )
+    assert {case.shape.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
+
+
+def test_a_case_for_the_cpu_is_measured_as_it_is():
+    (case,) = attention_cases.select(tags=["cpu"], patterns=["fwd_full_d64_t1_s4096_b8_h8_f32"])
+    record = runner.run(case, Options(("ours", "xla"), rounds=1))
+    assert "measured" not in record
+    assert all(record["impls"][name]["us"] > 0 for name in ("ours", "xla"))
 
 
 def test_arithmetic_by_hand():
@@ -96,15 +100,14 @@ def test_documents_fill_the_sequence():
 )
 def test_ours_and_xla_pass_the_gate(name, shape):
     operands = shape.operands(0)
-    truths = jax.jit(functools.partial(attention_truth.truth, shape, gradients=True))(operands)
-    own = IMPLS[name].prepare(shape, operands)
-    programs = [attention_impls.forward, attention_impls.value_and_vjp]
-    got = [jax.jit(program(IMPLS[name], shape))(own) for program in programs]
-    residuals, gradients = map(jax.jit, attention_impls.backward(IMPLS[name], shape))
-    got.append(gradients(residuals(own), own["d_out"]))
-    assert [len(each) for each in got] == [1, 4, 3]
+    truths = jax.jit(functools.partial(truth.attention, shape, gradients=True))(operands)
+    programs = impls.attention_programs(shape, "bwd", name)
+    got = [
+        jax.jit(p.function)(*(jax.jit(p.prepare)(operands) if p.prepare else (operands,))) for p in programs.values()
+    ]
+    assert [len(each) for each in got] == [1, 4, 3][: len(programs)]
     for each in got:
-        verdict = attention_truth.judge(shape, each, truths)
+        verdict = truth.judge_attention(shape, each, truths)
         assert verdict.right, verdict.describe()
 
 
@@ -113,7 +116,7 @@ def test_wrong_results_do_not_pass(fault):
     kind = {"edge": "causal", "window": "window", "documents": "documents"}.get(fault, "full")
     shape = dataclasses.replace(TINY, kind=kind, span=5)
     operands = shape.operands(0)
-    truths = jax.jit(functools.partial(attention_truth.truth, shape, gradients=False))(operands)
+    truths = jax.jit(functools.partial(truth.attention, shape, gradients=False))(operands)
     wrong = dict(operands)
     used = {
         "edge": dataclasses.replace(shape, kind="full"),
@@ -126,10 +129,10 @@ def test_wrong_results_do_not_pass(fault):
         wrong["key"] = operands["key"][:, :, ::-1]
     if fault == "documents":
         wrong.pop("segments")
-    (out,) = jax.jit(attention_impls.forward(IMPLS["ours"], used))(wrong)
+    (out,) = jax.jit(impls.attention_programs(used, "fwd", "ours")["fwd"].function)(wrong)
     if fault == "nan":
         out = out.at[-1, 3, -1, 2].set(jnp.nan)
-    verdict = attention_truth.judge(shape, (out,), truths)
+    verdict = truth.judge_attention(shape, (out,), truths)
     assert not verdict.right
     assert json.loads(json.dumps(verdict.as_json(), allow_nan=False))["output"] == "out"
 
@@ -156,9 +159,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_implementation_has_no_time(fault, monkeypatch):
     pass_, spoil = FAULTS[fault]
-    right = IMPLS["xla"]
+    right = ATTENTION["xla"]
     wrong = dataclasses.replace(right, call=lambda shape, x: spoil(lambda x: right.call(shape, x), x))
-    monkeypatch.setitem(IMPLS, "ours", wrong)
+    monkeypatch.setitem(ATTENTION, "ours", wrong)
     monkeypatch.setattr(Shape, "shrunk", lambda shape: shape)
     bench, case = Bench(Options(("ours", "xla"), rounds=1)), _case(TINY, pass_)
     bench.prepare([case])
@@ -175,18 +178,18 @@ def test_a_row_is_not_lost_in_the_mean():
     want = jax.random.normal(jax.random.key(0), (1, 16384, 8))
     near = want * (1 + 2.0**-8 * jax.random.normal(jax.random.key(1), want.shape))
     plain, missing, others = (
-        float(attention_truth._error(x, want)[0]) for x in (near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8]))
+        float(truth._head_error(x, want)[0]) for x in (near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8]))
     )
     assert plain < 2.0**-7
-    assert not attention_rules.Verdict("out", missing, plain).right
-    assert not attention_rules.Verdict("out", others, plain).right
+    assert not verdict.Verdict("out", missing, plain).right
+    assert not verdict.Verdict("out", others, plain).right
 
 
 def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
     def refuse(*_):
         raise NotImplementedError("no kernel takes this call:\n  heads of 256")
 
-    monkeypatch.setitem(IMPLS, "ours", attention_impls.Impl(refuse))
+    monkeypatch.setitem(ATTENTION, "ours", impls.Impl(refuse))
     bench, case = Bench(Options(("ours",), rounds=1)), _case(TINY)
     bench.prepare([case])
     assert bench.run(case)["impls"]["ours"] == {
@@ -232,93 +235,15 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch):
     assert "out of memory" in attention.lines(record)
 
 
-def test_the_binary_lists_and_refuses():
-    run = lambda *flags: subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--op=attention", *flags],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert len(run("--list", "--tag=core").stdout.strip().splitlines()) == 20
-    assert "--impl: got our, wanted some of ours, cudnn" in run("--list", "--impl=our").stderr
-    assert "--pass: got backward, wanted some of fwd, bwd" in run("--pass=backward").stderr
-    assert "No case matches" in run("--tag=core", "--kind=bias").stderr
-    assert "--dtype: got" in run("--dtype=f16").stderr
-
-
-def _entry(us, flops, **facts):
-    speed = {"us": us, "min_us": us, "max_us": us, "tflop_per_s": round(flops / us / 1e6, 2)}
-    return {"status": "ok", "error": 2e-3, **speed, **facts}
-
-
-@pytest.fixture
-def results(tmp_path):
-    """A folder with two cells measured, one of them wrong, and one left out."""
-    good, bad, missing = attention_cases.select(tags=["core"])[:3]
-    peers = {"cudnn": _entry(600.0, good.flops), "tokamax": {"status": "failed", "reason": "no"}}
-    ours = _entry(500.0, good.flops)
-    impls = [{"ours": ours, **peers}, {"ours": {"status": "WRONG", "reason": "off", "error": None}, **peers}]
-    shared = {"clock": "cupti", "matmul": {"tflop_per_s": 800.0}, "copy": {"tb_per_s": 4.2}}
-    records = [
-        {"case": case.describe(), "impls": entry, **shared, **measured.against_best({"impls": entry})}
-        for case, entry in zip((good, bad), impls, strict=True)
-    ]
-    header = {
-        "timestamp": "2026-11-20",
-        "topic": "attention",
-        "commit": "abc",
-        "device": {"name": "H"},
-        "versions": {"jax": "0", "cudnn": "91900"},
-        "left_out": [missing.name],
-    }
-    measured.write(tmp_path / "h200" / "attention.json", header, records)
-    return Results(tmp_path)
-
-
 def test_the_best_peer_is_the_fastest():
     impls = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
     assert measured.against_best({"impls": impls}) == {"best_peer": "mgpu", "ratio": 1.25}
     assert measured.against_best({"impls": {"ours": {"us": 2.0}}}) == {"best_peer": None, "ratio": None}
 
 
-def test_documents_come_from_results(results):
-    (text,) = docs.pages(results).values()
-    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error | measured |" in text
-    assert (
-        "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 | 2026-11-20 abc |"
-        in text
-    )
-    assert "| backward, D 64, S 2048, full | WRONG | - |" in text
-    assert "cuDNN 91900" in text
-    assert "attention_fwd_causal_d64_s2048_b8_h32" in text
-
-
-def test_results_of_attention_are_not_results_of_softmax(results):
-    assert not results
-    assert docs.everything(results) == NOT_MEASURED
-
-
-def test_without_results_nothing_is_claimed(tmp_path):
-    assert docs.pages(Results(tmp_path)) == {}
-    assert attention_docs.comparison([]) == NOT_MEASURED
-
-
-def test_the_committed_page_is_the_generated_one():
-    for path, text in docs.pages(Results()).items():
-        assert path.read_text() == text, "run python -m benchmarks.docs"
-
-
-def test_a_picture_is_drawn_from_results(results, tmp_path):
-    ((setting, attention),) = results.by_setting("attention").items()
-    (path,) = attention_docs.draw(setting, attention, tmp_path / "pictures")
-    assert path.read_text().startswith("<?xml")
-
-
 def test_the_scale_of_jax_own_kernel_is_in_its_query():
     shape = square(2048, 64, "full")
     small = dataclasses.replace(shape, batch=1, heads=1, key_heads=1, length=8)
-    made = IMPLS["mgpu"].prepare(small, small.operands(0))
+    made = ATTENTION["mgpu"].prepare(small, small.operands(0))
     assert made["query"].dtype == jnp.float16
     np.testing.assert_array_equal(made["query"], (small.operands(0)["query"] / math.sqrt(64)).astype(jnp.float16))

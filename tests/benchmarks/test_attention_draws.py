@@ -2,18 +2,14 @@
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import attention, attention_cases
 from benchmarks.attention_cases import KINDS, Case, Shape
-from benchmarks.attention_runner import Bench, Options
+from benchmarks.calls import Options
+from benchmarks.runner import Bench
 
-ROOT = Path(__file__).parents[2]
 MANY = attention_cases.draws(400, seed=5)
 
 
@@ -101,20 +97,7 @@ def test_the_report_names_the_share_and_the_worst():
     assert "none of 1 draws" in attention.draws_won(records[2:])
 
 
-def _run(*flags):
-    command = [sys.executable, "-m", "benchmarks", "--op=attention", *flags]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-
-
-def test_the_binary_draws_measures_and_reports():
-    done = _run("--draws=3", "--seed=4", "--impl=ours,xla", "--rounds=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "against xla: " in done.stdout
-    assert all(case.name in done.stdout for case in attention_cases.draws(3, seed=4))
-
-
-def test_draws_beside_another_choice_of_cases_are_refused():
-    done = _run("--draws=5", "--kind=full")
-    assert done.returncode == 1
-    assert "--draws: got 5 beside --kind, wanted it without them" in done.stderr
+def test_the_binary_draws_measures_and_reports(binary):
+    out = binary("--op=attention", "--draws=3", "--seed=4", "--impl=ours,xla", "--rounds=1")
+    assert "against xla: " in out
+    assert all(case.name in out for case in attention_cases.draws(3, seed=4))

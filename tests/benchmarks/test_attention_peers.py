@@ -1,6 +1,8 @@
-"""flash-attn-4's process, against stand-ins for torch and for the package that compute with NumPy and the oracle."""
+"""flash-attn-4's process, against stand-ins for torch and for the package that compute with NumPy and the oracle.
 
-import contextlib
+A forward pass takes 2 microseconds, a backward pass 5 and a product 1.
+"""
+
 import dataclasses
 import importlib
 import importlib.metadata
@@ -11,18 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import (
-    attention,
-    attention_cases,
-    attention_docs,
-    attention_peers,
-    peers,
-    targets,
-)
+from benchmarks import attention, attention_cases, attention_docs, attention_peers, peers, targets
 from benchmarks import results as measured
-from benchmarks.attention_runner import Options
+from benchmarks.calls import Options
 from benchmarks.results import Results
 from tests import attention_oracle
+from tests.benchmarks import fake_cuda
+from tests.benchmarks.fake_cuda import Clock
 
 SHAPE = attention_cases.Shape(2, 4, 2, 16, 8, 4, "full", 5)
 
@@ -43,21 +40,6 @@ class Tensor(np.ndarray):
     clone, amax = np.ndarray.copy, np.ndarray.max
 
 
-class Clock:
-    """A forward pass takes 2 microseconds, a backward pass 5 and a product 1."""
-
-    now = 0.0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.at = Clock.now
-
-    def elapsed_time(self, end):
-        return (end.at - self.at) / 1e3
-
-
 def _gradients(out, leaves, d_out, retain_graph=False):
     Clock.now += 5
     return tuple(g.reshape(x.shape) for g, x in zip(out.pull(d_out), leaves, strict=True))
@@ -75,22 +57,11 @@ def _softmax(x, axis):
 
 @pytest.fixture
 def torch(monkeypatch):
-    @contextlib.contextmanager
-    def capturing(graph):
-        before = Clock.now
-        yield
-        graph.us, Clock.now = Clock.now - before, before
-
-    class Graph:
-        def replay(self):
-            Clock.now += self.us
-
     monkeypatch.setattr(attention_peers, "_MATMUL_SIZE", 8)
-    rng, nothing = np.random.default_rng(0), lambda: None
-    cuda = {"Event": Clock, "CUDAGraph": Graph, "graph": capturing, "synchronize": nothing, "empty_cache": nothing}
+    rng = np.random.default_rng(0)
     made = lambda x: np.asarray(x).view(Tensor)
     return types.SimpleNamespace(
-        cuda=types.SimpleNamespace(**cuda),
+        cuda=fake_cuda.cuda(),
         autograd=types.SimpleNamespace(grad=_gradients),
         arange=lambda n, device: made(np.arange(n)),
         bfloat16=ml_dtypes.bfloat16,

@@ -9,10 +9,11 @@ import types
 
 import pytest
 
-from benchmarks import attention, attention_cases, attention_runner
+from benchmarks import attention, attention_cases, runner
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
-from benchmarks.attention_runner import Bench, Options
+from benchmarks.calls import Options
+from benchmarks.runner import Bench
 
 TINY = Shape(2, 4, 2, 16, 8, 8, "full")
 CAUSAL, BROKEN = dataclasses.replace(TINY, kind="causal"), dataclasses.replace(TINY, key_heads=0)
@@ -25,7 +26,7 @@ def _case(shape, pass_="fwd"):
 @pytest.mark.parametrize("processes", [1, 8, 100])
 def test_every_case_is_in_one_share_beside_the_other_passes_of_its_shape(processes):
     cases = attention_cases.select(tags=["standard"], passes=["fwd", "bwd"])
-    shares = attention_runner.deal(cases, processes)
+    shares = runner.deal(cases, processes)
     assert sorted(case.name for share in shares for case in share) == sorted(case.name for case in cases)
     assert len(shares) == min(processes, 32)
     shapes = [list(dict.fromkeys(case.shape for case in share)) for share in shares]
@@ -73,9 +74,9 @@ def test_a_process_measures_when_all_have_compiled_and_it_has_the_device(monkeyp
             raise threading.BrokenBarrierError
 
     bench = types.SimpleNamespace(prepare=lambda cases: done.append("compiled"), run=run)
-    monkeypatch.setattr(attention_runner, "Bench", lambda options: bench)
+    monkeypatch.setattr(runner, "Bench", lambda options: bench)
     pipe, barrier = types.SimpleNamespace(send=sent.append), types.SimpleNamespace(wait=wait)
-    attention_runner._measure(pipe, ["a", "b"], Options(), barrier, str(device), deadline)
+    runner._measure(pipe, ["a", "b"], Options(), barrier, str(device), deadline)
     measured = ["a", "b"] if deadline is None else []
     assert done == ["compiled", "all compiled", *measured]
     assert sent == [{"case": case} for case in measured]

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from benchmarks import attention_cases, attention_docs, docs, targets
+from benchmarks import attention_cases, attention_docs, docs, plot, targets
 from benchmarks import results as measured
-from benchmarks.results import FOLDER, Results, Setting
+from benchmarks.results import FOLDER, NOT_MEASURED, Results, Setting
 
 NAMES = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
 FULL, CAUSAL = attention_cases.select(tags=["core"], passes=["fwd"], patterns=["d128_s2048"])
@@ -24,7 +24,7 @@ def run(tmp_path):
     """Writes a result file: `run(card, jax, {case: {implementation: microseconds}})`; each is newer than the last."""
     days = itertools.count(10)
 
-    def write(card, jax, found, commit="abc", linker=None):
+    def write(card, jax, found, commit="abc", linker=None, cudnn=None, left_out=()):
         shared = {
             "nvjitlink": linker,
             "clock": "cupti",
@@ -40,7 +40,8 @@ def run(tmp_path):
             }
             records.append({"case": case.describe(), "impls": impls, **shared})
         header = {"timestamp": f"2026-11-{next(days)}", "topic": "attention", "commit": commit}
-        header |= {"device": {"name": NAMES[card]}, "versions": {"jax": jax}}
+        versions = {"jax": jax} | ({"cudnn": cudnn} if cudnn else {})
+        header |= {"device": {"name": NAMES[card]}, "versions": versions, "left_out": left_out}
         measured.write(tmp_path / card / f"attention_{header['timestamp']}.json", header, records)
         return Results(tmp_path)
 
@@ -51,6 +52,48 @@ def _sections(page):
     """The text under each heading."""
     heads = re.split(r"^## (.*)$", page, flags=re.MULTILINE)
     return dict(zip(heads[1::2], heads[2::2], strict=True))
+
+
+@pytest.fixture
+def results(run):
+    """Two cells, one of them wrong, and one left out."""
+    good, bad, missing = attention_cases.select(tags=["core"])[:3]
+    peers = {"cudnn": 600.0, "tokamax": "failed"}
+    cells = {good: {"ours": 500.0, **peers}, bad: {"ours": "WRONG", **peers}}
+    return run("h200", "0", cells, cudnn="91900", left_out=[missing.name])
+
+
+def test_documents_come_from_results(results):
+    (text,) = docs.pages(results).values()
+    assert "| attention | us | TFLOP/s | direct | of matmul | x cuDNN | x tokamax | error | measured |" in text
+    assert (
+        "| forward, D 64, S 2048, full | 500.0 | 550 | - | 0.69 | 1.20 (458) | failed | 2.0e-03 | 2026-11-10 abc |"
+        in text
+    )
+    assert "| backward, D 64, S 2048, full | WRONG | - |" in text
+    assert "cuDNN 91900" in text
+    assert "attention_fwd_causal_d64_s2048_b8_h32" in text
+
+
+def test_results_of_attention_are_not_results_of_softmax(results):
+    assert not results
+    assert docs.everything(results) == NOT_MEASURED
+
+
+def test_without_results_nothing_is_claimed(tmp_path):
+    assert docs.pages(Results(tmp_path)) == {}
+    assert attention_docs.comparison([]) == NOT_MEASURED
+
+
+def test_the_committed_page_is_the_generated_one():
+    for path, text in docs.pages(Results()).items():
+        assert path.read_text() == text, "run python -m benchmarks.docs"
+
+
+def test_a_picture_is_drawn_from_results(results, tmp_path):
+    ((setting, attention),) = results.by_setting("attention").items()
+    (path,) = plot.draw_attention(setting, attention, tmp_path / "pictures")
+    assert path.read_text().startswith("<?xml")
 
 
 def test_each_card_and_version_of_jax_has_a_table_of_its_own(run):

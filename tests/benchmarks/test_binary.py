@@ -1,8 +1,8 @@
 """The binary on a machine without a GPU: gate, report, result file, and that a wrong result never gets a time."""
 
 import contextlib
+import itertools
 import json
-import os
 import subprocess
 import sys
 import types
@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cases, peers, report, runner, timing, truth, variants
+import jaxsoftmax
+from benchmarks import attention_cases, calls, cases, impls, peers, report, runner, timing, truth
 from benchmarks import results as measured
 from pallas_kernels.softmax import reference
 
@@ -24,18 +25,10 @@ def _case(name):
     return case
 
 
-def _run(*flags, expect=0):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_a_run_reports_every_implementation_asked_for(tmp_path):
+def test_a_run_reports_every_implementation_asked_for(binary, tmp_path):
     names = r"fwd_f32_32768x1024|value_and_vjp_bf16_32768x4096|call"
     file = tmp_path / "run.json"
-    out = _run(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
+    out = binary(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
     assert "on the CPU" in out
     found = measured.read(file)
     assert {"device", "versions", "commit", "seed", "timestamp", "inputs"} <= set(found["header"])
@@ -56,7 +49,7 @@ def test_a_run_reports_every_implementation_asked_for(tmp_path):
     assert forward["impls"]["ours"]["temp_bytes"] >= 0
 
 
-@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.invariance"])
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.training"])
 def test_without_absl_the_extra_is_named(module):
     hidden = "import runpy, sys; sys.modules['absl'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", hidden, module], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -65,34 +58,41 @@ def test_without_absl_the_extra_is_named(module):
     assert "pip install 'jaxsoftmax[bench]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_name_that_is_no_implementation_is_refused():
-    assert "--impl: got quak, wanted some of ours, xla" in _run("--impl=quak", "--list", expect=1)
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--impl=quak --list", "--impl: got quak, wanted some of ours, "),
+        ("--tag=stndard", "tag: got stndard, wanted some of"),
+        ("--op=atention", "op: got atention, wanted some of"),
+        ("--pass=backward", "pass: got backward, wanted some of"),
+        ("--dtype=f8", "dtype: got f8, wanted some of"),
+        ("--op=attention,softmax", "--op: got attention beside softmax, wanted it alone"),
+        ("--op=softmax --draws=3", "--draws: got 3, wanted it for attention alone"),
+        ("--tree=a=.", "wanted it for attention alone"),
+        ("--tag=core --case=nothing", "No case matches"),
+        ("--op=attention --impl=our", "--impl: got our, wanted some of ours, batch_invariant, cudnn"),
+        ("--op=attention --pass=backward", "--pass: got backward, wanted some of fwd, bwd"),
+        ("--op=attention --tag=core --kind=bias", "No case matches"),
+        ("--op=attention --dtype=f16", "--dtype: got"),
+        ("--op=attention --draws=5 --kind=full", "--draws: got 5 beside --kind, wanted it without them"),
+        ("--op=attention --tree=../before", "--tree: got ../before, wanted NAME=FOLDER"),
+        ("--op=attention --tree=before=../before --impl=now:a=1,older", "--impl: got older"),
+    ],
+)
+def test_what_is_not_understood_or_selects_nothing_is_refused(binary, flags, words):
+    assert words in binary(*flags.split(), expect=1)
 
 
-@pytest.mark.parametrize("flag", ["--tag=stndard", "--op=atention", "--pass=backward", "--dtype=f8"])
-def test_names_that_do_not_exist_are_refused(flag):
-    name, value = flag.split("=")
-    assert f"{name}: got {value}, wanted some of" in _run(flag, "--rounds=1", expect=1)
-
-
-@pytest.mark.parametrize("flags", [["--op=attention,softmax"], ["--op=softmax", "--draws=3"]])
-def test_attention_and_rows_are_not_mixed(flags):
-    assert "wanted it" in _run(*flags, expect=1)
-
-
-def test_flags_that_select_nothing_are_refused():
-    assert "No case matches" in _run("--tag=core", "--case=nothing", expect=1)
-
-
-def test_help_lists_the_flags():
-    out = _run("--help", expect=1)  # absl's status
+def test_help_lists_the_flags(binary):
+    out = binary("--help", expect=1)  # absl's status
     assert "python -m benchmarks --list --tag=core" in out
     assert "--peers_path" in out
 
 
-def test_listing_measures_nothing():
-    out = _run("--list", "--tag=core")
-    assert len(out.strip().splitlines()) == len(cases.select(tags=["core"]))
+def test_listing_measures_nothing(binary):
+    for flags, topic in (((), cases), (("--op=attention",), attention_cases)):
+        out = binary(*flags, "--list", "--tag=core")
+        assert len(out.strip().splitlines()) == len(topic.select(tags=["core"]))
 
 
 OPS = [
@@ -114,7 +114,7 @@ OPS = [
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_gate_accepts_what_is_right(name):
-    record = runner.run(_case(name), runner.Options(rounds=1))
+    record = runner.run(_case(name), calls.Options(rounds=1))
     assert record["impls"]["ours"]["status"] == "ok"
     assert record["impls"]["ours"]["max_error_ulp"] <= record["impls"]["ours"]["allowed_error_ulp"]
 
@@ -122,15 +122,15 @@ def test_the_gate_accepts_what_is_right(name):
 @pytest.mark.parametrize("pass_", ["fwd", "value_and_grad", "value_and_grad_mean"])
 def test_a_loss_in_float32_is_another_formula(pass_):
     record = runner.run(
-        _case(f"cross_entropy_{pass_}_bf16_8192x32000"), runner.Options(("ours", "xla", "xla_f32"), rounds=1)
+        _case(f"cross_entropy_{pass_}_bf16_8192x32000"), calls.Options(("ours", "xla", "xla_f32"), rounds=1)
     )
     error = {name: measured.loss_error(record, name) for name in record["impls"]}
     assert error["ours"] < 1
     assert error["xla_f32"] < 2
     assert error["xla"] > (1000 if pass_ == "fwd" else 2)
     assert record["impls"]["xla_f32"]["us"] > 0
-    with pytest.raises(variants.Declined, match="only a loss"):
-        variants.build(_case("softmax_fwd_f32_32768x1024"), "xla_f32")
+    with pytest.raises(impls.Declined, match="only a loss"):
+        impls.build(_case("softmax_fwd_f32_32768x1024"), "xla_f32")
 
 
 FAULTS = {
@@ -144,12 +144,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_result_gets_no_time(monkeypatch, fault):
-    wrong = variants.Program(jax.jit(FAULTS[fault]), lambda x: (x,))
-    build = variants.build
-    monkeypatch.setattr(
-        variants, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw)
-    )
-    record = runner.run(_case("softmax_fwd_f32_32768x1024"), runner.Options(rounds=1))
+    wrong = impls.Program(FAULTS[fault])
+    build = impls.build
+    monkeypatch.setattr(impls, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw))
+    record = runner.run(_case("softmax_fwd_f32_32768x1024"), calls.Options(rounds=1))
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
     assert "WRONG" in report.line(record)
@@ -183,8 +181,8 @@ LOSS_FAULTS = {
 @pytest.mark.parametrize("name", LOSS_FAULTS)
 def test_a_wrong_loss_is_seen_in_whatever_row(name):
     case = _case(name).shrunk(2**18)
-    (operands,) = variants.make_operands(case, 1, seed=0)
-    ours, xla = (variants.build(case, impl).function for impl in ("ours", "xla"))
+    (operands,) = impls.make_operands(case, 1, seed=0)
+    ours, xla = (jax.jit(impls.build(case, impl).function) for impl in ("ours", "xla"))
     right, reference, check = ours(*operands), xla(*operands), truth.every_row(case)
     assert truth.judge(case, operands, right, reference, check).right
     for fault, wrong in LOSS_FAULTS[name].items():
@@ -197,37 +195,40 @@ def test_a_wrong_loss_is_seen_in_whatever_row(name):
 @pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
 def test_a_rung_has_the_loss_around_it(pass_):
     case = _case(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk(2**17)
-    (operands,) = variants.make_operands(case, 1, seed=0)
+    (operands,) = impls.make_operands(case, 1, seed=0)
     kernel = getattr(reference, case.problems[0].op.value)
 
     def run(x, *rows):
         return kernel(x, *(row[:, None] for row in rows), axes=(1,))
 
-    function, take = variants.rung_of_loss(case, types.SimpleNamespace(run=run))
-    outputs = (jax.tree.leaves(out) for out in (function(*take(*operands)), variants.ours_of_loss(case)(*operands)))
+    function, take = impls.rung_of_loss(case, types.SimpleNamespace(run=run))
+    outputs = (
+        jax.tree.leaves(out)
+        for out in (function(*(take(*operands) if take else operands)), impls.ours_of_loss(case)(*operands))
+    )
     for got, want in zip(*outputs, strict=True):
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-5)
 
 
 def test_labels_are_of_every_kind():
     case = _case("cross_entropy_fwd_bf16_8192x32000")
-    y = variants.labels(case, jax.random.key(0))
+    y = impls.labels(case, jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
     assert len(set(y.tolist())) > 7000
     case = _case("cross_entropy_fwd_bf16_8192x128256_half_ignored")
-    assert (variants.labels(case, jax.random.key(0)) == -100).sum() == 4096
+    assert (impls.labels(case, jax.random.key(0)) == -100).sum() == 4096
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other_result(monkeypatch):
-    build = variants.build
+    build = impls.build
 
     def broken(case, impl, **override):
         if impl == "ours":
             raise ValueError("no such layout\nlong trace")
         return build(case, impl, **override)
 
-    monkeypatch.setattr(variants, "build", broken)
-    record = runner.run(_case("softmax_fwd_f32_32768x1024"), runner.Options(rounds=1))
+    monkeypatch.setattr(impls, "build", broken)
+    record = runner.run(_case("softmax_fwd_f32_32768x1024"), calls.Options(rounds=1))
     assert record["impls"]["ours"] == {"status": "failed", "reason": "ValueError: no such layout"}
     assert record["impls"]["xla"]["us"] > 0
 
@@ -236,7 +237,7 @@ def test_every_row_is_looked_at(monkeypatch):
     """Of many rows only some are sampled; the loose check on the device sees the others."""
     case = _case("softmax_fwd_f32_32768x1024").shrunk(2**20)
     monkeypatch.setattr(truth, "_SAMPLED_ELEMENTS", 4 * case.cols)
-    ((x,),) = variants.make_operands(case, 1, seed=0)
+    ((x,),) = impls.make_operands(case, 1, seed=0)
     xla = jax.nn.softmax(x)
     unsampled = next(iter(set(range(case.rows)) - set(truth._sampled_rows(case).tolist())))
     verdict = truth.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), xla, truth.every_row(case))
@@ -246,13 +247,28 @@ def test_every_row_is_looked_at(monkeypatch):
 
 def test_ours_keeps_only_its_output_for_the_backward_pass():
     case = _case("softmax_value_and_vjp_bf16_32768x4096")
-    assert variants.build(case, "ours").residual_bytes == cases.operand_bytes(case)
-    assert variants.build(case, "xla").residual_bytes > cases.operand_bytes(case)
+    assert impls.build(case, "ours").facts["residual_bytes"] == cases.operand_bytes(case)
+    assert impls.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
+
+
+def test_what_batch_invariance_costs_is_measured_beside_ours(binary, tmp_path):
+    file = tmp_path / "invariance.json"
+    binary("--tag=invariance", "--case=axis0|top_k.*256x", "--rounds=1", f"--json={file}")
+    found = measured.read(file)
+    assert found["header"]["topic"] == "invariance"
+    assert len(found["records"]) == 2
+    for record in found["records"]:
+        assert all(record["impls"][name]["us"] > 0 for name in ("ours", impls.INVARIANT))
+
+
+def test_an_invariant_function_is_traced_as_one():
+    scaled = lambda x: x * (1.0 + jaxsoftmax._core.batch_invariance.enabled())
+    assert (jax.jit(scaled)(1.0), jax.jit(impls.invariant(scaled))(1.0)) == (1.0, 2.0)
 
 
 def test_rungs_decline_without_a_gpu():
-    with pytest.raises(variants.Declined, match="GPU"):
-        variants.build(_case(OPS[0]), "rung:naive")
+    with pytest.raises(impls.Declined, match="GPU"):
+        impls.build(_case(OPS[0]), "rung:naive")
 
 
 def test_the_peers_process_survives_being_killed():
@@ -312,9 +328,9 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
     monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
     monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
     case = _case("logsumexp_fwd_bf16_32768x4096").shrunk(2**19)
-    record = runner.run(case, runner.Options(rounds=2))
+    record = runner.run(case, calls.Options(rounds=2))
     assert (record["clock"], record["buffers"]) == ("cupti", 3)
-    assert set(profiled[-1]) == {"ours", "xla", "copy:mosaic"}
+    assert set(profiled[-1]) == {"ours:fwd", "xla:fwd", "copy:mosaic"}
     assert record["copy"]["method"] == "copy:torch"
     assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
     assert record["impls"]["ours"]["us"] == 1000.0
@@ -323,7 +339,7 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch):
 
 def test_what_is_slow_is_launched_less_often(monkeypatch):
     """The path of a GPU run in which XLA takes long, with and without sessions apart."""
-    rounds = {name: [] for name in ("ours", "xla", "copy:mosaic")}
+    rounds = {name: [] for name in ("ours:fwd", "xla:fwd", "copy:mosaic")}
 
     def kernels(schedule):
         launched = [variant.name for _, variant in schedule.slots()]
@@ -332,18 +348,19 @@ def test_what_is_slow_is_launched_less_often(monkeypatch):
             raise RuntimeError("kernels of no one")
         for name in rounds:
             rounds[name].append(launched.count(name))
-        return [(name, 30.0 if name == "xla" else 1.0) for name in launched]
+        return [(name, 30.0 if name == "xla:fwd" else 1.0) for name in launched]
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "_device_kernels", kernels)
     monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
     monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
     monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
-    monkeypatch.setattr(runner._Ready, "is_slow", lambda self: self.program.kernel is None)
+    slow = itertools.cycle((False, True))  # of ours, of XLA
+    monkeypatch.setattr(runner, "_is_slow", lambda launch: next(slow))
     case = _case("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
     for together in (False, True):
         with pytest.warns(UserWarning, match="kernels of no one") if together else contextlib.nullcontext():
-            record = runner.run(case, runner.Options(rounds=4))
+            record = runner.run(case, calls.Options(rounds=4))
         assert record["clock"] == ("cupti, each round apart" if together else "cupti")
         assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
         assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]

@@ -48,6 +48,13 @@ def test_every_loss_and_selection_is_there():
     assert not {c.op for c in cases.select(tags=["standard"])} & {"cross_entropy", "top_k"}
 
 
+def test_what_batch_invariance_costs_is_in_no_other_run():
+    found = cases.select(tags=["invariance"])
+    assert {case.op for case in found} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
+    assert len({case.name for case in found}) == 13
+    assert not any("invariance" in case.tags for case in cases.all_cases())
+
+
 def test_the_sweep_is_larger_than_the_cache():
     for case in cases.select(tags=["sweep"]):
         assert cases.operand_bytes(case) >= 64 * MIB

@@ -1,14 +1,15 @@
-"""Torch's side, against a stand-in for torch that computes with NumPy and whose clock counts launches."""
+"""Torch's side, against a stand-in for torch that computes with NumPy and a launch takes a microsecond."""
 
-import contextlib
 import importlib
 import types
 
 import numpy as np
 import pytest
 
-from benchmarks import cases, peers, runner
+from benchmarks import cases, peers
 from benchmarks import results as measured
+from tests.benchmarks import fake_cuda
+from tests.benchmarks.fake_cuda import Clock
 
 
 class Tensor(np.ndarray):
@@ -16,7 +17,7 @@ class Tensor(np.ndarray):
         return self
 
     def copy_(self, other):
-        CLOCK.launched += 1
+        Clock.now += 1
         self[...] = other
         return self
 
@@ -27,33 +28,14 @@ class Tensor(np.ndarray):
     clone = np.ndarray.copy
 
 
-class Clock:
-    """Each launch takes a microsecond."""
-
-    launched = 0
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.at = CLOCK.launched
-
-        def elapsed_time(self, end):
-            return (end.at - self.at) / 1e3
-
-
-CLOCK = Clock()
-
-
 def _softmax(x, _):
-    CLOCK.launched += 1
+    Clock.now += 1
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
 def _cross_entropy(x, y, reduction="mean", ignore_index=-100):
-    CLOCK.launched += 1
+    Clock.now += 1
     top = x.max(-1, keepdims=True)
     lse = np.log(np.exp(x - top).sum(-1)) + top[:, 0]
     losses = np.where(y == ignore_index, 0, lse - x[np.arange(len(x)), y]).astype(np.float32).view(Tensor)
@@ -71,29 +53,11 @@ def _liger_cross_entropy(x, y, reduction):
     return losses
 
 
-class Graph:
-    def replay(self):
-        CLOCK.launched += 10
-
-
 def fake_torch():
-    @contextlib.contextmanager
-    def capturing(_):
-        before = CLOCK.launched
-        yield
-        CLOCK.launched = before
-
     nothing = lambda: None
-    cuda = {
-        "Event": Clock.Event,
-        "CUDAGraph": Graph,
-        "graph": capturing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
-    }
     rng = np.random.default_rng(0)
     return types.SimpleNamespace(
-        cuda=types.SimpleNamespace(**cuda),
+        cuda=fake_cuda.cuda(),
         compiler=types.SimpleNamespace(reset=nothing),
         ops=types.SimpleNamespace(
             aten=types.SimpleNamespace(
@@ -119,7 +83,7 @@ def fake_torch():
 def _case(pass_, rows=4, cols=256, op="softmax", variant=""):
     case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
     sizes = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
-    return runner.describe(case) | sizes | {"buffers": 3}
+    return case.describe() | sizes | {"buffers": 3}
 
 
 @pytest.fixture

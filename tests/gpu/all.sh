@@ -63,7 +63,10 @@ do_part() {
       --peers_path="$peers_path"
     ;;
   models) python3 -m benchmarks.training --json="$out/models.json" --commit="${COMMIT:?}" ;;
-  invariance) python3 -m benchmarks.invariance --json="$out/invariance.json" --commit="${COMMIT:?}" ;;
+  invariance)
+    rows invariance --tag=invariance --rounds=3 &&
+      attention invariance_attention --tag=invariance
+    ;;
   sanitize) tests/gpu/sanitize.sh ;; # two tools beside each other
   sanitize-attention)
     mkdir -p "$out/attention" && OUT=$out/attention STEPS=every_attention tests/gpu/sanitize.sh

@@ -1,7 +1,10 @@
-"""What both processes that measure attention agree on, without JAX: what is right, how fast it is, who is faster."""
+"""What every process that measures agrees on, without JAX: what is right, and how fast attention is."""
 
 import dataclasses
+import importlib.util
 import math
+import pathlib
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +13,49 @@ ROW_WEIGHT = 1 / 16  # of the worst row of a head: a row that is missing or anot
 SLACK = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-4}  # half of epsilon in 16 bits
 
 
+def _load(name: str) -> types.ModuleType:
+    path = pathlib.Path(__file__).parents[1] / "tests" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmarks.tests_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# They are the tests' and need NumPy alone; `tests` is no package, so that they are loaded by path.
+oracle, errors = _load("oracle"), _load("errors")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowVerdict:
+    """The errors of rows, in units of the last place, relative to the true value."""
+
+    error: float
+    xla_error: float
+    every_row: float
+
+    @property
+    def allowed(self) -> float:
+        """Where XLA itself overflows, as much as if it were off by one."""
+        return 2 * (self.xla_error if math.isfinite(self.xla_error) else 1.0) + 1
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed and self.every_row <= 1.0
+
+    def describe(self) -> str:
+        return f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; every row: {self.every_row:.3g} of the bound"
+
+    def entry(self) -> dict[str, Any]:
+        """What a result file says of an implementation with this verdict; it is timed if "ok"."""
+        found = {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
+        return _status(self) | found
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Relative errors of an output, and of the plain program's in 16 bits."""
+    """The relative error of an output of attention, and that of the plain program's in 16 bits."""
 
     output: str
     error: float
@@ -37,9 +80,12 @@ class Verdict:
         return {"output": self.output, "error": error, "plain_error": self.plain_error, "allowed_error": self.allowed}
 
     def entry(self) -> dict[str, Any]:
-        """What a result file says of an implementation with this verdict; timed if "ok"."""
-        found = {"status": "ok" if self.right else "WRONG", **self.as_json()}
-        return found if self.right else found | {"reason": self.describe()}
+        """What a result file says of an implementation with this verdict; it is timed if "ok"."""
+        return _status(self) | self.as_json()
+
+
+def _status(verdict: RowVerdict | Verdict) -> dict[str, Any]:
+    return {"status": "ok"} if verdict.right else {"status": "WRONG", "reason": verdict.describe()}
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -59,14 +105,18 @@ def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]], dtype:
 
 
 def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) -> dict[str, Any]:
-    """Microseconds and TFLOP/s from each program's times; of a backward pass, each round's difference of medians."""
-    if pass_ == "bwd":
+    """Microseconds and TFLOP/s from each program's times; of a backward pass, each round's difference of medians.
+
+    A tree's backward pass has one program, "direct".
+    """
+    if pass_ == "bwd" and "fwd" in programs:
         rounds = zip(programs["value_and_vjp"]["rounds_us"], programs["fwd"]["rounds_us"], strict=True)
         differences = [both - forward for both, forward in rounds]
         us = programs["value_and_vjp"]["us"] - programs["fwd"]["us"]
         found = {"us": us, "min_us": min(differences), "max_us": max(differences)}
     else:
-        found = {name: programs[pass_][name] for name in ("us", "min_us", "max_us")}
+        program = programs["direct" if pass_ == "bwd" else pass_]
+        found = {name: program[name] for name in ("us", "min_us", "max_us")}
     found = {name: round(us, 3) for name, us in found.items()}
     if found["us"] <= 0:  # a difference within the noise, on a machine too loud to measure
         return {"status": "unresolved", "reason": "value and vjp took no longer than forward", "programs": programs}

@@ -1,0 +1,413 @@
+"""What is compared in JAX's own process, of rows and of attention: it builds programs, and times nothing."""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxsoftmax
+from benchmarks.attention_cases import Shape
+from benchmarks.cases import Case
+from pallas_kernels import hardware
+from pallas_kernels.monoid import Stats, log_normalizer
+from pallas_kernels.softmax import dispatch
+
+LOSSES = ("cross_entropy", "top_k")
+INVARIANT = "batch_invariant"
+ROWS = ("ours", INVARIANT, "xla", "xla_f32", "ladder")
+BASELINES = ("xla", "xla_f32")  # right by definition: what ours is compared with
+
+Buffers = list[tuple[Any, ...]]  # operands of a call, as often as they rotate
+
+Operands = Mapping[str, jax.Array]
+
+ATTENTION_PROGRAMS = {"fwd": ("fwd",), "bwd": ("fwd", "value_and_vjp"), "value_and_vjp": ("value_and_vjp",)}
+
+# The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
+_MGPU_BLOCK_KV = {64: 256, 128: 128, 256: 64}
+
+_OURS = {
+    "softmax": jaxsoftmax.softmax,
+    "log_softmax": jaxsoftmax.log_softmax,
+    "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
+}
+_XLA = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": functools.partial(jax.scipy.special.logsumexp, axis=-1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function to compile and time, and what is known of it; `prepare` makes its operands from a call's, untimed."""
+
+    function: Callable[..., Any]
+    prepare: Callable[..., tuple[Any, ...]] | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Declined(Exception):
+    """An implementation that does not take a case; the message is the reason."""
+
+
+class NotInstalled(Exception):
+    """An implementation is missing on this machine."""
+
+
+def make_operands(case: Case, count: int, seed: int) -> Buffers:
+    """`count` sets of operands: standard-normal logits, and labels, or for a gradient its cotangent."""
+    arrays = 1 if case.pass_ in ("fwd", "call") and case.op != "cross_entropy" else 2
+    keys = jax.random.split(jax.random.key(seed), count * arrays)
+    if case.op == "cross_entropy":
+        pairs = zip(keys[::2], keys[1::2], strict=True)
+        return [(_normal(k, (case.rows, case.cols), jnp.dtype(case.dtype)), labels(case, y)) for k, y in pairs]
+    flat = [_normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)) for key in keys]
+    return [tuple(flat[i * arrays : (i + 1) * arrays]) for i in range(count)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
+
+
+def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
+    """The program of `impl`: one of `ROWS`, but for "ladder", or "rung:NAME" for one rung of the ladder.
+
+    Raises:
+      Declined: `impl` does not take the case.
+    """
+    if "axis" in case.options and impl in ("ours", INVARIANT, "xla"):
+        op = functools.partial((_XLA if impl == "xla" else _OURS)[case.op], **case.options)
+        program = Program(lambda x: op(x), lambda x: (x.T,))
+        return program if impl != INVARIANT else dataclasses.replace(program, function=invariant(program.function))
+    if impl == "xla":
+        return _xla(case)
+    if impl == INVARIANT:
+        program = build(case, "ours")
+        return Program(invariant(program.function), program.prepare and invariant(program.prepare))
+    if impl == "xla_f32":
+        if case.op != "cross_entropy":
+            raise Declined("only a loss is compared in float32 too")
+        return Program(xla_of_loss(case, wide=True))
+    if impl.startswith("rung:"):
+        return _rung(case, impl.removeprefix("rung:"), config)
+    if kernel is not None:
+        return _rung(case, kernel, config)
+    program = Program(ours_of_loss(case)) if case.op in LOSSES else _public(case, _OURS[case.op])
+    return dataclasses.replace(program, facts={**program.facts, **_explained(case)})
+
+
+def invariant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced so that a row's bits do not depend on the rows beside it."""
+
+    def traced(*operands: Any) -> Any:
+        with jaxsoftmax.batch_invariant():
+            return function(*operands)
+
+    return traced
+
+
+def expand(impls: list[str]) -> Iterator[str]:
+    """Replaces "ladder" by its rungs."""
+    for impl in impls:
+        yield from (f"rung:{name}" for name in dispatch.KERNELS) if impl == "ladder" else (impl,)
+
+
+def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
+    """The case through a public function and `jax.vjp`, as a user has it."""
+    if case.pass_ in ("fwd", "call"):
+        return Program(lambda x: op(x))
+    kept = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype))
+    facts = {"residual_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))}
+    if case.pass_ == "value_and_vjp":
+
+        def value_and_vjp(x, t):
+            y, pull = jax.vjp(op, x)
+            return y, pull(t)[0]
+
+        return Program(value_and_vjp, facts=facts)
+    return Program(lambda pull, t: pull(t)[0], lambda x, t: (jax.vjp(op, x)[1], t), facts)
+
+
+def _xla(case: Case) -> Program:
+    """As `jax.nn` has it; the backward pass alone in its leanest form, from the saved output."""
+    if case.op in LOSSES:
+        return Program(xla_of_loss(case))
+    op = _XLA[case.op]
+    if case.pass_ != "bwd":
+        return _public(case, op)
+    return Program(_XLA_BACKWARD[case.op], lambda x, t: (op(x), t))
+
+
+def _softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
+    y32, t32 = y.astype(jnp.float32), t.astype(jnp.float32)
+    return (y32 * (t32 - (y32 * t32).sum(-1, keepdims=True))).astype(t.dtype)
+
+
+def _log_softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
+    y32, t32 = y.astype(jnp.float32), t.astype(jnp.float32)
+    return (t32 - jnp.exp(y32) * t32.sum(-1, keepdims=True)).astype(t.dtype)
+
+
+_XLA_BACKWARD = {"softmax": _softmax_backward, "log_softmax": _log_softmax_backward}
+
+
+def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
+    """One rung, straight through the dispatcher, without the primitive around it."""
+    if jax.default_backend() != "gpu":
+        raise Declined("kernels need a GPU")
+    if len(case.problems) != 1:
+        raise Declined("a rung runs one problem; this case has two")
+    if case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
+        raise Declined("a rung runs plain operations")
+    (problem,) = case.problems
+    device = hardware.present() or hardware.H200
+    decision = dispatch.decide(problem, device, kernel=kernel)
+    if decision.kernel is not None and config:
+        config = dataclasses.replace(decision.config, **config)
+        decision = dispatch.decide(problem, device, kernel=kernel, config=config)
+    if decision.kernel is None:
+        raise Declined(dict(decision.declined).get(kernel, decision.reason))
+    facts = {"kernel": decision.kernel, "config": repr(decision.config), "bytes_moved": decision.bytes_moved}
+    if case.op == "cross_entropy":
+        labelled, taken = rung_of_loss(case, decision)
+        return Program(labelled, taken, facts)
+
+    def run(*operands: jax.Array) -> jax.Array:
+        out = decision.run(*operands)
+        return log_normalizer(out).astype(case.dtype) if isinstance(out, Stats) else out
+
+    if case.pass_ == "bwd" and case.op == "softmax":
+        return Program(run, lambda x, t: (jax.nn.softmax(x), t), facts)
+    return Program(run, facts=facts)
+
+
+def _explained(case: Case) -> dict[str, Any]:
+    """The kernels that the public functions choose here."""
+    if case.op == "top_k":
+        return {}
+    operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
+    calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}.get(case.pass_, (case.op,))
+    calls = calls if "value_and_grad" not in case.pass_ else ("cross_entropy_gradient",)
+    weights: dict[str, Any] = {"weights": 1 / case.rows} if case.pass_ == "value_and_grad" else {}
+    chosen = [jaxsoftmax.explain(operand, op=op, **case.options, **weights) for op in calls]
+    if not all(call.here and call.kernel for call in chosen):
+        return {"kernel": "reference (XLA)"}
+    return {
+        "kernel": " + ".join(str(call.kernel) for call in chosen),
+        "config": " + ".join(repr(call.config) for call in chosen),
+        "bytes_moved": sum(call.bytes_moved or 0 for call in chosen),
+    }
+
+
+def labels(case: Case, key: jax.Array) -> jax.Array:
+    """Random labels, the first and the last column among them; with an `ignore_index`, half of the rows have that."""
+    y = jax.random.randint(key, (case.rows,), 0, case.cols, jnp.int32).at[0].set(0).at[-1].set(case.cols - 1)
+    if "ignore_index" not in case.options:
+        return y
+    return jnp.where(jax.random.permutation(key, case.rows) < case.rows // 2, case.options["ignore_index"], y)
+
+
+def ours_of_loss(case: Case) -> Callable[..., Any]:
+    """The public functions."""
+    if case.op == "top_k":
+        return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
+    loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, **case.options)
+    if case.pass_ == "fwd":
+        return lambda x, y: loss(x, y)
+    if case.pass_ == "value_and_grad":
+        return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())
+    return jax.value_and_grad(lambda x, y: loss(x, y).mean())
+
+
+def xla_of_loss(case: Case, *, wide: bool = False) -> Callable[..., Any]:
+    """`optax`'s formula and `.mean()`, or `lax.top_k` of `jax.nn.softmax`; `wide`: of logits cast to float32 first.
+
+    The cast is what is written where a 16-bit loss will not do: the loss is then as accurate as ours.
+    """
+    if case.op == "top_k":
+        return lambda x: tuple(jax.lax.top_k(jax.nn.softmax(x, -1), **case.options))
+    formula = functools.partial(_optax, **case.options)
+    loss = (lambda x, y: formula(x.astype(jnp.float32), y)) if wide else formula
+    return loss if case.pass_ == "fwd" else jax.value_and_grad(lambda x, y: loss(x, y).mean())
+
+
+def _optax(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    ignore_index: int | None = None,
+) -> jax.Array:
+    """In the logits' dtype, as `optax` has it; with what it has no option for written around it, in float32."""
+    if logits_soft_cap is not None:
+        x = logits_soft_cap * jnp.tanh(x.astype(jnp.float32) / logits_soft_cap)
+    ignored = None if ignore_index is None else y == ignore_index
+    column = y if ignored is None else jnp.where(ignored, 0, y)
+    lse = jax.nn.logsumexp(x, axis=-1)
+    loss = lse - jnp.take_along_axis(x, column[:, None], -1)[:, 0]
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - x.mean(-1))
+    if z_loss:
+        loss += z_loss * lse**2
+    return loss if ignored is None else jnp.where(ignored, 0, loss)
+
+
+def rung_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """One rung's program and its operands, with XLA's small part of the loss after it."""
+    weights = () if case.pass_ == "fwd" else (jnp.full(case.rows, 1 / case.rows),)
+
+    def run(x: jax.Array, y: jax.Array, *weights: jax.Array) -> Any:
+        *gradient, maximum, total = decision.run(x, y, *weights)
+        loss = log_normalizer(Stats(maximum, total)) - jnp.take_along_axis(x, y[:, None], -1)[:, 0]
+        return (loss.mean(), *gradient) if gradient else loss
+
+    return run, (lambda x, y: (x, y, *weights)) if weights else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Impl:
+    """`call(shape, operands)` is attention's output; `prepare` brings operands to its form, outside of what is timed.
+
+    `check` says why a shape or pass is not for it.
+    """
+
+    call: Callable[[Shape, Operands], jax.Array]
+    prepare: Callable[[Shape, Operands], Operands] | None = None
+    check: Callable[[Shape, str], None] = lambda shape, pass_: None
+    note: str = ""
+
+
+def attention_programs(shape: Shape, pass_: str, name: str) -> dict[str, Program]:
+    """The programs in which a pass of an implementation is timed; each takes the operands by name.
+
+    "direct" is a backward pass from the residuals of a forward pass.
+
+    Raises:
+      Declined: the implementation does not take the call.
+    """
+    impl = ATTENTION[name]
+    impl.check(shape, pass_)
+    prepared = lambda operands: impl.prepare(shape, operands) if impl.prepare else operands
+
+    def call(operands: Operands) -> jax.Array:
+        try:
+            return impl.call(shape, operands)
+        except NotImplementedError as reason:
+            raise Declined(" ".join(str(reason).split())[:300]) from reason
+
+    def vjp(operands: Operands) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+        attend = lambda query, key, value: call({**operands, "query": query, "key": key, "value": value})
+        return jax.vjp(attend, operands["query"], operands["key"], operands["value"])
+
+    def value_and_vjp(operands: Operands) -> Any:
+        out, pull = vjp(operands)
+        return (out, *pull(operands["d_out"].astype(out.dtype)))
+
+    prepare = (lambda operands: (prepared(operands),)) if impl.prepare else None
+    found = {
+        "fwd": Program(lambda operands: (call(operands),), prepare),
+        "value_and_vjp": Program(value_and_vjp, prepare),
+        "direct": Program(
+            lambda pull, d_out: pull(d_out), lambda operands: (vjp(prepared(operands))[1], operands["d_out"])
+        ),
+    }
+    return {program: found[program] for program in attention_names(pass_, name)}
+
+
+def attention_names(pass_: str, name: str) -> tuple[str, ...]:
+    """The names of the programs of a pass."""
+    return ATTENTION_PROGRAMS[pass_] + (("direct",) if pass_ == "bwd" and name == "ours" else ())
+
+
+def _common(shape: Shape, operands: Operands) -> dict[str, Any]:
+    window = (shape.span - 1, 0) if shape.kind == "window" else None
+    given = {name: operands[name] for name in ("query", "key", "value", "bias", "mask") if name in operands}
+    return given | {"is_causal": shape.is_causal, "local_window_size": window}
+
+
+def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
+    # The kernels or an error: a fallback must not be timed as ours.
+    implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else None
+    return jaxsoftmax.flash_attention(
+        **_common(shape, operands), query_segment_ids=operands.get("segments"), implementation=implementation
+    )
+
+
+def _attend_cudnn(shape: Shape, operands: Operands) -> jax.Array:
+    arguments = _common(shape, operands)
+    padding = shape.head_dim - shape.value_dim
+    arguments["value"] = jnp.pad(arguments["value"], ((0, 0), (0, 0), (0, 0), (0, padding)))
+    return jax.nn.dot_product_attention(**arguments, implementation="cudnn")[..., : shape.value_dim]
+
+
+def _attend_xla(shape: Shape, operands: Operands) -> jax.Array:
+    if shape.value_dim != shape.head_dim:
+        raise Declined("jax.nn: key and value differ in their head dimensions")
+    return jax.nn.dot_product_attention(**_common(shape, operands), implementation="xla")
+
+
+def _segments_as_mask(shape: Shape, operands: Operands) -> Operands:
+    """Documents for those who know no segments: as a mask tensor."""
+    if "segments" not in operands:
+        return operands
+    ids = operands["segments"]
+    rest = {name: x for name, x in operands.items() if name != "segments"}
+    return rest | {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+
+
+def _attend_tokamax(shape: Shape, operands: Operands) -> jax.Array:
+    return _import("tokamax").dot_product_attention(**_common(shape, operands), implementation="mosaic")
+
+
+def _attend_mgpu(shape: Shape, operands: Operands) -> jax.Array:
+    module = _import("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    config = module.TuningConfig(
+        block_q=64, block_kv=_MGPU_BLOCK_KV[shape.head_dim], max_concurrent_steps=2, causal=shape.is_causal
+    )
+    return module.attention(operands["query"], operands["key"], operands["value"], config)
+
+
+def _mgpu_operands(shape: Shape, operands: Operands) -> Operands:
+    """float16, the logits' scale in the query."""
+    made = {name: x.astype(jnp.float16) for name, x in operands.items()}
+    scaled = operands["query"].astype(jnp.float32) / math.sqrt(shape.head_dim)
+    return made | {"query": scaled.astype(jnp.float16)}
+
+
+def _mgpu_takes(shape: Shape, pass_: str) -> None:
+    if pass_ != "fwd":
+        raise Declined("no causal backward; only its forward is measured")
+    if (
+        shape.kind not in ("full", "causal")
+        or shape.value_dim != shape.head_dim
+        or shape.head_dim not in _MGPU_BLOCK_KV
+    ):
+        raise Declined("only full and causal attention with equal head dimensions")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotInstalled(str(error)) from error
+
+
+ATTENTION = {
+    "ours": Impl(_attend_ours),
+    INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
+    "cudnn": Impl(
+        _attend_cudnn, _segments_as_mask, note="documents as a mask tensor; values padded to the keys' head dimension"
+    ),
+    "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes, "float16; the scale multiplied into the query beforehand"),
+    "tokamax": Impl(_attend_tokamax, _segments_as_mask, note="heuristic configs; documents as a mask tensor"),
+    "xla": Impl(_attend_xla, _segments_as_mask, note="scores in memory"),
+}
