@@ -25,6 +25,7 @@ from jax import lax
 from pallas_kernels import hardware
 from pallas_kernels.attention import (
     bits,
+    fragments,
     gather,
     limits,
     pairs,
@@ -36,7 +37,7 @@ from pallas_kernels.attention import (
     tile_scheduler,
 )
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
-from pallas_kernels.attention.memory import ACC, columns_of_tile, tiled
+from pallas_kernels.attention.memory import PANEL, panels, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import ROW, WGMMA, Place
@@ -58,12 +59,10 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
     """Shared memory of a CTA, by name; the output leaves through as many columns as the rest leaves room for."""
     w, stages, dtype = config.warpgroups, config.stages, problem.dtype
-    head_dim, value_dim = (-(-size // 16) * 16 for size in (problem.head_dim, problem.value_dim))
     found: dict[str, Any] = {
-        "query_smem": tiled((w, WARPGROUP_ROWS, head_dim), dtype),
-        "key_smem": tiled((stages, config.block_kv, head_dim), dtype),
-        "value_smem": tiled((stages, config.block_kv, value_dim), dtype),
-        "lse_smem": plgpu.SMEM((w, WARPGROUP_ROWS), jnp.float32),
+        "query_smem": panels((w, WARPGROUP_ROWS, problem.head_dim), dtype),
+        "key_smem": panels((stages, config.block_kv, problem.head_dim), dtype),
+        "value_smem": panels((stages, config.block_kv, problem.value_dim), dtype),
         "words": pipeline.barriers(_ring_rows(problem) + len(sum(_arrivals(problem, config).values(), ()))),
     }
     if config.bias_stages:
@@ -71,9 +70,8 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
         found["bias_smem"] = tiled((config.bias_stages, config.block_q, config.block_kv), problem.bias_dtype)
     # A byte is taken: Mosaic's kernels declare one beside what they are given at the launch.
     room = hardware.H200.smem_per_cta - 1 - _bytes(found)
-    tile, rows = columns_of_tile(value_dim, dtype), w * WARPGROUP_ROWS
-    fit = (c for c in range(value_dim, 0, -tile) if value_dim % c == 0 and rows * c * dtype.itemsize <= room)
-    return found | {"out_smem": tiled((w, WARPGROUP_ROWS, next(fit, tile)), dtype)}
+    columns = min(problem.value_dim, room // (w * WARPGROUP_ROWS * dtype.itemsize) // PANEL * PANEL)
+    return found | {"out_smem": panels((w, WARPGROUP_ROWS, max(columns, 1)), dtype)}
 
 
 def shared_bytes(problem: Attention, config: ForwardConfig) -> int:
@@ -232,10 +230,10 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 
     @pipeline.when(tile.steps > 0)
     def _():
-        rows = pl.ds(tile.place.row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        row = tile.place.row + warpgroup * WARPGROUP_ROWS
         full, to = cta.query_full.at[warpgroup], cta.query_smem.at[warpgroup]
         pipeline.expect(full, pipeline.size(to))
-        pipeline.copy(cta.query, (tile.place.batch, rows, tile.place.head, slice(None)), to, full)
+        pipeline.copy_rows(cta.query, (tile.place.batch, row, tile.place.head), to, full)
 
 
 def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
@@ -247,7 +245,7 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
         if cta.problem.key_lengths:
             pipeline.expect(cta.landed.at[0], 0)
         pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
-        pipeline.copy(cta.key, _rows(cta, step), to, cta.stage_full.at[0])
+        pipeline.copy_rows(cta.key, _rows(step), to, cta.stage_full.at[0])
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -265,8 +263,8 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
             pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.landed.at[stage], 0))
             count -= value_bytes * (value.exists - whole)
         pipeline.expect(full, count)
-        _when(key.exists, lambda: pipeline.copy(cta.key, _rows(cta, key), to[0], full))
-        _when(whole, lambda: pipeline.copy(cta.value, _rows(cta, value), to[1], full))
+        _when(key.exists, lambda: pipeline.copy_rows(cta.key, _rows(key), to[0], full))
+        _when(whole, lambda: pipeline.copy_rows(cta.value, _rows(value), to[1], full))
 
     def copy_later() -> None:
         following, j = _read(cta, tile.t + 1), i - tile.steps
@@ -317,14 +315,14 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     stage = pipeline.stage(n, cta.config.stages)
     to, landed = cta.value_smem.at[stage], cta.landed.at[stage]
     pipeline.expect(landed, pipeline.size(to))
-    pipeline.copy(cta.value, _rows(cta, step), to, landed)
+    pipeline.copy_rows(cta.value, _rows(step), to, landed)
     pipeline.wait(cta.landed, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
-def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
-    """Where a step's keys or values are."""
-    return step.batch, pl.ds(step.key, cta.config.block_kv), step.key_head, slice(None)
+def _rows(step: _Step) -> tuple[Any, ...]:
+    """Where a step's keys or values begin."""
+    return step.batch, step.key, step.key_head
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -416,10 +414,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
     `index`: the tile of queries whose record is to be published meanwhile.
     """
     config, problem, warpgroup = cta.config, cta.problem, lax.axis_index("warpgroup")
-    query, value_dim = cta.query_smem.at[warpgroup], cta.value_smem.shape[-1]
-    # Of the products; none where they need not be cleared.
-    cleared_type = () if config.overwrites else (ACC((WARPGROUP_ROWS, config.block_kv), jnp.float32),)
-    out_type = ACC((WARPGROUP_ROWS, value_dim), jnp.float32)
+    query = cta.query_smem.at[warpgroup]
     skipped, count = tile.span.end - span.end, span.end - span.first
 
     def stage(i: jax.Array) -> jax.Array:
@@ -436,10 +431,15 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
             extras = extras._replace(bias=_read_bias(cta, tile, skipped + i))
         return scores.logits(problem, cta, place, extras, x, key, edge)
 
-    def first(*cleared: Any) -> jax.Array:
+    def multiply_keys(i: jax.Array) -> jax.Array:
+        shape = WARPGROUP_ROWS, config.block_kv
+        cleared = None if config.overwrites else plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+        return products.multiply(query, cta.key_smem.at[stage(i)], depth=problem.head_dim, sums=cleared)
+
+    def first() -> jax.Array:
         i = jnp.int32(0)
         wait(i)
-        begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
+        begun = multiply_keys(i)
         pl.when(warpgroup == 0)(lambda: _publish(cta, tile.t + tile_scheduler.LOOKAHEAD, index))
         return logits(i, True, lambda: products.finish(begun, later=0))
 
@@ -456,49 +456,43 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state = carry[0]
+        # The left operand must not change registers once products are under way: ptxas would serialise them all.
+        out, weights = lax.optimization_barrier((state.out, carry[1]))
+        wait(i)
+        begun = multiply_keys(i)
+        summing = products.multiply_rows(out, weights, cta.value_smem.at[stage(i)])
+        edge = schedule.at_edge(problem, span, span.end - 1 - i)
+        x = logits(i, edge, lambda: finish_scores(begun, i))
+        released: list[jax.Array] = []
 
-        def multiply(*accumulators: Any) -> tuple[State, jax.Array]:
-            *cleared, out = accumulators
-            # The left operand must not change registers once products are under way: ptxas would serialise them all.
-            out[...], weights = lax.optimization_barrier((state.out, carry[1]))
-            wait(i)
-            begun = products.begin(query, cta.key_smem.at[stage(i)], *cleared)
-            plgpu.wgmma(out, weights, cta.value_smem.at[stage(i)])
-            edge = schedule.at_edge(problem, span, span.end - 1 - i)
-            x = logits(i, edge, lambda: finish_scores(begun, i))
-            released: list[jax.Array] = []
+        def release() -> None:
+            plgpu.wgmma_wait(0)
+            released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))
 
-            def release() -> None:
-                plgpu.wgmma_wait(0)
-                released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))
+        halfway = (lambda: None) if config.overlaps else release
+        new, new_weights, rescale = fold(problem, config, state, x, halfway=halfway)
+        if config.overlaps:
+            products.wait_behind(new.sum)
+            release()
+        summed = products.finish(summing, later=0)
+        pipeline.when(released[0])(lambda: _copy_stage(cta, tile, skipped + i + config.stages))
+        return new._replace(out=rescale(summed)), new_weights
 
-            halfway = (lambda: None) if config.overlaps else release
-            new, new_weights, rescale = fold(problem, config, state, x, halfway=halfway)
-            if config.overlaps:
-                products.wait_behind(new.sum)
-                release()
-            summed = plgpu.wgmma_accumulator_load(out, wait_n=0)
-            pipeline.when(released[0])(lambda: _copy_stage(cta, tile, skipped + i + config.stages))
-            return new._replace(out=rescale(summed)), new_weights
-
-        return pl.run_scoped(multiply, *cleared_type, out_type)
-
-    def last(out: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        out[...] = state.out
+    def last(out: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         wait(count)
-        plgpu.wgmma(out, weights, cta.value_smem.at[stage(count)])
+        summing = products.multiply_rows(out, weights, cta.value_smem.at[stage(count)])
         # The next tile's record is known to be written from here on.
         following = tile_scheduler.read(cta.tile_smem, tile.t + 1)
         release_query() if not config.query_ahead else pipeline.when(count == 1)(release_query)
-        return out[...], following
+        return products.finish(summing, later=0), following
 
     pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)
-    x = pl.run_scoped(first, *cleared_type) if cleared_type else first()
+    x = first()
     _release_stage(cta, tile, skipped)
-    state, weights, _ = fold(problem, config, empty(value_dim), x, first=True)
+    state, weights, _ = fold(problem, config, empty(problem.value_dim), x, first=True)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
-    out, following = pl.run_scoped(last, out_type)
+    out, following = last(state.out, weights)
     return state._replace(out=out), following
 
 
@@ -510,23 +504,19 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
         hidden = row >= place.queries - place.row
     unseen, factor, lse = finish(state, cta.sinks[place.head] if problem.sinks else None, hidden)
-    rows, columns = pl.ds(place.row, WARPGROUP_ROWS), cta.out_smem.shape[-1]
+    fragments.store_rows(cta.lse, lse, place.batch, place.head, place.row)
 
     def hide(out: jax.Array) -> jax.Array:
         return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
 
-    for start in range(0, state.out.shape[1], columns):
-        out = state.out[:, start : start + columns]
+    columns = cta.out_smem.shape[1] * PANEL
+    for start in range(0, problem.value_dim, columns):
+        out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(gather.any_row(unseen), hide, lambda out: out, out * by_row(factor, out))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        cta.out_smem[warpgroup] = out.astype(problem.dtype)
-        if start == 0:
-            cta.lse_smem[warpgroup] = lse
+        fragments.store_factor(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True, tiled=False)
         plgpu.commit_smem()
-        at = cta.out.at[place.batch, rows, place.head, pl.ds(start, columns)]
-        plgpu.copy_smem_to_gmem(cta.out_smem.at[warpgroup], at)
-        if start == 0:
-            plgpu.copy_smem_to_gmem(cta.lse_smem.at[warpgroup], cta.lse.at[place.batch, place.head, rows])
+        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, (place.batch, place.row, place.head, start))
 
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
@@ -552,15 +542,8 @@ def names(problem: Attention) -> tuple[str, ...]:
 
 
 def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see.
-
-    Copies of tiles count rows in eights and columns in sixteens: other sizes cost a padded copy of the operand.
-    """
+    """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see."""
     arrays = dict(arrays)
-    for name in ("query", "key", "value"):
-        missing = [(0, -arrays[name].shape[axis] % multiple) for axis, multiple in enumerate((1, 8, 1, 16))]
-        if any(after for _, after in missing):
-            arrays[name] = jnp.pad(arrays[name], missing)
     found, keys = [], arrays["key"].shape[1]
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
@@ -590,12 +573,9 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     """Runs the kernel."""
     arrays = addressable(config, dict(zip(names(problem), operands, strict=True)))
     ctas, tiles = tile_table(problem, config)
-    query_length, value_dim = arrays["query"].shape[1], arrays["value"].shape[3]
-    rows = -(-problem.query_length // config.block_q) * config.block_q
-    out_type = (
-        jax.ShapeDtypeStruct((problem.batch, query_length, problem.query_heads, value_dim), problem.dtype),
-        jax.ShapeDtypeStruct((problem.batch, problem.query_heads, rows), jnp.float32),
-    )
+    lse_shape = problem.batch, problem.query_heads, problem.query_length
+    out_shape = problem.batch, problem.query_length, problem.query_heads, problem.value_dim
+    out_type = jax.ShapeDtypeStruct(out_shape, problem.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     dynamic, memory = config.scheduler == "dynamic", scratch(problem, config)
     order = (*arrays, "tiles", *["tickets"] * dynamic, "out", "lse", *memory)
     kernel = plgpu.kernel(
@@ -611,4 +591,4 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     )
     call = functools.partial(tile_scheduler.call, kernel, ctas, out_type) if dynamic else kernel
     out, lse = call(*arrays.values(), jnp.asarray(tiles))
-    return out[:, : problem.query_length, :, : problem.value_dim], lse[:, :, : problem.query_length]
+    return out, lse

@@ -15,8 +15,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.attention.scores import ROW, WGMMA
 from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import SPLAT
 
 SHAPE = 16, 256  # of a square's sums
 _SIDE = WARPGROUP_ROWS
@@ -107,8 +108,11 @@ def as_rows(sums: jax.Array) -> jax.Array:
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)
 
 
-def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
-    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`; `once`: outside of the loop over steps."""
+def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False, tiled: bool = True) -> None:
+    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`, swizzled.
+
+    `once`: outside of the loop over steps. `tiled`: Pallas knows that the target is swizzled.
+    """
     dtype = jnp.dtype(target.dtype)
 
     def store_squares(ctx, target, factor):
@@ -121,17 +125,44 @@ def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> N
         base = arith.addi(ptx.shared_address(target), arith.muli(line, ptx.c32(_ROW_BYTES)))
         # A copy that the compiler cannot see through: it would keep each sum with a constant all along the loop.
         swizzled = ptx.opaque_word(arith.muli(arith.xori(right, row), ptx.c32(16)))
-        words = [_word(pair) for pair in factor.registers.flat]
-        for i in range(len(words) // 4):
-            square, columns = divmod(i, _SIDE // 16)
-            at = arith.addi(base, arith.xori(swizzled, ptx.c32(32 * columns)))
-            text = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{square * _SIDE * _ROW_BYTES}], {{$1,$2,$3,$4}};"
-            ptx.asm(text, "r,r,r,r,r,~{memory}", [at, *words[4 * i : 4 * i + 4]])
+        words = [ptx.pair_word(pair) for pair in factor.registers.flat]
+        for i in range(0, len(words), 4):
+            square, columns = divmod(i // 4, _SIDE // 16)
+            at, here = arith.addi(base, arith.xori(swizzled, ptx.c32(32 * columns))), words[i : i + 4]
+            registers = ",".join(f"${1 + j}" for j in range(len(here)))
+            text = f"stmatrix.sync.aligned.m8n8.x{len(here)}.shared.b16 [$0+{square * _SIDE * _ROW_BYTES}]"
+            ptx.asm(f"{text}, {{{registers}}};", ",".join(["r"] * (1 + len(here))) + ",~{memory}", [at, *here])
 
-    tiled = plgpu.RefType(memory.transforms(_SIDE, dtype))
+    place = plgpu.RefType(memory.transforms(_SIDE, dtype) if tiled else ())
     assert target.shape[1:] == (_SIDE, _SIDE)
     assert dtype.itemsize * _SIDE == _ROW_BYTES
-    plgpu.inline_mgpu(arg_types=(tiled, WGMMA))(store_squares)(target, factor)
+    plgpu.inline_mgpu(arg_types=(place, WGMMA))(store_squares)(target, factor)
+
+
+def store_rows(target: jax.Ref, values: jax.Array, batch: jax.Array, head: jax.Array, row: jax.Array) -> None:
+    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, rows]` from `row` on, as far as that goes."""
+    _, heads, rows = target.shape
+
+    def store_row_values(ctx, target, values, batch, head, row):
+        lane, warp = _lane_and_warp(once=True)
+        line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
+        line = arith.addi(ptx.scalar(row), line)
+        first = ptx.equals(arith.remui(lane, ptx.c32(4)), 0)
+        of_head = arith.addi(arith.muli(ptx.scalar(batch), ptx.c32(heads)), ptx.scalar(head))
+        start = arith.muli(arith.extui(ptx.i64(), of_head), ptx.c64(rows))
+        for r, value in enumerate(values.registers.flat):
+            at = arith.addi(line, ptx.c32(8 * r))
+            stored = arith.andi(first, arith.cmpi(arith.CmpIPredicate.ult, at, ptx.c32(rows)))
+            index = arith.muli(arith.addi(start, arith.extui(ptx.i64(), at)), ptx.c64(4))
+            address = arith.addi(ptx.global_address(target), index)
+            ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", [address, _number(value), stored])
+
+    arguments = plgpu.RefType(), ROW, *[SPLAT] * 3
+    plgpu.inline_mgpu(arg_types=arguments)(store_row_values)(target, values, batch, head, row)
+
+
+def _number(value: ir.Value) -> ir.Value:
+    return ptx.elements(value)[0] if isinstance(value.type, ir.VectorType) else value
 
 
 def commit() -> None:
@@ -165,8 +196,3 @@ def _thread_place(ref: ir.Value) -> ir.Value:
 def _lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
     thread = ptx.thread_found_here() if once else ptx.thread_in_warpgroup()
     return arith.remui(thread, ptx.c32(32)), arith.divui(thread, ptx.c32(32))
-
-
-def _word(pair: ir.Value) -> ir.Value:
-    word = vector.bitcast(ir.VectorType.get((1,), ptx.i32()), pair)
-    return vector.extract(word, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))

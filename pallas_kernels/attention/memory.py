@@ -1,4 +1,4 @@
-"""Shared memory as the tensor cores read it, in swizzled tiles that TMA copies."""
+"""Shared memory as the tensor cores read it: swizzled tiles and panels that TMA copies."""
 
 from typing import Any
 
@@ -26,6 +26,20 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as the tensor cores read it."""
     dtype = jnp.dtype(dtype)
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns_of_tile(shape[-1], dtype), dtype))
+
+
+PANEL = 64  # columns of a panel, whose rows of 16-bit numbers take a swizzled line of 128 bytes
+
+
+def panels(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for `[..., rows, columns]`, as `[..., panels, rows, 64]`: TMA fills a panel from any rows.
+
+    Lines are swizzled by TMA and by WGMMA's descriptors, of which Pallas knows nothing. Where an array in global memory
+    ends, TMA fills the rest of a panel with zeros.
+    """
+    *leading, rows, columns = shape
+    assert jnp.dtype(dtype).itemsize == 2
+    return plgpu.SMEM((*leading, -(-columns // PANEL), rows, PANEL), dtype)
 
 
 def store(target: Any, value: jax.Array) -> None:

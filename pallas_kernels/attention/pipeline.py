@@ -28,6 +28,7 @@ WARPS = 4  # of a warpgroup
 LANES = 32  # of a warp
 VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
+SWIZZLE_BYTES = 128  # of a panel's row
 
 barriers = mbarrier.barriers
 start = mbarrier.start_barriers
@@ -167,25 +168,69 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
 
 
+def copy_rows(source: jax.Ref, at: tuple[Index, Index, Index], to: Any, full: jax.Ref) -> None:
+    """The calling warp issues TMA copies of rows of `source` into panels of shared memory, counted at `full`.
+
+    `source`: `[batch, rows, heads, columns]`; `at`: batch, the first row, head. What lies outside becomes zeros.
+    """
+    count, rows, columns = to.shape
+
+    def copy_panels(ctx, source, to, full, batch, row, head):
+        batch, row, head = (arith.index_cast(ir.IndexType.get(), ptx.scalar(x)) for x in (batch, row, head))
+        for panel in range(count):
+            ctx.async_copy(
+                src_ref=source,
+                dst_ref=utils.memref_slice(to, panel),
+                gmem_slice=(batch, mgpu.ds(row, rows), head, mgpu.ds(panel * columns, columns)),
+                swizzle=SWIZZLE_BYTES,
+                barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
+                arrive=False,
+                predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
+            )
+
+    refs = (plgpu.RefType(),) * 3
+    plgpu.inline_mgpu(arg_types=(*refs, SPLAT, SPLAT, SPLAT))(copy_panels)(source, to, full, *map(jnp.int32, at))
+
+
+def store_rows(source: Any, target: jax.Ref, at: tuple[Index, Index, Index, int]) -> None:
+    """A thread of the warpgroup issues TMA copies of panels of shared memory into `target`, as far as it goes.
+
+    `target`: `[batch, rows, heads, columns]`; `at`: batch, the first row, head, the first column. Other threads must
+    have committed what they stored; `plgpu.wait_smem_to_gmem` waits.
+    """
+    count, rows, columns = source.shape
+    *start, first = at
+
+    def store_panels(ctx, source, target, batch, row, head):
+        batch, row, head = (arith.index_cast(ir.IndexType.get(), ptx.scalar(x)) for x in (batch, row, head))
+        for panel in range(count):
+            if first + panel * columns < ir.MemRefType(target.type).shape[3]:
+                ctx.async_copy(
+                    src_ref=utils.memref_slice(source, panel),
+                    dst_ref=target,
+                    gmem_slice=(batch, mgpu.ds(row, rows), head, mgpu.ds(first + panel * columns, columns)),
+                    swizzle=SWIZZLE_BYTES,
+                    arrive=True,
+                )
+
+    refs = (plgpu.RefType(),) * 2
+    plgpu.inline_mgpu(arg_types=(*refs, SPLAT, SPLAT, SPLAT))(store_panels)(source, target, *map(jnp.int32, start))
+
+
 def zero_rows(ref: Any, first: Index) -> None:
-    """The calling warp zeroes the rows of swizzled shared memory from `first` on, before a product reads them."""
-    rows, columns = ref.shape
-    dtype = jnp.dtype(ref.dtype)
-    tile = memory.columns_of_tile(columns, dtype)
-    row_bytes, tile_bytes = tile * dtype.itemsize, TMA_ROWS * tile * dtype.itemsize
+    """The calling warp zeroes the rows of panels in shared memory from `first` on, before a product reads them."""
+    panels, rows, _ = ref.shape
 
     def zero_from(ctx, ref, first):
-        text = "{ .reg .b32 row, within, at; .reg .pred zero; mov.u32 row, %laneid; "
-        places = [c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, VECTOR_BYTES)]
+        text = "{ .reg .b32 row, at; .reg .pred zero; mov.u32 row, %laneid; "
+        places = [p * rows * SWIZZLE_BYTES + b for p in range(panels) for b in range(0, SWIZZLE_BYTES, VECTOR_BYTES)]
         for _ in range(0, rows, LANES):
             text += (
-                f"setp.ge.s32 zero, row, $1; rem.u32 within, row, {TMA_ROWS}; div.u32 at, row, {TMA_ROWS}; "
-                f"mad.lo.u32 at, at, {columns // tile * tile_bytes}, $0; mad.lo.u32 at, within, {row_bytes}, at; "
+                f"setp.ge.s32 zero, row, $1; mad.lo.u32 at, row, {SWIZZLE_BYTES}, $0; "
                 + " ".join(f"@zero st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
                 + f" add.u32 row, row, {LANES}; "
             )
         text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
         ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(ref), ptx.scalar(first)])
 
-    target = plgpu.RefType(memory.transforms(tile, dtype))
-    plgpu.inline_mgpu(arg_types=(target, SPLAT))(zero_from)(ref, jnp.int32(first))
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(zero_from)(ref, jnp.int32(first))

@@ -1,7 +1,8 @@
-"""A tile's scores, Q K^T, as a product under way; and when a product is waited for.
+"""Products under way: WGMMA of factors in panels of shared memory, and when they are waited for.
 
 Mosaic's products add to registers, which are cleared before: for heads of 64, 32 of the 466 instructions for a tile of
-keys do that. WGMMA can overwrite them as well.
+keys do that. WGMMA can overwrite them as well. Mosaic's know no panels, either.
+Source: PTX ISA, "wgmma", matrix descriptors and strides.
 """
 
 import itertools
@@ -18,26 +19,114 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import memory
+from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.mosaic import ptx
 
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
+_LINE = 128  # bytes of a panel's row
+_EIGHT_LINES = 8 * _LINE  # over which the swizzle repeats
 _SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes, and how a descriptor names them
 
 
-def begin(left: Any, right: Any, cleared: Any = None) -> Any:
-    """Begins `left @ right.T`, both in shared memory; without a `cleared` accumulator, in registers that it overwrites.
+def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
+    """Issues `left @ right.T` of `depth` columns in panels of shared memory; with `sums`, adds to those.
 
-    What comes back is for `finish` alone.
+    Without `sums`, WGMMA writes over what the registers hold. What comes back is for `finish` alone.
     """
-    if cleared is not None:
-        plgpu.wgmma(cleared, left, right.T)
-        return cleared
-    return begin_pieces([left], right)
+    dtype, (_, rows, _), (_, numbers, _) = jnp.dtype(right.dtype), left.shape, right.shape
+
+    def multiply_shared(ctx, left, right, *sums):
+        pairs = []
+        for column in range(0, depth, _DEPTH):
+            panel, within = divmod(column, memory.PANEL)
+            offset = within * dtype.itemsize
+            places = [(x, panel * n * _LINE + offset) for x, n in ((left, rows), (right, numbers))]
+            pairs.append(tuple([_panel_descriptor(*place)] for place in places))
+        return _issue(pairs, numbers, dtype, *sums)
+
+    return _call(multiply_shared, (left, right), numbers, sums)
+
+
+def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
+    """Issues `sums + left @ right`, the right factor in panels of shared memory. What comes back is for `finish`."""
+    dtype, numbers, rows = jnp.dtype(right.dtype), sums.shape[1], right.shape[1]
+
+    def multiply_registers(ctx, left, right, *sums):
+        words = [ptx.pair_word(pair) for pair in left.registers.flat]
+        pairs = []
+        for i in range(rows // _DEPTH):
+            descriptor = _panel_descriptor(right, i * _DEPTH * _LINE, between_panels=rows * _LINE)
+            pairs.append((words[4 * i : 4 * i + 4], [descriptor]))
+        return _issue(pairs, numbers, dtype, *sums, transposed=True)
+
+    return _call(multiply_registers, (left, right), numbers, sums)
+
+
+def _call(operation: Any, factors: tuple[Any, ...], numbers: int, sums: jax.Array | None) -> jax.Array:
+    kinds = [WGMMA if isinstance(x, jax.Array) else plgpu.RefType() for x in factors]
+    totals = () if sums is None else (sums,)
+    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, numbers), jnp.dtype(jnp.float32), layout=WGMMA)
+    return plgpu.inline_mgpu(arg_types=(*kinds, *[WGMMA] * len(totals)), return_type=result)(operation)(
+        *factors, *totals
+    )
+
+
+def _issue(
+    pairs: Sequence[tuple[list[ir.Value], list[ir.Value]]],
+    numbers: int,
+    dtype: jnp.dtype,
+    sums: mgpu.FragmentedArray | None = None,
+    *,
+    transposed: bool = False,
+) -> mgpu.FragmentedArray:
+    """A group of WGMMA of pairs of factors: a descriptor, or four registers on the left, and a descriptor.
+
+    `transposed`: the right factor's columns, not its rows, are contiguous.
+    """
+    count, kind = numbers // 2, {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
+    given = [] if sums is None else [x for pair in sums.registers.flat for x in ptx.elements(pair)]
+    in_registers = len(pairs[0][0]) > 1
+    immediates = f"1, 1, {int(transposed)}" if in_registers else f"1, 1, 0, {int(transposed)}"
+    numbered = itertools.count(count + len(given))
+    into = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    text = "{ .reg .pred p; wgmma.fence.sync.aligned;"
+    for i, (left, _) in enumerate(pairs):
+        factor = ",".join(f"${next(numbered)}" for _ in left)
+        text += (
+            f" setp.ne.b32 p, {int(i > 0 or sums is not None)}, 0; wgmma.mma_async.sync.aligned.m{WARPGROUP_ROWS}"
+            f"n{numbers}k{_DEPTH}.f32.{kind}.{kind} {into}, {'{' + factor + '}' if in_registers else factor}, "
+            f"${next(numbered)}, p, {immediates};"
+        )
+    text += " wgmma.commit_group.sync.aligned; }"
+    operands = [x for pair in pairs for factor in pair for x in factor]
+    constraints = ["=f"] * count + [str(i) for i in range(len(given))]
+    constraints += [kind for left, _ in pairs for kind in (*["r" if in_registers else "l"] * len(left), "l")]
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
+    results = llvm.inline_asm(struct, [*given, *operands], text, ",".join(constraints), has_side_effects=True)
+    return _array([llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(count)], numbers)
+
+
+def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
+    registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, numbers)), dtype=object)
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    registers.flat[:] = [vector.from_elements(pair, values[i : i + 2]) for i in range(0, len(values), 2)]
+    return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
+
+
+def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir.Value:
+    """How WGMMA is told of panels, from `offset` bytes on; `between_panels`: bytes, where a product spans several."""
+    place = arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF))
+    place = arith.addi(place, ptx.c32(offset >> 4))
+    layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLES[_LINE] << 62
+    return arith.ori(arith.extui(ptx.i64(), place), ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))
 
 
 def begin_pieces(left: Sequence[Any], right: Any) -> jax.Array:
-    """The same in registers that it overwrites, where the columns of `left` are in several arrays."""
+    """Begins `left @ right.T`, both in swizzled tiles of shared memory, in registers that it overwrites.
+
+    The columns of `left` may be in several arrays. What comes back is for `finish` alone.
+    """
     rows, numbers, dtype = left[0].shape[0], right.shape[0] // 2, jnp.dtype(right.dtype)
     widths = [x.shape[1] for x in (*left, right)]
     columns = memory.columns_of_tile(left[0].shape[1], dtype)
@@ -76,8 +165,6 @@ def begin_pieces(left: Sequence[Any], right: Any) -> jax.Array:
 
 def finish(begun: Any, *, later: int) -> jax.Array:
     """The product, once it is there; the `later` products begun after it may still be under way."""
-    if not isinstance(begun, jax.Array):
-        return plgpu.wgmma_accumulator_load(begun, wait_n=later)
     plgpu.wgmma_wait(later)
     return lax.optimization_barrier(begun)
 

@@ -87,6 +87,12 @@ def elements(v: ir.Value) -> list[ir.Value]:
     return [vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(n)]
 
 
+def pair_word(pair: ir.Value) -> ir.Value:
+    """Two 16-bit numbers of a vector as a word."""
+    found = vector.bitcast(ir.VectorType.get((1,), i32()), pair)
+    return vector.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+
+
 def global_address(ref: ir.Value) -> ir.Value:
     """The address of an array in global memory."""
     return llvm.ptrtoint(i64(), utils.memref_ptr(ref))

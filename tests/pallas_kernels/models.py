@@ -161,13 +161,21 @@ def _draw_tile(machine: Any, static: Any, words: Any) -> list[Any]:
 
 
 def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:
-    row, column = np.indices(ref.shape)
-    machine.scatter(ref, (row, column), row >= first, 0)
+    panel, row, column = np.indices(ref.shape)
+    machine.scatter(ref, (panel, row, column), row >= first, 0)
     machine.commit_smem()
 
 
 def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
     machine.copy_tile(source, static.sizes, starts, to, full)
+
+
+def _copy_panels(machine: Any, static: Any, source: Any, to: Any, full: Any, *at: Any) -> None:
+    machine.copy_panels(source, at, to, full)
+
+
+def _store_panels(machine: Any, static: Any, source: Any, target: Any, *at: Any) -> None:
+    machine.store_panels(source, target, at, static.first)
 
 
 def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
@@ -311,8 +319,13 @@ def _await_warps(machine: Any, static: Any) -> None:
 
 
 def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
-    squares = target.shape[0]
-    machine.store(target, factor.reshape(64, squares, 64).swapaxes(0, 1))
+    row, column = np.indices(factor.shape)
+    machine.scatter(target, (column // 64, row, column % 64), True, factor)
+
+
+def _store_row_values(machine: Any, static: Any, target: Any, values: Any, batch: Any, head: Any, row: Any) -> None:
+    rows = row + np.arange(64)
+    machine.scatter(target, (batch, head, rows), rows < target.shape[2], values)
 
 
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
@@ -402,6 +415,21 @@ def _keep_loop(machine: Any, static: Any) -> None:
 def _begin_product(machine: Any, static: Any, *refs: Any) -> list[Any]:
     *left, right = (machine.load_as_product(ref).astype(jnp.float32) for ref in refs)
     return [in_flight.begin_in_registers(machine, list(refs), jnp.concatenate(left, axis=1) @ right.T)]
+
+
+def _multiply_shared(machine: Any, static: Any, left: Any, right: Any, *sums: Any) -> list[Any]:
+    factors = (_columns(machine.load_as_product(ref))[:, : -(-static.depth // 16) * 16] for ref in (left, right))
+    x, y = (factor.astype(jnp.float32) for factor in factors)
+    return [in_flight.begin_in_registers(machine, [left, right], sum(sums, x @ y.T))]
+
+
+def _multiply_registers(machine: Any, static: Any, left: Any, right: Any, sums: Any) -> list[Any]:
+    factor = _columns(machine.load_as_product(right))[:, : static.numbers].astype(jnp.float32)
+    return [in_flight.begin_in_registers(machine, [right], sums + left.astype(jnp.float32) @ factor)]
+
+
+def _columns(panels: Any) -> Any:
+    return panels.swapaxes(0, 1).reshape(panels.shape[1], -1)
 
 
 def _wait_for_numbers(machine: Any, static: Any, x: Any) -> None:

@@ -181,6 +181,19 @@ class Machine:
             **places,
         )
 
+    def copy_panels(self, source: Ref, at: Any, to: Ref, barrier: Ref) -> None:
+        """The TMA copies of `pipeline.copy_rows`, done like `copy_tile`."""
+        step = functools.partial(_copy_panels, source_info=self.source_info)
+        places = dict(source=source.key, from_=source.transforms, target=to.key, to=to.transforms)
+        start = jnp.stack([jnp.int32(i) for i in at])
+        self._call(step, starts=start, barrier=barrier.key, of_barrier=barrier.transforms, **places)
+
+    def store_panels(self, source: Ref, target: Ref, at: Any, first: int) -> None:
+        """The TMA copies of `pipeline.store_rows`: done at once, in whatever order."""
+        step = functools.partial(_store_panels, first=first, source_info=self.source_info)
+        places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
+        self._call(step, starts=jnp.stack([jnp.int32(i) for i in at]), **places)
+
     def complete_bytes(self, ref: Ref, count: Any) -> None:
         """What an asynchronous copy does to its barrier when its bytes have come."""
         self._on_barriers(ref, "complete", count)
@@ -584,12 +597,49 @@ def _copy_tile(
     for extent, size in zip(content.shape, sizes, strict=True):
         start = 0 if size is None else next(following)
         ranges.append((start, extent if size is None else size or 1))
+    _land(shared, thread, _boxed(content, ranges), _resolve(target, to), _resolve(barrier, of_barrier), source_info)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _copy_panels(
+    *,
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    source: Any,
+    from_: Any,
+    target: Any,
+    to: Any,
+    barrier: Any,
+    of_barrier: Any,
+    starts: Any,
+    source_info: Any,
+) -> Any:
+    del mesh_location
+    shared, source, view = _resolve(source, from_)
+    goal = _resolve(target, to)
+    panels, rows, columns = interpret_utils.Access(goal[2]).shape[-3:]
+    batch, row, head = np.asarray(starts).tolist()
+    ranges = [(batch, 1), (row, rows), (head, 1), (0, panels * columns)]
+    value = _boxed(shared.mem[source].content[view], ranges)
+    value = value.reshape(rows, panels, columns).swapaxes(0, 1)
+    _land(shared, thread, value, goal, _resolve(barrier, of_barrier), source_info)
+    return token
+
+
+def _boxed(content: np.ndarray, ranges: Any) -> np.ndarray:
+    """The part of an array that begins at and has the extents of `ranges`, with zeros where the array has ended."""
     edges = zip(ranges, content.shape, strict=True)
     part = tuple(slice(min(start, extent), min(start + size, extent)) for (start, size), extent in edges)
     value = np.zeros([size for _, size in ranges], content.dtype)
     value[tuple(slice(0, piece.stop - piece.start) for piece in part)] = content[part]
-    _, target, place = _resolve(target, to)
-    _, barrier, at = _resolve(barrier, of_barrier)
+    return value
+
+
+def _land(shared: Any, thread: Any, value: np.ndarray, goal: Any, barrier: Any, source_info: Any) -> None:
+    """Stores what a TMA copy brings, and tells its barrier."""
+    (_, target, place), (_, barrier, at) = goal, barrier
     barrier = shared.mbarriers[barrier, at[0] if isinstance(at[0], int) else at[0].start]
 
     def copy(tma_thread_id: int) -> None:
@@ -601,12 +651,50 @@ def _copy_tile(
             races = gpu_callbacks.get_races()
             races.check_write(thread, clock.async_smem_clock.copy(), target, access, source_info=source_info)
         with shared.lock:
-            goal = shared.mem[target].content[place]
-            shared.mem[target].content[place] = value.reshape(goal.shape)
+            found = shared.mem[target].content[place]
+            shared.mem[target].content[place] = value.reshape(found.shape)
             barrier.clock.update(clock)
             barrier.add(0, -value.nbytes)
 
     shared.execute_async_task(copy)
+
+
+@gpu_callbacks.fail_on_exception
+def _store_panels(
+    *,
+    token: Any,
+    mesh_location: Any,
+    thread: Any,
+    source: Any,
+    from_: Any,
+    target: Any,
+    to: Any,
+    starts: Any,
+    first: int,
+    source_info: Any,
+) -> Any:
+    """One of JAX's copies for each panel, of the rows and columns that the target has."""
+    (shared, source, held), (_, target, _) = _resolve(source, from_), _resolve(target, to)
+    (batch, row, head), (*leading, panels, rows, columns) = np.asarray(starts).tolist(), held
+    _, all_rows, _, all_columns = shared.mem[target].content.shape
+    for panel in range(panels.stop - panels.start):
+        column = first + panel * (columns.stop - columns.start)
+        count = min(rows.stop - rows.start, all_rows - row), min(columns.stop - columns.start, all_columns - column)
+        if min(count) <= 0:
+            continue
+        from_rows = slice(rows.start, rows.start + count[0], 1), slice(columns.start, columns.start + count[1], 1)
+        to_rows = batch, slice(row, row + count[0], 1), head, slice(column, column + count[1], 1)
+        task = gpu_callbacks.AsyncCopySmemToGmemTask(
+            mesh_location=mesh_location,
+            thread=thread,
+            src_allocation_key=source,
+            src_access=interpret_utils.Access((*leading, panels.start + panel, *from_rows)),
+            dst_allocation_key=target,
+            dst_access=interpret_utils.Access(to_rows),
+            source_info=source_info,
+            clock=shared.incr_clock(thread) if shared.detect_races else None,
+        )
+        shared.execute_async_task(task)
     return token
 
 
