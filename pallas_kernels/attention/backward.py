@@ -14,7 +14,6 @@ Traffic: K, V, dK, dV once; for each tile of keys Q and dO are read and dQ is ad
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -40,13 +39,11 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.backward_common import Compare, Step, Tile, bent, by_column, capped_bias, probabilities
 from pallas_kernels.attention.backward_operands import CHUNK, padded_dims
 from pallas_kernels.attention.configs import BackwardConfig
-from pallas_kernels.attention.memory import ACC, store, tiled
+from pallas_kernels.attention.memory import panels, store, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
-
-Accumulator = Any  # a reference to one in registers
 
 RECORD = 8  # integers of a tile's record
 RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrier has
@@ -65,18 +62,18 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     w, block_q, stages = config.warpgroups, config.block_q, config.stages
     found = dict(
-        key_smem=tiled((w, head_dim // CHUNK, CHUNK, CHUNK), dtype),
-        value_smem=tiled((w, CHUNK, value_dim), dtype),
-        query_smem=tiled((stages, block_q, head_dim), dtype),
-        d_out_smem=tiled((stages, block_q, value_dim), dtype),
+        key_smem=panels((w, CHUNK, head_dim), dtype),
+        value_smem=panels((w, CHUNK, value_dim), dtype),
+        query_smem=panels((stages, block_q, head_dim), dtype),
+        d_out_smem=panels((stages, block_q, value_dim), dtype),
         statistics_smem=plgpu.SMEM((2 * stages, block_q), jnp.float32),
-        ds_smem=tiled((2, w, block_q // CHUNK, CHUNK, CHUNK), dtype),
+        ds_smem=panels((2, w, CHUNK, block_q), dtype),
         words_smem=pipeline.barriers(RING_ROWS + sum(map(len, _arrivals(problem, config).values()))),
     )
     if config.turns or not (config.last_writes or config.adds_registers):
         found["dq_smem"] = plgpu.SMEM((w, *fragments.SHAPE), jnp.float32)
     if config.last_writes:
-        found["d_query_smem"] = tiled((w, CHUNK, CHUNK), dtype)
+        found["d_query_smem"] = panels((w, CHUNK, CHUNK), dtype)
         if config.turns:
             found["dq_full"] = plgpu.Barrier(num_barriers=w)
     if config.bias_stages:
@@ -99,6 +96,8 @@ def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int
         found |= {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots}
     if schedule.may_see_nothing(problem):
         found["landed"] = (1,) * stages
+    if problem.key_lengths:
+        found["kv_landed"] = (1,)
     return found
 
 
@@ -106,16 +105,29 @@ def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int
 
 
 def _copy_keys(tile: Tile) -> None:
-    """Issues the copies of a tile's keys and values."""
+    """Issues the copies of a tile's keys and values; zeroes those past a sequence's end, which may be NaN."""
     config, refs = tile.config, tile.refs
     parts = []
     for i in range(config.warpgroups):
-        rows = pl.ds(tile.first_key + i * CHUNK, CHUNK)
-        for c in range(refs.key_smem.shape[1]):
-            at = tile.batch, rows, tile.key_head, pl.ds(c * CHUNK, CHUNK)
-            parts.append((refs.key, at, refs.key_smem.at[i, c]))
-        parts.append((refs.value, (tile.batch, rows, tile.key_head, slice(None)), refs.value_smem.at[i]))
-    _copy(refs.kv_full.at[0], parts)
+        at = tile.batch, pl.ds(tile.first_key + i * CHUNK, CHUNK), tile.key_head
+        parts += [(refs.key, at, refs.key_smem.at[i]), (refs.value, at, refs.value_smem.at[i])]
+    if not tile.problem.key_lengths:
+        return _copy(refs.kv_full.at[0], parts)
+    left, landed = tile.sequence.keys - tile.first_key, refs.kv_landed.at[0]
+
+    @pipeline.when(left >= config.block_kv)
+    def _():
+        _copy(refs.kv_full.at[0], parts)
+        pipeline.expect(landed, 0)  # a phase to each tile
+
+    @pipeline.when(left < config.block_kv)
+    def _():
+        _copy(landed, parts)
+        pipeline.wait(refs.kv_landed, tile.t, 1)
+        for i in range(config.warpgroups):
+            for to in (refs.key_smem.at[i], refs.value_smem.at[i]):
+                pipeline.zero_rows(to, left - i * CHUNK)
+        pipeline.expect(refs.kv_full.at[0], 0)
 
 
 class _Place(NamedTuple):
@@ -170,30 +182,28 @@ def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
     config, refs, (batch, head, i, _) = tile.config, tile.refs, place
     stage, rows = pipeline.stage(n, config.stages), pl.ds(i * config.block_q, config.block_q)
     full, may_see_nothing = refs.full.at[stage], schedule.may_see_nothing(tile.problem)
-    parts = [
-        (refs.query, (batch, rows, head, slice(None)), refs.query_smem.at[stage]),
+    statistics = [
         (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
         (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
     ]
-    d_out = refs.d_out, (batch, rows, head, slice(None)), refs.d_out_smem.at[stage]
+    places = [(refs.query, refs.query_smem), (refs.d_out, refs.d_out_smem)]
+    parts = [(source, (batch, rows, head), to.at[stage]) for source, to in places]
 
     if not may_see_nothing:
-        return _copy(full, [*parts, d_out])
-    for source, at, to in parts:
-        pipeline.copy(source, at, to, full)
+        return _copy(full, [*parts, *statistics])
     nothing, landed = refs.without_keys[batch, head, i] != 0, refs.landed.at[stage]
 
     @pipeline.when(nothing)
     def _():
-        _copy(landed, [d_out])
+        _copy(landed, parts)
         pipeline.wait(refs.landed, n, config.stages)
-        backward_common.zero_rows(d_out[2], refs.lse.at[batch, head, rows])
-        pipeline.expect(full, _bytes(parts))
+        for _, _, to in parts:
+            backward_common.zero_rows(to, refs.lse.at[batch, head, rows])
+        _copy(full, statistics)
 
     @pipeline.when(jnp.logical_not(nothing))
     def _():
-        pipeline.copy(*d_out, full)
-        pipeline.expect(full, _bytes([*parts, d_out]))
+        _copy(full, [*parts, *statistics])
         pipeline.expect(landed, 0)  # a phase to each of the stage's
 
 
@@ -213,8 +223,8 @@ _Parts = list[tuple[Any, tuple[Any, ...], Any]]  # array, place, shared memory
 def _copy(full: jax.Ref, parts: _Parts) -> None:
     """Issues copies, and announces their bytes."""
     pipeline.expect(full, _bytes(parts))
-    for part in parts:
-        pipeline.copy(*part, full)
+    for source, at, to in parts:
+        (pipeline.copy_rows if len(to.shape) == 3 else pipeline.copy)(source, at, to, full)
 
 
 def _bytes(parts: _Parts) -> int:
@@ -294,16 +304,11 @@ def _release_keys(tile: Tile) -> None:
 
 def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
     """A warpgroup's part of a tile: the gradients of 64 keys and values; `draw` is called before they are written."""
-    widths = tile.refs.query_smem.shape[2], tile.refs.d_out_smem.shape[2]
-    warpgroup = lax.axis_index("warpgroup")
-    zeros = [plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths]
+    warpgroup, widths = lax.axis_index("warpgroup"), (tile.problem.head_dim, tile.problem.value_dim)
+    zeros = (plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths)
     pipeline.wait(tile.refs.kv_full, tile.t, 1)
-
-    def mainloop(sums: Any) -> None:
-        first = _first_scores(tile) if tile.config.ahead else None
-        tile.each_step(functools.partial(_step, sums), (first, jnp.int32(0)))
-
-    dk, dv = pl.run_state(mainloop)(tuple(ACC.init(x) for x in zeros))
+    first = _first_scores(tile) if tile.config.ahead else None
+    _, _, (dk, dv) = tile.each_step(_step, (first, jnp.int32(0), tuple(zeros)))
     tile = tile.again()
     _pass_spare_stages(tile)
     if tile.config.turns:
@@ -343,74 +348,65 @@ class _Part(NamedTuple):
         return self.tile.refs.dq_smem.at[self.warpgroup]
 
 
-def _step(
-    sums: tuple[Accumulator, Accumulator], tile: Tile, step: Step, compare: Compare, carry: tuple[Any, jax.Array]
-) -> tuple[jax.Array | None, jax.Array]:
+def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> tuple[Any, ...]:
     """Adds to dK and dV in registers and to dQ in device memory.
 
-    `carry`: the step's K Q^T, if that is multiplied ahead, and whether the warp is to refill the stage of the step
-    before; what comes back is the same for the next step.
+    `carry`: the step's K Q^T, if that is multiplied ahead, whether the warp is to refill the stage of the step before,
+    and dK and dV; what comes back is the same for the next step.
     """
-    scores, released = carry
+    scores, released, (dk, dv) = carry
     problem, config, refs = tile.problem, tile.config, tile.refs
-    dk_sum, dv_sum = sums
     warpgroup, stage = ptx.opaque(lax.axis_index("warpgroup")), lax.rem(step.n, config.stages)
     d_out_smem, ds_smem = refs.d_out_smem.at[stage], refs.ds_smem.at[lax.rem(step.n, 2)]
     part = _Part(tile, step, warpgroup, stage, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
-    def multiply(dp_sum: Accumulator) -> jax.Array | None:
-        early = backward_common.turns_ended(tile, step, warpgroup) if _fetches_early(config) else None
-        if scores is None:
-            pipeline.wait(refs.full, step.n, config.stages)
-        # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
-        dp_sum[...] = by_column(refs.delta_smem.at[stage], shape)
-        begun = _begin_scores(tile, stage) if scores is None else None
-        plgpu.wgmma(dp_sum, refs.value_smem.at[warpgroup], d_out_smem.T)
-        _refill(tile, step, released)
-        extras = backward_common.load_early(tile, step, warpgroup)
-        if config.bias_stages:
-            extras["bias"] = _read_bias(part)
-        x = products.finish(begun, later=1) if scores is None else scores
-        extras |= backward_common.load_late(tile, step, warpgroup)
-        x, slope = bent(problem, x)
-        if capped:
-            refs.slope_smem[warpgroup] = slope
-        p = probabilities(tile, step, warpgroup, x, extras, compare)
-        plgpu.wgmma(dv_sum, p.astype(dtype), d_out_smem)
-        earlier, ended = None, None
-        if config.turns:
-            backward_common.end_turn_before(tile, step, warpgroup)
-            if early is not None:
-                _fetch_sum(part, early)
-            ended = backward_common.turns_ended(tile, step, warpgroup)
-            # What comes from memory is asked for early; what is computed, and would take registers, later.
-            earlier = backward_common.turns_before(tile, step.i) if problem.hidden_by_data else None
-        if slope is not None and not capped:
-            p = p * slope
-        d_scores = p * plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)
-        if capped:
-            if problem.bias_gradient:
-                _write_logits(part, d_scores)
-            d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)
-        ds = d_scores.astype(dtype)
-        _share(part, ds)
-        add = functools.partial(_add_to_dq, part, ds, dk_sum, (earlier, ended))
-        return pl.run_scoped(add, ACC((CHUNK, CHUNK), jnp.float32))
-
-    begun = pl.run_scoped(multiply, ACC(shape, jnp.float32))
-    if begun is None:
-        plgpu.wgmma_wait(0)
-    else:
-        begun = products.finish(begun, later=0)
-    return begun, _release_stage(tile, step)
+    early = backward_common.turns_ended(tile, step, warpgroup) if _fetches_early(config) else None
+    if scores is None:
+        pipeline.wait(refs.full, step.n, config.stages)
+    # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
+    delta = by_column(refs.delta_smem.at[stage], shape)
+    begun = _begin_scores(tile, stage) if scores is None else None
+    dp = products.multiply(refs.value_smem.at[warpgroup], d_out_smem, depth=problem.value_dim, sums=delta)
+    _refill(tile, step, released)
+    extras = backward_common.load_early(tile, step, warpgroup)
+    if config.bias_stages:
+        extras["bias"] = _read_bias(part)
+    x = products.finish(begun, later=1) if scores is None else scores
+    extras |= backward_common.load_late(tile, step, warpgroup)
+    x, slope = bent(problem, x)
+    if capped:
+        refs.slope_smem[warpgroup] = slope
+    p = probabilities(tile, step, warpgroup, x, extras, compare)
+    dv = products.multiply_rows(dv, p.astype(dtype), d_out_smem)
+    earlier, ended = None, None
+    if config.turns:
+        backward_common.end_turn_before(tile, step, warpgroup)
+        if early is not None:
+            _fetch_sum(part, early)
+        ended = backward_common.turns_ended(tile, step, warpgroup)
+        # What comes from memory is asked for early; what is computed, and would take registers, later.
+        earlier = backward_common.turns_before(tile, step.i) if problem.hidden_by_data else None
+    if slope is not None and not capped:
+        p = p * slope
+    d_scores = p * products.finish(dp, later=1)
+    if capped:
+        if problem.bias_gradient:
+            _write_logits(part, d_scores)
+        d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)
+    ds = d_scores.astype(dtype)
+    _share(part, ds)
+    begun, dk = _add_to_dq(part, ds, dk, (earlier, ended))
+    plgpu.wgmma_wait(0)
+    begun, *sums = (None if x is None else products.settled(x) for x in (begun, dk, dv))
+    return begun, _release_stage(tile, step), tuple(sums)
 
 
 def _begin_scores(tile: Tile, stage: jax.Array) -> jax.Array:
     """Begins K Q^T, of the warpgroup's keys and the stage's queries."""
     refs, warpgroup = tile.refs, ptx.opaque(lax.axis_index("warpgroup"))
-    keys = [refs.key_smem.at[warpgroup, c] for c in range(refs.key_smem.shape[1])]
-    return products.begin_pieces(keys, refs.query_smem.at[stage])
+    depth = tile.problem.head_dim
+    return products.multiply(refs.key_smem.at[warpgroup], refs.query_smem.at[stage], depth=depth)
 
 
 def _first_scores(tile: Tile) -> jax.Array:
@@ -452,27 +448,26 @@ def _share(part: _Part, ds: jax.Array) -> None:
     reduce.sync_block(part.tile.config.warpgroups)
 
 
-def _add_to_dq(
-    part: _Part, ds: jax.Array, dk_sum: Accumulator, turn: tuple[Any, Any], dq_sum: Accumulator
-) -> jax.Array | None:
+def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any]) -> tuple[jax.Array | None, jax.Array]:
     """A warpgroup's square of dQ, over the keys of all warpgroups; and dK meanwhile.
 
     `turn`: how many add to the square before, where that is known already, and have, where there are turns.
-    What comes back is the next step's K Q^T, begun, if that is multiplied ahead.
+    What comes back are the next step's K Q^T, begun, if that is multiplied ahead, and dK, under way.
     """
     tile, (row, column), (earlier, ended) = part.tile, part.square, turn
     problem, config, refs = tile.problem, tile.config, tile.refs
     if config.last_writes and config.turns and not _fetches_early(config):
         _fetch_sum(part, ended)
-    for other in map(ptx.opaque, map(jnp.int32, range(config.warpgroups))):
-        plgpu.wgmma(dq_sum, part.ds_smem.at[other, row].T, refs.key_smem.at[other, column])
+    others = [ptx.opaque(jnp.int32(other)) for other in range(config.warpgroups)]
+    keys = [refs.key_smem.at[other, pl.ds(column, 1)] for other in others]
+    dq = products.multiply_columns([part.ds_smem.at[other, row] for other in others], keys)
     begun = None
     if config.ahead:
         # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
         plgpu.wgmma_wait(1)
         begun = _begin_next_scores(tile, part.step)
-    plgpu.wgmma(dk_sum, ds, refs.query_smem.at[part.stage])
-    square = plgpu.wgmma_accumulator_load(dq_sum, wait_n=2 if config.ahead else 1)
+    dk = products.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
+    square = products.finish(dq, later=2 if config.ahead else 1)
     if _warps_add(problem, config):
         fragments.await_read()
     elif not config.turns:
@@ -487,7 +482,7 @@ def _add_to_dq(
         last = backward_common.is_last(tile, part.step.i)
         pl.when(last)(lambda: _write_last(part, square))
         pl.when(jnp.logical_not(last))(lambda: _add_square(part, square, earlier, ended))
-    return begun
+    return begun, dk
 
 
 def _warps_add(problem: Attention, config: BackwardConfig) -> bool:
@@ -555,11 +550,10 @@ def _write_square(part: _Part, total: jax.Array) -> None:
     """Writes a square of the gradient, in 16 bits: nothing is zero before, nothing is converted after."""
     tile, step, (row, column) = part.tile, part.step, part.square
     d_query_smem = tile.refs.d_query_smem.at[part.warpgroup]
-    d_query_smem[...] = (total * tile.problem.scale).astype(tile.problem.dtype)
+    fragments.store_factor(d_query_smem, (total * tile.problem.scale).astype(tile.problem.dtype))
     plgpu.commit_smem()
     rows = pl.ds(step.i * tile.config.block_q + row * CHUNK, CHUNK)
-    target = tile.refs.d_query.at[tile.batch, rows, step.head, pl.ds(column * CHUNK, CHUNK)]
-    plgpu.copy_smem_to_gmem(d_query_smem, target)
+    pipeline.store_rows(d_query_smem, tile.refs.d_query, (tile.batch, rows, step.head), column * CHUNK)
 
 
 def _write_logits(part: _Part, gradient: jax.Array) -> None:
@@ -573,29 +567,27 @@ def _write_scores(part: _Part) -> None:
     """The same where it is the scores' too, which are in shared memory."""
     tile, step, block_q = part.tile, part.step, part.tile.config.block_q
     keys = pl.ds(tile.first_key + part.warpgroup * CHUNK, CHUNK)
-    for c in range(block_q // CHUNK):
-        rows = pl.ds(step.i * block_q + c * CHUNK, CHUNK)
-        target = tile.refs.d_logits.at[tile.batch, step.head, keys, rows]
-        plgpu.copy_smem_to_gmem(part.ds_smem.at[part.warpgroup, c], target)
+    at = tile.batch, step.head, keys
+    pipeline.store_rows(part.ds_smem.at[part.warpgroup], tile.refs.d_logits, at, step.i * block_q)
 
 
 def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     """Writes the gradients of keys and values, through the places of the score gradients."""
     refs, dtype = tile.refs, tile.problem.dtype
     rows = pl.ds(tile.first_key + warpgroup * CHUNK, CHUNK)
+    gradients = (dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)
     slots = [refs.ds_smem.at[turn, warpgroup, pl.ds(c, 1)] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
-    pieces = [(dk * tile.problem.scale, refs.d_key, c) for c in range(dk.shape[1] // CHUNK)]
-    pieces += [(dv, refs.d_value, c) for c in range(dv.shape[1] // CHUNK)]
+    pieces = [(x[:, at : at + CHUNK], ref, at) for x, ref in gradients for at in range(0, x.shape[1], CHUNK)]
     if tile.problem.bias_gradient:
         # The last steps' score gradients may still be on their way out.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
-        for slot, (gradient, _, c) in zip(slots, here, strict=False):
-            fragments.store_factor(slot, gradient[:, c * CHUNK : (c + 1) * CHUNK].astype(dtype), once=True)
+        for slot, (gradient, _, _) in zip(slots, here, strict=False):
+            fragments.store_factor(slot, gradient.astype(dtype), once=True)
         plgpu.commit_smem()
-        for slot, (_, ref, c) in zip(slots, here, strict=False):
-            plgpu.copy_smem_to_gmem(slot.at[0], ref.at[tile.batch, rows, tile.key_head, pl.ds(c * CHUNK, CHUNK)])
+        for slot, (_, ref, column) in zip(slots, here, strict=False):
+            pipeline.store_rows(slot, ref, (tile.batch, rows, tile.key_head), column)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

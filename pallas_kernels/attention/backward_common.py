@@ -26,7 +26,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import gather, pairs, pipeline, schedule, tile_scheduler
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
-from pallas_kernels.attention.memory import columns_of_tile, transforms
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import WGMMA
@@ -160,13 +159,14 @@ class Tile:
         """`carry = visit(h, carry)` for each head of the group."""
         return visit(0, carry) if self.group == 1 else lax.fori_loop(0, self.group, visit, carry)
 
-    def each_step_alike(self, visit: Callable[[Step], None]) -> None:
-        """`visit(step)` for the same steps in the same order, where nothing is compared."""
+    def each_step_alike[Carry](self, visit: Callable[[Step, Carry], Carry], carry: Carry) -> Carry:
+        """`carry = visit(step, carry)` for the same steps in the same order, where nothing is compared."""
 
-        def of_head(h: Any, _: None) -> None:
-            pl.loop(self.span.first, self.span.end)(lambda i: visit(self.step(h, i)))
+        def of_head(h: Any, carry: Carry) -> Carry:
+            step = lambda i, carry: visit(self.step(h, i), carry)
+            return lax.fori_loop(self.span.first, self.span.end, step, carry)
 
-        self.each_head(of_head, None)
+        return self.each_head(of_head, carry)
 
     def each_step[Carry](self, visit: Callable[["Tile", Step, Compare, Carry], Carry], carry: Carry) -> Carry:
         """`carry = visit(tile, step, compare, carry)` for each head of the group and tile of queries that sees keys.
@@ -561,31 +561,25 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
 
 
 def zero_rows(target: Any, lse: Any) -> None:
-    """The calling warp zeroes the rows of a stage `[rows, columns]` whose lse is inf, before products read it.
+    """The calling warp zeroes the rows of a stage's panels whose lse is inf, before products read them.
 
     Cotangents of rows without a key may be NaN. Zeroed here, XLA need not make a copy of all cotangents.
     """
-    rows, columns = target.shape
-    tile = columns_of_tile(columns, jnp.dtype(target.dtype))
-    row_bytes = tile * jnp.dtype(target.dtype).itemsize
-    tile_bytes = pipeline.TMA_ROWS * row_bytes
+    panels, rows, _ = target.shape
+    panel_bytes = rows * pipeline.SWIZZLE_BYTES
 
     def zero_rows_of_warp(ctx, target, lse):
-        places = [
-            c * tile_bytes + b for c in range(columns // tile) for b in range(0, row_bytes, pipeline.VECTOR_BYTES)
-        ]
+        line = range(0, pipeline.SWIZZLE_BYTES, pipeline.VECTOR_BYTES)
+        places = [panel * panel_bytes + b for panel in range(panels) for b in line]
         text = (
-            "{ .reg .b32 lane, row, group, word, place; .reg .b64 at; .reg .pred empty, more; "
+            "{ .reg .b32 lane, row, word, place; .reg .b64 at; .reg .pred empty, more; "
             "mov.u32 lane, %laneid; mov.b32 row, lane; AGAIN: "
             "mad.wide.u32 at, row, 4, $0; ld.global.b32 word, [at]; "
-            f"setp.eq.b32 empty, word, {INFINITY}; "
-            f"div.u32 group, row, {pipeline.TMA_ROWS}; rem.u32 word, row, {pipeline.TMA_ROWS}; "
-            f"mad.lo.u32 place, word, {row_bytes}, $1; mad.lo.u32 place, group, {columns // tile * tile_bytes}, place; "
+            f"setp.eq.b32 empty, word, {INFINITY}; mad.lo.u32 place, row, {pipeline.SWIZZLE_BYTES}, $1; "
             + " ".join(f"@empty st.shared.v4.b32 [place+{place}], {{0, 0, 0, 0}};" for place in places)
             + f" add.u32 row, row, 32; setp.lt.u32 more, row, {rows}; @more bra AGAIN; "
             "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
         )
         ptx.asm(text, "l,r,~{memory}", [ptx.global_address(lse), ptx.shared_address(target)])
 
-    arguments = plgpu.RefType(transforms(tile, jnp.dtype(target.dtype))), plgpu.RefType()
-    plgpu.inline_mgpu(arg_types=arguments)(zero_rows_of_warp)(target, lse)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(zero_rows_of_warp)(target, lse)

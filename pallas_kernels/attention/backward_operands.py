@@ -68,16 +68,12 @@ def inputs(
     problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     """What the kernel reads, by name; queries come last, as a tile's columns, but for a bias that the engine copies."""
-    b, n, k = problem.batch, problem.query_heads, problem.key_heads
-    t, s, rows = _up(problem.query_length, 8), _up(problem.key_length, 8), _up(problem.query_length, config.block_q)
-    head_dim, value_dim = padded_dims(problem)
-    query = _without_padding(ops.query, getattr(ops, "query_lengths", None))
-    key, value = (_without_padding(x, getattr(ops, "key_lengths", None)) for x in (ops.key, ops.value))
+    b, n, rows = problem.batch, problem.query_heads, _up(problem.query_length, config.block_q)
     found = dict(
-        query=_pad(query, (b, t, n, head_dim)),
-        key=_pad(key, (b, s, k, head_dim)),
-        value=_pad(value, (b, s, k, value_dim)),
-        d_out=_pad(ops.d_out, (b, t, n, value_dim)),
+        query=ops.query,
+        key=ops.key,
+        value=ops.value,
+        d_out=ops.d_out,
         lse=_pad(jnp.where(nothing, jnp.inf, ops.lse * LOG2E), (b, n, rows), jnp.inf),
         delta=_pad(delta, (b, n, rows)),
     )
@@ -114,7 +110,7 @@ def outputs(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the kernel writes, by name: all of an array, and in places, of one that is zero before."""
     b, n, rows = inputs["lse"].shape
-    head_dim, s = inputs["key"].shape[3], inputs["key"].shape[1]
+    head_dim, _ = padded_dims(problem)
     whole = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
     places = {}
     dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *fragments.SHAPE), jnp.float32)
@@ -127,11 +123,8 @@ def outputs(
     if config.turns:
         places["turns"] = jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32)
     if problem.bias_gradient:
-        # At least a block's queries: Mosaic takes a tile's place for 0 where the array has one such tile.
-        logits = s, max(_up(inputs["query"].shape[1], CHUNK), config.block_q)
-        if capped_bias(problem):
-            # Written from registers, by whole tiles.
-            logits = _up(problem.key_length, config.block_kv), rows
+        # With a soft cap they are written from registers, by whole tiles.
+        logits = _up(problem.key_length, config.block_kv if capped_bias(problem) else 1), rows
         places["d_logits"] = jnp.zeros((b, n, *logits), problem.dtype)
     return whole, places
 
@@ -139,15 +132,11 @@ def outputs(
 def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, jax.Array]) -> list[jax.Array]:
     """Those of query, key and value from what the kernel wrote."""
     if "d_query" in written:
-        d_query = written["d_query"][:, : problem.query_length, :, : problem.head_dim]
+        d_query = written["d_query"]
     else:
         dq_sum = fragments.as_rows(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
-    return [
-        d_query,
-        written["d_key"][:, : problem.key_length, :, : problem.head_dim],
-        written["d_value"][:, : problem.key_length, :, : problem.value_dim],
-    ]
+    return [d_query, written["d_key"], written["d_value"]]
 
 
 def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:
@@ -167,14 +156,6 @@ def sinks_gradient(ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array) -
 def _pad(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
     widths = [(0, to - at) for at, to in zip(x.shape, shape, strict=True)]
     return jnp.pad(x, widths, constant_values=fill) if any(w for _, w in widths) else x
-
-
-def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """`[B, T, N, H]` with zeros beyond the lengths, where there may be NaN."""
-    if lengths is None:
-        return x
-    inside = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
-    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
 def launch(

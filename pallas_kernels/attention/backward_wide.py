@@ -46,15 +46,15 @@ from pallas_kernels.attention.backward_common import (
 )
 from pallas_kernels.attention.backward_operands import CHUNK, TILE, padded_dims
 from pallas_kernels.attention.configs import BackwardWideConfig
-from pallas_kernels.attention.memory import ACC, store, tiled
+from pallas_kernels.attention.memory import panels, store, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import WGMMA
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, ptx, reduce
 
-Accumulator = Any  # a reference to one in registers
-Sums = tuple[Accumulator, ...]  # the pieces of a gradient
+Sums = tuple[jax.Array, ...]  # the pieces of a gradient
+_Copy = tuple[Any, tuple[Any, ...], Any]  # array, place, shared memory
 
 VALUES, KEYS = 0, 1  # the warpgroups
 PIECE = 2 * CHUNK  # columns of a gradient that one product adds to
@@ -78,7 +78,9 @@ def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple
     if slots:
         found |= {"bias_full": (1,) * slots, "bias_empty": warps * slots}
     if schedule.may_see_nothing(problem):
-        found["landed"] = (1,)
+        found |= {"query_landed": (1,), "d_out_landed": (1,)}
+    if problem.key_lengths:
+        found |= {"key_landed": (1,), "value_landed": (1,)}
     return found
 
 
@@ -90,12 +92,12 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
     if capped_bias(problem):
         optional["slope_smem"] = plgpu.SMEM(fragments.SHAPE, jnp.float32)
     return optional | dict(
-        key_smem=tiled((1, CHUNK, head_dim), dtype),
-        value_smem=tiled((1, CHUNK, value_dim), dtype),
-        query_smem=tiled((config.stages, CHUNK, head_dim), dtype),
-        d_out_smem=tiled((config.d_out_stages, CHUNK, value_dim), dtype),
+        key_smem=panels((1, CHUNK, head_dim), dtype),
+        value_smem=panels((1, CHUNK, value_dim), dtype),
+        query_smem=panels((config.stages, CHUNK, head_dim), dtype),
+        d_out_smem=panels((config.d_out_stages, CHUNK, value_dim), dtype),
         squares_smem=plgpu.SMEM((config.squares, *fragments.SHAPE), jnp.float32),
-        ds_smem=tiled((1, *TILE), dtype),
+        ds_smem=panels((1, *TILE), dtype),
         statistics_smem=plgpu.SMEM((config.stages + config.d_out_stages, CHUNK), jnp.float32),
         barriers=pipeline.barriers(sum(map(len, _arrivals(problem, config).values()))),
     )
@@ -117,28 +119,43 @@ def _slot(n: jax.Array, stages: int) -> jax.Array:
 def _prologue(tile: Tile) -> None:
     """Keys and values, and as many steps' queries and cotangents as there are stages."""
     refs, config = tile.refs, tile.config
-    keys = tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head, slice(None)
 
     @pl.when(pipeline.is_first_warp() != 0)
     def _():
         for i in range(max(config.stages, config.d_out_stages, config.bias_stages)):
             if i == 0:
-                _copy_all(refs.key_full.at[0], (refs.key, keys, refs.key_smem.at[0]))
+                _fetch_keys(tile, refs.key, refs.key_smem.at[0], "key")
             if i < config.stages:
                 _fetch_query(tile, i)
             if i == 0:
-                _copy_all(refs.value_full.at[0], (refs.value, keys, refs.value_smem.at[0]))
+                _fetch_keys(tile, refs.value, refs.value_smem.at[0], "value")
             if i < config.d_out_stages:
                 _fetch_d_out(tile, i)
             if i < config.bias_stages:
                 _fetch_bias(tile, i)
 
 
-def _copy_all(full: jax.Ref, *copies: tuple[Any, tuple[Any, ...], Any]) -> None:
+def _fetch_keys(tile: Tile, source: Any, to: Any, name: str) -> None:
+    """Issues the copies of the keys or the values; zeroes those past the sequence's end, which may be NaN."""
+    full, at = getattr(tile.refs, f"{name}_full").at[0], (tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head)
+    if not tile.problem.key_lengths:
+        return _copy_all(full, (source, at, to))
+    left, landed = tile.sequence.keys - tile.first_key, getattr(tile.refs, f"{name}_landed")
+    pl.when(left >= CHUNK)(lambda: _copy_all(full, (source, at, to)))
+
+    @pl.when(left < CHUNK)
+    def _():
+        _copy_all(landed.at[0], (source, at, to))
+        pipeline.wait(landed, 0, 1)
+        pipeline.zero_rows(to, left)
+        pipeline.expect(full, 0)
+
+
+def _copy_all(full: jax.Ref, *copies: _Copy) -> None:
     """Issues copies of (array, place, shared memory), and announces their bytes."""
     pipeline.expect(full, sum(pipeline.size(to) for _, _, to in copies))
     for source, at, to in copies:
-        pipeline.copy(source, at, to, full)
+        (pipeline.copy_rows if len(to.shape) == 3 else pipeline.copy)(source, at, to, full)
 
 
 def _with_step(fetch: Any) -> Any:
@@ -157,33 +174,40 @@ def _with_step(fetch: Any) -> Any:
 
 @_with_step
 def _fetch_query(tile: Tile, step: Step) -> None:
-    """Issues the copies of a step's queries."""
+    """Issues the copies of a step's queries; zeroes rows without a key, which may be NaN."""
     refs, slot, rows = tile.refs, lax.rem(step.n, tile.config.stages), pl.ds(step.i * CHUNK, CHUNK)
-    query = refs.query, (tile.batch, rows, step.head, slice(None)), refs.query_smem.at[slot]
+    query = refs.query, (tile.batch, rows, step.head), refs.query_smem.at[slot]
     lse = refs.lse, (tile.batch, step.head, rows), refs.lse_smem.at[slot]
-    _copy_all(refs.query_full.at[slot], query, lse)
+    _copy_seen(tile, step, "query", query, lse)
 
 
 @_with_step
 def _fetch_d_out(tile: Tile, step: Step) -> None:
     """Issues the copies of a step's cotangents; zeroes rows without a key, which may be NaN."""
     refs, slot, rows = tile.refs, lax.rem(step.n, tile.config.d_out_stages), pl.ds(step.i * CHUNK, CHUNK)
-    d_out = refs.d_out, (tile.batch, rows, step.head, slice(None)), refs.d_out_smem.at[slot]
+    d_out = refs.d_out, (tile.batch, rows, step.head), refs.d_out_smem.at[slot]
     delta = refs.delta, (tile.batch, step.head, rows), refs.delta_smem.at[slot]
-    full = refs.d_out_full.at[slot]
+    _copy_seen(tile, step, "d_out", d_out, delta)
+
+
+def _copy_seen(tile: Tile, step: Step, name: str, rows: _Copy, statistic: _Copy) -> None:
+    """Issues copies of rows of queries or cotangents, and of their statistic; zeroes rows without a key."""
+    refs, to = tile.refs, rows[2]
+    slot = lax.rem(step.n, tile.config.stages if name == "query" else tile.config.d_out_stages)
+    full = getattr(refs, f"{name}_full").at[slot]
     if not schedule.may_see_nothing(tile.problem):
-        return _copy_all(full, d_out, delta)
-    nothing, landed = refs.without_keys[tile.batch, step.head, step.i] != 0, refs.landed.at[0]
+        return _copy_all(full, rows, statistic)
+    nothing, landed = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_landed")
     # A phase of `landed` ends at each step, so that the step's number is the phase's.
-    pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(landed, 0))
-    pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, d_out, delta))
+    pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(landed.at[0], 0))
+    pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, rows, statistic))
 
     @pl.when(nothing)
     def _():
-        _copy_all(landed, d_out)
-        pipeline.wait(refs.landed, step.n, 1)
-        backward_common.zero_rows(refs.d_out_smem.at[slot], refs.lse.at[tile.batch, step.head, rows])
-        _copy_all(full, delta)
+        _copy_all(landed.at[0], rows)
+        pipeline.wait(landed, step.n, 1)
+        backward_common.zero_rows(to, refs.lse.at[tile.batch, step.head, pl.ds(step.i * CHUNK, CHUNK)])
+        _copy_all(full, statistic)
 
 
 @_with_step
@@ -208,18 +232,16 @@ def _values(tile: Tile) -> None:
     """The warpgroup of dV, and of the probabilities."""
     mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
-    def mainloop(sums: Sums) -> None:
-        first = _first_scores(tile) if tile.config.ahead else None
-        tile.each_step(lambda tile, step, compare, x: _add_to_dv(tile, step, sums, compare, x), first)
-
-    sums = pl.run_state(mainloop)(_zeros(tile.refs.value_smem.shape[2]))
+    first = _first_scores(tile) if tile.config.ahead else None
+    _, sums = tile.each_step(_add_to_dv, (first, _zeros(tile.problem.value_dim)))
     _epilogue(tile, VALUES, sums, tile.refs.value_smem.at[0], tile.refs.d_value)
 
 
 def _begin_scores(tile: Tile, n: jax.Array) -> jax.Array:
     """Begins the product of keys and queries of step `n`."""
     here, slot = ptx.opaque(jnp.int32(0)), _slot(n, tile.config.stages)
-    return products.begin_pieces([tile.refs.key_smem.at[here]], tile.refs.query_smem.at[slot])
+    depth = tile.problem.head_dim
+    return products.multiply(tile.refs.key_smem.at[here], tile.refs.query_smem.at[slot], depth=depth)
 
 
 def _first_scores(tile: Tile) -> jax.Array:
@@ -240,11 +262,11 @@ def _begin_next_scores(tile: Tile, step: Step) -> jax.Array:
     return _begin_scores(tile, step.n + jnp.int32(follows))
 
 
-def _add_to_dv(tile: Tile, step: Step, sums: Sums, compare: Compare, x: jax.Array | None) -> jax.Array | None:
-    """A step of warpgroup 0; `x` is its product of keys and queries, if that is multiplied ahead.
-
-    What comes back is the next step's then.
-    """
+def _add_to_dv(
+    tile: Tile, step: Step, compare: Compare, carry: tuple[jax.Array | None, Sums]
+) -> tuple[jax.Array | None, Sums]:
+    """A step of warpgroup 0; `carry`: its product of keys and queries, if that is multiplied ahead, and dV."""
+    x, sums = carry
     problem, config, refs = tile.problem, tile.config, tile.refs
     d_out_slot = _slot(step.n, config.d_out_stages)
     if x is None:
@@ -267,7 +289,7 @@ def _add_to_dv(tile: Tile, step: Step, sums: Sums, compare: Compare, x: jax.Arra
     fragments.store(tile.refs.squares_smem.at[0], p if slope is None else p * slope)
     mbarrier.arrive_each(refs.p_full.at[0])
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
-    _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
+    sums = _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
     pipeline.wait(refs.ds_full, step.n, 1)
 
     def release() -> None:
@@ -277,7 +299,8 @@ def _add_to_dv(tile: Tile, step: Step, sums: Sums, compare: Compare, x: jax.Arra
     if config.ahead:
         meanwhile = lambda: (1, _begin_next_scores(tile, step))
     begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)
-    return products.finish(begun, later=0) if config.ahead else None
+    begun = products.finish(begun, later=0) if config.ahead else None
+    return begun, tuple(map(products.settled, sums))
 
 
 def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
@@ -300,44 +323,41 @@ def _keys(tile: Tile) -> None:
     mbarrier.wait(tile.refs.value_full.at[0], jnp.int32(0))
     mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
-    def mainloop(sums: Sums) -> None:
-        tile.each_step_alike(lambda step: _add_to_dk(tile, step, sums))
-
-    sums = pl.run_state(mainloop)(_zeros(tile.refs.key_smem.shape[2]))
+    sums = tile.each_step_alike(functools.partial(_add_to_dk, tile), _zeros(tile.problem.head_dim))
     _epilogue(tile, KEYS, [x * tile.problem.scale for x in sums], tile.refs.key_smem.at[0], tile.refs.d_key)
 
 
-def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> None:
-    """A step of warpgroup 1."""
+def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
+    """A step of warpgroup 1; `sums`: dK."""
     problem, config, refs = tile.problem, tile.config, tile.refs
     here = ptx.opaque(jnp.int32(0))
     slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
     bias_of_scores = problem.bias_gradient and not capped_bias(problem)
 
-    def score_gradients(dp: Accumulator) -> jax.Array:
-        pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
-        dp[...] = by_column(refs.delta_smem.at[d_out_slot], TILE)
-        plgpu.wgmma(dp, refs.value_smem.at[here], refs.d_out_smem.at[d_out_slot].T)
-        pull = plgpu.wgmma_accumulator_load(dp, wait_n=0)
-        pipeline.wait(refs.p_full, step.n, 1)
-        d_scores = fragments.load(tile.refs.squares_smem.at[0]) * pull
-        if capped_bias(problem):
-            if problem.bias_gradient:
-                store(_d_logits(tile, step), d_scores.astype(problem.dtype))
-            d_scores = d_scores * fragments.load(refs.slope_smem)
-        return d_scores.astype(problem.dtype)
-
-    ds = pl.run_scoped(score_gradients, ACC(TILE, jnp.float32))
+    pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
+    delta, d_out = by_column(refs.delta_smem.at[d_out_slot], TILE), refs.d_out_smem.at[d_out_slot]
+    dp = products.multiply(refs.value_smem.at[here], d_out, depth=problem.value_dim, sums=delta)
+    pull = products.finish(dp, later=0)
+    pipeline.wait(refs.p_full, step.n, 1)
+    d_scores = fragments.load(tile.refs.squares_smem.at[0]) * pull
+    if capped_bias(problem):
+        if problem.bias_gradient:
+            store(_d_logits(tile, step), d_scores.astype(problem.dtype))
+        d_scores = d_scores * fragments.load(refs.slope_smem)
+    ds = d_scores.astype(problem.dtype)
     _begin_turn(tile, step, KEYS)
-    fragments.store_factor(refs.ds_smem, ds)
+    fragments.store_factor(refs.ds_smem.at[0], ds)
     fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
     mbarrier.arrive_each(refs.ds_full.at[0])
     pipeline.wait(refs.ds_full, step.n, 1)
     if bias_of_scores:
-        plgpu.copy_smem_to_gmem(refs.ds_smem.at[0], _d_logits(tile, step))
-    _add_to_dq(tile, step, KEYS, meanwhile=lambda: (_multiply(sums, ds, refs.query_smem.at[slot]), None))
+        at = tile.batch, step.head, pl.ds(tile.first_key, CHUNK)
+        pipeline.store_rows(refs.ds_smem.at[0], refs.d_logits, at, step.i * CHUNK)
+    meanwhile = lambda: (len(sums), _multiply(sums, ds, refs.query_smem.at[slot]))
+    sums = _add_to_dq(tile, step, KEYS, meanwhile=meanwhile)
     plgpu.wgmma_wait(0)
     _release(tile, step, refs.query_empty, config.stages, _fetch_query)
+    return tuple(map(products.settled, sums))
 
 
 def _d_logits(tile: Tile, step: Step) -> Any:
@@ -362,32 +382,26 @@ def _begin_turn(tile: Tile, step: Step, warpgroup: int) -> None:
 def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
     """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
     refs, here, turns = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.turns
-    half = refs.key_smem.shape[2] // CHUNK // 2 * CHUNK
-    columns = range(half) if warpgroup == VALUES else range(half, refs.key_smem.shape[2])
-    mine = [columns[at : at + tile.config.dq_columns] for at in range(0, len(columns), tile.config.dq_columns)]
+    panels, size = refs.key_smem.shape[1], tile.config.dq_columns // CHUNK
+    own = range(panels // 2) if warpgroup == VALUES else range(panels // 2, panels)
+    mine = [own[at : at + size] for at in range(0, len(own), size)]
     before: Any = backward_common.turns_before(tile, step.i) if turns else None
     ended: Any = backward_common.turns_ended(tile, step, jnp.int32(warpgroup)) if turns else None
-
-    def multiply(*parts: Accumulator) -> Any:
-        for part, at in zip(parts, mine, strict=True):
-            plgpu.wgmma(part, refs.ds_smem.at[here].T, refs.key_smem.at[here, :, pl.ds(at.start, len(at))])
-        if at_first is not None:
-            # Factors in registers are free again: with all products under way ptxas would serialise them.
-            plgpu.wgmma_wait(len(mine))
-            at_first()
-        later, begun = meanwhile() if meanwhile is not None else (0, None)
-        if turns:
-            backward_common.await_turn(tile, step, jnp.int32(warpgroup), before, ended)
-        for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
-            numbers = plgpu.wgmma_accumulator_load(part, wait_n=len(mine) - 1 - i + later)
-            for c in range(len(at) // CHUNK):
-                square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
-                _add_square(tile, step, warpgroup, square, at.start // CHUNK + c, before, i == c == 0)
-        return begun
-
-    if not mine:
-        return multiply()
-    return pl.run_scoped(multiply, *(ACC((CHUNK, len(at)), jnp.float32) for at in mine))
+    ds = refs.ds_smem.at[here, 0]
+    parts = [products.multiply_columns([ds], [refs.key_smem.at[here, pl.ds(at.start, len(at))]]) for at in mine]
+    if at_first is not None:
+        # Factors in registers are free again: with all products under way ptxas would serialise them.
+        plgpu.wgmma_wait(len(mine))
+        at_first()
+    later, begun = meanwhile() if meanwhile is not None else (0, None)
+    if turns:
+        backward_common.await_turn(tile, step, jnp.int32(warpgroup), before, ended)
+    for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
+        numbers = products.finish(part, later=len(mine) - 1 - i + later)
+        for c in range(len(at)):
+            square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
+            _add_square(tile, step, warpgroup, square, at.start + c, before, i == c == 0)
+    return begun
 
 
 def _add_square(tile: Tile, step: Step, warpgroup: int, square: Any, column: int, before: Any, is_first: bool) -> None:
@@ -417,14 +431,14 @@ def _pieces(columns: int) -> list[tuple[int, int]]:
 
 def _zeros(columns: int) -> Sums:
     zeros = (jnp.zeros((CHUNK, width), jnp.float32) for _, width in _pieces(columns))
-    return tuple(ACC.init(plgpu.layout_cast(x, WGMMA)) for x in zeros)
+    return tuple(plgpu.layout_cast(x, WGMMA) for x in zeros)
 
 
-def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> int:
-    """Begins to add `weights @ rows` to a gradient; in how many products."""
-    for x, (start, width) in zip(sums, _pieces(rows.shape[1]), strict=True):
-        plgpu.wgmma(x, weights, rows.at[:, pl.ds(start, width)])
-    return len(sums)
+def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> Sums:
+    """Issues the products that add `weights @ rows` to a gradient."""
+    panels = rows.shape[0]
+    places = (pl.ds(at, min(PIECE // CHUNK, panels - at)) for at in range(0, panels, PIECE // CHUNK))
+    return tuple(products.multiply_rows(x, weights, rows.at[at]) for x, at in zip(sums, places, strict=False))
 
 
 def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax.Ref) -> None:
@@ -432,11 +446,11 @@ def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax
     if tile.config.turns:
         backward_common.end_last_turn(tile, jnp.int32(warpgroup))
     reduce.sync_block(tile.config.warpgroups)
-    for x, (start, width) in zip(gradient, _pieces(place.shape[1]), strict=True):
-        place[:, start : start + width] = x.astype(tile.problem.dtype)
+    for i, x in enumerate(gradient):
+        panels = pl.ds(i * PIECE // CHUNK, -(-x.shape[1] // CHUNK))
+        fragments.store_factor(place.at[panels], x.astype(tile.problem.dtype), once=True)
     plgpu.commit_smem()
-    rows = pl.ds(tile.first_key, CHUNK)
-    plgpu.copy_smem_to_gmem(place, target.at[tile.batch, rows, tile.key_head])
+    pipeline.store_rows(place, target, (tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -230,10 +230,10 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 
     @pipeline.when(tile.steps > 0)
     def _():
-        row = tile.place.row + warpgroup * WARPGROUP_ROWS
+        rows = pl.ds(tile.place.row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         full, to = cta.query_full.at[warpgroup], cta.query_smem.at[warpgroup]
         pipeline.expect(full, pipeline.size(to))
-        pipeline.copy_rows(cta.query, (tile.place.batch, row, tile.place.head), to, full)
+        pipeline.copy_rows(cta.query, (tile.place.batch, rows, tile.place.head), to, full)
 
 
 def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
@@ -245,7 +245,7 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
         if cta.problem.key_lengths:
             pipeline.expect(cta.landed.at[0], 0)
         pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
-        pipeline.copy_rows(cta.key, _rows(step), to, cta.stage_full.at[0])
+        pipeline.copy_rows(cta.key, _rows(cta, step), to, cta.stage_full.at[0])
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -263,8 +263,8 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
             pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.landed.at[stage], 0))
             count -= value_bytes * (value.exists - whole)
         pipeline.expect(full, count)
-        _when(key.exists, lambda: pipeline.copy_rows(cta.key, _rows(key), to[0], full))
-        _when(whole, lambda: pipeline.copy_rows(cta.value, _rows(value), to[1], full))
+        _when(key.exists, lambda: pipeline.copy_rows(cta.key, _rows(cta, key), to[0], full))
+        _when(whole, lambda: pipeline.copy_rows(cta.value, _rows(cta, value), to[1], full))
 
     def copy_later() -> None:
         following, j = _read(cta, tile.t + 1), i - tile.steps
@@ -315,14 +315,14 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     stage = pipeline.stage(n, cta.config.stages)
     to, landed = cta.value_smem.at[stage], cta.landed.at[stage]
     pipeline.expect(landed, pipeline.size(to))
-    pipeline.copy_rows(cta.value, _rows(step), to, landed)
+    pipeline.copy_rows(cta.value, _rows(cta, step), to, landed)
     pipeline.wait(cta.landed, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
-def _rows(step: _Step) -> tuple[Any, ...]:
-    """Where a step's keys or values begin."""
-    return step.batch, step.key, step.key_head
+def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
+    """Where a step's keys or values are."""
+    return step.batch, pl.ds(step.key, cta.config.block_kv), step.key_head
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -509,14 +509,14 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
     def hide(out: jax.Array) -> jax.Array:
         return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
 
-    columns = cta.out_smem.shape[1] * PANEL
+    rows, columns = pl.ds(place.row, WARPGROUP_ROWS), cta.out_smem.shape[1] * PANEL
     for start in range(0, problem.value_dim, columns):
         out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(gather.any_row(unseen), hide, lambda out: out, out * by_row(factor, out))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        fragments.store_factor(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True, tiled=False)
+        fragments.store_factor(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
         plgpu.commit_smem()
-        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, (place.batch, place.row, place.head, start))
+        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, (place.batch, rows, place.head), start)
 
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:

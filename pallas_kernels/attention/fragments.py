@@ -13,7 +13,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention import memory
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
 from pallas_kernels.attention.scores import ROW, WGMMA
 from pallas_kernels.mosaic import ptx
@@ -108,11 +107,8 @@ def as_rows(sums: jax.Array) -> jax.Array:
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)
 
 
-def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False, tiled: bool = True) -> None:
-    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`, swizzled.
-
-    `once`: outside of the loop over steps. `tiled`: Pallas knows that the target is swizzled.
-    """
+def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
+    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`; `once`: outside of the loop over steps."""
     dtype = jnp.dtype(target.dtype)
 
     def store_squares(ctx, target, factor):
@@ -133,10 +129,9 @@ def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False, tile
             text = f"stmatrix.sync.aligned.m8n8.x{len(here)}.shared.b16 [$0+{square * _SIDE * _ROW_BYTES}]"
             ptx.asm(f"{text}, {{{registers}}};", ",".join(["r"] * (1 + len(here))) + ",~{memory}", [at, *here])
 
-    place = plgpu.RefType(memory.transforms(_SIDE, dtype) if tiled else ())
     assert target.shape[1:] == (_SIDE, _SIDE)
     assert dtype.itemsize * _SIDE == _ROW_BYTES
-    plgpu.inline_mgpu(arg_types=(place, WGMMA))(store_squares)(target, factor)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store_squares)(target, factor)
 
 
 def store_rows(target: jax.Ref, values: jax.Array, batch: jax.Array, head: jax.Array, row: jax.Array) -> None:

@@ -168,53 +168,65 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
 
 
-def copy_rows(source: jax.Ref, at: tuple[Index, Index, Index], to: Any, full: jax.Ref) -> None:
+def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     """The calling warp issues TMA copies of rows of `source` into panels of shared memory, counted at `full`.
 
-    `source`: `[batch, rows, heads, columns]`; `at`: batch, the first row, head. What lies outside becomes zeros.
+    `at`: for each axis but the last, an index, or a `pl.ds` of the rows. What lies outside becomes zeros.
     """
     count, rows, columns = to.shape
+    starts, is_slice = _starts(at, rows)
 
-    def copy_panels(ctx, source, to, full, batch, row, head):
-        batch, row, head = (arith.index_cast(ir.IndexType.get(), ptx.scalar(x)) for x in (batch, row, head))
+    def copy_panels(ctx, source, to, full, *starts):
         for panel in range(count):
             ctx.async_copy(
                 src_ref=source,
                 dst_ref=utils.memref_slice(to, panel),
-                gmem_slice=(batch, mgpu.ds(row, rows), head, mgpu.ds(panel * columns, columns)),
+                gmem_slice=(*_places(starts, is_slice, rows), mgpu.ds(panel * columns, columns)),
                 swizzle=SWIZZLE_BYTES,
                 barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
                 arrive=False,
                 predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
             )
 
-    refs = (plgpu.RefType(),) * 3
-    plgpu.inline_mgpu(arg_types=(*refs, SPLAT, SPLAT, SPLAT))(copy_panels)(source, to, full, *map(jnp.int32, at))
+    arguments = *[plgpu.RefType()] * 3, *[SPLAT] * len(starts)
+    plgpu.inline_mgpu(arg_types=arguments)(copy_panels)(source, to, full, *starts)
 
 
-def store_rows(source: Any, target: jax.Ref, at: tuple[Index, Index, Index, int]) -> None:
-    """A thread of the warpgroup issues TMA copies of panels of shared memory into `target`, as far as it goes.
+def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
+    """A thread of the warpgroup issues TMA copies of panels of shared memory into `target`, as far as that goes.
 
-    `target`: `[batch, rows, heads, columns]`; `at`: batch, the first row, head, the first column. Other threads must
-    have committed what they stored; `plgpu.wait_smem_to_gmem` waits.
+    `at` as in `copy_rows`; `column` is the panels' first. The threads must have committed what they stored, and
+    `plgpu.wait_smem_to_gmem` waits.
     """
     count, rows, columns = source.shape
-    *start, first = at
+    starts, is_slice = _starts(at, rows)
 
-    def store_panels(ctx, source, target, batch, row, head):
-        batch, row, head = (arith.index_cast(ir.IndexType.get(), ptx.scalar(x)) for x in (batch, row, head))
+    def store_panels(ctx, source, target, column, *starts):
+        first = arith.index_cast(ir.IndexType.get(), ptx.scalar(column))
         for panel in range(count):
-            if first + panel * columns < ir.MemRefType(target.type).shape[3]:
-                ctx.async_copy(
-                    src_ref=utils.memref_slice(source, panel),
-                    dst_ref=target,
-                    gmem_slice=(batch, mgpu.ds(row, rows), head, mgpu.ds(first + panel * columns, columns)),
-                    swizzle=SWIZZLE_BYTES,
-                    arrive=True,
-                )
+            here = arith.addi(first, arith.constant(ir.IndexType.get(), panel * columns))
+            ctx.async_copy(
+                src_ref=utils.memref_slice(source, panel),
+                dst_ref=target,
+                gmem_slice=(*_places(starts, is_slice, rows), mgpu.ds(here, columns)),
+                swizzle=SWIZZLE_BYTES,
+                arrive=True,
+            )
 
-    refs = (plgpu.RefType(),) * 2
-    plgpu.inline_mgpu(arg_types=(*refs, SPLAT, SPLAT, SPLAT))(store_panels)(source, target, *map(jnp.int32, start))
+    arguments = *[plgpu.RefType()] * 2, *[SPLAT] * (1 + len(starts))
+    plgpu.inline_mgpu(arg_types=arguments)(store_panels)(source, target, jnp.int32(column), *starts)
+
+
+def _starts(at: tuple[Any, ...], rows: int) -> tuple[list[jax.Array], tuple[bool, ...]]:
+    """Where a copy begins along each axis but the last, and which of them has its rows."""
+    is_slice = tuple(isinstance(i, pl.Slice) for i in at)
+    assert [i.size for i in at if isinstance(i, pl.Slice)] == [rows]
+    return [jnp.int32(i.start if isinstance(i, pl.Slice) else i) for i in at], is_slice
+
+
+def _places(starts: tuple[Any, ...], is_slice: tuple[bool, ...], rows: int) -> list[Any]:
+    found = [arith.index_cast(ir.IndexType.get(), ptx.scalar(start)) for start in starts]
+    return [mgpu.ds(i, rows) if has_rows else i for i, has_rows in zip(found, is_slice, strict=True)]
 
 
 def zero_rows(ref: Any, first: Index) -> None:

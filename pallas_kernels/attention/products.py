@@ -26,7 +26,7 @@ from pallas_kernels.mosaic import ptx
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
 _LINE = 128  # bytes of a panel's row
 _EIGHT_LINES = 8 * _LINE  # over which the swizzle repeats
-_SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes, and how a descriptor names them
+_SWIZZLE = 1  # how a descriptor names the swizzle of a line
 
 
 def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
@@ -56,11 +56,25 @@ def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
         words = [ptx.pair_word(pair) for pair in left.registers.flat]
         pairs = []
         for i in range(rows // _DEPTH):
-            descriptor = _panel_descriptor(right, i * _DEPTH * _LINE, between_panels=rows * _LINE)
+            descriptor = _panel_descriptor(right, i * _DEPTH * _LINE, rows * _LINE)
             pairs.append((words[4 * i : 4 * i + 4], [descriptor]))
-        return _issue(pairs, numbers, dtype, *sums, transposed=True)
+        return _issue(pairs, numbers, dtype, *sums, transposed=(False, True))
 
     return _call(multiply_registers, (left, right), numbers, sums)
+
+
+def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
+    """Issues the sum of `x.T @ y`: each `x` a panel, each `y` panels of as many rows. The result is for `finish`."""
+    dtype, (panels, rows, columns) = jnp.dtype(right[0].dtype), right[0].shape
+
+    def multiply_transposed(ctx, *refs):
+        pairs = []
+        for x, y in zip(refs[: len(left)], refs[len(left) :], strict=True):
+            for offset in range(0, rows * _LINE, _DEPTH * _LINE):
+                pairs.append(([_panel_descriptor(x, offset)], [_panel_descriptor(y, offset, rows * _LINE)]))
+        return _issue(pairs, panels * columns, dtype, transposed=(True, True))
+
+    return _call(multiply_transposed, (*left, *right), panels * columns, None)
 
 
 def _call(operation: Any, factors: tuple[Any, ...], numbers: int, sums: jax.Array | None) -> jax.Array:
@@ -78,16 +92,16 @@ def _issue(
     dtype: jnp.dtype,
     sums: mgpu.FragmentedArray | None = None,
     *,
-    transposed: bool = False,
+    transposed: tuple[bool, bool] = (False, False),
 ) -> mgpu.FragmentedArray:
     """A group of WGMMA of pairs of factors: a descriptor, or four registers on the left, and a descriptor.
 
-    `transposed`: the right factor's columns, not its rows, are contiguous.
+    `transposed`: whether the left factor has its rows, and the right one its columns, along the lines of panels.
     """
     count, kind = numbers // 2, {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
     given = [] if sums is None else [x for pair in sums.registers.flat for x in ptx.elements(pair)]
     in_registers = len(pairs[0][0]) > 1
-    immediates = f"1, 1, {int(transposed)}" if in_registers else f"1, 1, 0, {int(transposed)}"
+    immediates = ", ".join(["1", "1", *(str(int(x)) for x in transposed[in_registers:])])
     numbered = itertools.count(count + len(given))
     into = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     text = "{ .reg .pred p; wgmma.fence.sync.aligned;"
@@ -118,54 +132,18 @@ def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir
     """How WGMMA is told of panels, from `offset` bytes on; `between_panels`: bytes, where a product spans several."""
     place = arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF))
     place = arith.addi(place, ptx.c32(offset >> 4))
-    layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLES[_LINE] << 62
+    layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
     return arith.ori(arith.extui(ptx.i64(), place), ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))
-
-
-def begin_pieces(left: Sequence[Any], right: Any) -> jax.Array:
-    """Begins `left @ right.T`, both in swizzled tiles of shared memory, in registers that it overwrites.
-
-    The columns of `left` may be in several arrays. What comes back is for `finish` alone.
-    """
-    rows, numbers, dtype = left[0].shape[0], right.shape[0] // 2, jnp.dtype(right.dtype)
-    widths = [x.shape[1] for x in (*left, right)]
-    columns = memory.columns_of_tile(left[0].shape[1], dtype)
-
-    def begin_product(ctx, *refs):
-        places = [arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF)) for ref in refs]
-        into = "{" + ",".join(f"${i}" for i in range(numbers)) + "}"
-        kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
-        text, operands, numbered = "{ .reg .pred p; wgmma.fence.sync.aligned;", [], itertools.count(numbers)
-        for column in range(0, widths[-1], _DEPTH):
-            here, within = divmod(column, widths[0])
-            for i, at in ((here, within), (-1, column)):
-                # A group of columns lies eight rows behind the one before it.
-                offset = (at // columns * 8 * columns + at % columns) * dtype.itemsize
-                place = arith.addi(places[i], ptx.c32(offset >> 4))
-                operands.append(_descriptor(place, widths[i], columns * dtype.itemsize, dtype))
-            text += (
-                f" setp.ne.b32 p, {int(column > 0)}, 0; wgmma.mma_async.sync.aligned.m{rows}n{2 * numbers}k{_DEPTH}"
-                f".f32.{kind}.{kind} {into}, ${next(numbered)}, ${next(numbered)}, p, 1, 1, 0, 0;"
-            )
-        text += " wgmma.commit_group.sync.aligned; }"
-        constraints = ",".join(["=f"] * numbers + ["l"] * len(operands))
-        struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * numbers)})>")
-        results = llvm.inline_asm(struct, operands, text, constraints, has_side_effects=True)
-        values = [llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(numbers)]
-        registers = np.empty(WGMMA.to_mgpu().registers_shape((rows, 2 * numbers)), dtype=object)
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        registers.flat[:] = [vector.from_elements(pair, values[i : i + 2]) for i in range(0, numbers, 2)]
-        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
-
-    tiled = plgpu.RefType(memory.transforms(columns, dtype))
-    result = plgpu.ShapeDtypeStruct((rows, 2 * numbers), jnp.dtype(jnp.float32), layout=WGMMA)
-    operation = plgpu.inline_mgpu(arg_types=(tiled,) * len(widths), return_type=result)
-    return operation(begin_product)(*left, right)
 
 
 def finish(begun: Any, *, later: int) -> jax.Array:
     """The product, once it is there; the `later` products begun after it may still be under way."""
     plgpu.wgmma_wait(later)
+    return settled(begun)
+
+
+def settled(begun: jax.Array) -> jax.Array:
+    """A product that an earlier wait was for."""
     return lax.optimization_barrier(begun)
 
 
@@ -181,10 +159,3 @@ def wait_behind(x: jax.Array) -> None:
         ptx.asm("{ .reg .pred p; setp.gt.f32 p, $0, 0f7F000000; @p nanosleep.u32 0; }", "f", [number])
 
     plgpu.inline_mgpu(arg_types=(WGMMA,))(wait_for_numbers)(x)
-
-
-def _descriptor(place: ir.Value, width: int, swizzle: int, dtype: jnp.dtype) -> ir.Value:
-    """How WGMMA is told of rows of `width` numbers from `place` on, in tiles of eight rows and `swizzle` bytes."""
-    between_eights = 8 * width * dtype.itemsize
-    layout = between_eights >> 4 << 32 | _SWIZZLES[swizzle] << 62
-    return arith.ori(arith.extui(ptx.i64(), place), ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))
