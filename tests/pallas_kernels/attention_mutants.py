@@ -24,7 +24,7 @@ UNDER_WAY = "a product under way, whose numbers or operands are touched"
 NOT_FINITE = "infinities in a product"
 NOT_ONCE, TOO_LARGE = "a tile that is not taken once", "a config that is too large for shared memory"
 BY_SIZES = (NOT_ONCE, TOO_LARGE)  # of models: no kernel runs
-NO_KERNELS = ("reference", "tiles", "seeds")
+NO_KERNELS = ("reference", "tiles")
 FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 
 
