@@ -46,7 +46,7 @@ class Explanation:
         declined: (kernel, why not), in the ladder's order.
         kernel: The name of the kernel, or None.
         config: The kernel's configuration, or None.
-        bytes_moved: What the kernel reads and writes in device memory, or None.
+        bytes_moved: What the kernel reads and writes in global memory, or None.
     """
 
     call: str

@@ -22,7 +22,7 @@ from pallas_kernels.hardware import Device
 Shape = tuple[int, ...]
 
 _OF_REFERENCES = ("precision", "is_local")  # rules that no kernel follows
-_GRANULE = 8  # numbers of a 16-bit head: 16 bytes, the least that a tensor copy moves
+_DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Fold:
         operand = OPERANDS[kind]
         x = x if operand.dtype is None else x.astype(operand.dtype)
         x = x if operand.has_batch else x.reshape(x.shape[1:])
-        short = -x.shape[-1] % _GRANULE if operand.padded else 0
+        short = -x.shape[-1] % _DIM_MULTIPLE if operand.padded else 0
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)]) if short else x
 
     def from_kernel(self, kind: str, x: jax.Array) -> jax.Array:
@@ -153,8 +153,8 @@ def plan(
         key_heads=found["key"][2],
         query_length=length,
         key_length=found["key"][1],
-        head_dim=dim + -dim % _GRANULE,
-        value_dim=found["value"][3] + -found["value"][3] % _GRANULE,
+        head_dim=dim + -dim % _DIM_MULTIPLE,
+        value_dim=found["value"][3] + -found["value"][3] % _DIM_MULTIPLE,
         dtype=jnp.dtype(dtypes["query"]),
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
         bias_gradient=bias_gradient,
@@ -174,9 +174,9 @@ def _notes(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> tuple[str
         for name, shape in shapes.items()
         if math.prod(found[name]) != math.prod(shape)
     ]
-    padded = [n for n, shape in shapes.items() if n != "out" and OPERANDS[n].padded and shape[-1] % _GRANULE]
+    padded = [n for n, shape in shapes.items() if n != "out" and OPERANDS[n].padded and shape[-1] % _DIM_MULTIPLE]
     if padded:
-        notes.append(f"the heads of {', '.join(padded)} are padded to a multiple of {_GRANULE}")
+        notes.append(f"the heads of {', '.join(padded)} are padded to a multiple of {_DIM_MULTIPLE}")
     if "mask" in shapes:
         notes.append("the mask is packed in bits first, and the kernel skips tiles outside of those that it leaves")
     if "query_segments" in shapes:
