@@ -231,6 +231,17 @@ class AttentionCall:
         return {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}
 
 
+def for_peers(case: cases.Case | attention_cases.Case) -> dict[str, Any]:
+    """What torch's process is told of a case."""
+    if isinstance(case, attention_cases.Case):
+        documents = case.shape.documents().tolist() if case.shape.kind == "documents" else []
+        return case.describe() | {"flops": case.flops, "documents": documents}
+    sizes = {
+        name: size(case) for name, size in (("least_bytes", cases.least_bytes), ("copied_bytes", cases.copied_bytes))
+    }
+    return case.describe() | sizes | {"buffers": timing.buffers_needed(cases.operand_bytes(case), hot=case.hot)}
+
+
 @functools.cache
 def _attention_probes(n: int, copied: int) -> list[timing.Variant]:
     a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(jax.random.key(3)))

@@ -1,17 +1,61 @@
 """Results as text: the lines that a run prints, and tables in Markdown."""
 
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from benchmarks import results as measured
 from benchmarks.results import Record
 
+_MATMULS = ("matmul", "peers_matmul")
+
 
 def line(record: Record) -> str:
     """One case in one line per implementation."""
+    if "error" in record:
+        return f"{record['case']['name']}: failed: {record['error']}"
+    return _of_rows(record) if "rows" in record["case"] else _of_attention(record)
+
+
+def _of_attention(record: Record) -> str:
+    shrunk = " (CPU: one short sequence)" if "measured" in record else ""
+    best = f", ours {record['ratio']:.3f} x {record['best_peer']}" if record.get("ratio") else ""
+    ceilings = [f"copy {record['copy']['tb_per_s']:.2f} TB/s"] if record.get("copy") else []
+    ceilings += [f"{key} {record[key]['tflop_per_s']:.0f} TFLOP/s" for key in _MATMULS if record.get(key)]
+    head = f"{record['case']['name']}{shrunk}: {record['clock']} clock, {', '.join(ceilings)}{best}"
+    first = next((entry["us"] for entry in record["impls"].values() if "us" in entry), None)
+    return "\n".join([head, *(f"  {impl:<8} {_speed(entry, first)}" for impl, entry in record["impls"].items())])
+
+
+def _speed(entry: Mapping[str, Any], first: float | None) -> str:
+    """An implementation in one line, its time also as a multiple of the first one's."""
+    if "us" not in entry:
+        return f"{entry['status']}: {entry['reason']}"
+    spread = f"{entry['us']:>9.1f} us ({entry['min_us']:.1f} to {entry['max_us']:.1f})"
+    direct = f", direct {entry['direct_tflop_per_s']:.1f}" if "direct_us" in entry else ""
+    spread += f"  {entry['us'] / first:.3f}x" if first else ""
+    return f"{spread}  {entry['tflop_per_s']:>6.1f} TFLOP/s{direct}  error {entry['error']:.1e}"
+
+
+def sample(records: Iterable[Record], shown: int = 10) -> str:
+    """How much faster ours is than the better of cuDNN and XLA over random calls, and where it is worst."""
+    records, found = list(records), []
+    for record in records:
+        ratios = [measured.ratio(record, rival) for rival in ("cudnn", "xla")]
+        found += [(min(known), record["case"]["name"]) for known in [[r for r in ratios if r is not None]] if known]
+    if not found:
+        return f"none of {len(records)} calls was timed by both ours and another library"
+    mean, slow = statistics.geometric_mean(ratio for ratio, _ in found), sum(ratio < 0.95 for ratio, _ in found)
+    head = f"{len(found)} of {len(records)} calls, against the better of cuDNN and XLA: geometric mean {mean:.3f}, "
+    head += f"{slow} below 0.95 ({100 * slow / len(found):.1f} %); the worst:"
+    return "\n".join([head, *(f"  {ratio:.3f}  {name}" for ratio, name in sorted(found)[:shown])])
+
+
+def _of_rows(record: Record) -> str:
     rows = record["case"]["rows"]
     measured = record.get("rows_measured", rows)
     shrunk = f" (CPU: {measured} of {rows} rows)" if measured != rows else ""
-    copy = record["copy"]
+    copy = record.get("copy")
     ceiling = f", copy {copy['tb_per_s']:.2f} TB/s ({copy['method'].removeprefix('copy:')})" if copy else ""
     head = f"{record['case']['name']}{shrunk}: {record['clock']} clock{ceiling}"
     return "\n".join([head, *(f"  {text}" for text in _impl_lines(record))])
@@ -45,30 +89,6 @@ def _impl_lines(record: Record) -> Iterable[str]:
         if entry.get("kernel"):
             parts.append(entry["kernel"])
         yield "  ".join(parts)
-
-
-def table(records: Iterable[Record]) -> str:
-    """All cases: time, bandwidth, share of the copy, ratio to each peer, error."""
-    records = list(records)
-    peers = list(dict.fromkeys(name for r in records for name in r["impls"] if name != "ours"))
-    rows = [["case", "us", "TB/s", "of copy", *(f"x {peer}" for peer in peers), "ulp"]]
-    for record in records:
-        ours = record["impls"].get("ours", {})
-        rows.append([
-            record["case"]["name"],
-            number(ours.get("us"), ".1f") if ours.get("status") != "WRONG" else "WRONG",
-            number(ours.get("tb_per_s"), ".3f"),
-            number(ours.get("fraction_of_copy"), ".3f"),
-            *(number(measured.ratio(record, peer), ".2f") for peer in peers),
-            number(ours.get("max_error_ulp"), ".2f"),
-        ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
 
 
 def setting(records: Iterable[Record]) -> str:
