@@ -212,11 +212,16 @@ def attempt(bench: Bench, case: Case) -> dict[str, Any]:
     try:
         return bench.run(case)
     except Exception as error:
-        return _empty(case) | {"error": f"{type(error).__name__}: {error}"[:500]}
+        return _failed(case, f"{type(error).__name__}: {error}")
+
+
+def _failed(case: Case, reason: str) -> dict[str, Any]:
+    """The record of a case that has no result."""
+    return {"case": case.describe(), "impls": {}, "error": reason[:500]}
 
 
 def _empty(case: Case) -> dict[str, Any]:
-    """The record of a case that JAX does not measure."""
+    """The record of a case that torch's side alone measures."""
     return {"case": case.describe(), "impls": {}, "clock": "cuda events", **Bench(Options(()))._call(case).sizes()}
 
 
@@ -276,7 +281,7 @@ def in_processes(
                     compiled.abort()  # lest the others wait for a process that has ended
                     process.join()
                     reason = f"its process ended with status {process.exitcode}"
-                    yield from (_empty(case) | {"error": reason} for case in left if process.exitcode)
+                    yield from (_failed(case, reason) for case in left if process.exitcode)
                     continue
                 left.pop(0)
                 yield record
