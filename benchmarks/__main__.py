@@ -56,7 +56,6 @@ _KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use on 
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
 _ROUNDS = flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
-_COPY = flags.DEFINE_enum("copy", "best", ["best", "mosaic", "torch"], "Which copy is the ceiling of rows.")
 _JSON = flags.DEFINE_string("json", None, "Where to write results, after each case.")
 _LIST = flags.DEFINE_bool("list", False, "List the selected cases and stop.")
 _COMMIT = flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
@@ -92,7 +91,7 @@ def check_flags() -> None:
             sys.exit(
                 f"--{flag}: got {','.join(wrong)}, wanted some of {', '.join(names)}; correct or leave out --{flag}."
             )
-    for flag in ("dtype", "kernel", "config", "copy") if attends else ("kind", "count", "tree"):
+    for flag in ("dtype", "kernel", "config") if attends else ("kind", "count", "tree"):
         if FLAGS[flag].present:
             topic = "rows" if attends else ATTENTION
             sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {topic} alone; leave it out or change --op.")
@@ -255,7 +254,7 @@ def main() -> None:
     theirs = [name for name in _IMPL.value if name in libraries]
     ours = tuple(impls.expand([name for name in _IMPL.value if name not in libraries]))
     config = json.loads(_CONFIG.value) if _CONFIG.value else None
-    options = calls.Options(ours, FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config, _folders())
+    options = calls.Options(ours, FLAGS.rounds, _SEED.value, _KERNEL.value, config, _folders())
     process = peers.Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
     path = pathlib.Path(_JSON.value) if _JSON.value else None
     limits = {"budget_s": _BUDGET.value, "processes": _PROCESSES.value}
