@@ -113,9 +113,9 @@ def _folders() -> dict[str, str]:
 
 def selected() -> Sequence[runner.Case]:
     """The cases that the flags name."""
-    filters = {"passes": FLAGS["pass"].value, "patterns": _CASE.value}
+    filters: dict[str, Any] = {"passes": _PASS.value, "patterns": _CASE.value}
     if ATTENTION in _OP.value:
-        filters |= {"kinds": FLAGS.kind, "count": _COUNT.value, "seed": _SEED.value}
+        filters |= {"kinds": _KIND.value, "count": _COUNT.value, "seed": _SEED.value}
         return attention_cases.select(tags=_TAG.value or ["core"], **filters)
     filters |= {"ops": _OP.value, "dtypes": _DTYPE.value}
     tags = _TAG.value

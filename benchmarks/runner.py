@@ -64,7 +64,7 @@ class Bench:
 
         Tracing stays in this thread, because Mosaic's is not known to be safe in others.
         """
-        calls = [self._call(case) for case in chosen if case.pass_ != "call"]
+        calls = [_call(case, self.options) for case in chosen if case.pass_ != "call"]
         graded = {call.key for call in calls if call.has_gradients}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             waiting: dict[Key, tuple[Program, list[Any]]] = {}
@@ -103,7 +103,7 @@ class Bench:
     def run(self, case: Case) -> dict[str, Any]:
         """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
         started = time.perf_counter()
-        call = self._call(case)
+        call = _call(case, self.options)
         record = {"case": case.describe(), **call.shrunk()}
         if isinstance(call, RowCall) and case.pass_ == "call":
             return record | latency(call, self.options)
@@ -120,11 +120,6 @@ class Bench:
                 entry |= call.speeds(mine, record)
         record["impls"] = impls
         return record | call.summary(record) | {"seconds": round(time.perf_counter() - started, 2)}
-
-    def _call(self, case: Case) -> Call:
-        if isinstance(case, cases.Case):
-            return RowCall(case, self.options)
-        return AttentionCall(case, self.options)
 
     def _made(self, call: Call) -> tuple[Any, Any]:
         """The operands and the truth of a call, kept until those of another one, or with gradients, are wanted."""
@@ -179,6 +174,10 @@ class Bench:
         return entry_of_right | call.note(name), variants if entry_of_right["status"] == "ok" else []
 
 
+def _call(case: Case, options: Options) -> Call:
+    return RowCall(case, options) if isinstance(case, cases.Case) else AttentionCall(case, options)
+
+
 def _is_slow(launch: Callable[[int], Any]) -> bool:
     """Whether a launch, which is not the first, takes long enough to launch it less often."""
     started = time.perf_counter()
@@ -222,7 +221,7 @@ def _failed(case: Case, reason: str) -> dict[str, Any]:
 
 def _empty(case: Case) -> dict[str, Any]:
     """The record of a case that torch's side alone measures."""
-    return {"case": case.describe(), "impls": {}, "clock": "cuda events", **Bench(Options(()))._call(case).sizes()}
+    return {"case": case.describe(), "impls": {}, "clock": "cuda events", **_call(case, Options()).sizes()}
 
 
 def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
