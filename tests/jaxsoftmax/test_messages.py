@@ -133,11 +133,8 @@ def test_lists_of_traced_numbers() -> None:
         (TypeError, "logits_soft_cap is np.complex128(1+0j)", {"logits_soft_cap": np.complex128(1)}),
         (ValueError, "z_loss is an integer beyond", {"z_loss": 10**400}),
         (TypeError, "label_smoothing is an array, float32[], expected a Python", {"label_smoothing": jnp.ones(())}),
-        (
-            TypeError,
-            "label_smoothing is (0.1+0.2j), expected a Python number, and a real",
-            {"label_smoothing": 0.1 + 0.2j},
-        ),
+        (TypeError, "label_smoothing is (0.1+0.2j), expected a Python number, and a real",
+         {"label_smoothing": 0.1 + 0.2j}),
         (TypeError, "z_loss is np.complex64(1j), expected a Python number, and a real", {"z_loss": np.complex64(1j)}),
         (ValueError, "z_loss is an integer beyond 2e+308, expected a number that a float", {"z_loss": 10**400}),
         (TypeError, "scale has dtype complex64, expected a real dtype", {"scale": np.complex64(1j)}),
@@ -151,7 +148,7 @@ def test_lists_of_traced_numbers() -> None:
         (TypeError, "weights has dtype complex64", {"weights": np.ones((), np.complex64)}),
         (ValueError, "implementation='cuda', expected one of None", {"implementation": "cuda"}),
     ],
-)
+)  # fmt: skip
 def test_cross_entropy(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
     name = "softmax_cross_entropy_with_integer_labels"
     with pytest.raises(error, match="^" + name + ": " + re.escape(text)):
