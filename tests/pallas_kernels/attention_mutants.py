@@ -199,7 +199,6 @@ _backward = functools.partial(Mutant, Op.BACKWARD)
 _drawn_backward = functools.partial(Mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
 _wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
 _capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
-_wide_capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(136, 64))
 _copied_bias = functools.partial(Mutant, Op.BACKWARD, kind="shared-bias", keys=192)
 
 MUTANTS = (
