@@ -10,28 +10,29 @@ Examples:
   python -m benchmarks --op=attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks --op=attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=FILE
-  python -m benchmarks --op=attention --draws=200 --seed=1 --impl=ours,cudnn,tokamax --processes=8 --json=FILE
+  python -m benchmarks --op=attention --tag=sample --seed=1 --count=60 --processes=16 --json=FILE
   python -m benchmarks --op=attention --tree=before=../before --impl=before,now,now:together=8:tiles=drawn \
       --case=bwd_causal_d64_s8192_b2_h32 --processes=12
   python -m benchmarks --op=attention --tag=invariance
   JAX_PLATFORMS=cpu python -m benchmarks --op=attention --tag=cpu
-  python -m benchmarks --op=attention --tag=grid --impl=fa4 --peers_path=/tmp/cute --json=attention_fa4.json
+  python -m benchmarks --op=attention --tag=grid --impl=ours,cudnn,fa4 --peers_path=/tmp/cute --json=FILE
 """
 
+import ctypes
 import json
 import os
 import pathlib
 import sys
 import time
-import unittest
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's copy probe shares the device's memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
 
 import jax
 from absl import app, flags
-from absl.testing import absltest, parameterized
 
-from benchmarks import attention, attention_cases, calls, cases, impls, peers, plot, report, runner, timing, trees
+from benchmarks import attention_cases, calls, cases, impls, peers, report, runner, trees
 from benchmarks import results as measured
 
 ATTENTION = "attention"
@@ -54,10 +55,8 @@ _IMPL = flags.DEFINE_list(
 _KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use on rows.")
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
 _ROUNDS = flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --draws.")
-_COPY = flags.DEFINE_enum("copy", "best", ["best", "mosaic", "torch"], "Which copy is the ceiling of rows.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
 _JSON = flags.DEFINE_string("json", None, "Where to write results, after each case.")
-_PLOT = flags.DEFINE_string("plot", None, "Folder for plots of rows.")
 _LIST = flags.DEFINE_bool("list", False, "List the selected cases and stop.")
 _COMMIT = flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
 _PEERS_PATH = flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
@@ -65,9 +64,9 @@ flags.DEFINE_multi_string(
     "tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention, beside now."
 )
 _KIND = flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
-flags.DEFINE_integer("draws", 0, "Measure so many random calls of attention, which --seed decides.", lower_bound=0)
-flags.DEFINE_float("budget_s", None, "Start no case of attention after so many seconds.")
-flags.DEFINE_integer("processes", 1, "Processes that compile attention beside each other.", lower_bound=1)
+_COUNT = flags.DEFINE_integer("count", 60, "How many random calls --tag=sample has.", lower_bound=1)
+_BUDGET = flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
 
 
 def check_flags() -> None:
@@ -78,7 +77,7 @@ def check_flags() -> None:
         sys.exit(f"--op: got {ATTENTION} beside {rest}, wanted it alone; run the binary once for each.")
     if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
-    folders = attention.folders()
+    folders = _folders()
     allowed = (*ATTENTION_IMPLS, *folders) if attends else ROW_IMPLS
     given = [
         name for name in _IMPL.value if not (trees.is_tree(name, folders) if attends else name.startswith("rung:"))
@@ -92,9 +91,7 @@ def check_flags() -> None:
             sys.exit(
                 f"--{flag}: got {','.join(wrong)}, wanted some of {', '.join(names)}; correct or leave out --{flag}."
             )
-    for flag in (
-        ("kind", "draws", "budget_s", "processes", "tree") if not attends else ("dtype", "kernel", "config", "plot")
-    ):
+    for flag in ("dtype", "kernel", "config") if attends else ("kind", "count", "tree"):
         if FLAGS[flag].present:
             topic = "rows" if attends else ATTENTION
             sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {topic} alone; leave it out or change --op.")
@@ -104,12 +101,23 @@ def check_flags() -> None:
             FLAGS.impl = ["ours", impls.INVARIANT]
         elif "cpu" in _TAG.value:
             FLAGS.impl = ["ours", "xla"]
+        elif "sample" in _TAG.value:
+            FLAGS.impl = ["ours", "cudnn", "xla"]
     FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
 
 
-def selected() -> tuple[cases.Case, ...]:
+def _folders() -> dict[str, str]:
+    """The trees that `--tree` names, and this one."""
+    return trees.HERE | dict(tree.split("=", 1) for tree in FLAGS.tree)
+
+
+def selected() -> Sequence[runner.Case]:
     """The cases that the flags name."""
-    filters = {"ops": _OP.value, "passes": _PASS.value, "dtypes": _DTYPE.value, "patterns": _CASE.value}
+    filters: dict[str, Any] = {"passes": _PASS.value, "patterns": _CASE.value}
+    if ATTENTION in _OP.value:
+        filters |= {"kinds": _KIND.value, "count": _COUNT.value, "seed": _SEED.value}
+        return attention_cases.select(tags=_TAG.value or ["core"], **filters)
+    filters |= {"ops": _OP.value, "dtypes": _DTYPE.value}
     tags = _TAG.value
     if not tags and not any(filters.values()):
         tags = ["standard" if jax.default_backend() == "gpu" else "smoke"]
@@ -117,95 +125,148 @@ def selected() -> tuple[cases.Case, ...]:
 
 
 class Session:
-    """What one run of the binary has measured, and where it writes it."""
+    """One run of the binary: what it has measured, and where it writes it.
 
-    def __init__(self, chosen: tuple[cases.Case, ...]):
-        self.chosen = chosen
-        self.records: list[dict] = []
-        self.header = measured.header(commit=_COMMIT.value, seed=_SEED.value, rounds=FLAGS.rounds)
-        if any("invariance" in case.tags for case in chosen):
-            self.header["topic"] = "invariance"
-        self.started = time.perf_counter()
-        ours = [name for name in _IMPL.value if name not in measured.ROW_LIBRARIES]
-        self.peer_names = [name for name in _IMPL.value if name in measured.ROW_LIBRARIES]
-        config = json.loads(_CONFIG.value) if _CONFIG.value else None
-        self.options = calls.Options(
-            tuple(impls.expand(ours)), FLAGS.rounds, _SEED.value, _COPY.value, _KERNEL.value, config
-        )
-        self.peers = peers.Peers(self.peer_names, FLAGS.rounds, _PEERS_PATH.value)
+    Without implementations of JAX's process there are only `peers`. With several `processes` the peers come after all
+    the rest.
+    """
 
-    def measure(self, case: cases.Case) -> dict:
-        """Runs one case in both processes, prints it, and saves everything measured so far."""
-        if self.options.impls:
-            record = runner.run(case, self.options)
-        else:
-            sizes = {"least_bytes": cases.least_bytes(case), "operand_bytes": cases.operand_bytes(case)}
-            record = {"case": case.describe(), "clock": "cuda events", "copy": None, "impls": {}, **sizes}
-        if self.peer_names:
-            answer = self.peers.measure(_for_peers(case))
-            record["peers_copy"] = answer["copy"]
-            record["impls"] |= answer["impls"]
-        self.records.append(record)
-        elapsed = time.perf_counter() - self.started
-        print(f"[{len(self.records)}/{len(self.chosen)} {elapsed:.0f}s] {report.line(record)}", flush=True)
-        if _JSON.value:
-            self.header["clocks_after"] = measured.clocks()
-            measured.write(pathlib.Path(_JSON.value), self.header, self.records)
-        return record
+    def __init__(
+        self,
+        chosen: Sequence[runner.Case],
+        options: calls.Options,
+        *,
+        process: peers.Peers | None = None,
+        path: pathlib.Path | None = None,
+        commit: str | None = None,
+        budget_s: float | None = None,
+        processes: int = 1,
+    ):
+        self.chosen, self.options, self.process, self.path = chosen, options, process, path
+        self.records: list[dict[str, Any]] = []
+        self._by_name = {case.name: case for case in chosen}
+        self._started = time.monotonic()
+        self._deadline = None if budget_s is None else self._started + budget_s
+        self._processes = processes if options.impls else 1
+        self.header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
+        self.header |= {"topic": _topic(chosen, options), "left_out": list(self._by_name)}
+        self.header["versions"] |= _cudnn_version()
 
-    def close(self) -> None:
-        """Prints the table and draws the plots."""
-        self.peers.close()
-        print("\n" + report.table(self.records), flush=True)
-        if _PLOT.value:
-            print("\n".join(map(str, plot.draw(self.records, self.header, pathlib.Path(_PLOT.value)))))
+    def measure(self) -> list[dict[str, Any]]:
+        """Measures the cases, printing and saving each; those that the budget leaves out are named in the header."""
+        apart = self._processes > 1
+        for record in self._found():
+            if self.process is not None and not apart:
+                self._add_peers(record)
+            self.records.append(record)
+            self.header["left_out"].remove(record["case"]["name"])
+            self._show(record)
+        if self.process is not None and apart:
+            for record in self.records:
+                if not runner.is_over(self._deadline):
+                    self._add_peers(record)
+                    self._show(record)
+        if self.header["left_out"]:
+            print(f"left out after {self._elapsed()}: {', '.join(self.header['left_out'])}", flush=True)
+        self._save()
+        return self.records
+
+    def _found(self) -> Iterator[dict[str, Any]]:
+        if self._processes > 1:
+            print(f"compiling {len(self.chosen)} cases in {self._processes} processes", flush=True)
+            return runner.in_processes(self.chosen, self.options, self._processes, self._deadline)
+        return runner.one_by_one(self.chosen, self.options, self._deadline)
+
+    def _add_peers(self, record: dict[str, Any]) -> None:
+        """Measures torch's side, and puts it into the record."""
+        assert self.process is not None
+        answer = self.process.measure(calls.for_peers(self._by_name[record["case"]["name"]]))
+        record |= {f"peers_{probe}": answer[probe] for probe in ("copy", "matmul") if probe in answer}
+        record["impls"] |= answer["impls"]
+        if _attends(self.chosen):
+            record |= measured.against_best(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        print(f"[{len(self.records)}/{len(self.chosen)} {self._elapsed()}] {report.line(record)}", flush=True)
+        self._save()
+
+    def _save(self) -> None:
+        self.header["clocks_after"] = measured.clocks()
+        if self.path is not None:
+            measured.write(self.path, self.header, self.records)
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._started:.0f} s"
 
 
-def load_tests(*_) -> unittest.TestSuite:
-    """Builds one test per selected case, once flags are parsed."""
-    chosen = selected()
-    session = Session(chosen)
+def _attends(chosen: Sequence[runner.Case]) -> bool:
+    return any(isinstance(case, attention_cases.Case) for case in chosen)
+
+
+def _topic(chosen: Sequence[runner.Case], options: calls.Options) -> str | None:
+    """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
+    tags = {tag for case in chosen for tag in case.tags}
+    words = [ATTENTION] * _attends(chosen) + [tag for tag in attention_cases.APART if tag in tags]
+    words += ["trees"] * any(trees.is_tree(name, options.trees) for name in options.impls)
+    return " ".join(words) or None
+
+
+def red(name: str, records: Sequence[dict[str, Any]], folders: Mapping[str, str]) -> list[str]:
+    """The cases in which an implementation of ours is wrong or failed; a tree is to have a time in every case."""
+    is_tree = trees.is_tree(name, folders)
+    if not is_tree and name not in ("ours", impls.INVARIANT) and not name.startswith("rung:"):
+        return []
+    bad = ("WRONG", "failed", "declined") if is_tree else ("WRONG", "failed")
+    return [r["case"]["name"] for r in records if r["impls"].get(name, {}).get("status", "failed") in bad]
+
+
+def _cudnn_version() -> dict[str, str]:
+    """The version of the cuDNN that is loaded; empty without one."""
     if jax.default_backend() != "gpu":
-        print("No GPU: every case runs on the CPU with few rows, by wall clock. Times say nothing about the kernels.")
-
-    class CaseTest(parameterized.TestCase):
-        @parameterized.named_parameters(*((f"_{case.name}", case) for case in chosen))
-        def test(self, case: cases.Case):
-            impls = session.measure(case)["impls"]
-            ours = {name: entry for name, entry in impls.items() if name not in measured.ROW_LIBRARIES}
-            red = {name: entry["reason"] for name, entry in ours.items() if entry["status"] in ("WRONG", "failed")}
-            self.assertEmpty(red, f"WRONG or failed: {red}")
-
-        @classmethod
-        def tearDownClass(cls):
-            session.close()
-
-    CaseTest.__qualname__ = "CaseTest"
-    return unittest.TestSuite(CaseTest(f"test_{case.name}") for case in chosen)
+        return {}
+    try:
+        version = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
+    except (OSError, AttributeError):
+        return {}
+    version.restype = ctypes.c_size_t
+    return {"cudnn": str(version())}
 
 
-def _for_peers(case: cases.Case) -> dict:
-    operand = cases.operand_bytes(case)
-    buffers = timing.buffers_needed(operand, hot=case.hot)
-    traffic = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
-    return case.describe() | traffic | {"buffers": buffers}
+def _list(chosen: Sequence[runner.Case]) -> None:
+    for case in chosen:
+        about = case.source if isinstance(case, cases.Case) else f"{case.flops / 1e12:.3f} TFLOP"
+        print(f"{case.name:<50} {about:<40} {','.join(sorted(case.tags))}")
 
 
 def main() -> None:
-    app.define_help_flags()  # absltest's own come after the flags are read
+    app.define_help_flags()
     FLAGS(sys.argv)
     check_flags()
-    if ATTENTION in _OP.value:
-        attention.main()
-        return
     chosen = selected()
     if not chosen:
         sys.exit("No case matches these flags.")
     if _LIST.value:
-        for case in chosen:
-            print(f"{case.name:<45} {case.source:<40} {','.join(sorted(case.tags))}")
+        _list(chosen)
         return
-    absltest.main()
+    if jax.default_backend() != "gpu" and "cpu" not in _TAG.value:
+        print("No GPU: every case runs small on the CPU, by wall clock. Times say nothing about the kernels.")
+    libraries = measured.ATTENTION_LIBRARIES if _attends(chosen) else measured.ROW_LIBRARIES
+    theirs = [name for name in _IMPL.value if name in libraries]
+    ours = tuple(impls.expand([name for name in _IMPL.value if name not in libraries]))
+    config = json.loads(_CONFIG.value) if _CONFIG.value else None
+    options = calls.Options(ours, FLAGS.rounds, _SEED.value, _KERNEL.value, config, _folders())
+    process = peers.Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
+    path = pathlib.Path(_JSON.value) if _JSON.value else None
+    limits = {"budget_s": _BUDGET.value, "processes": _PROCESSES.value}
+    records = Session(chosen, options, process=process, path=path, commit=_COMMIT.value, **limits).measure()
+    if process is not None:
+        process.close()
+    if any("sample" in case.tags for case in chosen):
+        print(report.sample(records), flush=True)
+    bad = {name: found for name in ours if (found := red(name, records, options.trees))}
+    for name, found in bad.items():
+        print(f"{name} is WRONG or failed in {len(found)} of {len(records)}: {', '.join(found)}", flush=True)
+    sys.exit(int(bool(bad)))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
-`standard` (everything). Two tags are measured only where they are asked for: `cpu` (small calls, which the XLA program
-is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the
-same form, and `draws` makes random ones.
+`standard` (everything). Others are measured only where they are asked for: `odd` (lengths that are one less), `sample`
+(random calls), `cpu` (small calls, which the XLA program is measured on) and `invariance` (what
+`jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the same form.
 """
 
 import dataclasses
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -18,13 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TAGS = ("core", "grid", "rest", "standard", "cpu", "invariance")
+TAGS = ("core", "grid", "rest", "standard", "odd", "sample", "cpu", "invariance")
+APART = ("odd", "sample", "cpu", "invariance")  # measured only where they are asked for
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
 DTYPES = {"bfloat16": "", "float16": "_f16", "float32": "_f32"}  # and the end of the name
 SPAN = 1024  # of windows and documents, unless the name has another
 LENGTHS, DIMS = (512, 2048, 4096, 16384), (64, 128, 256)
+_SCORES, _ELEMENTS = 2**28, 2**27  # of a random call: of all its heads, and of one array
 
 
 _NAME = re.compile(
@@ -159,11 +162,21 @@ def all_cases() -> tuple[Case, ...]:
 
 
 def select(
-    *, tags: Iterable[str] = (), passes: Iterable[str] = (), kinds: Iterable[str] = (), patterns: Iterable[str] = ()
+    *,
+    tags: Iterable[str] = (),
+    passes: Iterable[str] = (),
+    kinds: Iterable[str] = (),
+    patterns: Iterable[str] = (),
+    count: int = 60,
+    seed: int = 0,
 ) -> tuple[Case, ...]:
-    """Cases that match every filter given; `patterns` are searched in names, or name calls that no table has."""
+    """Cases that match every filter given; `patterns` are searched in names, or name calls that no table has.
+
+    `count` and `seed` decide the calls of the tag `sample`.
+    """
     tags, passes, kinds, patterns = frozenset(tags), frozenset(passes), frozenset(kinds), tuple(patterns)
-    table = (*all_cases(), *(case for case in _apart() if case.tags & tags))
+    drawn = sample(count, seed) if "sample" in tags else ()
+    table = (*all_cases(), *(case for case in _apart() if case.tags & tags), *drawn)
     known = {case.name for case in table}
     named = [case for case in map(parse, patterns) if case is not None and case.name not in known]
     return (
@@ -192,38 +205,37 @@ def parse(name: str) -> Case | None:
     return Case(shape, pass_, _tags(shape, pass_) if shape in set(_shapes()) else frozenset())
 
 
-def draws(count: int, seed: int) -> tuple[Case, ...]:
-    """Random calls, the same for the same seed: every kind, forward and with its gradient, before any comes again."""
+def sample(count: int, seed: int) -> tuple[Case, ...]:
+    """Random calls, the same for the same seed; more of them begin with the fewer."""
     rng, found = random.Random(seed), {}
     while len(found) < count:
-        pairs = list(itertools.product(KINDS, ("fwd", "value_and_vjp")))
-        rng.shuffle(pairs)
-        drawn = (Case(_drawn(rng, kind, pass_), pass_, frozenset({"drawn"})) for kind, pass_ in pairs)
-        found |= {case.name: case for case in drawn}
-    return tuple(found.values())[:count]
+        case = _drawn(rng)
+        found[case.name] = case
+    return tuple(found.values())
 
 
-def _drawn(rng: random.Random, kind: str, pass_: str) -> Shape:
-    """A call of a kind.
+def _drawn(rng: random.Random) -> Case:
+    """A call whose sizes are log-uniform, scores and arrays being bounded.
 
-    A bias has a gradient of its own size, so its sequences are shorter. One query is measured forward, as in decoding,
-    and not causal, where it would see one key: its gradient alone is too small a sum for the gate.
+    Gradients are not drawn of fewer than 8 queries or keys: they may be too small a sum for the gate, or zero.
     """
-    most = 2048 if kind == "bias" else 8192
-    lengths = lambda: rng.choice((
-        rng.randint(8, 64), 2 * rng.randint(32, most // 4) + 1, 128 * rng.randint(1, most // 128)
-    ))  # fmt: skip
-    length = lengths()
-    may_decode = pass_ == "fwd" and kind in ("full", "mask", "bias")
-    is_square = kind in ("window", "documents") or rng.random() < 0.5
-    queries = 0 if is_square else rng.choice((1 if may_decode else lengths(), lengths()))
-    queries = 0 if queries == length else queries
-    span = rng.randint(8, length) if kind in ("window", "documents") else 0
-    batch = min(rng.choice((1, 2, 4, 8, 32)), max(1, TOKENS // max(length, queries)))
-    key_heads, group = rng.choice((1, 2, 4, 8)), rng.choice((1, 1, 2, 4, 8))
-    dims = rng.choice(((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (32, 32), (96, 72)))
+    uniform = lambda most: round(2 ** rng.uniform(0, math.log2(most)))
+    keys = uniform(16384)
+    queries = keys if rng.random() < 0.7 else uniform(16384)
+    batch, key_heads, group = uniform(64), uniform(16), rng.choice((1, 1, 2, 4, 8))
+    dim = rng.randrange(32, 257, 8)
+    kind, pass_ = rng.choice(("full", "causal")), rng.choice(("fwd", "value_and_vjp"))
     dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
-    return Shape(batch, key_heads * group, key_heads, length, *dims, kind, span, queries, dtype)
+    heads = min(batch * key_heads * group, max(1, _SCORES // (queries * keys)), _ELEMENTS // (max(queries, keys) * dim))
+    group = min(group, heads)
+    key_heads = min(key_heads, heads // group)
+    batch = min(batch, heads // (group * key_heads))
+    if min(queries, keys) < 8:
+        kind, pass_ = ("full" if queries < keys else kind), "fwd"
+    shape = Shape(
+        batch, key_heads * group, key_heads, keys, dim, dim, kind, 0, queries if queries != keys else 0, dtype
+    )
+    return Case(shape, pass_, frozenset({"sample"}))
 
 
 def square(length: int, dim: int, kind: str, span: int = 0) -> Shape:
@@ -254,6 +266,9 @@ def _apart() -> Iterator[Case]:
     ):
         if kind == "full" or t > 1:
             yield Case(Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0, dtype), pass_, frozenset({"cpu"}))
+    for length, dim, kind, pass_ in itertools.product(LENGTHS, DIMS, ("full", "causal"), ("fwd", "bwd")):
+        shape = dataclasses.replace(square(length, dim, kind), length=length - 1)
+        yield Case(shape, pass_, frozenset({"odd"}))
     for kind, length, dim, queries in (
         *(("causal", 4096, dim, 0) for dim in DIMS),
         ("full", 4096, 64, 0),

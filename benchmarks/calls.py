@@ -28,12 +28,11 @@ Timings = Mapping[str, timing.Timing]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run is made: `copy` is "best", "mosaic" or "torch"; `kernel` and `config` replace the choice for "ours"."""
+    """How a run is made; `kernel` and `config` replace the choice for "ours"."""
 
     impls: Sequence[str] = ("ours", "xla")
     rounds: int = 5
     seed: int = 0
-    copy: str = "best"
     kernel: str | None = None
     config: Mapping[str, Any] | None = None
     trees: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the folders of `benchmarks.trees`
@@ -106,10 +105,9 @@ class RowCall:
     def time(self, schedule: Sequence[timing.Variant]) -> tuple[str, Timings, dict[str, Any]]:
         """Times implementations and copies together; torch's copy comes once before and once after them."""
         size = cases.copied_bytes(self.case)
-        probes = [] if self.options.copy == "torch" and _on_gpu() else [timing.copy_variant(size, self.buffers)]
         torch_times = self._torch_copy(size)
         clock, timings = timing.measure(
-            [*schedule, *probes],
+            [*schedule, timing.copy_variant(size, self.buffers)],
             buffers=self.buffers,
             rounds=self.options.rounds,
             launches=timing.launches_per_round(size) if _on_gpu() else 1,
@@ -119,17 +117,15 @@ class RowCall:
         copies = {name: (t.median, timing.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
         if torch_times:
             copies["copy:torch"] = (min(torch_times), 8 * max(1, size // 8))
-        return clock, timings, {"copy": timing.best_copy(copies) if copies else None}
+        return clock, timings, {"copy": timing.best_copy(copies)}
 
     def _torch_copy(self, size: int) -> list[float]:
         """Torch's copy; nothing where torch or the GPU is missing."""
-        if not _on_gpu() or self.options.copy == "mosaic":
+        if not _on_gpu():
             return []
         try:
             return [timing.torch_copy_us(size, self.buffers, self.options.rounds)]
         except (ImportError, RuntimeError) as error:
-            if self.options.copy == "torch":
-                raise
             print(f"  no torch copy beside JAX: {type(error).__name__}: {error}", flush=True)
             return []
 
@@ -229,6 +225,17 @@ class AttentionCall:
 
     def summary(self, record: Mapping[str, Any]) -> dict[str, Any]:
         return {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}
+
+
+def for_peers(case: cases.Case | attention_cases.Case) -> dict[str, Any]:
+    """What torch's process is told of a case."""
+    if isinstance(case, attention_cases.Case):
+        documents = case.shape.documents().tolist() if case.shape.kind == "documents" else []
+        return case.describe() | {"flops": case.flops, "documents": documents}
+    sizes = {
+        name: size(case) for name, size in (("least_bytes", cases.least_bytes), ("copied_bytes", cases.copied_bytes))
+    }
+    return case.describe() | sizes | {"buffers": timing.buffers_needed(cases.operand_bytes(case), hot=case.hot)}
 
 
 @functools.cache

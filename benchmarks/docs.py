@@ -1,11 +1,12 @@
 """`python -m benchmarks.docs`: rewrites every generated table of README.md and docs/*.md from the committed results.
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program, and
-so does the whole of docs/attention_results.md.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program.
 """
 
 import argparse
 import dataclasses
+import itertools
+import math
 import pathlib
 import re
 import statistics
@@ -13,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_docs, cases, plot, report, training
+from benchmarks import attention_cases, cases, plot, report, targets, training
 from benchmarks import results as measured
-from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Setting
+from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Run
 from benchmarks.targets import TARGETS, Target
 from pallas_kernels.softmax.dispatch import KERNELS
 
@@ -51,26 +52,21 @@ def rewrite(text: str, results: Results) -> str:
     return _MARKER.sub(lambda found: found[1] + TABLES[found[2]](results) + "\n" + found[3], text)
 
 
-def everything(results: Results) -> str:
-    """Every measured case of softmax and its kin."""
-    return _comparison((r for r in _in_order(results) if r["case"]["op"] not in ("cross_entropy", "top_k")), results)
-
-
-def of_op(
-    op: str, facts: Mapping[str, Callable[[Mapping[str, Any]], str]], errors_of: tuple[str, ...] = ()
+def of_ops(
+    ops: Iterable[str], facts: Mapping[str, Callable[[Record], str]] | None = None, errors_of: tuple[str, ...] = ()
 ) -> Callable[[Results], str]:
-    """Every measured case of an operation, `facts` being the columns between the time and the peers."""
-    return lambda results: _comparison(
-        (r for r in _in_order(results) if r["case"]["op"] == op), results, facts, errors_of
-    )
+    """Every measured case of some operations; `facts` are the columns between the time and the peers."""
+
+    def make(results: Results) -> str:
+        order = {case.name: i for i, case in enumerate(cases.all_cases())}
+        records = [record for record in results.records() if record["case"]["op"] in ops]
+        records.sort(key=lambda r: order.get(r["case"]["name"], len(order)))
+        return _comparison(records, _SPEED if facts is None else facts, errors_of)
+
+    return make
 
 
-def _in_order(results: Results) -> list[Mapping[str, Any]]:
-    order = {case.name: i for i, case in enumerate(cases.all_cases())}
-    return sorted(results.records(), key=lambda r: order.get(r["case"]["name"], len(order)))
-
-
-def targets(results: Results) -> str:
+def promises(results: Results) -> str:
     """What was promised, beside the worst case measured."""
     rows = [_target_row(target, results) for target in TARGETS]
     if not any(row[-1] != "-" for row in rows):
@@ -130,17 +126,15 @@ LINES = (
     Line("the same, by `.mean()`", ("cross_entropy",), ("value_and_grad_mean",)),
     Line("top-k softmax", ("top_k",), ("fwd",)),
 )
-ATTENTION = (("`flash_attention`", "fwd"), ("its gradient", "bwd"))
 
 
 def summary(results: Results) -> str:
     """One row for each operation, and where the figures come from."""
     shown = [[r for r in results.records() if line.takes(r["case"])] for line in LINES]
     rows = [_summary_row(line.label, records) for line, records in zip(LINES, shown, strict=True)]
-    for setting, attention in _newest_jax(results).items():
-        found = attention.records()
-        for label, pass_ in ATTENTION:
-            rows.append(_attention_row(f"{label}, {setting}", [r for r in found if r["case"]["pass"] == pass_]))
+    for run in _newest_jax(measured.attention_runs(results.folder)):
+        for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
+            rows.append(_attention_row(f"{label}, {run.card}, {run.label}", run, pass_))
     rows = [row for row in rows if row]
     if not rows:
         return NOT_MEASURED
@@ -151,17 +145,17 @@ def summary(results: Results) -> str:
         f"{report.markdown(heads, rows)}\n\nMedian (worst ... best case){where}, for attention on the card and with "
         "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
         "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
-        "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, JAX's "
-        "`attention_mgpu`, tokamax and flash-attn-4, where they take the call."
+        "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, which gets "
+        "packed documents as a dense mask."
     )
 
 
-def _newest_jax(results: Results) -> dict[Setting, Results]:
-    """Attention's results on each card, with the newest JAX that was measured there."""
-    found: dict[str, tuple[Setting, Results]] = {}
-    for setting, attention in results.by_setting("attention").items():
-        found.setdefault(setting.card, (setting, attention))
-    return dict(found.values())
+def _newest_jax(runs: Iterable[Run]) -> list[Run]:
+    """On each card, the first run with the newest JAX that was measured there."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        found.setdefault(run.card, run)
+    return list(found.values())
 
 
 def _summary_row(label: str, records: Sequence[Record]) -> list[str]:
@@ -180,18 +174,14 @@ def _summary_row(label: str, records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _attention_row(label: str, records: Sequence[Record]) -> list[str]:
+def _attention_row(label: str, run: Run, pass_: str) -> list[str]:
+    records = [record for record in run.records.values() if record["case"]["pass"] == pass_]
     if not records:
         return []
     speeds = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
     shares = (ours / product if ours else None for ours, product in speeds)
-    return [
-        label,
-        _count(records),
-        _spread(shares),
-        "-",
-        _spread(measured.against_best(record)["ratio"] for record in records),
-    ]
+    ratios = (measured.against_best(record)["ratio"] for record in records)
+    return [label, _count(records), _spread(shares), "-", _spread(ratios)]
 
 
 def _count(records: Sequence[Record]) -> str:
@@ -204,41 +194,16 @@ def _spread(values: Iterable[float | None]) -> str:
     return f"{statistics.median(known):.2f} ({known[0]:.2f} ... {known[-1]:.2f})" if known else "-"
 
 
-TABLES: dict[str, Callable[[Results], str]] = {
-    "summary": summary,
-    "everything": everything,
-    "cross_entropy": of_op(
-        "cross_entropy",
-        {
-            "units": lambda record: report.number(measured.units(record, "ours"), ".2f"),
-            "extra memory": lambda record: report.number(measured.extra_memory(record, "ours"), ".2%"),
-            "XLA's": lambda record: report.number(measured.extra_memory(record, "xla"), ".0%"),
-        },
-        ("xla", "xla_f32"),
-    ),
-    "top_k": of_op("top_k", {}),
-    "targets": targets,
-    "ladder_forward_f16": ladder("fwd", "f16"),
-    "ladder_forward_f32": ladder("fwd", "f32"),
-    "ladder_backward_f16": ladder("bwd", "f16"),
-    "models": lambda results: training.table(results.about("models")),
-}
-
-
-_SPEED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+_SPEED: dict[str, Callable[[Record], str]] = {
     "TB/s": lambda record: report.number(record["impls"]["ours"].get("tb_per_s"), ".2f"),
     "of copy": lambda record: report.number(record["impls"]["ours"].get("fraction_of_copy"), ".2f"),
 }
 
 
 def _comparison(
-    records: Iterable[Mapping[str, Any]],
-    results: Results,
-    facts: Mapping[str, Callable[[Mapping[str, Any]], str]] = _SPEED,
-    errors_of: tuple[str, ...] = (),
+    records: Sequence[Record], facts: Mapping[str, Callable[[Record], str]], errors_of: tuple[str, ...]
 ) -> str:
     """Ours beside its peers, of which some have their own errors shown too."""
-    records = list(records)
     if not records:
         return NOT_MEASURED
     peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
@@ -330,10 +295,138 @@ def _error(value: float | None) -> str:
     return report.number(value, ".0f" if value and value >= 100 else ".1f")
 
 
-def pages(results: Results) -> dict[pathlib.Path, str]:
-    """Documents that are generated as a whole; none before there is something to say."""
-    attention = results.by_setting("attention")
-    return {ROOT / "docs" / "attention_results.md": attention_docs.page(attention)} if attention else {}
+PASSES = {"fwd": "forward", "bwd": "backward"}
+
+
+def attention_runs(results: Results) -> str:
+    """What each run of attention was made of."""
+    rows = []
+    for run in measured.attention_runs(results.folder):
+        header, records = run.header, run.records.values()
+        products = [record["matmul"]["tflop_per_s"] for record in records]
+        linkers = dict.fromkeys(pathlib.Path(r["nvjitlink"]).name if r.get("nvjitlink") else "none" for r in records)
+        facts = [
+            run.card,
+            header["device"].get("driver_version"),
+            header["versions"].get("cudnn"),
+            " and ".join(linkers),
+        ]
+        day, commit = header["timestamp"][:10], str(header["commit"])[:12]
+        span = f"{min(products):.0f} to {max(products):.0f}"
+        missing = ", ".join(header.get("left_out", ())) or "none"
+        rows.append([run.label, *(str(fact or "-") for fact in facts), span, day, commit, missing])
+    heads = ["run", "card", "driver", "cuDNN", "nvJitLink", "matmul 8192³, TFLOP/s", "day", "commit", "left out"]
+    return report.markdown(heads, rows) if rows else NOT_MEASURED
+
+
+def attention_promises(results: Results) -> str:
+    """What was promised of attention, beside what each run measured."""
+    rows = []
+    runs = measured.attention_runs(results.folder)
+    for run, pass_ in itertools.product(runs, targets.PASSES):
+        found = [promise.judge(run, pass_) for promise in targets.PROMISES]
+        slower = [f"{_floored(ratio)} at {call(case)}" for ratio, case in targets.below(run, pass_)]
+        rows.append([f"{run.label}, {PASSES[pass_]}", *map(_judged, found), "; ".join(slower) or "none"])
+    heads = ["", *(promise.describe() for promise in targets.PROMISES), "cells below 1.00"]
+    return f"{report.markdown(heads, rows)}\n\n{_versions(runs)}".strip() if rows else NOT_MEASURED
+
+
+def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
+    """The runs to compare: on one card with two versions of JAX, the newer first, both the first or both repeated."""
+    pairs = itertools.combinations(runs, 2)
+    return [(a, b) for a, b in pairs if (a.card, a.repeat) == (b.card, b.repeat) and a.jax != b.jax]
+
+
+def _versions(runs: Sequence[Run]) -> str:
+    """How many times faster the same source is with the newer JAX, in the geometric mean."""
+    found = []
+    for (newer, older), pass_ in itertools.product(_pairs(runs), targets.PASSES):
+        names = [case.name for case in attention_cases.select(tags=[targets.CELLS], passes=[pass_])]
+        ratios = [ratio for name in names if (ratio := targets.speed(newer, older, name)) is not None]
+        if ratios:
+            verdict = _judged((*targets.VERSIONS.word(ratios), len(ratios), len(names)))
+            found.append([f"{newer.label} over {older.label}, {PASSES[pass_]}", verdict, _floored(min(ratios))])
+    return report.markdown(["times faster", targets.VERSIONS.describe(), "worst"], found) if found else ""
+
+
+def _judged(verdict: tuple[float, str, int, int] | None) -> str:
+    if verdict is None:
+        return "-"
+    value, word, count, wanted = verdict
+    return f"{_floored(value)} {word}" + ("" if count == wanted else f" ({count} of {wanted} cells)")
+
+
+def attention_cells(pass_: str) -> Callable[[Results], str]:
+    """Every cell of a pass: ours, cuDNN and the ratio in each run, and the two versions of JAX beside each other."""
+
+    def make(results: Results) -> str:
+        runs = measured.attention_runs(results.folder)
+        order = {case.name: i for i, case in enumerate(attention_cases.all_cases())}
+        names = dict.fromkeys(n for run in runs for n, r in run.records.items() if r["case"]["pass"] == pass_)
+        names = sorted(names, key=lambda name: order.get(name, len(order)))
+        rows = []
+        for name in names:
+            records = [run.records.get(name) for run in runs]
+            case = next(record["case"] for record in records if record)
+            row = [f"{call(case)}"]
+            for run, record in zip(runs, records, strict=True):
+                row += _cell(record, pass_) if not run.repeat else _cell(record, pass_)[-1:]
+            rows.append(row + [_floored(targets.speed(new, old, name)) for new, old in _pairs(runs)])
+        heads = ["cell"]
+        for run in runs:
+            own = ["ours, us", *(["direct, us"] if pass_ == "bwd" else []), "cuDNN, us", "x cuDNN"]
+            heads += [f"{run.label}: {head}" for head in (own if not run.repeat else own[-1:])]
+        heads += [f"{new.label} over {old.label}" for new, old in _pairs(runs)]
+        return report.markdown(heads, rows) if rows else NOT_MEASURED
+
+    return make
+
+
+def _cell(record: Record | None, pass_: str) -> list[str]:
+    """Ours, its backward pass alone, cuDNN and the ratio."""
+    ours, cudnn = (record["impls"].get(name, {}) if record else {} for name in ("ours", "cudnn"))
+    us = [report.number(x.get("us"), ".1f") if x.get("status", "ok") == "ok" else x["status"] for x in (ours, cudnn)]
+    direct = [report.number(ours.get("direct_us"), ".1f")] if pass_ == "bwd" else []
+    return [us[0], *direct, us[1], _floored(measured.ratio(record, "cudnn") if record else None)]
+
+
+def call(case: Mapping[str, Any]) -> str:
+    """A call of attention in words: "D 128, S 2048, causal"."""
+    dim, value = case["head_dim"], case["value_dim"]
+    heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
+    span = f" {case['span']}" if case["span"] else ""
+    dims = f"{dim}" if dim == value else f"{dim}/{value}"
+    return f"D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
+
+
+def _floored(value: float | None) -> str:
+    """Three digits that do not look better than the value is."""
+    return "-" if value is None else format(math.floor(value * 1000) / 1000, ".3f")
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "summary": summary,
+    "everything": of_ops(("softmax", "log_softmax", "logsumexp")),
+    "cross_entropy": of_ops(
+        ["cross_entropy"],
+        {
+            "units": lambda record: report.number(measured.units(record, "ours"), ".2f"),
+            "extra memory": lambda record: report.number(measured.extra_memory(record, "ours"), ".2%"),
+            "XLA's": lambda record: report.number(measured.extra_memory(record, "xla"), ".0%"),
+        },
+        ("xla", "xla_f32"),
+    ),
+    "top_k": of_ops(["top_k"], {}),
+    "targets": promises,
+    "ladder_forward_f16": ladder("fwd", "f16"),
+    "ladder_forward_f32": ladder("fwd", "f32"),
+    "ladder_backward_f16": ladder("bwd", "f16"),
+    "attention_runs": attention_runs,
+    "attention_promises": attention_promises,
+    "attention_forward": attention_cells("fwd"),
+    "attention_backward": attention_cells("bwd"),
+    "models": lambda results: training.table(results.about("models")),
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -341,18 +434,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--pictures", action="store_true", help="draw the pictures too; needs matplotlib")
     pictures = parser.parse_args(arguments).pictures
     results = Results()
-    whole = pages(results)
-    for path in (*whole, *(path for path in documents() if path not in whole)):
-        text = path.read_text() if path.exists() else ""
-        made = whole[path] if path in whole else rewrite(text, results)
+    for path in documents():
+        text = path.read_text()
+        made = rewrite(text, results)
         if made != text:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
     if pictures:
-        drawn = plot.draw(results.records(), results.headers()[0], PICTURES) if results else []
-        for setting, attention in list(results.by_setting("attention").items())[:1]:
-            drawn += plot.draw_attention(setting, attention, PICTURES)
-        print("\n".join(map(str, drawn)))
+        print("\n".join(map(str, plot.draw(results, measured.attention_runs()[:1], PICTURES))))
 
 
 if __name__ == "__main__":

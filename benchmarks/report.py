@@ -1,74 +1,63 @@
 """Results as text: the lines that a run prints, and tables in Markdown."""
 
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from benchmarks import results as measured
 from benchmarks.results import Record
 
+# What a line says of an implementation, in this order, where its entry has it.
+_FACTS = {
+    "min_us": "from {:.1f}",
+    "max_us": "to {:.1f}",
+    "tb_per_s": "{:.3f} TB/s",
+    "fraction_of_copy": "{:.1%} of copy",
+    "tflop_per_s": "{:.1f} TFLOP/s",
+    "direct_tflop_per_s": "direct {:.1f}",
+    "us_per_iteration": "{:.2f} us per loop iteration",
+    "max_error_ulp": "error {:.2f} ulp",
+    "error": "error {:.1e}",
+    "kernel": "{}",
+}
+
 
 def line(record: Record) -> str:
-    """One case in one line per implementation."""
-    rows = record["case"]["rows"]
-    measured = record.get("rows_measured", rows)
-    shrunk = f" (CPU: {measured} of {rows} rows)" if measured != rows else ""
-    copy = record["copy"]
-    ceiling = f", copy {copy['tb_per_s']:.2f} TB/s ({copy['method'].removeprefix('copy:')})" if copy else ""
-    head = f"{record['case']['name']}{shrunk}: {record['clock']} clock{ceiling}"
-    return "\n".join([head, *(f"  {text}" for text in _impl_lines(record))])
+    """A case in one line for each implementation; times stand as multiples of the first one's, too."""
+    name, impls = record["case"]["name"], record["impls"]
+    if "error" in record:
+        return f"{name}: failed: {record['error']}"
+    small = " (small, on the CPU)" if {"measured", "rows_measured"} & record.keys() else ""
+    copy = record.get("copy")
+    heads = [f"{record['clock']} clock"] + ([f"copy {copy['tb_per_s']:.2f} TB/s ({copy['method']})"] if copy else [])
+    heads += [
+        f"{key} {record[key]['tflop_per_s']:.0f} TFLOP/s" for key in ("matmul", "peers_matmul") if record.get(key)
+    ]
+    heads += [f"ours {record['ratio']:.3f} x {record['best_peer']}"] if record.get("ratio") else []
+    first = next((entry["us"] for entry in impls.values() if "us" in entry), None)
+    lines = [_entry(impl, entry, first) for impl, entry in impls.items()]
+    return "\n  ".join([f"{name}{small}: {', '.join(heads)}", *lines])
 
 
-def _impl_lines(record: Record) -> Iterable[str]:
-    ours = record["impls"].get("ours", {}).get("us")
-    missing = [name for name, entry in record["impls"].items() if entry["status"] == "not installed"]
-    if missing:
-        yield f"not installed: {', '.join(missing)}"
-    for name, entry in record["impls"].items():
-        if name in missing:
-            continue
-        if "us" not in entry:
-            reason = f": {entry['reason']}" if "reason" in entry else ""
-            yield f"{name:<14} {entry['status']}{reason}"
-            continue
-        parts = [f"{name:<14} {entry['us']:>10.2f} us"]
-        if "tb_per_s" in entry:
-            parts.append(f"{entry['tb_per_s']:>6.3f} TB/s")
-        if "fraction_of_copy" in entry:
-            parts.append(f"{100 * entry['fraction_of_copy']:>5.1f}% of copy")
-        if record["case"]["op"] == "cross_entropy" and (cost := measured.units(record, name)):
-            parts.append(f"{cost:.2f} units")
-        if "us_per_iteration" in entry:
-            parts.append(f"{entry['us_per_iteration']:.2f} us per loop iteration")
-        if ours and name != "ours":
-            parts.append(f"ours is {entry['us'] / ours:.2f}x")
-        if entry.get("max_error_ulp") is not None:
-            parts.append(f"error {entry['max_error_ulp']:.2f} ulp")
-        if entry.get("kernel"):
-            parts.append(entry["kernel"])
-        yield "  ".join(parts)
+def _entry(name: str, entry: Mapping[str, Any], first: float | None) -> str:
+    if "us" not in entry:
+        return f"{name:<14} {entry['status']}: {entry.get('reason', '')}"
+    times = [f"{name:<14} {entry['us']:>10.2f} us"] + ([f"{entry['us'] / first:.3f}x"] if first else [])
+    return "  ".join(times + [text.format(entry[key]) for key, text in _FACTS.items() if entry.get(key) is not None])
 
 
-def table(records: Iterable[Record]) -> str:
-    """All cases: time, bandwidth, share of the copy, ratio to each peer, error."""
-    records = list(records)
-    peers = list(dict.fromkeys(name for r in records for name in r["impls"] if name != "ours"))
-    rows = [["case", "us", "TB/s", "of copy", *(f"x {peer}" for peer in peers), "ulp"]]
+def sample(records: Iterable[Record], shown: int = 10) -> str:
+    """How much faster ours is than the better of cuDNN and XLA over random calls, and where it is worst."""
+    records, found = list(records), []
     for record in records:
-        ours = record["impls"].get("ours", {})
-        rows.append([
-            record["case"]["name"],
-            number(ours.get("us"), ".1f") if ours.get("status") != "WRONG" else "WRONG",
-            number(ours.get("tb_per_s"), ".3f"),
-            number(ours.get("fraction_of_copy"), ".3f"),
-            *(number(measured.ratio(record, peer), ".2f") for peer in peers),
-            number(ours.get("max_error_ulp"), ".2f"),
-        ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+        ratios = [measured.ratio(record, rival) for rival in ("cudnn", "xla")]
+        found += [(min(known), record["case"]["name"]) for known in [[r for r in ratios if r is not None]] if known]
+    if not found:
+        return f"none of {len(records)} calls was timed by both ours and another library"
+    mean, slow = statistics.geometric_mean(ratio for ratio, _ in found), sum(ratio < 0.95 for ratio, _ in found)
+    head = f"{len(found)} of {len(records)} calls, against the better of cuDNN and XLA: geometric mean {mean:.3f}, "
+    head += f"{slow} below 0.95 ({100 * slow / len(found):.1f} %); the worst:"
+    return "\n".join([head, *(f"  {ratio:.3f}  {name}" for ratio, name in sorted(found)[:shown])])
 
 
 def setting(records: Iterable[Record]) -> str:

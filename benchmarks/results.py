@@ -4,9 +4,9 @@ This module does not import JAX, because the process of torch's libraries uses i
 """
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
-import itertools
 import json
 import pathlib
 import platform
@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 Record = Mapping[str, Any]
 
@@ -23,7 +23,6 @@ CARD = "h200"  # the folder of the card that every table but attention's is abou
 RUNG = "rung:"
 ROW_LIBRARIES = ("torch", "torch_compile", "quack", "liger")
 ATTENTION_LIBRARIES = ("fa4",)
-TORCH = ROW_LIBRARIES + ATTENTION_LIBRARIES  # libraries that are measured in torch's process
 RIVALS = ("cudnn", "mgpu", "tokamax", "fa4")  # XLA is no rival in attention, because its scores are in memory
 NOT_MEASURED = f"*Not measured yet: no result file under `benchmarks/results/{CARD}/` has these cases.*"
 
@@ -35,67 +34,64 @@ _PACKAGES = (
 )
 
 
-class Setting(NamedTuple):
-    """A card and a version of JAX, as result files name them; results of two settings are never mixed."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A result file of attention that has times of "ours"; `repeat` counts the runs before it with the same JAX."""
 
-    card: str
-    jax: str
-
-    def __str__(self) -> str:
-        return f"{self.card}, JAX {self.jax}"
+    header: Mapping[str, Any]
+    records: Mapping[str, Record]
+    repeat: int = 0
 
     @property
-    def version(self) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", self.jax)))
+    def card(self) -> str:
+        return self.header["device"]["name"]
+
+    @property
+    def jax(self) -> str:
+        return self.header["versions"]["jax"]
+
+    @property
+    def label(self) -> str:
+        return f"JAX {self.jax}" + (", again" * self.repeat)
+
+
+def attention_runs(folder: pathlib.Path = FOLDER) -> list[Run]:
+    """Every run of attention, by card, the newest JAX first, and runs with the same JAX in the order of time."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for file in reversed(_newest_first(folder, "*", "attention")):
+        run = Run(file["header"], {r["case"]["name"]: r for r in file["records"] if "ours" in r["impls"]})
+        same = found.setdefault((run.card, run.jax), [])
+        same += [dataclasses.replace(run, repeat=len(same))] if run.records else []
+    order = sorted(found, key=lambda setting: (setting[0], tuple(map(int, re.findall(r"\d+", setting[1])))))
+    return [run for setting in reversed(order) for run in found[setting]]
 
 
 class Results:
-    """What result files of one topic say, newest first by each file's own timestamp.
+    """What the result files of one topic on `CARD` say, newest first by each file's own timestamp."""
 
-    `folder` has a folder for each card. Without a `setting` the files of `CARD` count, and with one those that were
-    measured in it, wherever they lie.
-    """
-
-    def __init__(self, folder: pathlib.Path = FOLDER, topic: str | None = None, setting: Setting | None = None):
-        self._folder, self._topic = folder, topic
-        files = _newest_first(folder, "*" if setting else CARD, topic)
-        self._files = [file for file in files if setting is None or _setting(file) == setting]
-        # Torch's process has no JAX, so its times belong to the card alone.
-        self._same_card = [file for file in files if setting is None or _setting(file).card == setting.card]
+    def __init__(self, folder: pathlib.Path = FOLDER, topic: str | None = None):
+        self.folder = folder
+        self._files = _newest_first(folder, CARD, topic)
 
     def __bool__(self) -> bool:
         return bool(self._files)
 
     def about(self, topic: str) -> "Results":
         """What the same folder says of another topic, on the same card."""
-        return Results(self._folder, topic)
-
-    def by_setting(self, topic: str) -> dict[Setting, "Results"]:
-        """What the same folder says of a topic in each setting that has measured "ours", the newest JAX first."""
-        found = {_setting(file) for file in _newest_first(self._folder, "*", topic)}
-        order = sorted(found, key=lambda setting: (setting.version, setting.card), reverse=True)
-        each = {setting: Results(self._folder, topic, setting) for setting in order}
-        return {setting: results for setting, results in each.items() if results.records()}
+        return Results(self.folder, topic)
 
     def case(self, name: str) -> dict[str, Any] | None:
         """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's libraries beside it.
 
-        A library of attention that only another run measured comes with the matrix product of that run.
+        Those may come from another run, as they are compared by shares of each process's own copy.
         """
-        ours = self.runs(name)
+        ours = list(_with(self._files, name, lambda impl: impl == "ours"))
         found = next((record for record in ours if "xla" in record["impls"]), ours[0] if ours else None)
         if found is None:
             return None
-        is_torch = lambda impl: impl in TORCH
-        torch_records = itertools.chain(*(_with(files, name, is_torch) for files in (self._files, self._same_card)))
-        beside = next(torch_records, {"impls": {}})
-        product = {} if beside is found or not beside.get("peers_matmul") else _product(beside["peers_matmul"])
-        libraries = {impl: entry | product for impl, entry in beside["impls"].items() if impl in TORCH}
-        return found | {"impls": _of_earlier_runs(ours) | found["impls"] | libraries}
-
-    def runs(self, name: str) -> list[dict[str, Any]]:
-        """Every run of "ours" on a case, the newest first."""
-        return list(_with(self._files, name, lambda impl: impl == "ours"))
+        beside = next(_with(self._files, name, lambda impl: impl in ROW_LIBRARIES), {"impls": {}})
+        libraries = {impl: entry for impl, entry in beside["impls"].items() if impl in ROW_LIBRARIES}
+        return found | {"impls": found["impls"] | libraries}
 
     def rungs(self, name: str) -> dict[str, Any] | None:
         """The newest run of single rungs on a case."""
@@ -124,28 +120,14 @@ def _with(files: list[dict[str, Any]], name: str, wanted: Any) -> Iterator[dict[
                 yield record
 
 
-def _setting(file: Mapping[str, Any]) -> Setting:
-    return Setting(file["header"]["device"]["name"], file["header"]["versions"]["jax"])
-
-
 def _run(header: Mapping[str, Any]) -> dict[str, Any]:
     """On which day a record was measured, of which commit, and with what."""
     when = f"{header['timestamp'][:10]} {str(header['commit'])[:12]}"
     return {"when": when, "commit": header["commit"], "device": header["device"], "versions": header["versions"]}
 
 
-def _product(matmul: Mapping[str, Any]) -> dict[str, Any]:
-    return {"matmul_tflop_per_s": matmul["tflop_per_s"]}
-
-
-def _of_earlier_runs(newest_first: list[dict[str, Any]]) -> dict[str, Any]:
-    products = [(r["impls"], _product(r["matmul"])) for r in reversed(newest_first) if "matmul" in r]
-    timed = ((name, entry, product) for impls, product in products for name, entry in impls.items() if "us" in entry)
-    return {name: entry | product for name, entry, product in timed}
-
-
 def ratio(record: Record, peer: str) -> float | None:
-    """How many times faster ours is on rows. Between processes, the shares of each one's own copy are compared."""
+    """How many times faster ours is. Where a process measured its own copy, shares of the copies are compared."""
     ours, other = record["impls"].get("ours", {}), record["impls"].get(peer, {})
     if "us" not in ours or "us" not in other:
         return None
@@ -154,18 +136,9 @@ def ratio(record: Record, peer: str) -> float | None:
     return ours["fraction_of_copy"] / other["fraction_of_copy"] if "fraction_of_copy" in ours else None
 
 
-def faster(record: Record, peer: str) -> float | None:
-    """How many times faster ours is in attention; between runs, the shares of each one's matrix product count."""
-    ours, other = record["impls"].get("ours", {}), record["impls"].get(peer, {})
-    if "us" not in ours or "us" not in other:
-        return None
-    product = other.get("matmul_tflop_per_s")
-    return other["us"] / ours["us"] * (product / record["matmul"]["tflop_per_s"] if product else 1)
-
-
 def against_best(record: Record) -> dict[str, Any]:
     """The fastest rival in attention, and how many times faster ours is."""
-    found = {name: faster(record, name) for name in RIVALS}
+    found = {name: ratio(record, name) for name in RIVALS}
     ratios = {name: times for name, times in found.items() if times is not None}
     best = min(ratios, key=lambda name: ratios[name], default=None)
     return {"best_peer": best, "ratio": round(ratios[best], 4) if best is not None else None}

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,6 +31,8 @@ from benchmarks.impls import Declined, NotInstalled, Program
 
 Case = cases.Case | AttentionCase
 Call = RowCall | AttentionCall
+_TOGETHER = 5  # cases that are compiled at once
+
 Key = tuple[Any, str, str]  # what is computed, the implementation and the program
 
 
@@ -61,7 +64,7 @@ class Bench:
 
         Tracing stays in this thread, because Mosaic's is not known to be safe in others.
         """
-        calls = [self._call(case) for case in chosen if case.pass_ != "call"]
+        calls = [_call(case, self.options) for case in chosen if case.pass_ != "call"]
         graded = {call.key for call in calls if call.has_gradients}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             waiting: dict[Key, tuple[Program, list[Any]]] = {}
@@ -100,7 +103,7 @@ class Bench:
     def run(self, case: Case) -> dict[str, Any]:
         """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
         started = time.perf_counter()
-        call = self._call(case)
+        call = _call(case, self.options)
         record = {"case": case.describe(), **call.shrunk()}
         if isinstance(call, RowCall) and case.pass_ == "call":
             return record | latency(call, self.options)
@@ -117,11 +120,6 @@ class Bench:
                 entry |= call.speeds(mine, record)
         record["impls"] = impls
         return record | call.summary(record) | {"seconds": round(time.perf_counter() - started, 2)}
-
-    def _call(self, case: Case) -> Call:
-        if isinstance(case, cases.Case):
-            return RowCall(case, self.options)
-        return AttentionCall(case, self.options)
 
     def _made(self, call: Call) -> tuple[Any, Any]:
         """The operands and the truth of a call, kept until those of another one, or with gradients, are wanted."""
@@ -176,6 +174,10 @@ class Bench:
         return entry_of_right | call.note(name), variants if entry_of_right["status"] == "ok" else []
 
 
+def _call(case: Case, options: Options) -> Call:
+    return RowCall(case, options) if isinstance(case, cases.Case) else AttentionCall(case, options)
+
+
 def _is_slow(launch: Callable[[int], Any]) -> bool:
     """Whether a launch, which is not the first, takes long enough to launch it less often."""
     started = time.perf_counter()
@@ -198,42 +200,67 @@ def caught(entry: dict[str, Any]) -> Iterator[None]:
 
 
 def run(case: Case, options: Options) -> dict[str, Any]:
-    """The record of one case, of which nothing stays compiled."""
+    """The record of one case."""
     bench = Bench(options)
     bench.prepare([case])
     return bench.run(case)
 
 
-def attempt(bench: Bench, case: AttentionCase) -> dict[str, Any]:
+def attempt(bench: Bench, case: Case) -> dict[str, Any]:
     """The record of a case, with the reason if it failed: out of memory in the truth, say. The other cases go on."""
     try:
         return bench.run(case)
     except Exception as error:
-        return failed(case, f"{type(error).__name__}: {error}")
+        return _failed(case, f"{type(error).__name__}: {error}")
 
 
-def failed(case: AttentionCase, reason: str) -> dict[str, Any]:
+def _failed(case: Case, reason: str) -> dict[str, Any]:
     """The record of a case that has no result."""
-    return {"case": case.describe(), "impls": {}, "best_peer": None, "ratio": None, "error": reason[:500]}
+    return {"case": case.describe(), "impls": {}, "error": reason[:500]}
 
 
-def deal(cases: Sequence[AttentionCase], processes: int) -> list[list[AttentionCase]]:
-    """Shares of about as many shapes each. The passes of a shape stay together, as they have programs in common."""
-    shapes = list(dict.fromkeys(case.shape for case in cases))
-    shares = [shapes[first::processes] for first in range(min(processes, len(shapes)))]
-    return [[case for shape in share for case in cases if case.shape == shape] for share in shares]
+def _empty(case: Case) -> dict[str, Any]:
+    """The record of a case that torch's side alone measures."""
+    return {"case": case.describe(), "impls": {}, "clock": "cuda events", **_call(case, Options()).sizes()}
 
 
-def records(
-    cases: Sequence[AttentionCase], options: Options, processes: int, deadline: float | None = None
+def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
+    """Shares of about as many calls each. The passes of attention stay together, as they have programs in common."""
+    calls: dict[Any, list[Case]] = {}
+    for case in chosen:
+        calls.setdefault(case.shape if isinstance(case, AttentionCase) else case, []).append(case)
+    found = list(calls.values())
+    return [list(itertools.chain(*found[first::processes])) for first in range(min(processes, len(found)))]
+
+
+def is_over(deadline: float | None) -> bool:
+    """Whether no case may start any more."""
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def one_by_one(chosen: Sequence[Case], options: Options, deadline: float | None) -> Iterator[dict[str, Any]]:
+    """The record of each case, in this process; one without results of JAX where no implementation is JAX's."""
+    bench = Bench(options)
+    for first in range(0, len(chosen), _TOGETHER):
+        group = chosen[first : first + _TOGETHER]
+        if options.impls and not is_over(deadline):
+            bench.prepare(group)
+        for case in group:
+            if is_over(deadline):
+                return
+            yield attempt(bench, case) if options.impls else _empty(case)
+
+
+def in_processes(
+    chosen: Sequence[Case], options: Options, processes: int, deadline: float | None = None
 ) -> Iterator[dict[str, Any]]:
     """The record of each case, as it is measured; `deadline` is the `time.monotonic()` after which no case starts.
 
     The cases of a process that ends early are recorded as failed, and the other processes go on.
     """
-    spawning, shares = multiprocessing.get_context("spawn"), deal(cases, processes)
+    spawning, shares = multiprocessing.get_context("spawn"), deal(chosen, processes)
     compiled = spawning.Barrier(len(shares))
-    running: dict[Any, tuple[Any, list[AttentionCase]]] = {}
+    running: dict[Any, tuple[Any, list[Case]]] = {}
     with tempfile.NamedTemporaryFile() as device:
         for share in shares:
             mine, theirs = spawning.Pipe(duplex=False)
@@ -253,7 +280,7 @@ def records(
                     compiled.abort()  # lest the others wait for a process that has ended
                     process.join()
                     reason = f"its process ended with status {process.exitcode}"
-                    yield from (failed(case, reason) for case in left if process.exitcode)
+                    yield from (_failed(case, reason) for case in left if process.exitcode)
                     continue
                 left.pop(0)
                 yield record
@@ -261,7 +288,7 @@ def records(
 
 def _measure(
     pipe: Any,
-    cases: Sequence[AttentionCase],
+    chosen: Sequence[Case],
     options: Options,
     compiled: Any,
     device: str,
@@ -269,12 +296,12 @@ def _measure(
 ) -> None:
     """Sends the records of a share; `device` is a file that a process has locked while it has the device."""
     bench = Bench(options)
-    bench.prepare(cases)
+    bench.prepare(chosen)
     with contextlib.suppress(threading.BrokenBarrierError):
         compiled.wait()
     # Closed by the end of the process, which frees the device's memory too.
     fcntl.flock(os.open(device, os.O_RDWR), fcntl.LOCK_EX)
-    for case in cases:
-        if deadline is not None and time.monotonic() >= deadline:
+    for case in chosen:
+        if is_over(deadline):
             break
         pipe.send(attempt(bench, case))

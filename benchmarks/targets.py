@@ -9,13 +9,12 @@ from typing import Any
 
 from benchmarks import attention_cases, cases
 from benchmarks import results as measured
-from benchmarks.results import Record, Results
+from benchmarks.results import Record, Results, Run
 
 Metric = Callable[[Record, Results], float | None]
 Case = Mapping[str, Any]
 PASSES = ("fwd", "bwd")
-_CELLS = "standard"  # the benchmark's 32 of each pass of attention
-_TRIED = ("cudnn", "fa4")  # the hardest two rivals of attention
+CELLS = "standard"  # the benchmark's 32 of each pass of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,21 +134,15 @@ TARGETS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What was measured of a promise: `at` is the worst case where that decides."""
+class Promise:
+    """Over the cells of attention with a tag, the worst ratio to the rivals, or the geometric mean, is at least `must`.
 
-    value: float
-    word: str
-    measured: int
-    wanted: int
-    at: Case | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """The worst of some ratios, or their geometric mean, is at least `must`, hopefully `goal`."""
+    A cell that is wrong or failed counts 0, and one in which a rival was not tried does not count.
+    """
 
     label: str
+    tag: str
+    rivals: tuple[str, ...] = ("cudnn",)
     must: float | None = None
     goal: float | None = None
     mean: bool = False
@@ -158,84 +151,48 @@ class Bound:
         bounds = [f"{word} {bound:.2f}" for word, bound in (("must", self.must), ("goal", self.goal)) if bound]
         return f"{self.label}, {', '.join(bounds)}"
 
-    def verdict(self, found: Sequence[tuple[float, Case]], wanted: int) -> Verdict | None:
-        """On the ratios of cases, of which `wanted` are to be measured."""
-        if not found:
-            return None
-        value, at = min(found, key=lambda pair: pair[0])
-        if self.mean:
-            value, at = statistics.geometric_mean(ratio for ratio, _ in found) if value else 0.0, None
-        return Verdict(value, self._word(value), len(found), wanted, at)
+    def judge(self, run: Run, pass_: str) -> tuple[float, str, int, int] | None:
+        """The value, a word for it, and how many cells were measured of how many."""
+        wanted = attention_cases.select(tags=[self.tag], passes=[pass_])
+        records = [run.records[case.name] for case in wanted if case.name in run.records]
+        ratios = [self._ratio(r) if r["impls"]["ours"]["status"] == "ok" else 0.0 for r in records]
+        found = [ratio for ratio in ratios if ratio is not None]
+        return (*self.word(found), len(found), len(wanted)) if found else None
 
-    def _word(self, value: float) -> str:
+    def word(self, ratios: Sequence[float]) -> tuple[float, str]:
+        """The value of some ratios, and whether it is as good as promised."""
+        value = statistics.geometric_mean(ratios) if self.mean and min(ratios) else min(ratios)
         if self.must is not None and value < self.must:
-            return "**missed**"
+            return value, "**missed**"
         if self.goal is not None and value >= self.goal:
-            return "goal"
-        return "below goal" if self.must is None else "kept"
+            return value, "goal"
+        return value, "kept" if self.must is not None else "below goal"
 
-
-@dataclasses.dataclass(frozen=True)
-class Promise(Bound):
-    """A bound on the `ratio` of the cases with a tag."""
-
-    ratio: Callable[[Record], float | None] = lambda record: None
-    tag: str = _CELLS
-
-    def judge(self, results: Results, pass_: str) -> Verdict | None:
-        """The verdict on a pass. A case that fails or is wrong counts 0, and one without the peer not at all."""
-        chosen = attention_cases.select(tags=[self.tag], passes=[pass_])
-        records = [record for case in chosen if (record := results.case(case.name)) is not None]
-        ratios = [self.ratio(r) if r["impls"]["ours"]["status"] == "ok" else 0.0 for r in records]
-        found = [(ratio, r["case"]) for ratio, r in zip(ratios, records, strict=True) if ratio is not None]
-        return self.verdict(found, len(chosen))
-
-
-def _cudnn(record: Record) -> float | None:
-    return measured.faster(record, "cudnn")
-
-
-def _best(record: Record) -> float | None:
-    """None where the hardest peers have not been tried."""
-    tried = all(peer in record["impls"] for peer in _TRIED)
-    return measured.against_best(record)["ratio"] if tried else None
+    def _ratio(self, record: Record) -> float | None:
+        ratios = [measured.ratio(record, rival) for rival in self.rivals if "us" in record["impls"].get(rival, {})]
+        tried = all(rival in record["impls"] for rival in self.rivals)
+        return min((ratio for ratio in ratios if ratio is not None), default=None) if tried else None
 
 
 PROMISES = (
-    Promise("x cuDNN, the worst of 32 cells", must=1.0, ratio=_cudnn),
-    Promise("their geometric mean", must=1.08, mean=True, ratio=_cudnn),
-    Promise(
-        "that of the 27 full and causal",
-        must=1.08,
-        mean=True,
-        ratio=_cudnn,
-        tag="grid",
-    ),
-    Promise("x best peer, the worst", goal=1.0, ratio=_best),
+    Promise("x cuDNN, the worst of 32 cells", CELLS, must=1.0),
+    Promise("their geometric mean", CELLS, must=1.08, mean=True),
+    Promise("that of the 27 full and causal", "grid", must=1.08, mean=True),
+    Promise("x the better of cuDNN and flash-attn-4, the worst", CELLS, ("cudnn", "fa4"), goal=1.0),
 )
-VERSIONS = Bound("geometric mean", must=0.99, goal=1.0, mean=True)
+VERSIONS = Promise("geometric mean", CELLS, must=0.99, goal=1.0, mean=True)
 
 
-def same_source(newer: Results, older: Results) -> list[tuple[Record, Record]]:
-    """Of each case the newest two runs of one commit, one with each version of JAX, both of which have a time."""
-    pairs = []
-    for pass_ in PASSES:
-        for case in attention_cases.select(tags=[_CELLS], passes=[pass_]):
-            timed = [[r for r in found.runs(case.name) if "us" in r["impls"]["ours"]] for found in (newer, older)]
-            both = [(new, old) for new in timed[0] for old in timed[1] if new["run"]["commit"] == old["run"]["commit"]]
-            pairs += both[:1]
-    return pairs
+def below(run: Run, pass_: str) -> list[tuple[float, Case]]:
+    """The cells in which cuDNN is faster, the worst first."""
+    cells = attention_cases.select(tags=[CELLS], passes=[pass_])
+    records = [run.records[case.name] for case in cells if case.name in run.records]
+    pairs = [(measured.ratio(record, "cudnn"), record["case"]) for record in records]
+    return sorted(((ratio, case) for ratio, case in pairs if ratio is not None and ratio < 1), key=lambda pair: pair[0])
 
 
-def speed(pair: tuple[Record, Record], name: str) -> float | None:
-    """How many times faster an implementation is in the first run."""
-    new, old = (record["impls"].get(name, {}).get("us") for record in pair)
-    return old / new if old and new else None
-
-
-def versions(pairs: Sequence[tuple[Record, Record]], pass_: str) -> tuple[Verdict | None, tuple[float, Case] | None]:
-    """The verdict on runs of the same source with two versions of JAX, and the worst case."""
-    mine = [pair for pair in pairs if pair[0]["case"]["pass"] == pass_]
-    found = [(ratio, pair[0]["case"]) for pair in mine if (ratio := speed(pair, "ours"))]
-    verdict = VERSIONS.verdict(found, len(attention_cases.select(tags=[_CELLS], passes=[pass_])))
-    return verdict, min(found, key=lambda each: each[0], default=None)
+def speed(newer: Run, older: Run, name: str) -> float | None:
+    """How many times faster a case of ours is in the newer run; None for runs of different sources."""
+    records = [run.records.get(name, {"impls": {"ours": {}}}) for run in (newer, older)]
+    new, old = (record["impls"]["ours"].get("us") for record in records)
+    return old / new if old and new and newer.header["commit"] == older.header["commit"] else None

@@ -1,4 +1,4 @@
-"""A loss of logits whose vocabulary is cut over eight devices, first by hand and then by `jit`.
+"""The loss of logits whose vocabulary is sharded over eight devices, first by hand and then by `jit`.
 
 By hand, under `shard_map`: a device takes the logsumexp of its columns, and the label's logit if that is among them;
 one all-reduce brings a few numbers a row from every device to all, and `jaxsoftmax.merge` makes the row's logsumexp of

@@ -1,4 +1,4 @@
-"""Softmax, cross entropy and flash attention for JAX: as fast as a Hopper GPU allows, with every transformation."""
+"""Softmax, cross entropy, top-k softmax and flash attention for JAX, by Pallas kernels on Hopper GPUs."""
 
 from jaxsoftmax._attention.api import flash_attention as flash_attention
 from jaxsoftmax._core.batch_invariance import batch_invariant as batch_invariant

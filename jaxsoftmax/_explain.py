@@ -1,4 +1,4 @@
-"""What a call will do, in words: the kernel it gets, what that moves, and why the others were declined."""
+"""Says in words which kernel a call gets, how many bytes that moves, and why the others were declined."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ class Explanation:
         declined: (kernel, why not), in the ladder's order.
         kernel: The name of the kernel, or None.
         config: The kernel's configuration, or None.
-        bytes_moved: What the kernel reads and writes in device memory, or None.
+        bytes_moved: What the kernel reads and writes in global memory, or None.
     """
 
     call: str
@@ -230,7 +230,7 @@ def _explanation(
 
 
 def _choice(plan: Plan, named: bool) -> dict[str, Any]:
-    """What a plan says of the kernel; without one it is an error if a kernel is `named`."""
+    """The kernel of a plan; without one it is an error if the call asks for a kernel."""
     decision = plan.decision
     if decision is None:
         runs = "error" if named else "xla"
@@ -245,7 +245,7 @@ def _choice(plan: Plan, named: bool) -> dict[str, Any]:
 
 
 def _call(name: str, operand: Any, axes: tuple[int, ...]) -> str:
-    """An operation, its operand and its axes, in words."""
+    """Describes an operation, its operand and its axes."""
     extents = ",".join(map(str, operand.shape))
     return f"{name} of {operand.dtype}[{extents}] along axis {', '.join(map(str, axes)) or 'none'}"
 
@@ -255,7 +255,7 @@ def _bytes(*avals: Any) -> int:
 
 
 def _pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The reverse pass of a function of what moves and other arguments."""
+    """The reverse pass of a function, for the arguments that are differentiated."""
 
     def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
         y, vjp = jax.vjp(lambda moving: function(moving, *rest, **arguments), moving)
@@ -265,7 +265,7 @@ def _pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pushed_forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward-mode pass of a function of what moves and other arguments."""
+    """The forward-mode pass of a function, for the arguments that are differentiated."""
 
     def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
         return jax.jvp(lambda moving: function(moving, *rest, **arguments), (moving,), (moving,))[1]
@@ -367,7 +367,7 @@ def explain_attention(
             "CUDA device."
         )
     part, traced = _PARTS[op]
-    # NumPy's numbers and dtypes have shapes too, but the call takes them for numbers and dtypes.
+    # NumPy's numbers and dtypes have shapes too, but stay numbers and dtypes.
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {
         name: x
         for name, x in arguments.items()

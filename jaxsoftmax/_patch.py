@@ -1,4 +1,4 @@
-"""Our functions in the place of JAX's, optax's and Flax's, for models that someone else wrote."""
+"""Replaces functions of JAX, optax and Flax by ours, for models that someone else wrote."""
 
 import contextlib
 import functools
@@ -77,7 +77,7 @@ _OF_JAX: dict[str, Function] = {
     "jax.nn.dot_product_attention": _dot_product_attention,
     "jax.scipy.special.logsumexp": row_api.logsumexp,
 }
-# By the module that has them first.
+# By the module that defines them.
 _OF_LIBRARIES: dict[str, dict[str, Function]] = {
     "optax.losses": {
         "optax.softmax_cross_entropy": _softmax_cross_entropy,
@@ -120,7 +120,7 @@ class Calls(dict[str, int]):
 
 
 class _Here(threading.local):
-    """The counts of the blocks that a thread is in."""
+    """The counts of a thread's open blocks."""
 
     def __init__(self) -> None:
         self.calls: list[Calls] = []
@@ -226,7 +226,7 @@ def uninstall() -> None:
 
 
 def _substitute(name: str, ours: Function, original: Function) -> Function:
-    """A function that calls ours under a patch; the original elsewhere, and where ours refuses."""
+    """A function that calls ours under a patch. Elsewhere, and where ours refuses, it calls the original."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ _SUBSTITUTES = {name: (_substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[nam
 
 
 class _Importer(importlib.abc.MetaPathFinder):
-    """Reaches the modules that are imported under a patch."""
+    """An import hook that patches modules imported under a patch."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -278,7 +278,7 @@ class _Importer(importlib.abc.MetaPathFinder):
 
 
 def _begin() -> None:
-    """Reaches every module that is imported, unless another user of the patch has."""
+    """Patches every module that is imported, unless another block or installation has done so."""
     global _undo, _users
     with _LOCK:
         if _users == 0:
@@ -294,7 +294,7 @@ def _begin() -> None:
 
 
 def _end() -> None:
-    """Puts everything back if there is no other user."""
+    """Restores everything if no other block or installation is left."""
     global _users
     with _LOCK:
         _users -= 1
@@ -303,7 +303,7 @@ def _end() -> None:
 
 
 def _reach(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
-    """Substitutes what a module holds."""
+    """Replaces the functions that a module holds."""
     name = module.__name__
     for function, (substitute, original) in _SUBSTITUTES.items():
         origin, _, attribute = function.rpartition(".")
@@ -324,13 +324,13 @@ def _put_back(module: types.ModuleType, attribute: str, found: Any, substitute: 
 
 
 def _forward(*args: Any, _to: Function, **kwargs: Any) -> Any:
-    """The code of functions that are redirected."""
+    """The new code of functions that are redirected."""
     return _to(*args, **kwargs)
 
 
 def _redirect(function: types.FunctionType, name: str, ours: Function, undo: contextlib.ExitStack) -> None:
-    """Exchanges a function's code, so that all who hold it are served: defaults of classes, layers, other modules."""
-    if function.__code__ is _forward.__code__:  # put back by someone who found it so under an earlier patch
+    """Replaces a function's code, which reaches every reference to it: defaults of classes, layers, other modules."""
+    if function.__code__ is _forward.__code__:  # restored by code that saved it under an earlier patch
         original = vars(function)["__wrapped__"]
     else:
         original = types.FunctionType(

@@ -10,7 +10,7 @@ class Device:
     name: str
     compute_capability: str
     sm_count: int
-    smem_per_cta: int  # bytes a block may claim
+    smem_per_cta: int  # bytes of shared memory that a CTA may claim
 
 
 H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024)
@@ -32,9 +32,8 @@ def present() -> Device | None:
         gpu = jax.devices("cuda")[0]
     except RuntimeError:
         return None
-    return dataclasses.replace(
-        H200, name=gpu.device_kind, compute_capability=gpu.compute_capability, sm_count=gpu.core_count
-    )
+    smem = getattr(gpu, "shared_memory_per_block_optin", H200.smem_per_cta)  # as Mosaic reads it
+    return Device(gpu.device_kind, gpu.compute_capability, gpu.core_count, smem)
 
 
 def current() -> Device:

@@ -1,9 +1,9 @@
-"""The one idea: a row's softmax statistics are an element of a commutative monoid.
+"""The merge of softmax statistics, which are the elements of a commutative monoid.
 
 `Stats(max, sum)` stands for the number `exp(max) * sum`, kept apart so that it never overflows. Two partial rows
-merge by rescaling both sums to the common maximum; the empty row `(-inf, 0)` is the identity. Every scope of this
-library is this one merge with another carrier for "max" and "sum": registers of a warp, warps of a block, blocks of
-a cluster or of the grid, tile after tile of a stream, devices of a mesh.
+merge by rescaling both sums to the common maximum; the empty row `(-inf, 0)` is the identity. The library merges so at
+every scope: over the lanes of a warp, the warps of a CTA, the CTAs of a cluster or of the grid, the tiles of a row, and
+the devices of a mesh.
 
 Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """
@@ -36,7 +36,7 @@ def empty_like(x: jax.Array) -> Stats:
 
 
 def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp, less: Less = operator.sub) -> jax.Array:
-    """`exp(frm - to)`: the weight of what was measured against `frm`, measured against `to`. `less` subtracts.
+    """`exp(frm - to)`: the factor that rescales a sum relative to `frm` to one relative to `to`. `less` subtracts.
 
     Zero, not NaN, where `to` is -inf, so that the identity merges with itself. +inf and NaN give NaN.
     """
@@ -44,19 +44,19 @@ def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp, less: Less = ope
 
 
 def decay_to_finite(frm: jax.Array, to: jax.Array) -> jax.Array:
-    """`decay` to what is nowhere -inf. Without the comparison XLA's CPU compiler fuses it with its product and sum."""
+    """`decay` to a maximum that is never -inf. Without a guard XLA's CPU compiler fuses it with a product and sum."""
     return jnp.exp(frm - to)
 
 
 def exp_in(unit: float) -> Exp:
-    """`exp` of numbers that are counted in `unit`."""
+    """`exp` of numbers in multiples of `unit`."""
     return jnp.exp if unit == 1.0 else lambda d: jnp.exp(d * unit)
 
 
 def scaled(state: Stats, unit: float, *, exp: Exp = jnp.exp) -> Stats:
-    """`state`, whose maximum is counted in `unit`, with a maximum that is not.
+    """Converts a state whose maximum is in multiples of `unit` to one whose maximum is not.
 
-    That is rounded, and the sum is then relative to it as rounded, unless it is so large that this takes off 1 or more.
+    The new maximum is rounded; the sum is corrected for that error if it is below 1.
     """
     if unit == 1.0:
         return state

@@ -263,7 +263,7 @@ def flash_attention(
 def _with_weights_in_memory(
     operands: Operands, rules: Rules, dropout: checks.Dropout | None, module: Any, sown_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention with its weights in memory, for dropout and to show them to a Flax module; dropout draws as Flax's.
+    """Attention with its weights in memory, for dropout, which draws as Flax does, and to sow them in a Flax module.
 
     Weights are sown in the dtype `sown_dtype`.
     """
@@ -273,7 +273,7 @@ def _with_weights_in_memory(
     _, lse = attend(operands, rules, "xla")
     weights = reference.weights(operands, rules, lse)
     if module is not None:
-        # Both of Flax's module systems know this collection; nnx's type for it has the same name.
+        # linen and nnx both have this collection; nnx's type for it has the same name.
         module.sow("intermediates", "attention_weights", weights.astype(sown_dtype))
     if dropout is not None:
         keep = 1.0 - dropout.rate

@@ -1,4 +1,4 @@
-"""The arguments of `flash_attention`, checked and brought to the primitives' form; every error says what to do."""
+"""Checks the arguments of `flash_attention` and converts them for the primitives; every error says what to do."""
 
 import functools
 import math
@@ -58,7 +58,7 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
 
 
 def operands(given: Mapping[str, Any], q: jax.Array, k: jax.Array) -> dict[str, Any]:
-    """What a call gives beside query, key and value, each by the check of its row in `CHECKS`."""
+    """The operands beside query, key and value, each by its check in `CHECKS`."""
     given = {name: x for name, x in given.items() if x is not None}
     if "query_segments" in given:
         if "key_segments" not in given and q.shape[-3] != k.shape[-3]:
@@ -97,7 +97,7 @@ def _logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A bias of a floating dtype; integers take that of accumulation, in which they are added."""
+    """A bias of a floating dtype; integers become the dtype of accumulation."""
     array = _logits_like(name, x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == jnp.bool_:
         raise TypeError(
@@ -115,7 +115,7 @@ def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _lengths(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Sequence lengths, one for each element of the batch; one that int32 cannot hold is as good as its largest."""
+    """Sequence lengths, one for each element of the batch, clamped to int32."""
     array, batch = _integers(name, x), q.shape[:-3]
     if not batch and array.shape == (1,):
         array = array.reshape(())
@@ -158,7 +158,7 @@ CHECKS: dict[str, Callable[[str, Any, jax.Array, jax.Array], jax.Array]] = {
 
 
 def _kept_whole(name: str, ids: Any) -> jax.Array:
-    """Ids as an array of JAX; raises if that has too few bits for them."""
+    """Converts ids to an array of JAX; raises if that has too few bits for them."""
     array = jnp.asarray(ids)
     if isinstance(ids, np.ndarray) and not np.array_equal(ids.astype(array.dtype), ids):
         raise ValueError(
@@ -169,7 +169,7 @@ def _kept_whole(name: str, ids: Any) -> jax.Array:
 
 
 def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids as int32 that are equal where the ids are: those of more bits, or of a sign beside none, by their ranks."""
+    """Converts ids to int32 with the same equalities; 64-bit ids, and signed beside unsigned ones, by their ranks."""
     dtypes = {query_ids.dtype, key_ids.dtype}
     if max(dtype.itemsize for dtype in dtypes) < 8 and (len(dtypes) == 1 or jnp.dtype("uint32") not in dtypes):
         return query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
@@ -190,7 +190,7 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def scale(x: Any, q: jax.Array) -> float | jax.Array:
-    """A number as a float; anything else as an array of the query's rank that broadcasts to it."""
+    """Converts a number to a float, anything else to an array of the query's rank that broadcasts to it."""
     if x is None:
         return float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
     number = _number("scale", x)
@@ -220,7 +220,7 @@ def soft_cap(x: Any) -> float | None:
 
 
 def window(x: Any) -> tuple[int | None, int | None]:
-    """How far a query sees to its left and right; so far that an index plus it is no int32 any more is unbounded."""
+    """The window to the left and right of a query; a bound that overflows int32 when added to an index is dropped."""
     if x is None:
         return None, None
     sides = tuple(x) if isinstance(x, Sequence) else (x, x)
@@ -293,7 +293,7 @@ def sown_in(module: Any) -> Any:
 def absent(
     input_positions: Any, qk_attn_weights_einsum: Any, attn_weights_value_einsum: Any, einsum_dot_general: Any
 ) -> None:
-    """Raises for what Flax may pass and attention in one kernel cannot honour."""
+    """Raises for arguments of Flax that attention in one kernel cannot honour."""
     if input_positions is not None:
         raise NotImplementedError(
             f"{NAME}: input_positions were given, but positions have no meaning here. Rotate query and key before the "
@@ -326,7 +326,7 @@ def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -
 
 
 def no_kernel_shows_weights(why: str) -> NotImplementedError:
-    """A kernel named for a call that needs the matrix of weights."""
+    """The error for a call that asks for a kernel and needs the matrix of weights."""
     return checks.no_kernel(
         NAME,
         f"{why}, and no kernel has the weights in memory. Pass implementation=None: XLA then computes them, in memory "
@@ -335,7 +335,7 @@ def no_kernel_shows_weights(why: str) -> NotImplementedError:
 
 
 def _number(name: str, x: Any) -> float | None:
-    """A number of Python's or NumPy's, as a float; None for anything else."""
+    """Converts a Python or NumPy number to a float; None for anything else."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
     if not isinstance(x, (int, float, np.integer, np.floating)):
@@ -353,7 +353,7 @@ _array = functools.partial(
 
 
 def _integers(name: str, x: Any) -> Any:
-    """Integers with all their bits: NumPy's, and Python's, stay NumPy's, as an array of JAX may have fewer."""
+    """Integers with all their bits: values that are known stay in NumPy, because an array of JAX may have fewer."""
     on_host = all(isinstance(leaf, (int, np.ndarray, np.generic)) for leaf in jax.tree.leaves(x))
     array = np.asarray(x) if on_host else _array(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -362,7 +362,7 @@ def _integers(name: str, x: Any) -> Any:
 
 
 def _shape(name: str, x: jax.Array, want: tuple[Any, ...], why: str) -> None:
-    """Raises unless the shape is as wanted; names in it stand for any extent."""
+    """Raises unless the shape is `want`, in which a name stands for any extent."""
     if x.ndim != len(want) or any(not isinstance(n, str) and n != got for n, got in zip(want, x.shape, strict=True)):
         shown = f"({', '.join(map(str, want))})"
         raise ValueError(f"{NAME}: {name} has shape {x.shape}, expected {shown}: {why}.")

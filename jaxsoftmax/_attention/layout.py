@@ -1,7 +1,7 @@
-"""The layout of operands for attention kernels, which know one batch axis and heads.
+"""The layout of operands for attention kernels, which have one batch axis and one axis of heads.
 
-Leading axes become the batch, but for those along which keys and values are shared (as when only the query is mapped):
-they become more query heads to each key head, so that keys and values are not copied. Head dimensions that are no
+Leading axes become the batch. Axes along which keys and values are shared (as when only the query is mapped) become
+more query heads to each key head instead, so that keys and values are not copied. Head dimensions that are no
 multiple of 8 are padded with zeros.
 """
 
@@ -21,8 +21,8 @@ from pallas_kernels.hardware import Device
 
 Shape = tuple[int, ...]
 
-_OF_REFERENCES = ("precision", "is_local")  # rules that no kernel follows
-_GRANULE = 8  # numbers of a 16-bit head: 16 bytes, the least that a tensor copy moves
+_OF_REFERENCES = ("precision", "is_local")  # rules that no kernel supports
+_DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fold:
         return (batch, *core)
 
     def to_kernel(self, kind: str, x: jax.Array) -> jax.Array:
-        """An operand as the kernel takes it."""
+        """Lays out an operand for the kernel."""
         lead, core = self._broadcast(kind, x.shape)
         x = jnp.broadcast_to(x, (*lead, *core))
         if kind in QUERY_HEADS:
@@ -66,11 +66,11 @@ class Fold:
         operand = OPERANDS[kind]
         x = x if operand.dtype is None else x.astype(operand.dtype)
         x = x if operand.has_batch else x.reshape(x.shape[1:])
-        short = -x.shape[-1] % _GRANULE if operand.padded else 0
+        short = -x.shape[-1] % _DIM_MULTIPLE if operand.padded else 0
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)]) if short else x
 
     def from_kernel(self, kind: str, x: jax.Array) -> jax.Array:
-        """A result of the kernel with the leading axes as they were, 1 along those that the kernel has summed."""
+        """Unfolds a result of the kernel; the leading axes that the kernel has summed have extent 1."""
         operand = OPERANDS[kind]
         x = x if operand.has_batch else x[None]
         x = x[..., : self.widths[operand.padded == "value_dim"]] if operand.padded else x
@@ -88,7 +88,7 @@ class Fold:
         return x.reshape(*x.shape[:heads], x.shape[heads] * x.shape[heads + 1], *x.shape[heads + 2 :])
 
     def _broadcast(self, kind: str, shape: Shape) -> tuple[Shape, Shape]:
-        """The leading and the last extents with which an operand enters the kernel; a mask's stay 1 where they can."""
+        """The leading and the last extents of an operand in the kernel; a mask keeps extents of 1 where it can."""
         rank = len(self.full)
         lead, core = list(shape[:rank]), list(shape[rank:])
         may_stay = OPERANDS[kind].broadcasts
@@ -117,7 +117,7 @@ class Fold:
 
 
 def fold(shapes: Mapping[str, Shape]) -> Fold:
-    """How operands of these shapes become a kernel's."""
+    """The fold of operands of these shapes."""
     leads = {name: shape[: len(shape) - RANK[name]] for name, shape in shapes.items()}
     full = tuple(jnp.broadcast_shapes(*leads.values()))
     shared = [lead for name, lead in leads.items() if name not in QUERY_HEADS]
@@ -134,7 +134,7 @@ def plan(
     device: Device,
     bias_gradient: bool,
 ) -> Plan:
-    """Asks `dispatch.decide` about a call, as it is after folding."""
+    """Asks `dispatch.decide` about the folded call."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.attention import dispatch
 
@@ -153,8 +153,8 @@ def plan(
         key_heads=found["key"][2],
         query_length=length,
         key_length=found["key"][1],
-        head_dim=dim + -dim % _GRANULE,
-        value_dim=found["value"][3] + -found["value"][3] % _GRANULE,
+        head_dim=dim + -dim % _DIM_MULTIPLE,
+        value_dim=found["value"][3] + -found["value"][3] % _DIM_MULTIPLE,
         dtype=jnp.dtype(dtypes["query"]),
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
         bias_gradient=bias_gradient,
@@ -168,15 +168,15 @@ def plan(
 
 
 def _notes(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> tuple[str, ...]:
-    """What happens to the operands before the kernel, beyond a reshape."""
+    """Describes the work on the operands before the kernel, beyond a reshape."""
     notes = [
         f"{name}, of shape {shape}, is copied to {found[name]}"
         for name, shape in shapes.items()
         if math.prod(found[name]) != math.prod(shape)
     ]
-    padded = [n for n, shape in shapes.items() if n != "out" and OPERANDS[n].padded and shape[-1] % _GRANULE]
+    padded = [n for n, shape in shapes.items() if n != "out" and OPERANDS[n].padded and shape[-1] % _DIM_MULTIPLE]
     if padded:
-        notes.append(f"the heads of {', '.join(padded)} are padded to a multiple of {_GRANULE}")
+        notes.append(f"the heads of {', '.join(padded)} are padded to a multiple of {_DIM_MULTIPLE}")
     if "mask" in shapes:
         notes.append("the mask is packed in bits first, and the kernel skips tiles outside of those that it leaves")
     if "query_segments" in shapes:

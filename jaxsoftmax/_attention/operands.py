@@ -47,7 +47,7 @@ KEY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if op
 
 
 def problem_fields(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """What the kernels' problem says of the operands that a call has, by their shapes in the kernel."""
+    """The fields of the kernels' problem for the operands of a call, from their shapes in the kernel."""
     fields: dict[str, Any] = {}
     for name, shape in shapes.items():
         field, is_shape = OPERANDS[name].problem_field, OPERANDS[name].field_is_shape
@@ -57,5 +57,5 @@ def problem_fields(shapes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kernel_gradients(names: Collection[str], wanted: Collection[str]) -> list[str]:
-    """Of which operands the backward kernel gives gradients, in its order."""
+    """The operands whose gradients the backward kernel returns, in its order."""
     return [n for n in DIFFERENTIABLE if n in wanted or (n in names and not OPERANDS[n].gradient_on_request)]

@@ -1,4 +1,4 @@
-"""The primitives of attention: what JAX's transformations know of `flash_attention`.
+"""The primitives of attention, and their rules for JAX's transformations.
 
 `flash_attention` gives output and logsumexp, and `flash_attention_residuals`, the identity on them, carries the
 derivative: its JVP rule binds the linear `flash_attention_tangent`, whose transposition binds
@@ -60,7 +60,7 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     # Operands are bound sharded alike, as the gradients will be, after an operation that has a transpose.
     arrays = unify_varying(*unify_shardings(names, [getattr(operands, name) for name in names]))
     params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
-    # A policy that saves by name must find the names in the primal computation, which has no derivative of its own.
+    # Checkpoint policies look for names in the primal computation.
     found = FORWARD.bind(*(jax.lax.stop_gradient(x) for x in arrays), **params)
     named = [checkpoint_name(x, name) for x, name in zip(found, SAVED_NAMES.values(), strict=True)]
     out, lse = RESIDUALS.bind(*arrays, *named, **params)
@@ -77,7 +77,7 @@ def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any
 
 
 def leading_extents(names: Sequence[str], avals: Sequence[Any]) -> Shape:
-    """What the leading axes of everything that gradients depend on broadcast to; a cotangent may lack a mapped axis."""
+    """The common leading axes of all that gradients depend on; a cotangent may lack a mapped axis."""
     return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Part.GRADIENTS, names))))
 
 
@@ -118,7 +118,7 @@ REFERENCE: dict[Part, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A part of an attention call, to be lowered."""
+    """A part of an attention call, as `lowering` needs it."""
 
     part: Part
 
@@ -130,7 +130,7 @@ class Call:
         return NAME
 
     def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
-        """What a call on operands of these types will do on a device."""
+        """The plan of a call on operands of these types on a device."""
         names = params["names"]
         dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
         shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
@@ -158,7 +158,7 @@ class Call:
 
 
 def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
-    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    """Runs a kernel on one device's operands, or the reference where no kernel takes this shard."""
     part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
     fold = chosen.layout
     if fold is None:
@@ -213,7 +213,7 @@ def _gradient_avals(
 def _batch(
     primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Any, Any]:
-    """Adds a leading dimension, where the first operand is mapped if it is among those; extent 1 if not mapped."""
+    """Adds a leading dimension, in place for the first operand if it is mapped; extent 1 for what is not mapped."""
     if all(d is None for d in dims):
         out = primitive.bind(*unify_varying(*operands), **params)
         return out, [None] * len(out)
@@ -229,7 +229,7 @@ def _batch(
 def _residuals_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: tuple[str, ...], **params: Any
 ) -> tuple[Any, Any]:
-    """The forward half of the derivative: output and logsumexp as they are, and the linear primitive at them."""
+    """The forward half of the derivative: output and logsumexp, and the linear primitive."""
     out, lse = RESIDUALS.bind(*primals, names=names, **params)
     by_name = dict(zip(names, tangents[: len(names)], strict=True))
     moving = tuple(name for name in DIFFERENTIABLE if name in by_name and type(by_name[name]) is not ad.Zero)
@@ -251,7 +251,7 @@ def _tangent_transpose(
 
 
 def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """A primitive's results by the reference."""
+    """Computes a primitive's results by the reference."""
     whole = unify_shardings(_kinds(primitive, **params), operands, in_parts=False)
     return list(REFERENCE[Part(primitive.name)](*whole, **params))
 
@@ -259,7 +259,7 @@ def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> 
 def _linear_jvp(
     primitive: Primitive, plain: Any, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-    """The derivative of what is linear in the operands that follow output and logsumexp."""
+    """The JVP of a primitive that is linear in the operands after output and logsumexp."""
     linear = len(primals) - len(params["names"]) - 2
     return higher_jvp(primitive, plain, linear, primals, tangents, **params)
 

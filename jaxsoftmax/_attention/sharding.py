@@ -1,6 +1,6 @@
-"""Attention sharded over batch and heads: which part each device computes, and which gradients devices add up.
+"""Attention sharded over batch and heads: each device's part, and the gradients that devices add up.
 
-The forward pass communicates nothing. In the backward pass gradients of what devices share are summed: of keys and
+The forward pass communicates nothing. The backward pass sums gradients of operands that devices share: of keys and
 values that heads on several devices read, of a bias that is broadcast along a sharded axis, and of sinks.
 """
 
@@ -58,7 +58,7 @@ class Layout:
 
 
 def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Layout:
-    """The sharding for operands that come sharded so: the leading axes' and the heads' stay, others do not."""
+    """The sharding of a call from its operands': leading axes and heads stay sharded, other axes do not."""
     ranks = [len(shape) - RANK[kind] for kind, shape in zip(kinds, shapes, strict=True)]
     full = tuple(jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True))))
     lead = common_spec([spec[:rank] for spec, rank in zip(specs, ranks, strict=True)])
@@ -76,15 +76,15 @@ def layout(kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec],
 
 
 def layout_of(kinds: Sequence[str], avals: Sequence[Any]) -> Layout:
-    """The sharding for operands of these types."""
+    """The sharding of a call on operands of these types."""
     return layout(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], mesh_of(avals).shape)
 
 
 def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
-    """Arrays whose types have shardings, resharded as `layout` says; a gradient has its operand's type only then.
+    """Reshards arrays whose types have shardings to their `layout`, so that a gradient has its operand's type.
 
-    What is not computed `in_parts` is resharded before, also where its type names no mesh, and devices cannot share a
-    key head there: heads that are sharded more finely than the key's are made whole.
+    Without `in_parts`, arrays whose types name no mesh are resharded too. Devices cannot share a key head then: heads
+    that are sharded more finely than the key's are gathered.
     """
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
@@ -142,7 +142,7 @@ class Heads:
         return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for each leading axis, one for the heads; everything else is not sharded."""
+        """A factor for each leading axis and one for the heads; other axes are not sharded."""
         lead = tuple(f"lead{d}" for d in range(len(shapes[0]) - RANK[self.kinds[0]]))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
         factors = Layout((), lead, "heads", "heads" if same else "key_heads", False).spec
@@ -150,7 +150,7 @@ class Heads:
         return sharding_rule(list(operands), list(map(factors, self.results, self.result_shapes, self.kept)))
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Equal shardings of the leading axes, and no other."""
+        """Whether only the leading axes are sharded, equally for all operands."""
         leads = {piece[: len(piece) - RANK[kind]] for kind, piece in zip(self.kinds, pieces, strict=True)}
         uncut = all(
             n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]
@@ -159,12 +159,12 @@ class Heads:
 
 
 def _own_head(head: jax.Array, kind: str, x: jax.Array) -> jax.Array:
-    """An operand with the one key head that this device reads."""
+    """The one key head of an operand that this device reads."""
     return jax.lax.dynamic_slice_in_dim(x, head, 1, x.ndim - 2) if kind in KEY_HEADS else x
 
 
 def _among_heads(head: jax.Array, heads: int, kind: str, x: jax.Array) -> jax.Array:
-    """A result of one key head among all of them, of which the others are 0."""
+    """Puts a result of one key head among all key heads; the others are 0."""
     if kind not in KEY_HEADS:
         return x
     whole = jnp.zeros((*x.shape[:-2], heads, x.shape[-1]), x.dtype)

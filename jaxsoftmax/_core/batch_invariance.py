@@ -1,4 +1,4 @@
-"""Whether rows must come out the same whatever else is in the batch: a context that `jax.jit` knows of."""
+"""`batch_invariant`: a context, part of `jax.jit`'s cache key, in which a row's result does not depend on its batch."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _VALUES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 def _by_default() -> bool:
-    """What the environment asks for."""
+    """The default, from the environment."""
     given = os.environ.get(VARIABLE, "")
     if given.lower() not in _VALUES:
         raise ValueError(f"jaxsoftmax: the environment variable {VARIABLE} is {given!r}, expected 0 or 1.")
@@ -83,5 +83,5 @@ def enabled() -> bool:
 
 
 def parameter() -> dict[str, bool]:
-    """What a primitive is told of it: nothing, where it is not asked for."""
+    """The primitive's parameter, which exists only under the context."""
     return {"batch_invariant": True} if enabled() else {}

@@ -1,4 +1,4 @@
-"""Every error the user can meet: which argument, what was got, what was wanted, what to do."""
+"""Checks of arguments. Each error says which argument, what was got, what was expected, and what to do."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ _RANDOM_KEY = " A random key draws numbers: jax.random.normal(key, shape) gives 
 def as_array(
     function: str, name: str, x: Any, *, no_array: str = _NO_ARRAY, wanted: str = "numbers", on_key: str = _RANDOM_KEY
 ) -> jax.Array:
-    """`x` as an array of numbers or booleans; the words are for what is not one."""
+    """Converts `x` to an array of numbers or booleans; the words are for the error."""
     try:
         # Some strings JAX takes for dtypes.
         array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
@@ -65,12 +65,12 @@ def floating(function: str, name: str, x: ArrayLike) -> jax.Array:
 
 
 def axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tuple[int, ...]:
-    """`axis` as sorted, non-negative, distinct axes."""
+    """Converts `axis` to sorted, non-negative, distinct axes."""
     return tuple(sorted(listed_axes(function, axis, rank, operand)))
 
 
 def listed_axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tuple[int, ...]:
-    """`axis` as non-negative, distinct axes, in the order in which they are given."""
+    """Converts `axis` to non-negative, distinct axes, in the given order."""
     if axis is None:
         return tuple(range(rank))
     listed = _integers(function, axis)
@@ -100,7 +100,7 @@ def _integers(function: str, axis: Any) -> tuple[int, ...]:
 
 
 def together(function: str, operand: str, x: jax.Array, **others: jax.Array) -> list[jax.Array]:
-    """`x` and the others, which broadcast against each other, at one rank: with axes of extent 1 in front."""
+    """Brings `x` and the others, which broadcast against each other, to one rank, with axes of extent 1 in front."""
     shape = x.shape
     for name, other in others.items():
         try:
@@ -124,7 +124,7 @@ def boolean(function: str, where: ArrayLike) -> jax.Array:
 
 
 def is_number(scale: Any) -> TypeGuard[int | float | np.integer | np.floating]:
-    """Whether a scale is a real number that is known while the call is traced."""
+    """Whether a scale is a real number that is known at tracing time."""
     return isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
 
 
@@ -134,7 +134,7 @@ _BEYOND_FLOAT = f"beyond {sys.float_info.max:.1g}, expected a number that a floa
 def as_float(
     function: str, name: str, number: int | float | np.integer | np.floating, beyond: str = _BEYOND_FLOAT
 ) -> float:
-    """A Python or NumPy number as a float; an integer `beyond` that is an error, in those words."""
+    """Converts a Python or NumPy number to a float; raises for an integer that no float holds, with words `beyond`."""
     try:
         return float(number)
     except OverflowError:
@@ -152,7 +152,7 @@ def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str 
 
 
 def implementation(function: str, name: Any) -> Implementation | None:
-    """`name` if it is one we have."""
+    """Returns `name` if it names an implementation."""
     for known in IMPLEMENTATIONS:
         if isinstance(name, type(known)) and name == known:
             return known
@@ -164,12 +164,12 @@ def implementation(function: str, name: Any) -> Implementation | None:
 
 
 def no_kernel(function: str, why: str) -> NotImplementedError:
-    """A kernel named for a call that none takes."""
+    """The error for a call that asks for a kernel where none takes it."""
     return NotImplementedError(f"{function}: implementation='mosaic_gpu' was asked for, but {why}")
 
 
 def no_kernel_for_complex(function: str, name: str) -> NotImplementedError:
-    """Complex numbers, and a kernel named."""
+    """The error for a call that asks for a kernel with complex numbers."""
     why = f"the kernels take real numbers and {name} is complex; pass implementation=None to hand it to jax."
     return no_kernel(function, why)
 

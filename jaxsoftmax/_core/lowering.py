@@ -30,9 +30,9 @@ _OTHER_PLATFORM = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call will do on a device: the kernel's decision, how operands are laid out for it, and extra work.
+    """What a call does on a device: the kernel's decision, the operands' layout, and extra work.
 
-    Without a kernel there are only the reasons, `declined`.
+    Without a kernel it has only the reasons, `declined`.
     """
 
     declined: tuple[tuple[str, str], ...]
@@ -41,7 +41,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def required_by(self, named: str | None) -> "Plan":
-        """This plan; without a kernel it is an error of the function that is `named`, if it asked for one."""
+        """Returns this plan, or raises for the function `named` if it asked for a kernel and there is none."""
         if named is not None and self.decision is None:
             reasons = "".join(f"\n  {kernel}: {why}" for kernel, why in self.declined)
             reasons = reasons or "\n  there is no kernel for this operation"
@@ -52,16 +52,16 @@ class Plan:
         return self
 
     def launch(self, *operands: jax.Array) -> Any:
-        """Runs the kernel on operands as it takes them."""
+        """Runs the kernel on operands that are laid out for it."""
         return _launch(*operands, decision=self.decision)
 
 
 class Lowerable(Protocol):
-    """What a primitive computes, by XLA or by kernels; `params` are the primitive's, but for the implementation."""
+    """A primitive's computation, by XLA or by kernels; `params` are the primitive's, without the implementation."""
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel may take the call."""
+        """Whether any kernel could take the call."""
         ...
 
     def name(self, **params: Any) -> str:
@@ -69,7 +69,7 @@ class Lowerable(Protocol):
         ...
 
     def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
-        """What a call on operands of these types will do on a device."""
+        """The plan of a call on operands of these types on a device."""
         ...
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -77,12 +77,12 @@ class Lowerable(Protocol):
         ...
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Partitionable:
-        """The call by a kernel, in a form that can be partitioned."""
+        """The call by a kernel, as an operation that can be partitioned."""
         ...
 
 
 def register(primitive: Primitive, call: Lowerable) -> None:
-    """Registers the lowerings of a primitive. "cuda", for the kernels are not for every "gpu"."""
+    """Registers the lowerings of a primitive, for "cuda" because other platforms named "gpu" have no kernels."""
     mlir.register_lowering(primitive, functools.partial(reference_rule, call))
     if call.has_kernel:
         mlir.register_lowering(primitive, functools.partial(kernel_rule, call), platform="cuda")
@@ -100,7 +100,7 @@ def reference_rule(
 def kernel_rule(
     call: Lowerable, ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
 ) -> Any:
-    """Lowers to a kernel where one accepts the call, and otherwise to XLA, or raises if the kernel was named."""
+    """Lowers to a kernel if one takes the call. Otherwise lowers to XLA, or raises if the user asked for a kernel."""
     named = call.name(**params) if implementation == "mosaic_gpu" else None
     if implementation != "xla":
         plan = call.plan(ctx.avals_in, hardware.current(), named, **params).required_by(named)
@@ -117,7 +117,7 @@ def _launch(*operands: jax.Array, decision: Any) -> Any:
 
 
 def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> Any:
-    """Lowers `op` in pieces, as the operands' shardings ask."""
+    """Lowers `op` shard by shard, by the operands' shardings."""
 
     def pieces(*xs: jax.Array) -> list[jax.Array]:
         avals = [jax.typeof(x) for x in xs]
@@ -134,14 +134,14 @@ def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> A
 
 
 def lower_plain(compute: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    """Lowers to what a function of arrays does."""
+    """Lowers to a plain function of arrays."""
     avals: Sequence[Any] = ctx.avals_in
     with settings_for(*avals), on_mesh_of(avals):
         return mlir.lower_fun(lambda *xs: jax.tree.leaves(compute(*xs, **params)))(ctx, *operands)
 
 
 def is_local(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether one device holds all of the operands, so that nothing is partitioned afterwards."""
+    """Whether one device holds all operands, so that XLA partitions nothing afterwards."""
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         return context.manual_axes == frozenset(context.mesh.axis_names)
@@ -171,7 +171,7 @@ def _partitioned(op: Partitionable) -> Any:
 
 
 def _partition_unnamed(op: Partitionable, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Inside a partly manual region the Auto axes have no names: cuts into whole problems stay, others do not."""
+    """Partitions where a partly manual region has Auto axes without names: only shards that are whole problems stay."""
     pieces = [tuple(n // m for n, m in zip(a.shape, a.sharding.shard_shape(a.shape), strict=True)) for a in args]
     stays = op.is_whole_in(pieces)
     whole = NamedSharding(Mesh(jax.devices()[:1], ("all",)), P())
@@ -181,7 +181,7 @@ def _partition_unnamed(op: Partitionable, mesh: Any, args: Sequence[Any], result
 
 
 def _with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
-    """Gives `custom_partitioning` the mesh it looks for at lowering, of which only shape and names matter.
+    """Gives `custom_partitioning` the mesh that it looks for at lowering; only shape and names matter.
 
     Without one it knows only shardings without names. Any mesh of the right size serves: the operands' own, the
     ambient one, or, for 2^n devices, one of n axes of 2, which can express every sharding.

@@ -1,4 +1,4 @@
-"""What every primitive has, whatever it computes: its rules for types and vmap, and derivatives of higher order."""
+"""What all primitives share: rules for types and vmap, and derivatives of higher order."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core.sharding import on_mesh_of, reshard, settings_for, spec_of, unify_varying
 
-# Parameters that say how a primitive is lowered, of which a reference knows nothing.
+# Parameters that say how a primitive is lowered; references do not take them.
 _LOWERING = ("implementation", "batch_invariant")
 
 
 def define(primitive: Primitive, avals: Callable[..., Any], batch: Callable[..., Any], *, many: bool = True) -> None:
-    """Registers a primitive's types, its vmap, and that it runs by itself as a compiled program."""
+    """Registers a primitive's rules for types, vmap and eager evaluation, which compiles it."""
     primitive.multiple_results = many
     primitive.def_abstract_eval(avals)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
@@ -26,20 +26,20 @@ def define(primitive: Primitive, avals: Callable[..., Any], batch: Callable[...,
 
 
 def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Iterable[Any], dtype: Any) -> Any:
-    """The type of a result that varies over the mesh axes over which an operand does."""
+    """The type of a result, which varies over the same mesh axes as the operand `like`."""
     sharding = NamedSharding(mesh, P(*spec))
     return like.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
 
 def aligned(operands: Sequence[jax.Array], dims: Sequence[int | None], at: int) -> list[jax.Array]:
-    """Operands with the mapped axis at one place, of extent 1 where they are not mapped; none moves without need."""
+    """Moves the mapped axis of all operands to `at`; operands that are not mapped get an extent of 1 there."""
     return unify_varying(
         *(jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(operands, dims, strict=True))
     )
 
 
 def zeros(out: Any) -> Any:
-    """The tangents of what does not move."""
+    """Zero tangents for outputs."""
     return jax.tree.map(lambda y: ad.Zero(jax.typeof(y).to_tangent_aval()), out)
 
 
@@ -51,9 +51,9 @@ def higher_jvp(
     tangents: Sequence[Any],
     **params: Any,
 ) -> tuple[Any, Any]:
-    """Higher orders: whatever the plain function's derivative is, but of what is linear in the last `linear` operands.
+    """The JVP of a primitive, as that of its plain function.
 
-    There the primitive is its own derivative.
+    It is linear in the last `linear` operands: if only those have tangents, the primitive is its own derivative.
     """
     out = primitive.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
@@ -75,9 +75,9 @@ def higher_jvp(
 
 @functools.partial(jax.jit, static_argnames=("plain", "params", "specs"))
 def _by_plain(*operands: jax.Array, plain: Callable[..., Any], params: Any, specs: Sequence[P]) -> Any:
-    """A plain function as one program, whose results are sharded by `specs`.
+    """Runs a plain function as one program, whose results are sharded by `specs`.
 
-    Outside of any program, no operation but on an array's own mesh knows its devices.
+    Eagerly, only operations on an array's own mesh know its devices.
     """
     with settings_for(*operands), on_mesh_of([jax.typeof(x) for x in operands]):
         results, form = jax.tree.flatten(plain(*operands, **dict(params)))

@@ -1,4 +1,4 @@
-"""Shardings: what types say of them, how operands are brought to one, and what `lowering` asks of a sharded operation.
+"""Shardings: reads them from types, reshards operands, and defines what `lowering` asks of a sharded operation.
 
 Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each
 (`_softmax.sharding`).
@@ -20,12 +20,12 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
-# A result with the operands' axes; with some entries of each row; or with a number in place of it.
+# A result with the operands' axes, with k entries of each row, or with one number of each row.
 Result = Literal["full", "top_k", "reduced"]
 
 
 class AxisSharding(NamedTuple):
-    """How an axis is sharded: over which axes of the mesh, and its extent before."""
+    """The mesh axes over which an axis is sharded, and its extent before it was."""
 
     names: Names
     extent: int
@@ -46,11 +46,11 @@ class Partitionable(Protocol):
     """An operation that can be computed shard by shard."""
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """All of it."""
+        """Computes the whole problem on one device."""
         ...
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """One shard of it, for operands sharded so on a mesh with axes of these sizes."""
+        """One device's part, for operands with these partitions on a mesh with axes of these sizes."""
         ...
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
@@ -58,7 +58,7 @@ class Partitionable(Protocol):
         ...
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Whether shards of operands, each in so many pieces along its axes, are a whole problem by themselves."""
+        """Whether each shard is a complete problem, if operands are split into so many pieces along their axes."""
         ...
 
 
@@ -66,8 +66,7 @@ class Partitionable(Protocol):
 class RowOp:
     """A row operation to be sharded: `whole` computes whole rows, `across` this device's part of sharded ones.
 
-    `across(shardings, inside, ...)` is given the sharding of each of `axes`, and where its part holds what the whole
-    has.
+    `across(shardings, inside, ...)` gets the sharding of each of `axes`, and which of its elements are not padding.
     """
 
     axes: Shape
@@ -84,7 +83,7 @@ class RowOp:
         return Shard(ins, outs, functools.partial(self._across, shardings) if names_of(shardings) else self.whole)
 
     def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
-        """What a result has of what the operands' axes have, with `selected` for the axis that is selected from."""
+        """A result's entries out of those of the operands' axes, with `selected` for the axis of a selection."""
         if result == "full":
             return list(axes)
         return [
@@ -96,7 +95,7 @@ class RowOp:
         return self.across(shardings, inside(shardings, self.axes, shape), *shards)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Equal shardings between rows."""
+        """Whether only the batch of rows is sharded, equally for all operands."""
         return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
@@ -107,7 +106,7 @@ class RowOp:
 
 
 def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[Any]]) -> SdyShardingRule:
-    """A rule by the factors of each axis: axes with the same one are sharded together, others alone."""
+    """A Shardy rule from the factors of each axis: axes with the same factor are sharded together."""
     mappings = [
         ArrayMapping(*(factor or f"own{i}_{d}" for d, factor in enumerate(factors)))
         for i, factors in enumerate((*operands, *results))
@@ -121,9 +120,9 @@ def names_of(shardings: AxisShardings) -> Names:
 
 
 def inside(shardings: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | None:
-    """Where this device's part, of `shape`, holds what the whole has; None if everywhere.
+    """Which elements of this device's part, of `shape`, are not padding; None for all of them.
 
-    XLA shards an axis that does not divide into equal parts, and what it fills the last ones up with is not said.
+    XLA pads an axis that does not divide into equal parts, with undefined values.
     """
     mask = None
     for axis, sharding in zip(axes, shardings, strict=True):
@@ -160,18 +159,18 @@ def common_spec(specs: Sequence[Spec]) -> Spec:
 
 
 def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
-    """The partition of an operand that broadcasts to what is sharded so."""
+    """The partition of an operand that broadcasts to an array with the partition `full`."""
     return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
 
 
 def mesh_of(avals: Sequence[Any]) -> AbstractMesh:
-    """The mesh that types name; one without axes if none does, as of arrays on one device."""
+    """The mesh that the types name, or a mesh without axes if none does, as for arrays on one device."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def unify_shardings(*operands: jax.Array) -> Sequence[jax.Array]:
-    """Operands that broadcast against each other, brought to one sharding where their types have shardings."""
+    """Reshards operands that broadcast against each other to one sharding, where their types have shardings."""
     avals = [jax.typeof(x) for x in operands]
     if not is_explicit(avals):
         return operands
@@ -180,9 +179,9 @@ def unify_shardings(*operands: jax.Array) -> Sequence[jax.Array]:
 
 
 def reshard(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:
-    """An array whose type names a mesh, resharded on it; another only if `mesh` is given.
+    """Reshards an array on the mesh that its type names; an array without one only if `mesh` is given.
 
-    Outside `jit` nothing but a context could say what devices that has. Lowering knows, and reshards the others too.
+    Outside `jit` only a context could say which devices that mesh has. Lowering knows them, and reshards the others.
     """
     aval = jax.typeof(x)
     has_mesh = not aval.sharding.mesh.empty
@@ -193,7 +192,7 @@ def reshard(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Arra
 
 
 def unify_varying(*operands: jax.Array) -> list[jax.Array]:
-    """Under `shard_map`'s checks the operands of a primitive must vary over the same mesh axes."""
+    """Makes operands vary over the same mesh axes, which `shard_map` checks of a primitive's operands."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset().union(*varying)
     return [
@@ -204,9 +203,9 @@ def unify_varying(*operands: jax.Array) -> list[jax.Array]:
 
 @contextlib.contextmanager
 def settings_for(*avals: Any) -> Iterator[None]:
-    """JAX's settings for what we trace ourselves, which may be outside the caller's context: the operands decide.
+    """JAX's settings for our own tracing, which may happen outside the caller's context: x64 follows from the operands.
 
-    A caller's strictness is about the caller's own code, and kernels count in 32 bits.
+    The caller's strict checks are off, because they are meant for the caller's own code, and kernels count in 32 bits.
     """
     with (
         jax.enable_x64(any(aval.dtype.itemsize == 8 for aval in avals)),
@@ -218,9 +217,9 @@ def settings_for(*avals: Any) -> Iterator[None]:
 
 
 def on_mesh_of(avals: Sequence[Any]) -> Any:
-    """A context for tracing that names the mesh of explicit axes that operands' types name, where the user's does not.
+    """A context for tracing that sets the mesh of explicit axes from the operands' types, if the user has set none.
 
-    Types alone would leave it to the compiler how to shard what is not computed of an operand, such as indices.
+    Without it the compiler would choose the sharding of arrays that do not depend on an operand, such as indices.
     """
     mesh = mesh_of(avals)
     if not is_explicit(avals) or not jax.sharding.get_abstract_mesh().empty:
@@ -229,5 +228,5 @@ def on_mesh_of(avals: Sequence[Any]) -> Any:
 
 
 def is_explicit(avals: Sequence[Any]) -> bool:
-    """Whether the operands' types say how they are sharded."""
+    """Whether the operands' types have explicit shardings."""
     return any(mesh_axes(entry) for aval in avals for entry in spec_of(aval))

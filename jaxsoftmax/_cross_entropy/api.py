@@ -1,4 +1,4 @@
-"""The cross entropies: canonicalise, validate, bind. What they compute is in the primitives and `pallas_kernels`."""
+"""The public functions of cross entropy: canonicalise, validate, bind."""
 
 import math
 from collections.abc import Sequence
@@ -163,7 +163,7 @@ def softmax_cross_entropy_with_integer_labels(
     _check_range(name, given, cols, ignored, counts)
     target, factors = _rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
-    # Weights in the primitive have the gradient written with the loss, which is what needs no cotangent.
+    # With weights in the primitive, the gradient is written with the loss, before its cotangent is known.
     weighted = weights is not None and not return_lse
     loss, *stats = losses(
         x,
@@ -237,10 +237,10 @@ def softmax_cross_entropy(
     target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
     absent = (target == 0) & (x == -jnp.inf)
     absent = absent | ~mask[0] if mask else absent
-    # What is absent may be anything, and so may its derivative; a row of nothing else has no logarithm.
+    # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.
     total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
     maximum = jnp.expand_dims(stats.max, axes)
-    # A loss of NaN has a gradient of NaN: where all logits are -inf, the distance would have one of -1.
+    # A loss of NaN needs a gradient of NaN: where all logits are -inf, the distance would give -1.
     factor = jnp.where(absent | (maximum != -jnp.inf), 1.0, jnp.nan).astype(wide)
     distance = jnp.where(absent, 0.0, maximum - factor * x.astype(wide))
     return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
@@ -249,7 +249,7 @@ def softmax_cross_entropy(
 def _rows_to_read(
     given: jax.Array | np.ndarray, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither; both of the rows."""
+    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
     known = jnp.iinfo(given.dtype)
     fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
     skipped = [] if counts is None else [~counts]
@@ -262,12 +262,12 @@ def _rows_to_read(
     target, wrong = jnp.where(exists, near, 0), ~exists
     for skip in skipped:
         target, weights, wrong = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights), wrong & ~skip
-    # A sum: the weights of such rows keep their derivative, which is the loss.
+    # Added, not selected: the weights of such rows keep their derivative, which is the loss.
     return target, weights + jnp.where(wrong, jnp.nan, 0.0).astype(weights.dtype)
 
 
 def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:
-    """Indices into the axes flattened as listed, as indices into them flattened in rising order."""
+    """Converts indices into the axes flattened as listed to indices into them flattened in rising order."""
     if list(listed) == sorted(listed):
         return labels
     flat, at = jnp.maximum(labels, 0), {}
@@ -310,7 +310,7 @@ def _checked_ignore_index(function: str, value: Any) -> int | None:
 
 
 def _checked_mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
-    """`where` of the logits' rank; one of the rows' rank holds for rows. Either may say that there are more rows."""
+    """`where` at the logits' rank; one of the rows' rank masks rows. Either may broadcast the rows to more."""
     array = checks.boolean(function, where)
     rows = [n for d, n in enumerate(shape) if d not in axes]
     if array.ndim not in (len(rows), len(shape)):
@@ -330,9 +330,9 @@ def _checked_mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) 
 def _checked_labels(
     function: str, given: Any, shape: Shape, axes: Sequence[int]
 ) -> tuple[jax.Array | np.ndarray, Shape]:
-    """Labels as an array of integers, one for each row, and the logits' shape with as many rows as there are labels.
+    """Labels as an array of integers, one for each row, and the logits' shape, broadcast to the labels' rows.
 
-    What NumPy or Python knows stays NumPy's, whose 64 bits an array of JAX may not have.
+    Values that are known stay in NumPy, because an array of JAX may have fewer than their 64 bits.
     """
     traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
     array = jnp.asarray(given) if traced else np.asarray(given)
@@ -357,7 +357,7 @@ def _checked_labels(
 
 
 def _checked_probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
-    """Probabilities, of at most the logits' rank, and the logits' shape with as many rows as there are of them."""
+    """Probabilities, of at most the logits' rank, and the logits' shape, broadcast to their rows."""
     array = checks.floating(function, "labels", given)
     full = _with_rows((1,) * (len(shape) - array.ndim) + array.shape, shape, axes)
     if full is None:
@@ -369,7 +369,7 @@ def _checked_probabilities(function: str, given: Any, shape: Shape, axes: Sequen
 
 
 def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | None:
-    """The logits' shape with the rows that an argument of that rank adds; None if it does not fit."""
+    """The logits' shape, broadcast to the rows of an argument; None if it does not fit."""
     try:
         full = jnp.broadcast_shapes(tuple(extents), tuple(shape))
     except ValueError:
@@ -378,7 +378,7 @@ def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | Non
 
 
 def _check_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
-    """Raises if labels whose values are known are no columns; `counts` says which rows are looked at (None: all)."""
+    """Raises if labels whose values are known are no columns; `counts` says which rows to check (None: all)."""
     arrays = [x for x in (given, counts) if isinstance(x, jax.Array)]
     if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
         return

@@ -1,8 +1,7 @@
-"""Cross entropy from a row's numbers: what a kernel or the reference says of each row, and the loss made of it.
+"""Cross entropy from the statistics of each row, which a kernel or the reference computes.
 
-The operands are the primitives': logits, labels, weights if it is `weighted` and a mask if there is one, of one rank;
-labels and weights have an extent of 1 on the rows' axes. `rows(op, *operands, **row)` computes a row operation, by
-whatever means.
+The operands are those of the primitives, at one rank: logits, labels, weights if it is `weighted`, and a mask if there
+is one. Labels and weights have an extent of 1 on the rows' axes. `rows(op, *operands, **row)` runs a row operation.
 """
 
 import math
@@ -23,18 +22,18 @@ Pick = Callable[..., jax.Array]
 
 
 class RowTerms(NamedTuple):
-    """What a row's loss is made of, without the rows' axes."""
+    """The terms of a row's loss, without the rows' axes."""
 
     stats: Stats
     label: jax.Array  # the label's logit
     total: jax.Array | None  # with smoothing, the sum of the logits
-    count: Any  # and how many they are
+    count: Any  # with smoothing, the number of logits
 
 
 def kernel_args(
     operands: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **row: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """What `cross_entropy` hands to its row operation, of operands and parameters: not the weights."""
+    """The operands and parameters that `cross_entropy` passes to its row operation: all but the weights."""
     x, labels, *rest = operands
     return [x, labels, *_split(rest, weighted)[1]], row
 
@@ -50,7 +49,7 @@ def cross_entropy(
     all_rows: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """Each row's loss, times its weight if `weighted`, and with `stats` its state, of ignored rows if of `all_rows`."""
+    """Each row's loss, times its weight if `weighted`; with `stats` its state, also of ignored rows if `all_rows`."""
     weights, where = _split(rest, weighted)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
     terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
@@ -78,7 +77,7 @@ def cross_entropy_across(
     all_rows: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """The losses of rows of which this device has some columns, those `inside`."""
+    """The losses of sharded rows; this device has the columns that are `inside`."""
     weights, where = _split(rest, weighted)
     terms, _ = _exchange(shardings, rows, x, labels, _within(inside, where), all_rows, **row)
     return _results(terms, labels, weights, stats, **row)
@@ -94,7 +93,7 @@ def cross_entropy_gradient_across(
     *where: jax.Array,
     **row: Any,
 ) -> list[jax.Array]:
-    """The losses of rows of which this device has some columns, those `inside`, and those columns' gradient."""
+    """The losses of sharded rows, and the gradient of this device's columns, which are `inside`."""
     masks = _within(inside, where)
     terms, local = _exchange(shardings, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
@@ -113,9 +112,9 @@ def of_this_device(
     where: Sequence[jax.Array],
     **row: Any,
 ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
-    """Labels and mask of this device's columns, those `inside`, and the whole row's count of columns.
+    """Labels and mask for this device's columns, which are `inside`, and the whole row's count of columns.
 
-    Exchanges nothing, or the count where a mask says which columns share smoothed labels.
+    It exchanges nothing, or the count where a mask decides which columns share smoothed labels.
     """
     axes, where = row["axes"], _within(inside, where)
     count = _count(x, where, **row)
@@ -130,7 +129,7 @@ def of_this_device(
 def label_logit_gathered(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, of any label for a row that is ignored; reads nothing else of an `x` that is not sharded."""
+    """The labels' logits, by a gather, for an `x` whose rows are not sharded; ignored rows give any logit."""
     rest = jnp.maximum(labels, 0)
     if len(axes) == 1:
         picked = jnp.take_along_axis(x, rest, axes[0], mode="promise_in_bounds")
@@ -145,31 +144,31 @@ def label_logit_gathered(
 def label_logit_summed(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, 0 for a row that is ignored, as a sum over the row, which can be sharded in any way."""
+    """The labels' logits, by a sum over the row, for any sharding; ignored rows give 0."""
     at_label = reference.columns(x, axes) == labels
     return reference.logits(jnp.where(at_label, x, jnp.zeros_like(x)), scale, soft_cap).sum(axes)
 
 
 def label_logit(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row: Any) -> jax.Array:
-    """The labels' logits, by what XLA can compute without moving `x`, wherever that is."""
+    """The labels' logits, by the way that does not move `x` between devices."""
     movable = len(axes) == 1 and x.shape[axes[0]] != 0 and not mesh_axes(spec_of(jax.typeof(x))[axes[0]])
     return (label_logit_gathered if movable else label_logit_summed)(x, labels, axes=axes, **row)
 
 
 def _split(rest: Sequence[Any], weighted: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The weights and the mask, if there are such."""
+    """Splits the operands into the weights and the mask, if there are any."""
     return rest[:weighted], rest[weighted:]
 
 
 def _reading(labels: jax.Array, all_rows: bool) -> jax.Array:
-    """The labels to hand to an operation that only asks of them whether it must read the row."""
+    """The labels for an operation that uses them only to skip ignored rows."""
     return jnp.maximum(labels, 0) if all_rows else labels
 
 
 def _label(
     pick: Pick, x: jax.Array, labels: jax.Array, numbers: Sequence[jax.Array], where: Sequence[jax.Array], **row: Any
 ) -> jax.Array:
-    """The labels' logits, of which only those that a mask excludes can be above the row's maximum."""
+    """The labels' logits; only those that a mask excludes can exceed the row's maximum."""
     label = pick(x, labels, **row)
     return label if where else reference.below(label, numbers[0])
 
@@ -187,7 +186,7 @@ def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], s
 def _loss(
     terms: RowTerms, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
 ) -> jax.Array:
-    """The loss by distances from the maximum, in which the logits' common part cancels before it is rounded."""
+    """The loss from distances to the maximum, so that a common shift of the logits cancels before rounding."""
     maximum = terms.stats.max
     far = maximum == jnp.inf
     distance = maximum - terms.label
@@ -209,12 +208,12 @@ def _results(
 
 
 def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """A row's number for all rows that the weights tell apart, as they do where only they are mapped."""
+    """Broadcasts a row's number to the weights' shape, which is larger where only the weights are mapped."""
     return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
 
 
 def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The mask, if there is to be one, of what counts."""
+    """The mask of the columns that count, if there is one."""
     if inside is None:
         return where
     return (where[0] & inside,) if where else (inside,)
@@ -229,7 +228,7 @@ def _exchange(
     all_rows: bool,
     **row: Any,
 ) -> tuple[RowTerms, jax.Array]:
-    """What the devices find together, in one exchange, and this device's numbering of the labels."""
+    """The whole rows' terms, by one exchange, and the labels as this device's columns."""
     axes, names = row["axes"], names_of(shardings)
     local, cols = _local_labels(shardings, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
@@ -244,7 +243,7 @@ def _exchange(
 
 
 def _local_labels(shardings: AxisShardings, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Labels as columns of this device's part; past its last column where they are in another part."""
+    """Labels as columns of this device's part, or past its last column if another device has them."""
     flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
     for axis, sharding in reversed(list(zip(axes, shardings, strict=True))):
         n = x.shape[axis]

@@ -1,15 +1,15 @@
-"""The primitives of cross entropy: which of them run is decided by whether a derivative is asked for, and by weights.
+"""The primitives of cross entropy. Differentiation and weights decide which of them run.
 
 `cross_entropy` reads the logits and gives the loss. Without weights its derivative is a linear primitive of the logits
 and the rows' states, so that its transposition writes the gradient times any cotangent: two reads and one write of the
-logits in all. With weights, which are the cotangent that is known beforehand, the JVP rule binds
-`cross_entropy_gradient` in its place, which writes the weighted gradient in the same pass; the derivative is a product
-with it, of which the transposition leaves the gradient itself where the cotangent is 1.
+logits in all. Weights are a cotangent that is known beforehand. With them the JVP rule binds `cross_entropy_gradient`
+instead, which writes the weighted gradient in the same pass. The derivative is then a product with that gradient, and
+its transposition is the gradient itself where the cotangent is 1.
 
-The linear maps from a tangent of the logits to numbers of the rows have residuals and a function of them, `pull`, which
-is the transposed map. It is plain XLA, one loop over the rows' elements, but for the loss alone on CUDA, where a kernel
-does it faster. As primitives they save the 16-bit logits for the backward pass, where a plain product would save a
-factor in float32.
+The linear primitives map a tangent of the logits to one number a row. Each has residuals and a function of them,
+`pull`, which is the transposed map. XLA computes it in one loop over the rows' elements; for the loss alone on CUDA a
+kernel is faster. A primitive saves the 16-bit logits for the backward pass; a plain product would save a factor in
+float32.
 """
 
 import functools
@@ -61,10 +61,10 @@ def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
 
 
 def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
-    """The tangent of what has that gradient: `sum(gradient * t)`, in which 0 times anything is 0.
+    """The tangent of a loss from its gradient: `sum(gradient * t)`, in which 0 times NaN is 0.
 
-    A row whose label is no column has a gradient of NaN, of which a cotangent of 0 leaves 0. JAX's own product would
-    leave NaN.
+    A row whose label is no column has a gradient of NaN. With a cotangent of 0 the result is 0; JAX's own product would
+    give NaN.
     """
     (out,) = _OF_GRADIENT.bind(*unify_varying(gradient, t), axes=axes)
     return out
@@ -72,7 +72,7 @@ def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
 
 @jax.custom_jvp
 def weigh(weights: jax.Array, loss: jax.Array) -> jax.Array:
-    """The loss times its weight, which is NaN where the label is no column."""
+    """The loss times its weight; the weight is NaN where the label is no column."""
     return weights * loss
 
 
@@ -94,7 +94,7 @@ def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: Axes) -> jax.Array:
-    """`x` where it counts, lest what it is elsewhere should come into a derivative, as infinity times 0."""
+    """`x`, and 0 where it does not count, so that no infinity times 0 enters a derivative."""
     counts = labels != IGNORED
     for mask in where:
         counts = counts & (mask | (reference.columns(x, axes) == labels))
@@ -119,7 +119,7 @@ def _pull_to_logits(
     of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), z_loss), 0.0)
     if of_lse is not None:
         of_p = of_p + of_lse
-        # Such a row is looked at, but no column is its label's.
+        # Such a row is read, but no column is its label.
         labels = jnp.where(read, labels, IGNORED - 1) if all_rows else labels
     mask = where[0] if where else None
     return reference.cross_entropy_slope(
@@ -137,7 +137,7 @@ def _pull_loss(
     summed: bool,
     **row: Any,
 ) -> jax.Array:
-    """The same by a kernel if there is one; it knows no cotangent of the logsumexp, and rounds before a sum."""
+    """The same by a kernel if there is one; the kernel takes no cotangent of the logsumexp, and rounds before a sum."""
     of_loss, *of_lse = cts
     with_lse = any(ct is not None for ct in of_lse)
     if of_loss is not None and not summed and not with_lse:
@@ -150,7 +150,7 @@ def _pull_loss(
 def _push(
     *operands: jax.Array, axes: Axes, stats: bool, implementation: str | None = None, **row: Any
 ) -> list[jax.Array]:
-    """Each result is the product of the tangent with what a 1 for that result is pulled back to."""
+    """Each result is the product of the tangent with the pullback of 1."""
     *residuals, t = operands
     one = jnp.ones((), reference.accumulator_dtype(t.dtype))
     units = [[one, None], [None, one]] if stats else [[one]]
@@ -165,13 +165,13 @@ def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: Any) -
 def _products(gradient: jax.Array, t: jax.Array, *, axes: Axes) -> list[jax.Array]:
     dtype = reference.accumulator_dtype(gradient.dtype)
     gradient, t = gradient.astype(dtype), t.astype(dtype)
-    # Said so that XLA drops all of it for a cotangent of 1.
+    # In this form XLA drops all of it for a cotangent of 1.
     nothing = (t == 0) | ((gradient == 0) & ~jnp.isfinite(t))
     return [jnp.where(nothing, 0.0, gradient * t).sum(axes)]
 
 
 def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
-    """It is linear in either."""
+    """The JVP of a product, which is linear in each factor."""
     gradient, t = primals
     out = of_gradient(gradient, t, axes)
     pairs = zip((t, gradient), tangents, strict=True)
@@ -183,7 +183,7 @@ def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes
 def _pulled(
     cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
 ) -> jax.Array:
-    """What cotangents are pulled back to, rounded once: one program, also where the backward pass is not compiled."""
+    """The pullback of cotangents, rounded once; it is one program even if the backward pass is not compiled."""
     with on_mesh_of([jax.typeof(x) for x in residuals]):
         out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
     return (out.sum(broadcast, keepdims=True) if broadcast else out).astype(dtype)
@@ -192,7 +192,7 @@ def _pulled(
 def _transpose(
     primitive: Primitive, cts: Sequence[Any], *operands: Any, axes: Axes, stats: bool = False, **row: Any
 ) -> list[Any]:
-    """What pulls back, summed over where the tangent was broadcast."""
+    """The transposition: the pullback, summed over the axes along which the tangent was broadcast."""
     *residuals, t = operands
     still = [None] * len(residuals)
     if all(type(ct) is ad.Zero for ct in cts):
@@ -224,14 +224,14 @@ def _without_states(operands: Sequence[Any]) -> list[Any]:
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Each row's loss and, with `stats`, its state; of logits, labels, weights if it is `weighted`, perhaps a mask."""
+    """Each row's loss and, with `stats`, its state, from logits, labels, weights if `weighted`, and perhaps a mask."""
     return bind(Op.CROSS_ENTROPY, *operands, **params)
 
 
 def _loss_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **params: Any
 ) -> tuple[Any, Any]:
-    """What the primitive gives, and its tangents."""
+    """The JVP of the loss without weights."""
     if weighted:
         return _weighted_jvp(primals, tangents, **params)
     out = losses(*primals, weighted=False, stats=True, all_rows=all_rows, **params)
@@ -247,7 +247,7 @@ def _loss_jvp(
 
 
 def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The loss times its weight, and what either's tangent gives."""
+    """The JVP of the weighted loss."""
     x, labels, weights, *where = primals
     t, _, of_weights, *_ = tangents
     axes, slopes = params["axes"], []
@@ -267,7 +267,7 @@ _gradient_plain = functools.partial(row_losses.cross_entropy_gradient, row_losse
 
 
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
-    """The loss and its gradient as a function to differentiate: a weight of NaN has a gradient of NaN, however used."""
+    """The loss and its gradient, for higher derivatives; a weight of NaN gives a gradient of NaN for any cotangent."""
     x, wrong = zero_ignored(x, labels, where, row["axes"]), jnp.isnan(weights)
     finite = jnp.where(wrong, 1.0, weights)
     loss, gradient = _gradient_plain(x, labels, finite, *where, **row)
@@ -275,15 +275,15 @@ def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.A
 
 
 def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Where only the loss is used, as in what `jax.checkpoint` runs first, nothing else is computed."""
-    eqn = rest[-1]  # JAX 0.12 says before it which operands are alive
+    """Computes only the loss where only that is used, as in the forward pass of `jax.checkpoint`."""
+    eqn = rest[-1]  # JAX 0.12 passes a list of live operands first
     uses_loss, uses_gradient = used
     needed, primitive = [any(used)] * len(eqn.invars), BY_OP[Op.CROSS_ENTROPY]
     if uses_loss and not uses_gradient:
         x, labels, _, *where = eqn.invars
         params = {**eqn.params, **_LOSS_ONLY}
         (loss,) = primitive.abstract_eval(*(v.aval for v in (x, labels, *where)), **params)[0]
-        # Weights may tell apart rows of which there is one loss, where nothing else is mapped.
+        # Where only weights are mapped, several weights share a row's loss.
         if loss == eqn.outvars[0].aval:
             needed[2] = False
             eqn = eqn.replace(primitive=primitive, params=params, invars=[x, labels, *where], outvars=eqn.outvars[:1])
@@ -323,7 +323,7 @@ BY_OP[Op.CROSS_ENTROPY_GRADIENT] = _GRADIENT = implement(
 ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, 0)
 pe.dce_rules[_GRADIENT] = _without_gradient
 
-# The gradient's kernel finds the states once more, but reads and writes as fast as a copy does. Of a row that is
+# The gradient's kernel computes the states again, but reads and writes as fast as a copy does. Of a row that is
 # sharded, as where no kernel takes it, XLA uses those that are known.
 _TO_LOGITS = implement(
     "cross_entropy_cotangent",

@@ -277,11 +277,11 @@ def _states(given: Sequence[Any]) -> list[Stats]:
 def _row_op(
     op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
 ) -> Any:
-    """Softmax or log_softmax: what they share is everything but the operation."""
+    """Softmax or log_softmax, which differ only in the operation."""
     operand = checks.inexact(op, "x", x)
     dtype = operand.dtype
     given = {} if where is None else {"where": checks.boolean(op, where)}
-    operand, *mask = checks.together(op, "x", operand.astype(dtype), **given)  # a weak type does not outlast this
+    operand, *mask = checks.together(op, "x", operand.astype(dtype), **given)  # drops a weak type
     axes = checks.axes(op, axis, operand.ndim)
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
     factor = checks.scale_factor(op, scale, shape)
@@ -291,18 +291,18 @@ def _row_op(
             raise checks.no_kernel_for_complex(op, "x")
         return _JAX_NN[op](jnp.broadcast_to(operand, shape) * jnp.asarray(factor, dtype), axes, *mask)
     if mask and not _has_infinity(dtype):
-        operand = operand.astype(accumulator_dtype(dtype))  # -inf stands for what is excluded, in the derivatives
+        operand = operand.astype(accumulator_dtype(dtype))  # the derivatives take -inf for an excluded element
     operand, factor = scaled(operand, factor)
     y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.parameter())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 
 def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
-    """The operand and the factor that its primitive fuses: 1 where the operand had to be multiplied beforehand."""
+    """The operand, and the factor that its primitive fuses: 1 if the operand is multiplied beforehand."""
     wide = accumulator_dtype(x.dtype)
     if isinstance(factor, float):
         if 0 < abs(factor) <= float(jnp.finfo(wide).max):
-            # Not all floats of 8 bits have a sign.
+            # Some 8-bit floats have no sign.
             return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
         factor = math.copysign(math.inf, factor) if factor else 0.0
     return x.astype(wide) * jnp.asarray(factor, wide), 1.0
@@ -314,7 +314,7 @@ def _has_infinity(dtype: jnp.dtype) -> bool:
 
 
 def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
-    """The inexact dtype of exponents and weights together; `otherwise` for two of integers."""
+    """The common inexact dtype of exponents and weights; `otherwise` if both are integers."""
     given = [x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b)]
     dtype = jnp.result_type(*given)
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How operands of (broadcast) shape `shape` become rows; `order` is None where a reshape suffices."""
+    """How operands of the broadcast shape `shape` become rows; `order` is None if a reshape suffices."""
 
     shape: Shape
     axes: Shape
@@ -30,35 +30,35 @@ class View:
     inner: int
 
     def to_rows(self, x: jax.Array) -> jax.Array:
-        """An operand as the kernel takes it."""
+        """Lays out an operand for the kernel."""
         x = jnp.broadcast_to(x, self.shape)
         x = x if self.order is None else x.transpose(self.order)
         return x.reshape((self.rows, self.cols) if self.inner == 1 else (self.rows, self.cols, self.inner))
 
     def to_numbers(self, x: jax.Array) -> jax.Array:
-        """An operand of one number a row, of extent 1 along the axes, as the kernel takes it."""
+        """Lays out an operand of one number a row, with extent 1 along the axes."""
         x = jnp.broadcast_to(x, [1 if d in self.axes else n for d, n in enumerate(self.shape)])
         x = x if self.order is None else x.transpose(self.order)
         return x.reshape((self.rows,) if self.inner == 1 else (self.rows, self.inner))
 
     def shared_mask(self, where: jax.Array) -> jax.Array:
-        """A mask that is the same for all rows, as `[cols]`."""
+        """Lays out a mask that is the same for all rows as `[cols]`."""
         reduced = tuple(n if d in self.axes else 1 for d, n in enumerate(self.shape))
         return jnp.broadcast_to(where, reduced).reshape(self.cols)
 
     def from_rows(self, y: jax.Array) -> jax.Array:
-        """A kernel's output of the operands' size, in their shape."""
+        """Gives a kernel's output of the operands' size their shape."""
         if self.order is None:
             return y.reshape(self.shape)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return y.reshape([self.shape[d] for d in self.order]).transpose(inverse)
 
     def from_numbers(self, y: jax.Array) -> jax.Array:
-        """A number of each row, with the axes removed."""
+        """Gives a kernel's output of one number a row the operands' shape without the axes."""
         return y.reshape([n for d, n in enumerate(self.shape) if d not in self.axes])
 
     def from_kernel(self, y: jax.Array) -> jax.Array:
-        """Any output of a kernel."""
+        """Gives any output of a kernel its shape."""
         return self.from_rows(y) if y.ndim == (2 if self.inner == 1 else 3) else self.from_numbers(y)
 
 
@@ -72,7 +72,7 @@ def launch(plan: Plan, *operands: jax.Array) -> Any:
 
 
 def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
-    """The view of rows along `axes`. Only axes with others between them need a transposition, or if asked to."""
+    """The view of rows along `axes`. It transposes if other axes lie between them, or if asked to."""
     significant = [d for d, n in enumerate(shape) if n != 1]
     reduced = [d for d in significant if d in axes]
     kept = [d for d in significant if d not in axes]
@@ -86,7 +86,7 @@ def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
 
 
 def mask_forms(where: Shape | None, seen: View) -> list[str]:
-    """The forms in which a mask can be handed to a kernel, cheapest first."""
+    """The forms in which a kernel can take a mask, cheapest first."""
     if where is None:
         return ["none"]
     one_for_all = all(n == 1 for d, n in enumerate(where) if d not in seen.axes)
@@ -104,12 +104,12 @@ def plan(
     batch_invariant: bool = False,
     **facts: Any,
 ) -> Plan:
-    """Asks `dispatch.decide` about each way to present the call, cheapest first; the first one accepted is taken.
+    """Asks `dispatch.decide` about each layout of the call, cheapest first, and takes the first that has a kernel.
 
-    `facts` are those that a `Problem` has as it is.
+    `facts` are fields of a `Problem`.
 
-    Rows along inner axes are transposed only if `may_transpose`: two copies cost more than XLA's strided reads. XLA's
-    sums depend on how many rows there are, so that they are transposed if `batch_invariant` too.
+    Rows along inner axes are transposed only if `may_transpose`, because two copies cost more than XLA's strided reads,
+    or if `batch_invariant`, because XLA's sums depend on the number of rows.
     """
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.softmax import dispatch
@@ -135,7 +135,7 @@ def plan(
 
 
 def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:
-    """What happens before and after the kernel, beyond a reshape, to operands of the rows' size and to a mask."""
+    """Describes the work before and after the kernel, beyond a reshape, on large operands and on a mask."""
     notes: list[str] = []
     if seen.order is not None:
         notes.append(f"operands are transposed by {seen.order} into rows, and the result back: two extra copies")

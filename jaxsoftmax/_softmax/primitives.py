@@ -1,4 +1,4 @@
-"""The primitives: what JAX's transformations know of the row operations.
+"""The primitives of the row operations, and their rules for JAX's transformations.
 
 A primitive reduces `axes` of operands that broadcast against each other, so that vmap at any position only renumbers
 axes, and leaves an operand that is not mapped with an extent of 1. The derivative of softmax and of log_softmax is a
@@ -48,7 +48,7 @@ SAVED_NAME = "softmax_out"
 Results = Callable[..., Sequence[Result]]
 KernelArgs = tuple[Sequence[Any], dict[str, Any]]
 
-BY_OP: dict[Op, Primitive] = {}  # those that are a row operation, or a loss made of what one says
+BY_OP: dict[Op, Primitive] = {}  # the primitives that are a row operation, or a loss computed from one
 COMPUTATIONS: dict[Primitive, "Computation"] = {}
 
 REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for op in Op}
@@ -61,7 +61,7 @@ _SHARDED_ROWS = (
 
 
 def bind(op: Op, *operands: jax.Array, **params: Any) -> Any:
-    """Applies an operation's primitive, to `axes`, by an `implementation`, and with what else is the operation's."""
+    """Applies an operation's primitive to `axes`, by an `implementation`, with the operation's own parameters."""
     return BY_OP[op].bind(*unify_varying(*unify_shardings(*operands)), **params)
 
 
@@ -71,7 +71,7 @@ def _as_given(operands: Sequence[Any], **row: Any) -> KernelArgs:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """How a primitive is computed by row operations: `rows(op, *operands, **row)`, by whatever means.
+    """How a primitive is computed by row operations; `rows(op, *operands, **row)` runs one.
 
     `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(shardings, inside, rows, ...)`
     for this device's part of sharded ones. A kernel takes the call if it takes `op` with the `kernel_args`; `results`
@@ -101,7 +101,7 @@ class Computation:
         return lower_plain(self.plain, ctx, *operands, **_of_row(params))
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
-        """The call by kernels: of whole rows, or of the parts of rows that are themselves sharded."""
+        """The call by kernels, on whole rows or on the parts of sharded rows."""
         rows = functools.partial(run, named, params.get("batch_invariant", False))
         params = _of_row(params)
         results = self.results(**params)
@@ -139,7 +139,7 @@ def _plan(op: Op, operands: Sequence[Any], device: Device, named: str | None, **
 
 
 def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
-    """A new primitive over rows, with all that it has but derivatives."""
+    """Makes a primitive over rows, with all rules but derivatives."""
     primitive = Primitive(name)
     COMPUTATIONS[primitive] = computation
     define_over_rows(primitive, computation.results, many=many)
@@ -148,15 +148,15 @@ def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
 
 
 def define_over_rows(primitive: Primitive, results: Results, *, many: bool) -> None:
-    """What any primitive over rows has; `results` says what its `many` results have of the operands' axes."""
+    """Registers the rules of a primitive over rows; `results` says which of the operands' axes each result has."""
     avals, batch = (functools.partial(rule, primitive, results) for rule in (_avals, _batch))
     define(primitive, avals, batch, many=many)
 
 
 def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
-    """The outputs' types: of the operands' common shape, or one number a row in the dtype of accumulation.
+    """The types of the outputs: the operands' common shape, or one number a row in the dtype of accumulation.
 
-    Weak types, and the mesh axes over which devices differ, are the first operand's.
+    Weak types, and the mesh axes over which a result varies, are those of the first operand.
     """
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
     spec, mesh = common_spec([spec_of(x) for x in operands]), mesh_of(operands)
@@ -178,7 +178,7 @@ def _batch(
     axes: tuple[int, ...],
     **params: Any,
 ) -> tuple[Any, Any]:
-    """Maps where the first mapped operand is mapped; no data moves unless another is mapped elsewhere."""
+    """Maps the axis of the first mapped operand; data moves only if another operand is mapped along another axis."""
     at = next((d for d in dims if d is not None), None)
     if at is None:
         out = primitive.bind(*operands, axes=axes, **params)
@@ -196,7 +196,7 @@ def _keep(where: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _without_excluded(where: Sequence[jax.Array], x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """`x` with -inf for what the mask excludes; with 0 in a row of nothing else, whose probabilities would be NaN."""
+    """`x` with -inf where the mask excludes; 0 in rows that it excludes entirely, whose probabilities would be NaN."""
     if not where:
         return x
     absent = jnp.where(where[0].any(axes, keepdims=True), jnp.asarray(-jnp.inf, x.dtype), jnp.zeros((), x.dtype))
@@ -213,14 +213,14 @@ def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **pa
     if type(tangents[0]) is ad.Zero:
         return y, zeros(y)
     residual = y if rule.residual == "output" else _without_excluded(where, x, params["axes"])
-    # Both selections: a tangent may be anything where x is masked out, and so may a cotangent, which comes back.
+    # Select before and after: where x is masked out, tangents and cotangents may have any value.
     return y, _keep(where, bind(rule.tangent, residual, _keep(where, tangents[0]), **params))
 
 
 def _stats_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: tuple[int, ...], scale: float, **params: Any
 ) -> tuple[Any, Any]:
-    """The maximum counts as a constant: the state is the number `exp(max) * sum`, whichever maximum it is kept by."""
+    """The JVP of the statistics; the maximum is held constant, because only `exp(max) * sum` has meaning."""
     out = bind(Op.STATS, *primals, axes=axes, scale=scale, **params)
     if type(tangents[0]) is ad.Zero:
         return out, zeros(out)
@@ -238,7 +238,7 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 
 
 def _computation(op: Op, called: str) -> Computation:
-    """That of a primitive that is a row operation."""
+    """The computation of a primitive that is a row operation."""
     results = ("reduced", "reduced") if op is Op.STATS else ("full",)
     whole = lambda rows, *operands, **row: rows(op, *operands, **row)
     return Computation(
@@ -246,7 +246,7 @@ def _computation(op: Op, called: str) -> Computation:
     )
 
 
-# What takes a row's statistics says which function it is.
+# Callers of the statistics name the public function.
 _NAMES = {
     Op.SOFTMAX: "softmax",
     Op.SOFTMAX_TANGENT: "the derivative of softmax",

@@ -23,7 +23,7 @@ LocalStats = Callable[..., Stats]
 def _by_stats(
     whole: Callable[..., jax.Array], names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any
 ) -> jax.Array:
-    """This device's columns of what is a function of an element and its row's state."""
+    """This device's columns of a function of an element and its row's state."""
     return whole(*operands, **row, known=stats(names, local_stats, *operands, **row))
 
 
@@ -60,7 +60,7 @@ def log_softmax_cotangent(names: Names, local_stats: LocalStats, x: jax.Array, t
 
 
 def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
-    """The parts of every device, stacked in front: one all-reduce of their bits, in slots that others leave zero."""
+    """The parts of all devices, stacked in front, by one all-reduce of their bits, each device's in its own slot."""
     words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
     mine = jnp.concatenate([word.ravel() for word in words])
     slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
@@ -75,12 +75,12 @@ def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
 def across(
     op: Op, shardings: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
 ) -> jax.Array | Stats:
-    """This device's part of an operation, of which those columns count that are `inside`."""
+    """This device's part of an operation; columns that are not `inside` are padding."""
     return BY_OP[op](names_of(shardings), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
 
 
 def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The operands with what adds nothing where they are not `inside`."""
+    """The operands with neutral elements in place of padding."""
     if inside is None:
         return shards
     first, *others = shards

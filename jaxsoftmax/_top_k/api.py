@@ -1,8 +1,8 @@
-"""`top_k_softmax`: the public function, and the primitive that JAX's transformations know it by.
+"""`top_k_softmax`: the public function, and its primitive.
 
-The primitive gives the k largest logits, their places, the row's softmax state, and if of the whole row the
-probabilities. It reduces the last axis, so that vmap adds a leading one. Its derivative is that of a selection, which
-places k numbers, of the state's sum, and of the probabilities as a function of those.
+The primitive returns the k largest logits, their indices, the row's softmax state and, if normalised over the whole
+row, the probabilities. It reduces the last axis, so that vmap adds a leading one. Its derivative combines those of
+the selection, of the state's sum, and of the probabilities as a function of both.
 """
 
 import functools
@@ -94,7 +94,7 @@ def top_k_softmax(
     factor = checks.scale_factor(NAME, scale, x.shape, "the logits'")
     implementation = checks.implementation(NAME, implementation)
     dtype = x.dtype
-    x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # not all of 8 bits have a -inf for chunks
+    x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # some 8-bit floats have no -inf for padding
     x, factor = scaled(x, factor)
     how = {"implementation": implementation, **batch_invariance.parameter()}
     values, indices, _, total, *y = TOP_K.bind(
@@ -103,7 +103,7 @@ def top_k_softmax(
     if y:
         (y,) = y
     else:
-        # A row's NaN may not be among the selected; a factor, so that the gradient has it too.
+        # The NaN of a row may not be among those selected. It enters as a factor, so that the gradient has it too.
         by_kernel = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how)
         among = by_kernel if k and "batch_invariant" in how else reference.softmax
         y = among(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
@@ -120,7 +120,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _checked_k(k: int, n: Any, axis: int) -> int:
-    """`k` as a number of entries that there are."""
+    """Returns `k`, which must be at most the number of entries."""
     count = _integer("k", k)
     if count < 0 or (isinstance(n, int) and count > n):
         raise ValueError(f"{NAME}: k={count}, expected 0 <= k <= {n}, the number of logits along axis {axis}.")
@@ -135,14 +135,14 @@ def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
 
 
 def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: Any) -> Any:
-    """Lowers to the selection, sharded as the operand is; its statistics find their own kernel."""
+    """Lowers to the selection, sharded like the operand; the statistics are lowered by themselves."""
     avals: Sequence[Any] = ctx.avals_in
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
     return lowering.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
 
 
 def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
-    """Maps a leading axis where it is; the last is moved to the front."""
+    """Maps a leading axis in place, and moves the last one to the front."""
     (x,), (at,) = operands, dims
     if at is not None and at == x.ndim - 1:
         x, at = jnp.moveaxis(x, at, 0), 0
@@ -151,7 +151,7 @@ def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float, **params: Any) -> tuple[Any, Any]:
-    """The selection moves with what it selects. The maximum counts as a constant, as in the rows' state by itself."""
+    """The tangent of a selected logit is selected too. The maximum is held constant, as in the rows' statistics."""
     (x,), (t,) = primals, tangents
     out = TOP_K.bind(x, scale=scale, **params)
     moved = zeros(out)
@@ -166,7 +166,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
 
 
 def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
-    """The entries of rows at `indices`; of rows that a type says are sharded, each device's own, added up."""
+    """The entries of rows at `indices`; if the rows are sharded, devices add up what each of them has."""
     spec = spec_of(jax.typeof(t))
     names = mesh_axes(spec[-1])
     if not names:

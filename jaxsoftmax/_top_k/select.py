@@ -50,7 +50,7 @@ _lax_top_k = jax.lax.top_k  # bound once, as a program may put another function 
 
 @functools.cache
 def chunk_size(n: Any, k: int) -> Any:
-    """Into chunks of how many elements to cut a row of `n` to find the `k` largest; `n` itself for not at all."""
+    """The chunk size with which to find the `k` largest of a row of `n`; `n` itself means no chunks."""
     if not isinstance(n, int) or n <= _AT_ONCE or k == 0:
         return n
 
@@ -65,7 +65,7 @@ def chunk_size(n: Any, k: int) -> Any:
 
 
 def chunked(x: jax.Array, c: int) -> jax.Array:
-    """`[..., n]` as `[..., chunks, c]`, the last chunk filled up with -inf."""
+    """Reshapes `[..., n]` to `[..., chunks, c]`; the last chunk is padded with -inf."""
     *lead, n = x.shape
     chunks = -(-n // c)
     if n < chunks * c:
@@ -74,7 +74,7 @@ def chunked(x: jax.Array, c: int) -> jax.Array:
 
 
 def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of what is comparable, for long rows chunk by chunk."""
+    """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
     c = chunk_size(keys.shape[-1], k)
     if c == keys.shape[-1]:
         return _lax_top_k(keys, k)
@@ -83,9 +83,9 @@ def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, scale: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, whose maxima are known, and their places in the row."""
+    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
     c = chunks.shape[-1]
-    # In the row's order again, so that of equal candidates the first comes first.
+    # Back to the row's order, so that equal candidates keep their order.
     chosen = jnp.sort(largest(maxima, k)[1], -1)
     candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
     values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k)
@@ -93,7 +93,7 @@ def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, scale: float = 1.0)
 
 
 def comparable(x: jax.Array, scale: float = 1.0) -> jax.Array:
-    """Logits as they are compared: `scale * x` as a row's statistics have it, and 0 for -0, which XLA may order."""
+    """The keys to compare: `scale * x`, rounded as in the row's statistics, and 0 for -0, which XLA may order."""
     x = x if scale == 1.0 else x.astype(accumulator_dtype(x.dtype)) * scale
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
@@ -110,9 +110,9 @@ def select(
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
-    If it `normalizes`, their probabilities too, which may then take a kernel less. If it `may_count`, few rows are
-    ranked by counting. If `batch_invariant`, one kernel finds the rows' state, in another read: XLA would add up that
-    of chunks as suits it.
+    With `normalizes` it also returns their probabilities, which may save a kernel. With `may_count`, it ranks few rows
+    by counting. With `batch_invariant`, one kernel finds the rows' state in another read, because the order in which
+    XLA adds up the chunks' sums depends on the batch.
     """
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation, function="top_k_softmax")
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)
@@ -138,13 +138,13 @@ def select(
 
 
 def probabilities(values: jax.Array, maximum: jax.Array, total: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Of selected `values` among all of a row, rounded."""
+    """The probabilities of selected `values` among all of a row, rounded."""
     values = reference.below(values, maximum[..., None])
     return reference.softmax(values, axes=(values.ndim - 1,), known=Stats(maximum, total)).astype(dtype)
 
 
 def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) -> list[jax.Array]:
-    """With the probabilities, if they are wanted."""
+    """Adds the probabilities, if they are wanted."""
     values, _, maximum, total = selected
     return [*selected, probabilities(values, maximum, total, dtype)] if normalizes else selected
 
@@ -152,7 +152,7 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 def select_across(
     shardings: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
 ) -> list[jax.Array]:
-    """The same for rows of which this device has some columns, those `inside`: one exchange of k numbers for each."""
+    """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
     local, names = x.shape[-1], names_of(shardings)
     first = jax.lax.axis_index(names) * local
     x = x if inside is None else jnp.where(inside, x, -jnp.inf)
@@ -167,7 +167,7 @@ def select_across(
 
 @functools.cache
 def rank_chunk_size(n: int, k: int, rows: Any) -> int | None:
-    """Into chunks of how many elements to cut `rows` rows of `n` to count their `k` > 1 largest; None: do not count."""
+    """The chunk size with which to rank the `k` > 1 largest of `rows` rows of `n` by counting; None means to sort."""
 
     def comparisons(c: int, weight: int = 1) -> int:
         return (-(-n // c)) ** 2 + weight * (k * c) ** 2
@@ -183,10 +183,11 @@ def rank_chunk_size(n: int, k: int, rows: Any) -> int | None:
 
 
 def select_by_rank(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: float) -> list[jax.Array]:
-    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, whose `stats` are known; and the row's merged state.
+    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' `stats`, and the row's merged state.
 
-    Values, places in the row of `n`, maximum, sum, and the values' probabilities, rounded: those of all candidates, for
-    what comes after a reduction is one more kernel. Of rows with NaN, places are of any elements.
+    Returns values, indices in the row of `n`, maximum, sum, and the rounded probabilities. The probabilities of all
+    candidates are computed, because an operation after a reduction is one more kernel. In rows with NaN the indices may
+    be those of any elements.
     """
     chosen, *row = _first_chunk(stats) if k == 1 else _first_chunks(stats, k)
     c = chunks.shape[-1]
@@ -195,7 +196,7 @@ def select_by_rank(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: fl
     values = reference.logits(candidates, scale).reshape(flat)
     places = (chosen[..., None] * c + jnp.arange(c, dtype=jnp.int32)).reshape(flat)
     if n < chunks.shape[-2] * c:
-        # What fills the last chunk up comes after the row's last element, and is not told from it.
+        # Padding of the last chunk gets the index of the row's last element.
         places = jnp.minimum(places, n - 1)
     y = reference.softmax(reference.below(values, row[0][..., None]), axes=(len(flat) - 1,), known=Stats(*row)).astype(
         chunks.dtype
@@ -229,7 +230,7 @@ def _first_chunk(stats: Stats) -> list[jax.Array]:
 def _first_chunks(stats: Stats, k: int) -> list[jax.Array]:
     """The chunks with the k largest maxima, in their order, and the row's state.
 
-    The state is merged once for each of the k: as part of the same reduction, which is what costs.
+    The state is merged once for each of the k, as part of the same reduction, because a second one costs more.
     """
 
     def merged(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
@@ -243,7 +244,7 @@ def _first_chunks(stats: Stats, k: int) -> list[jax.Array]:
 
 
 def _bits(y: jax.Array) -> jax.Array:
-    """As an integer: XLA reduces several arrays together, but not floats of several dtypes."""
+    """Bitcasts to an integer: XLA reduces several arrays together, but not floats of several dtypes."""
     return jax.lax.bitcast_convert_type(y, f"uint{8 * y.dtype.itemsize}")
 
 
@@ -263,7 +264,7 @@ def _places(keys: jax.Array) -> jax.Array:
 
 
 def _earlier(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-    """Of two (value, place, ...) that with the larger value, of equal ones that of the lower place."""
+    """The one of two (value, index, ...) with the larger value, or of equal values the lower index."""
     is_a = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return [jnp.where(is_a, x, y) for x, y in zip(a, b, strict=True)]
 

@@ -1,12 +1,19 @@
-"""The registry: the shapes that the project's claims name, each once, and the traffic of each counted by hand."""
+"""The cases: the shapes that the project's claims name, each once, and the arithmetic of each counted by hand."""
 
+import dataclasses
+import itertools
 import re
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks import cases
+from benchmarks import attention_cases, cases, impls
+from benchmarks.attention_cases import Shape, square
 
 MIB = 2**20
+TINY = Shape(2, 4, 2, 16, 8, 8, "full")
+MANY = attention_cases.sample(400, seed=5)
 
 
 def _named(name):
@@ -20,20 +27,21 @@ def test_names_are_unique_and_say_what_is_measured():
     ops, passes = "softmax|log_softmax|logsumexp|cross_entropy|top_k", "|".join(cases.PASSES)
     pattern = rf"({ops})_({passes})_(f16|bf16|f32)_\d+x\d+(_({'|'.join(filter(None, cases.OPTIONS))}))?"
     assert all(re.fullmatch(pattern, name) for name in names)
-    assert all(case.source for case in cases.all_cases())
+    names = [case.name for case in attention_cases.all_cases()]
+    assert len(set(names)) == len(names) == 3 * (4 * 3 * 2 + 8)
 
 
 def test_every_shape_of_the_claims_is_there():
     forward = {(c.dtype, c.rows, c.cols) for c in cases.select(ops=["softmax"], passes=["fwd"], tags=["standard"])}
     for dtype in cases.SHORT_DTYPES:
         assert {n for d, _, n in forward if d == dtype} >= {2**k for k in range(8, 19)}
-    assert {("float16", m, n) for m, n in cases.HTILE} <= forward
-    assert ("float32", 8765, 4096) in forward
+    assert {("float16", m, n) for m, n in cases.HTILE} | {("float32", 8765, 4096)} <= forward
     assert {("bfloat16", n) for n in cases.VOCABULARIES} <= {(d, n) for d, _, n in forward}
     assert {("float16", 64, 2**20), ("float32", 64, 2**20), ("float16", 4096, 2**20)} <= forward
     assert {("float32", m, 131072) for m in (1, 16, 64)} <= forward
     assert {c.cols for c in cases.select(passes=["bwd"], tags=["standard"])} >= {2**k for k in range(10, 19)}
     assert [c.name for c in cases.select(passes=["call"])] == ["softmax_call_f32_8x128"]
+    assert all(cases.operand_bytes(case) >= 64 * MIB for case in cases.select(tags=["sweep"]))  # more than the cache
 
 
 def test_every_loss_and_selection_is_there():
@@ -48,27 +56,42 @@ def test_every_loss_and_selection_is_there():
     assert not {c.op for c in cases.select(tags=["standard"])} & {"cross_entropy", "top_k"}
 
 
-def test_what_batch_invariance_costs_is_in_no_other_run():
+def test_the_cells_of_attention_are_of_equal_work_and_core_and_rest_are_most_of_them():
+    grid, rest, core = (attention_cases.select(tags=[tag]) for tag in ("grid", "rest", "core"))
+    shapes = [case.shape for case in grid if case.shape.heads < 64 and case.shape.head_dim == case.shape.value_dim]
+    assert {(shape.batch * shape.length, shape.heads * shape.head_dim) for shape in shapes} == {(16384, 2048)}
+    cells = {(case.pass_, case.shape.length, case.shape.head_dim, case.shape.kind) for case in rest}
+    assert cells == set(itertools.product(("fwd", "bwd"), (512, 4096), (64, 128, 256), ("full", "causal")))
+    assert (len(grid), len(core)) == (2 * (4 * 3 * 2 + 3), 20)
+    left = {(c.shape.length, c.shape.head_dim) for c in {*grid} - {*rest} - {*core}}
+    assert left == {(2048, 256), (16384, 256), (4096, 128), (4096, 192)}
+
+
+def test_what_is_measured_apart_is_in_no_other_run():
     found = cases.select(tags=["invariance"])
     assert {case.op for case in found} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
     assert len({case.name for case in found}) == 13
-    assert not any("invariance" in case.tags for case in cases.all_cases())
-
-
-def test_the_sweep_is_larger_than_the_cache():
-    for case in cases.select(tags=["sweep"]):
-        assert cases.operand_bytes(case) >= 64 * MIB
+    assert not {*found} & {*cases.all_cases()}
+    apart = {tag: attention_cases.select(tags=[tag]) for tag in attention_cases.APART}
+    assert {tag: len({case.name for case in found}) for tag, found in apart.items()} == {
+        "odd": 48, "sample": 60, "cpu": 40, "invariance": 6,
+    }  # fmt: skip
+    assert not {case for found in apart.values() for case in found} & {*attention_cases.all_cases()}
+    assert {case.shape.length for case in apart["odd"]} == {511, 2047, 4095, 16383}
+    assert {case.shape.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
 
 
 def test_filters_are_conjunctions():
     chosen = cases.select(ops=["softmax"], passes=["bwd"], dtypes=["f16"], tags=["core"], patterns=["x4096$"])
     assert [case.name for case in chosen] == ["softmax_bwd_f16_32768x4096"]
     assert not cases.select(patterns=["no such case"])
+    chosen = attention_cases.select(tags=["sample"], passes=["fwd"], kinds=["causal"], count=400, seed=5)
+    assert chosen == tuple(case for case in MANY if (case.pass_, case.shape.kind) == ("fwd", "causal"))
 
 
 def test_a_shape_of_two_sources_is_one_case():
     assert _named("softmax_fwd_f16_32768x4096").source == "powers of two; HTile"
-    assert {"sweep", "htile", "core", "standard"} - _named("softmax_fwd_f16_4096x32768").tags == set()
+    assert {"sweep", "htile", "core", "standard"} <= _named("softmax_fwd_f16_4096x32768").tags
 
 
 @pytest.mark.parametrize(
@@ -90,19 +113,82 @@ def test_least_bytes_match_a_hand_count(name, least):
     assert cases.least_bytes(_named(name)) == least
 
 
-def test_a_loss_stands_beside_a_copy_of_its_logits():
+def test_copies_flops_and_small_cases_match_a_hand_count():
     for name in ("cross_entropy_fwd_f32_8192x128256", "cross_entropy_value_and_grad_f32_8192x128256"):
-        assert cases.copied_bytes(_named(name)) == 2 * 8192 * 128256 * 4
+        assert cases.copied_bytes(_named(name)) == 2 * 8192 * 128256 * 4  # of the logits
     assert cases.copied_bytes(_named("softmax_bwd_f32_32768x4096")) == 3 * 512 * MIB
-
-
-def test_flops_match_a_hand_count():
     assert cases.flops(_named("cross_entropy_value_and_grad_bf16_8192x50257")) == 6 * 8192 * 50257
     assert cases.flops(_named("softmax_fwd_f16_32768x1024")) == 5 * 32768 * 1024
     assert cases.flops(_named("softmax_value_and_vjp_bf16_32768x4096")) == 9 * 32768 * 4096
-
-
-def test_shrinking_keeps_the_row():
     case = _named("softmax_fwd_bf16_8192x50257")
-    assert (case.shrunk(2**18).rows, case.shrunk(2**18).cols) == (5, 50257)
-    assert case.shrunk(1).rows == 1
+    assert [(small.rows, small.cols) for small in map(case.shrunk, (2**18, 1))] == [(5, 50257), (1, 50257)]
+
+
+def test_the_arithmetic_of_attention_by_hand():
+    full = square(2048, 128, "full")
+    assert full.flops("fwd") == 4 * 8 * 16 * 2048**2 * 128 == 274877906944
+    assert [full.flops(pass_) / full.flops("fwd") for pass_ in ("bwd", "value_and_vjp")] == [2.5, 3.5]
+    assert square(2048, 128, "causal").flops("fwd") == full.flops("fwd") / 2
+    assert Shape(4, 64, 8, 4096, 128, 128, "full").flops("fwd") == 4 * 4 * 64 * 4096**2 * 128
+    mla = Shape(4, 16, 16, 4096, 192, 128, "causal")
+    assert mla.flops("fwd") == 2 * 4 * 16 * 4096**2 * (192 + 128) / 2
+    assert mla.flops("bwd") == 2 * 4 * 16 * 4096**2 * (3 * 192 + 2 * 128) / 2
+    assert dataclasses.replace(TINY, kind="window", span=5).pairs == 1 + 2 + 3 + 4 + 12 * 5
+    causal = Shape(1, 1, 1, 4, 8, 8, "causal", queries=6)
+    assert causal.pairs == 1 + 2 + 3 + 4 + 4 + 4
+    assert dataclasses.replace(causal, queries=2).pairs == 1 + 2
+    assert dataclasses.replace(causal, kind="mask").pairs == 24
+
+
+def test_documents_fill_the_sequence():
+    shape = square(16384, 128, "documents", 1024)
+    assert shape.documents().sum() == 16384
+    assert 512 <= shape.documents()[:-1].min() <= shape.documents().max() <= 1536
+    np.testing.assert_array_equal(np.bincount(shape.segments()[0]), shape.documents())
+
+
+def test_labels_are_of_every_kind():
+    case = _named("cross_entropy_fwd_bf16_8192x32000")
+    y = impls.labels(case, jax.random.key(0))
+    assert (y[0], y[-1]) == (0, case.cols - 1)
+    assert len(set(y.tolist())) > 7000
+    y = impls.labels(_named("cross_entropy_fwd_bf16_8192x128256_half_ignored"), jax.random.key(0))
+    assert (y == -100).sum() == 4096
+
+
+def test_a_seed_decides_the_sample_and_its_size_only_the_end():
+    assert attention_cases.sample(20, seed=5) == MANY[:20]
+    assert attention_cases.sample(20, seed=6) != MANY[:20]
+    assert len({case.name for case in MANY}) == 400
+
+
+def test_a_sample_has_every_size_and_is_bounded():
+    shapes = [case.shape for case in MANY]
+    for many in (
+        lambda s: s.query_length == s.length,
+        lambda s: s.query_length > s.length,
+        lambda s: s.query_length < s.length,
+        lambda s: s.length < 64,
+        lambda s: s.length > 4096,
+        lambda s: s.length % 2,
+        lambda s: s.heads > s.key_heads,
+        lambda s: s.batch > 8,
+    ):
+        assert sum(map(bool, map(many, shapes))) >= 20
+    assert sum(s.query_length == s.length for s in shapes) > 200
+    assert {s.head_dim for s in shapes} == {s.value_dim for s in shapes} == set(range(32, 257, 8))
+    assert {(case.shape.kind, case.pass_) for case in MANY} == set(
+        itertools.product(("full", "causal"), ("fwd", "value_and_vjp"))
+    )
+    assert max(s.batch * s.heads * s.query_length * s.length for s in shapes) <= 2**28
+    assert max(s.batch * s.heads * max(s.query_length, s.length) * s.head_dim for s in shapes) <= 2**27
+    assert max(case.flops for case in MANY) < 1e12  # 2 ms of 500 TFLOP/s
+
+
+def test_a_name_is_enough_to_measure_a_call_again():
+    for case in MANY:
+        (again,) = attention_cases.select(patterns=[case.name])
+        assert (again.shape, again.pass_, again.name) == (case.shape, case.pass_, case.name)
+    (known,) = attention_cases.select(tags=["core"], patterns=["attention_fwd_full_d64_s2048_b8_h32$"])
+    assert attention_cases.parse(known.name) == known
+    assert attention_cases.parse("attention_fwd_full_d64") is None

@@ -1,18 +1,31 @@
-"""Torch's side, against a stand-in for torch that computes with NumPy and a launch takes a microsecond."""
+"""Torch's process, against stand-ins for torch and its libraries that compute with NumPy and the oracle.
 
+A launch takes a microsecond; of attention a forward pass takes 2, and a backward pass 5.
+"""
+
+import dataclasses
 import importlib
+import importlib.metadata
+import json
 import types
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import cases, peers
+from benchmarks import attention_cases, calls, cases, peers, torch_calls
 from benchmarks import results as measured
+from tests import attention_oracle
 from tests.benchmarks import fake_cuda
 from tests.benchmarks.fake_cuda import Clock
 
 
 class Tensor(np.ndarray):
+    """`pull`, the way back to the inputs of what made it, survives a reshape."""
+
+    def __array_finalize__(self, other):
+        self.pull = getattr(other, "pull", None)
+
     def random_(self):
         return self
 
@@ -24,14 +37,20 @@ class Tensor(np.ndarray):
     def numpy(self):
         return self.view(np.ndarray)
 
+    def float(self):
+        return self.to(np.float32)
+
+    def to(self, dtype):
+        return self.astype(dtype).view(Tensor)
+
     detach = cpu = requires_grad_ = lambda self: self
-    clone = np.ndarray.copy
+    clone, amax = np.ndarray.copy, np.ndarray.max
 
 
-def _softmax(x, _):
+def _softmax(x, axis=-1):
     Clock.now += 1
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
 
 
 def _cross_entropy(x, y, reduction="mean", ignore_index=-100):
@@ -53,56 +72,104 @@ def _liger_cross_entropy(x, y, reduction):
     return losses
 
 
-def fake_torch():
-    nothing = lambda: None
+def _liger_softmax(x):
+    raise RuntimeError("rows too long")
+
+
+def _gradients(out, leaves, d_out=None, retain_graph=False):
+    if not isinstance(leaves, list):
+        return (np.zeros_like(leaves),)
+    Clock.now += 5
+    return tuple(g.reshape(x.shape) for g, x in zip(out.pull(d_out), leaves, strict=True))
+
+
+def _product(a, b):
+    Clock.now += 1
+    return a
+
+
+def _names(**found):
+    return types.SimpleNamespace(**found)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    monkeypatch.setattr(torch_calls, "_MATMUL_SIZE", 8)
     rng = np.random.default_rng(0)
-    return types.SimpleNamespace(
+    made = lambda x: np.asarray(x).view(Tensor)
+    backward = lambda t, y, axis, dtype: _softmax(y)
+    return _names(
         cuda=fake_cuda.cuda(),
-        compiler=types.SimpleNamespace(reset=nothing),
-        ops=types.SimpleNamespace(
-            aten=types.SimpleNamespace(
-                _softmax_backward_data=lambda t, y, axis, dtype: _softmax(y, axis), _log_softmax_backward_data=None
-            )
-        ),
+        compiler=_names(reset=lambda: None),
+        ops=_names(aten=_names(_softmax_backward_data=backward, _log_softmax_backward_data=None)),
+        autograd=_names(grad=_gradients),
+        nn=_names(functional=_names(cross_entropy=_cross_entropy)),
         compile=lambda f, dynamic: f,
         manual_seed=lambda seed: None,
-        randn=lambda shape, device, dtype: rng.standard_normal(shape).astype(dtype).view(Tensor),
-        empty=lambda size, device, dtype: np.zeros(size, dtype).view(Tensor),
-        empty_like=lambda x: np.zeros_like(x).view(Tensor),
-        softmax=_softmax,
+        randn=lambda shape, device, dtype: made(rng.standard_normal(shape).astype(dtype)),
+        randint=lambda low, high, shape, device: made(rng.integers(low, high, shape)),
+        empty=lambda size, device, dtype: made(np.zeros(size, dtype)),
+        empty_like=lambda x: made(np.zeros_like(x)),
+        arange=lambda n, device: made(np.arange(n)),
+        tensor=lambda x, device, dtype=None: made(np.array(x, dtype)),
         topk=lambda y, k: (np.sort(y)[:, ::-1][:, :k], np.argsort(y)[:, ::-1][:, :k]),
-        randint=lambda low, high, shape, device: rng.integers(low, high, shape).view(Tensor),
-        autograd=types.SimpleNamespace(grad=lambda value, x: (np.zeros_like(x),)),
-        nn=types.SimpleNamespace(functional=types.SimpleNamespace(cross_entropy=_cross_entropy)),
+        where=lambda seen, x, y: made(np.where(seen, x, y)),
+        softmax=_softmax,
+        matmul=_product,
+        maximum=np.maximum,
+        stack=np.stack,
         float32=np.float32,
         int32=np.int32,
-        bfloat16=None,
+        bfloat16=ml_dtypes.bfloat16,
     )
 
 
-def _case(pass_, rows=4, cols=256, op="softmax", variant=""):
-    case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
-    sizes = {"least_bytes": cases.least_bytes(case), "copied_bytes": cases.copied_bytes(case)}
-    return case.describe() | sizes | {"buffers": 3}
+class FlashAttention:
+    """flash_attn.cute.interface; `fault` spoils one output of the first head."""
+
+    fault = ""
+
+    def flash_attn_func(self, query, key, value, causal=False, window_size=(None, None)):
+        assert query.dtype == ml_dtypes.bfloat16
+        window = None if window_size == (None, None) else window_size
+        return self._attention(query, key, value, is_causal=causal, local_window_size=window), None
+
+    def flash_attn_varlen_func(self, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        assert (cu_seqlens_q == cu_seqlens_k).all()
+        lengths = np.diff(cu_seqlens_q)
+        assert max_seqlen_q == max_seqlen_k == lengths.max()
+        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+        rules = {"query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": causal}
+        return self._attention(*(x[None] for x in (query, key, value)), **rules)[0], None
+
+    def _attention(self, *qkv, **rules):
+        Clock.now += 2
+        rounded = lambda x: x.astype(ml_dtypes.bfloat16).view(Tensor)
+        out = rounded(attention_oracle.forward(*qkv, **rules).out)
+
+        def pull(d_out):
+            found = attention_oracle.gradients(*qkv, d_out=d_out.reshape(out.shape), **rules)
+            gradients = [rounded(found[name]) for name in ("query", "key", "value")]
+            if self.fault.startswith("d_"):
+                gradients[("d_query", "d_key", "d_value").index(self.fault)][0, :, 0] *= ml_dtypes.bfloat16(1.1)
+            return gradients
+
+        out.pull = pull
+        if self.fault == "out":
+            out[0, 3, 0] = 0
+        return out
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Quack is installed; Liger is installed and refuses; nothing else can be imported by name."""
-
-    def refuse(x):
-        raise RuntimeError("rows too long")
-
+    """The libraries; Liger refuses softmax, and nothing else can be imported by name."""
     modules = {
-        "quack.softmax": types.SimpleNamespace(
-            softmax=lambda x: _softmax(x, -1), softmax_bwd=lambda t, y: _softmax(y, -1)
+        "quack.softmax": _names(softmax=_softmax, softmax_bwd=lambda t, y: _softmax(y)),
+        "quack.cross_entropy": _names(cross_entropy_fwd=_quack_cross_entropy, cross_entropy=_cross_entropy),
+        "liger_kernel.transformers.functional": _names(
+            liger_softmax=_liger_softmax, liger_cross_entropy=_liger_cross_entropy
         ),
-        "quack.cross_entropy": types.SimpleNamespace(
-            cross_entropy_fwd=_quack_cross_entropy, cross_entropy=_cross_entropy
-        ),
-        "liger_kernel.transformers.functional": types.SimpleNamespace(
-            liger_softmax=refuse, liger_cross_entropy=_liger_cross_entropy
-        ),
+        "flash_attn.cute.interface": FlashAttention(),
     }
 
     def find(name):
@@ -111,54 +178,63 @@ def installed(monkeypatch):
         return modules[name]
 
     monkeypatch.setattr(importlib, "import_module", find)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
     return modules
 
 
+def _rows(pass_, rows=4, cols=256, op="softmax", variant=""):
+    case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
+    return calls.for_peers(case) | {"buffers": 3}
+
+
+def _attention(pass_="fwd", kind="full", **changes):
+    shape = dataclasses.replace(attention_cases.Shape(2, 4, 2, 16, 8, 4, "full", 5), kind=kind, **changes)
+    return calls.for_peers(attention_cases.Case(shape, pass_, frozenset()))
+
+
 @pytest.mark.parametrize("graphed", [True, False])
-def test_every_peer_is_timed_or_says_why_not(installed, monkeypatch, graphed):
+def test_every_peer_is_timed_or_says_why_not(torch, installed, monkeypatch, graphed):
     if not graphed:
-        monkeypatch.setattr(peers, "_GRAPHED_BYTES", 0)
-    answer = peers._measure(fake_torch(), _case("fwd"), measured.ROW_LIBRARIES, rounds=2)
-    assert set(answer["impls"]) == set(measured.ROW_LIBRARIES)
-    for name in ("torch", "torch_compile", "quack"):
-        entry = answer["impls"][name]
+        monkeypatch.setattr(torch_calls, "_GRAPHED_BYTES", 0)
+    answer = peers.measure(torch, _rows("fwd"), measured.ROW_LIBRARIES, rounds=2)
+    assert answer["copy"]["us"] == 1.0
+    assert answer["impls"].pop("liger") == {"status": "declined", "reason": "RuntimeError: rows too long"}
+    assert set(answer["impls"]) == {"torch", "torch_compile", "quack"}
+    for entry in answer["impls"].values():
         assert (entry["status"], entry["us"], entry["process"]) == ("ok", 1.0, "torch")
         assert entry["fraction_of_copy"] == pytest.approx(1.0, rel=0.05)
         assert entry["max_error_ulp"] < 8
-    assert answer["impls"]["liger"] == {"status": "declined", "reason": "RuntimeError: rows too long"}
-    assert answer["copy"]["us"] == 1.0
 
 
-def test_what_is_not_installed_says_so(installed):
-    del installed["quack.softmax"]
-    answer = peers._measure(fake_torch(), _case("fwd"), ["quack"], rounds=1)
-    assert answer["impls"]["quack"] == {"status": "not installed", "reason": "No module named 'quack.softmax'"}
-    assert answer["copy"]["us"] == 1.0
+@pytest.mark.parametrize("name, case, module", [
+    ("quack", _rows("fwd"), "quack.softmax"), ("fa4", _attention(), "flash_attn.cute.interface"),
+])  # fmt: skip
+def test_what_is_not_installed_says_so(torch, installed, name, case, module):
+    del installed[module]
+    answer = peers.measure(torch, case, [name], rounds=1)
+    assert answer["impls"][name] == {"status": "not installed", "reason": f"No module named {module!r}"}
+    assert answer[{"quack": "copy", "fa4": "matmul"}[name]]["us"] == 1.0
 
 
-def test_the_backward_pass_starts_from_the_saved_output(installed):
-    answer = peers._measure(fake_torch(), _case("bwd"), ["torch", "quack", "liger"], rounds=1)
-    assert [answer["impls"][name]["status"] for name in ("torch", "quack", "liger")] == ["ok", "ok", "declined"]
-    assert answer["impls"]["torch"]["max_error_ulp"] is None
+def test_the_backward_pass_starts_from_the_saved_output(torch, installed):
+    impls = peers.measure(torch, _rows("bwd"), ["torch", "quack", "liger"], rounds=1)["impls"]
+    assert [entry["status"] for entry in impls.values()] == ["ok", "ok", "declined"]
+    assert impls["torch"]["max_error_ulp"] is None
 
 
-def test_a_graph_that_cannot_be_captured_is_launched_one_by_one(installed, capsys):
-    torch = fake_torch()
-
+def test_a_graph_that_cannot_be_captured_is_launched_one_by_one(torch, installed, capsys):
     def refuse(_):
         raise RuntimeError("capture failed")
 
     torch.cuda.graph = refuse
-    answer = peers._measure(torch, _case("fwd"), ["torch"], rounds=1)
-    assert answer["impls"]["torch"]["us"] == 1.0
+    assert peers.measure(torch, _rows("fwd"), ["torch"], rounds=1)["impls"]["torch"]["us"] == 1.0
     assert "capture failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variant", ["", "half_ignored"])
-def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(installed, variant):
-    case = _case("fwd", rows=2**12, op="cross_entropy", variant=variant)
-    answer = peers._measure(fake_torch(), case, ("liger", "torch", "torch_compile", "quack"), rounds=1)
-    for entry in answer["impls"].values():
+def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(torch, installed, variant):
+    case = _rows("fwd", rows=2**12, op="cross_entropy", variant=variant)
+    for entry in peers.measure(torch, case, measured.ROW_LIBRARIES[::-1], rounds=1)["impls"].values():
         assert (entry["status"], entry["us"]) == ("ok", 1.0)
         assert entry["max_error_ulp"] < 4
         # The copy beside it moves twice the logits' bytes, as many as it takes microseconds.
@@ -166,29 +242,99 @@ def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(installed,
 
 
 @pytest.mark.parametrize("pass_", ["value_and_grad", "value_and_grad_mean"])
-def test_peers_give_the_mean_loss_and_its_gradient(installed, pass_):
-    torch = fake_torch()
-    case = _case(pass_, op="cross_entropy")
+def test_peers_give_the_mean_loss_and_its_gradient(torch, installed, pass_):
+    case = _rows(pass_, op="cross_entropy")
     for name in measured.ROW_LIBRARIES:
-        function, prepare = peers._peer(torch, name, case)
-        (operands, *_) = peers._operands(torch, case)
+        function, prepare = torch_calls._peer(torch, name, case)
+        (operands, *_) = torch_calls._row_operands(torch, case)
         value, gradient = function(*prepare(*operands))
         in_one = (name, pass_) == ("quack", "value_and_grad")
         assert value == pytest.approx(_cross_entropy(*operands) * (case["rows"] if in_one else 1))
         assert gradient.shape == (case["rows"], case["cols"])
 
 
-def test_options_that_a_peer_lacks_are_declined(installed):
-    answer = peers._measure(fake_torch(), _case("fwd", op="cross_entropy", variant="smoothed_capped"), ["quack"], 1)
+def test_what_a_peer_lacks_is_declined(torch, installed):
+    impls = peers.measure(torch, _rows("fwd", op="cross_entropy", variant="smoothed_capped"), ["quack"], 1)["impls"]
     reason = "NotImplementedError: quack has no label_smoothing, z_loss, logits_soft_cap together"
-    assert answer["impls"]["quack"] == {"status": "declined", "reason": reason}
+    assert impls["quack"] == {"status": "declined", "reason": reason}
+    impls = peers.measure(torch, _rows("fwd", op="top_k", variant="k8"), measured.ROW_LIBRARIES, 1)["impls"]
+    assert [impls[name]["status"] for name in measured.ROW_LIBRARIES] == ["ok", "ok", "declined", "declined"]
 
 
-def test_top_k_is_torchs_alone(installed):
-    answer = peers._measure(fake_torch(), _case("fwd", op="top_k", variant="k8"), measured.ROW_LIBRARIES, 1)
-    assert {name: entry["status"] for name, entry in answer["impls"].items()} == {
-        "torch": "ok",
-        "torch_compile": "ok",
-        "quack": "declined",
-        "liger": "declined",
-    }
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
+def test_flash_attention_is_called_as_each_kind_means_and_is_right(torch, installed, kind):
+    answer = peers.measure(torch, _attention("fwd", kind), ["fa4"], rounds=2)
+    entry = answer["impls"]["fa4"]
+    assert (entry["status"], entry["us"], entry["version"], entry["process"]) == ("ok", 2.0, "4.0", "torch")
+    assert entry["error"] < entry["allowed_error"] < 0.02
+    assert answer["matmul"]["us"] == 1.0
+    json.dumps(answer, allow_nan=False)
+
+
+def test_the_backward_pass_is_what_value_and_vjp_takes_longer(torch, installed):
+    case = _attention("bwd", "causal")
+    entry = peers.measure(torch, case, ["fa4"], rounds=3)["impls"]["fa4"]
+    assert (entry["status"], entry["us"], entry["direct_us"]) == ("ok", 5.0, 5.0)
+    assert set(entry["programs"]) == {"fwd", "value_and_vjp", "direct"}
+    assert entry["tflop_per_s"] == round(case["flops"] / 5e6, 2)
+    assert peers.measure(torch, _attention("value_and_vjp"), ["fa4"], rounds=1)["impls"]["fa4"]["us"] == 7.0
+
+
+@pytest.mark.parametrize(
+    "fault, kind", [("out", "causal"), ("d_query", "documents"), ("d_key", "causal"), ("d_value", "documents")]
+)
+def test_a_wrong_output_has_no_time(torch, installed, fault, kind):
+    installed["flash_attn.cute.interface"].fault = fault
+    entry = peers.measure(torch, _attention("bwd", kind), ["fa4"], rounds=1)["impls"]["fa4"]
+    assert entry["status"] == "WRONG"
+    assert entry["reason"].startswith(f"{fault}: relative error")
+    assert entry["reason"].endswith(" in sequence 0, head 0")
+    assert "us" not in entry
+
+
+def test_what_flash_attention_refuses_is_no_failure(torch, installed, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("(192, 128) is not supported")
+
+    def crash(*_, **__):
+        raise RuntimeError("CUDA error")
+
+    for call, status in ((refuse, "declined"), (crash, "failed")):
+        monkeypatch.setattr(FlashAttention, "flash_attn_func", call)
+        answer = peers.measure(torch, _attention(), ["fa4"], rounds=1)
+        assert answer["impls"]["fa4"]["status"] == status
+        assert answer["matmul"]["us"] == 1.0
+    assert peers.measure(torch, _attention(kind="bias"), ["fa4"], 1)["impls"]["fa4"]["status"] == "declined"
+
+
+def test_the_process_survives_being_killed():
+    process = peers.Peers(["quack"], 1, "")
+    case = {"name": "any"}
+    assert process.measure(case)["impls"]["quack"]["status"] == "not installed"
+    process._child.kill()
+    process._child.wait()
+    assert process.measure(case)["impls"]["quack"]["status"] == "failed"
+    assert process.measure(case)["impls"]["quack"]["status"] == "not installed"
+    process.close()
+
+
+_NOISY = """
+import os, sys, types
+from benchmarks import peers
+
+def measure(torch, case, names, rounds):
+    print("by Python")
+    os.write(1, b"below Python")
+    return {"impls": {name: {"status": "ok"} for name in names}}
+
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
+peers.serve(measure, ["quack"], 1)
+"""
+
+
+def test_what_libraries_print_is_no_answer(tmp_path):
+    (tmp_path / "noisy.py").write_text(_NOISY)
+    process = peers.Peers(["quack"], 1, str(tmp_path), "noisy")
+    for name in ("one", "two"):
+        assert process.measure({"name": name}) == {"name": name, "impls": {"quack": {"status": "ok"}}}
+    process.close()

@@ -59,7 +59,7 @@ do_part() {
     ;;
   attention-peers)
     : "${PEERS:?}"
-    attention attention_fa4 --tag=standard --pass=fwd,bwd --impl=fa4 --rounds=2 --budget_s=200 \
+    attention attention_fa4 --tag=standard --pass=fwd,bwd --impl=ours,cudnn,fa4 --rounds=2 --processes=8 --budget_s=420 \
       --peers_path="$peers_path"
     ;;
   models) python3 -m benchmarks.training --json="$out/models.json" --commit="${COMMIT:?}" ;;

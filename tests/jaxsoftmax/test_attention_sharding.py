@@ -1,8 +1,6 @@
 """Sharded attention: values, types and, on the compiled program, how little the devices say to each other."""
 
 import functools
-import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from pallas_kernels.attention.problem import Op
+from tests.jaxsoftmax.sharded import collectives, count, mesh, put
+from tests.pairwise import pairwise
 
 RNG = np.random.default_rng(0)
 
@@ -28,24 +28,16 @@ CT = normal(8, 6, 4, 8)
 SINKS, BIAS = normal(4), normal(1, 1, 6, 5)
 LENGTHS = jnp.asarray([5, 4, 3, 5, 1, 0, 2, 5])
 CUTS = [P("d"), P("d", None, "m"), P(("d", "m")), P(None, None, "m")]
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+KERNELS = ["reference", "stand-in"]
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 
-def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("d", "m")) -> Mesh:
-    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices("cpu")[: int(np.prod(shape))])
-
-
-def put(x: jax.Array, spec: P, on: Mesh | None = None) -> jax.Array:
-    return jax.device_put(x, NamedSharding(on or mesh(), spec))
-
-
-def collectives(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
-    """How often each collective is in the compiled program."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    counts = {name: len(re.findall(rf"= [^=]*? {name}(?:-start)?\(", text)) for name in COLLECTIVES}
-    return {name: count for name, count in counts.items() if count}
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """The record of what stands in for kernels, or none."""
+    return request.getfixturevalue("attention_stand_ins") if request.param == "stand-in" else None
 
 
 def attention(q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
@@ -82,20 +74,24 @@ def agree(got: Any, want: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("spec", CUTS, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_batch_and_heads_need_no_exchange(request: pytest.FixtureRequest, mode: str, spec: P, kernels: bool) -> None:
-    want = expected(mode)
-    record = request.getfixturevalue("attention_stand_ins") if kernels else None
+@pytest.fixture(autouse=True)
+def known() -> None:
+    """What is expected is computed before anything stands in for kernels."""
+    for mode in MODES:
+        expected(mode)
+
+
+@pytest.mark.parametrize("mode, spec, kernels", pairwise([*MODES], CUTS, KERNELS), indirect=["kernels"], ids=str)
+def test_batch_and_heads_need_no_exchange(mode: str, spec: P, kernels: Any) -> None:
     operands = *(put(x, spec) for x in ARRAYS), put(LENGTHS, P(*spec[:1]))
-    assert collectives(MODES[mode], *operands) == {}
-    got = jax.jit(MODES[mode])(*operands)
-    agree(got, want)
+    compiled = jax.jit(MODES[mode]).lower(*operands).compile()
+    assert count(compiled) == {}
+    got = compiled(*operands)
+    agree(got, expected(mode))
     assert all(x.sharding.is_equivalent_to(NamedSharding(mesh(), spec), 4) for x in jax.tree.leaves(got))
-    if record is not None:
+    if kernels:
         sizes = NamedSharding(mesh(), spec).shard_shape(Q.shape)
-        assert (sizes[0], sizes[2]) in {(p.batch, p.query_heads) for p in record.ran(Op.FORWARD)}
+        assert (sizes[0], sizes[2]) in {(p.batch, p.query_heads) for p in kernels.ran(Op.FORWARD)}
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
@@ -211,12 +207,11 @@ def test_cotangents_that_are_not_mapped(
         agree(jax.jit(jax.vmap(gradients, axes))(*placed), want)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
-def test_shard_map_with_checks(request: pytest.FixtureRequest, mode: str, kernels: bool) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_shard_map_with_checks(mode: str) -> None:
     want = expected(mode)
-    if kernels:
-        request.getfixturevalue("attention_stand_ins")
     spec = P("d", None, "m")
     results = jax.tree.map(lambda _: spec, want)
     inside = jax.shard_map(MODES[mode], mesh=mesh(), in_specs=(*[spec] * 4, P("d")), out_specs=results)
@@ -248,19 +243,19 @@ def test_shard_map_mixes_varying_and_replicated(monkeypatch: pytest.MonkeyPatch,
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("spec", [P("d", None, None, None), P("d", None, "m", None), P(None, None, "m", None)], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_explicit_meshes(request: pytest.FixtureRequest, mode: str, spec: P, kernels: bool) -> None:
-    want = expected(mode)
-    if kernels:
-        request.getfixturevalue("attention_stand_ins")
+EXPLICIT = [P("d", None, None, None), P("d", None, "m", None), P(None, None, "m", None)]
+
+
+@pytest.mark.parametrize("mode, spec, kernels", pairwise([*MODES], EXPLICIT, KERNELS), indirect=["kernels"], ids=str)
+@pytest.mark.usefixtures("kernels")
+def test_explicit_meshes(mode: str, spec: P) -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)):
         operands = *(jax.device_put(x, spec) for x in ARRAYS), jax.device_put(LENGTHS, P(spec[0]))
-        got = jax.jit(MODES[mode])(*operands)
+        compiled = jax.jit(MODES[mode]).lower(*operands).compile()
+        got = compiled(*operands)
         assert all(jax.typeof(x).sharding.spec == spec for x in jax.tree.leaves(got))
-        agree(got, want)
-        assert collectives(MODES[mode], *operands) == {}
+        agree(got, expected(mode))
+        assert count(compiled) == {}
 
 
 def test_explicit_meshes_and_what_is_shared(attention_stand_ins: Any) -> None:

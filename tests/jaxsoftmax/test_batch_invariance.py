@@ -141,9 +141,9 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 }
 
 
-# All functions differentiated, and all that is done to functions to what has the most parts.
-PARTS = ("weighted", "top_k_of_k")
-PAIRS = [(name, how) for name in FUNCTIONS for how in TRANSFORMED if how == "grad" or name in PARTS]
+# All functions differentiated, all that is done to functions to the one with the most parts, and some to another.
+PAIRS = [(name, how) for name in FUNCTIONS for how in TRANSFORMED if how == "grad" or name == "weighted"]
+PAIRS += [("top_k_of_k", how) for how in ("vmap", "shard_map")]
 
 
 @pytest.mark.parametrize("name, how", PAIRS)

@@ -27,6 +27,7 @@ NAMES = {"label_smoothing": "smoothing", "logits_soft_cap": "soft_cap", "ignore_
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
+    "spread": {"label_smoothing": 1.0},
     "z_loss": {"z_loss": 1e-2},
     "capped": {"logits_soft_cap": 3.0, "scale": 0.5},
     "ignored": {"ignore_index": 2},
@@ -43,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WHERE: dict[str, Any] = {
     "none": None,
     "full": np.array([[True] * 7, [True, False] * 3 + [True], [False] * 7, [False] * 6 + [True], [True] * 7]),
-    "shared": np.arange(7) < 5,
+    "shared": (np.arange(7) < 5)[None],
     "rows": np.array([True, False, True, True, False]),
 }
 
@@ -57,7 +58,7 @@ def labels(rows: tuple[int, ...], cols: int) -> np.ndarray:
 
 
 def truth(x: Any, y: Any, axis: Any = -1, where: Any = None, scale: float = 1.0, **options: Any) -> oracle.CrossEntropy:
-    if where is not None and np.ndim(where) == np.ndim(y) and np.ndim(y) != np.ndim(x) and np.shape(where) != (7,):
+    if where is not None and np.ndim(where) == np.ndim(y) and np.ndim(y) != np.ndim(x):
         where = np.expand_dims(where, axis)
     return oracle.cross_entropy(x, y, axis, where, scale, **{NAMES.get(k, k): v for k, v in options.items()})
 
@@ -96,21 +97,22 @@ def check(x: Any, y: Any, *arguments: Any, ulps: float = 8, **options: Any) -> N
     [(options, where) for options in OPTIONS for where in WHERE if options in ("plain", "all") or where == "full"],
 )
 def test_options(options: str, where: str) -> None:
-    mask = WHERE[where][None] if where == "shared" else WHERE[where]
-    check(logits((5, 7)), np.array([0, 2, 2, 1, 6], np.int32), -1, mask, ulps=32, **OPTIONS[options])
+    check(logits((5, 7)), np.array([0, 2, 2, 1, 6], np.int32), -1, WHERE[where], ulps=32, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("shape, axis", [((7, 1000), -1), ((5, 33, 9), 1), ((4, 6, 8), (0, 2)), ((50257,), 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape, axis", [((7, 1000), -1), ((5, 33, 9), 1), ((2, 3, 6, 8), (0, 2)), ((50257,), 0)], ids=str
+)
 def test_accuracy(shape: tuple[int, ...], axis: Any, dtype: Any) -> None:
     x = logits(shape, dtype)
     axes = (axis,) if isinstance(axis, int) else axis
     y = labels(tuple(n for d, n in enumerate(shape) if d not in {a % len(shape) for a in axes}), 8)
-    check(x, y, axis, ulps=16 if dtype == jnp.float32 else 4)
-    check(x, y, axis, ulps=32 if dtype == jnp.float32 else 4, label_smoothing=0.1, z_loss=1e-3, logits_soft_cap=4.0)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "logits_soft_cap": 4.0} if len(shape) % 2 else {}
+    check(x, y, axis, ulps=(32 if options else 16) if dtype == jnp.float32 else 4, **options)
 
 
-@pytest.mark.parametrize("axis", [(1, 2), (2, 1), (0, 2), (2, 0), (-1, -3), (2, 1, 0), (1,), ()], ids=str)
+@pytest.mark.parametrize("axis", [(2, 1), (0, 2), (-1, -3), (2, 1, 0), ()], ids=str)
 def test_several_axes_are_flattened_as_listed(axis: tuple[int, ...]) -> None:
     x = logits((2, 3, 4))
     rows = tuple(n for d, n in enumerate(x.shape) if d not in {a % 3 for a in axis})
@@ -126,12 +128,9 @@ def test_several_axes_are_flattened_as_listed(axis: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("where, axis", [("full", 0), ("full", -1), ("shared", -1), ("rows", -1), ("rows", 0)])
 def test_masks_are_those_of_optax(where: str, axis: int) -> None:
-    mask = None if where == "none" else jnp.asarray(WHERE[where])
-    if where == "shared":
-        mask = mask[None]
-    x, y = jnp.asarray(logits((5, 7))), jnp.asarray(labels((5,), 7))
+    mask, x, y = WHERE[where], jnp.asarray(logits((5, 7))), jnp.asarray(labels((5,), 7))
     if axis == 0:
-        x, mask = x.T, mask if mask is None or mask.ndim == 1 else mask.T
+        x, mask = x.T, mask if mask.ndim == 1 else mask.T
     got, want = (
         jax.value_and_grad(lambda x, f=f: (f(x, y, axis, mask) * jnp.arange(1, 6)).sum())(x) for f in (ours, theirs)
     )
@@ -190,8 +189,7 @@ def test_confident_rows_keep_their_digits(offset: float) -> None:
         np.testing.assert_allclose(gradient[~at_label], want.gradient[~at_label], rtol=1e-6)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype, masked", [(jnp.float32, False), (jnp.bfloat16, True)])
 def test_label_smoothing_is_that_of_optax(dtype: Any, masked: bool) -> None:
     x, y = jnp.asarray(logits((6, 9)), dtype), jnp.asarray(labels((6,), 7))
     where = jnp.arange(9) < 7 if masked else None
@@ -206,10 +204,6 @@ def test_label_smoothing_is_that_of_optax(dtype: Any, masked: bool) -> None:
     gradient = jax.grad(lambda x: ours(x, y, where=mask, label_smoothing=0.3).sum())(x)[:, : wide.shape[1]]
     want = jax.grad(lambda x: smoothed(x).sum())(wide)
     np.testing.assert_allclose(gradient.astype(jnp.float32), want, atol=4 * float(jnp.finfo(dtype).eps))
-
-
-def test_all_of_the_target_may_be_spread() -> None:
-    check(logits((3, 5)), labels((3,), 5), label_smoothing=1.0, ulps=16)
 
 
 def test_ignored_rows_are_not_looked_at() -> None:
@@ -234,6 +228,9 @@ def test_nan_debugging_finds_nothing_in_rows_that_do_not_count() -> None:
             value, gradient = jax.value_and_grad(lambda x, o=options: ours(x, y, **o).sum())(x)
             np.testing.assert_allclose(value, ours(x, y, ignore_index=-1, weights=options.get("weights")).sum())
             assert not gradient[1].any()
+        for weights in (None, 0.5):
+            run = jax.jit(jax.grad(lambda x, y, w=weights: jnp.where(y >= 0, ours(x, y, weights=w), 0.0).sum()))
+            assert not run(x, y)[1].any()
 
 
 @pytest.mark.parametrize(
@@ -362,7 +359,7 @@ def with_gaps(x: jax.Array, y: jax.Array, used: jax.Array, of_lse: jax.Array, **
 
 
 @pytest.mark.parametrize(
-    "options, mode", [("plain", "reverse"), ("weighted", "reverse"), *((o, m) for o in ("all", "lse") for m in MODES)]
+    "options, mode", [*((o, "reverse") for o in GAPS), *zip(["all", "lse"] * 2, [*MODES][1:], strict=True)]
 )
 def test_wrong_labels_whose_losses_are_not_used(options: str, mode: str) -> None:
     x, y, used = jnp.asarray(logits((4, 5))), np.array([0, -100, 7, 4]), np.array([True, False, False, True])
@@ -376,21 +373,12 @@ def test_wrong_labels_whose_losses_are_not_used(options: str, mode: str) -> None
 def test_wrong_labels_show_where_their_losses_are_used(options: str) -> None:
     x, y, used = jnp.asarray(logits((4, 5))), np.array([0, -100, 7, 4]), np.array([True, True, False, True])
     run = jax.jit(jax.grad(lambda x, y, u: jnp.where(u, jax.tree.leaves(ours(x, y, **GAPS[options]))[0], 0.0).sum()))
-    np.testing.assert_array_equal(np.isnan(run(x, y, used)).all(1), [False, True, False, False])
-    np.testing.assert_array_equal(np.isnan(run(x, y, used)).any(1), [False, True, False, False])
+    np.testing.assert_array_equal(np.isnan(run(x, y, used)), np.array([[False], [True], [False], [False]]).repeat(5, 1))
     if "weights" in GAPS[options]:
         w = jnp.full(4, 2.0)
         of = jax.jit(jax.grad(lambda w, y, u: jnp.where(u, ours(x, y, weights=w), 0.0).sum()))(w, y, used)
         np.testing.assert_array_equal(np.isnan(of), [False, True, False, False])
         assert of[2] == 0
-
-
-def test_nan_debugging_accepts_wrong_labels_that_are_not_used() -> None:
-    x, y = jnp.asarray(logits((3, 5))), jnp.array([0, -1, 4])
-    with jax.debug_nans(True):
-        for weights in (None, 0.5):
-            run = jax.jit(jax.grad(lambda x, y, w=weights: jnp.where(y >= 0, ours(x, y, weights=w), 0.0).sum()))
-            assert not run(x, y)[1].any()
 
 
 def test_special_rows() -> None:
@@ -422,8 +410,7 @@ def test_what_is_masked_is_not_looked_at(options: dict[str, Any]) -> None:
     assert np.isfinite(hessian).all()
 
 
-@pytest.mark.parametrize("where", ["none", "full"])
-@pytest.mark.parametrize("options", ["plain", "ignored", "all"])
+@pytest.mark.parametrize("options, where", [("plain", "none"), ("ignored", "full"), ("all", "none"), ("all", "full")])
 def test_return_lse_and_its_gradient(options: str, where: str) -> None:
     arguments, mask = OPTIONS[options], WHERE[where]
     x, y = logits((5, 7)), np.array([0, 2, 2, 1, 6])
@@ -464,8 +451,11 @@ WAYS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, kernels",
+    [*((way, False) for way in WAYS), *((way, True) for way in ("weighted", "both", "probabilities"))],
+    ids=lambda x: x if isinstance(x, str) else "stand-in" if x else "reference",
+)
 def test_cotangents_that_are_not_mapped(request: pytest.FixtureRequest, way: str, kernels: bool) -> None:
     if kernels:
         request.getfixturevalue("stand_ins")
@@ -484,9 +474,10 @@ def test_cotangents_that_are_not_mapped(request: pytest.FixtureRequest, way: str
     jax.tree.map(close, *map(everything, WAYS[way]))
 
 
-@pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize(
-    "weights", [0.3, np.array([0.5, 0.0, -1.0, 2.0]), np.ones((3, 1))], ids=["one", "column", "row"]
+    "weights, lse",
+    [(0.3, True), (np.array([0.5, 0.0, -1.0, 2.0]), False), (np.ones((3, 1)), True)],
+    ids=["one", "column", "row"],
 )
 def test_weights_are_differentiable(weights: Any, lse: bool) -> None:
     x, y, w = jnp.asarray(logits((3, 4, 5))), labels((3, 4), 5), jnp.asarray(weights, jnp.float32)
@@ -565,26 +556,11 @@ PROBABILITIES = np.asarray(jax.nn.softmax(logits((5, 7))[::-1]))
 
 @pytest.mark.parametrize("where", WHERE)
 def test_probabilities_are_those_of_optax(where: str) -> None:
-    mask = None if where == "none" else jnp.asarray(WHERE[where])
-    if where == "shared":
-        mask = mask[None]
+    mask = WHERE[where]
     x, t = jnp.asarray(logits((5, 7))), jnp.asarray(PROBABILITIES).at[0].set(jax.nn.one_hot(3, 7))
 
-    def other(x: jax.Array, t: jax.Array) -> jax.Array:
-        full = mask if mask is None or mask.ndim == 2 else mask[:, None]
-        y = -(
-            t * (jax.nn.log_softmax(x, -1))
-            if full is None
-            else -t * jnp.where(full, jax.nn.log_softmax(x, -1, where=full), 0.0)
-        )
-        return y.sum(-1) if full is None else -y.sum(-1)
-
-    np.testing.assert_allclose(
-        jaxsoftmax.softmax_cross_entropy(x, t, -1, mask),
-        optax.softmax_cross_entropy(x, t, -1, mask),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    got, want = (f(x, t, -1, mask) for f in (jaxsoftmax.softmax_cross_entropy, optax.softmax_cross_entropy))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     f = lambda x, t: jnp.sin(jaxsoftmax.softmax_cross_entropy(x, t, -1, mask)).sum()
     got = jax.jit(jax.grad(f, (0, 1)))(x, t)
     assert all(np.isfinite(g).all() for g in got)
@@ -653,8 +629,9 @@ def test_the_weights_say_which_primitives_run() -> None:
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "weighted": {"weights": 0.5}, "lse": {"return_lse": True}}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, dtype", [*((kind, jnp.bfloat16) for kind in KINDS), ("plain", jnp.float32)], ids=lambda x: str(x)
+)
 def test_what_is_kept_is_of_the_logits_dtype(kind: str, dtype: Any) -> None:
     x, y = jnp.asarray(logits((8, 40)), dtype), labels((8,), 40)
     call = lambda x: ours(x, y, **KINDS[kind])

@@ -51,7 +51,6 @@ CALLS: dict[str, Any] = {
         (TypeError, "scale has dtype complex64, expected a real dtype", {"scale": 1j, "x": X.astype(np.complex64)}),
         (TypeError, "scale is of type str and makes no array of numbers", {"scale": "2"}),
         (ValueError, "scale is an integer beyond 2e+308, expected a number that a float holds", {"scale": -(10**400)}),
-        (ValueError, "implementation='cuda', expected one of None", {"implementation": "cuda"}),
         (ValueError, "implementation='cudnn', expected one of None (the fastest there is), 'xla', 'mosaic_gpu'. "
          "Pass None: it takes a Mosaic GPU kernel where there is one", {"implementation": "cudnn"}),
         (ValueError, "implementation=['xla'], expected one of None", {"implementation": ["xla"]}),
@@ -128,18 +127,11 @@ def test_lists_of_traced_numbers() -> None:
         (ValueError, "where has shape (), expected the rank of the logits, 2, or of the rows, 1", {"where": True}),
         (ValueError, "label_smoothing is 1.5, expected a finite number from 0.0 to 1.0", {"label_smoothing": 1.5}),
         (ValueError, "label_smoothing is nan", {"label_smoothing": float("nan")}),
-        (TypeError, "label_smoothing is 1j, expected a Python number", {"label_smoothing": 1j}),
+        (TypeError, "label_smoothing is 1j, expected a Python number, and a real", {"label_smoothing": 1j}),
         (TypeError, "z_loss is np.complex64(1+2j), expected a Python number", {"z_loss": np.complex64(1 + 2j)}),
         (TypeError, "logits_soft_cap is np.complex128(1+0j)", {"logits_soft_cap": np.complex128(1)}),
-        (ValueError, "z_loss is an integer beyond", {"z_loss": 10**400}),
-        (TypeError, "label_smoothing is an array, float32[], expected a Python", {"label_smoothing": jnp.ones(())}),
-        (
-            TypeError,
-            "label_smoothing is (0.1+0.2j), expected a Python number, and a real",
-            {"label_smoothing": 0.1 + 0.2j},
-        ),
-        (TypeError, "z_loss is np.complex64(1j), expected a Python number, and a real", {"z_loss": np.complex64(1j)}),
         (ValueError, "z_loss is an integer beyond 2e+308, expected a number that a float", {"z_loss": 10**400}),
+        (TypeError, "label_smoothing is an array, float32[], expected a Python", {"label_smoothing": jnp.ones(())}),
         (TypeError, "scale has dtype complex64, expected a real dtype", {"scale": np.complex64(1j)}),
         (ValueError, "z_loss is inf, expected a finite number", {"z_loss": float("inf")}),
         (ValueError, "logits_soft_cap is 0, expected a positive number. Pass None", {"logits_soft_cap": 0}),
@@ -151,7 +143,7 @@ def test_lists_of_traced_numbers() -> None:
         (TypeError, "weights has dtype complex64", {"weights": np.ones((), np.complex64)}),
         (ValueError, "implementation='cuda', expected one of None", {"implementation": "cuda"}),
     ],
-)
+)  # fmt: skip
 def test_cross_entropy(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
     name = "softmax_cross_entropy_with_integer_labels"
     with pytest.raises(error, match="^" + name + ": " + re.escape(text)):

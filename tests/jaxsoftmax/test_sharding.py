@@ -1,7 +1,6 @@
 """Sharded operands: values, types and, on the compiled program, how little the devices say to each other."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from pallas_kernels.softmax.problem import Op
 from tests.jaxsoftmax import labelled
+from tests.jaxsoftmax.sharded import collectives, count, mesh, put
+from tests.pairwise import pairwise
 
 SHAPE = (8, 4, 16)
 X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
@@ -33,24 +34,16 @@ OPS = {
 }
 ROWS = [P("d"), P("d", "m"), P(None, "m"), P(("d", "m")), P(None, "d")]
 COLUMNS = [P(None, None, "d"), P(None, None, ("d", "m")), P("d", None, "m")]
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+KERNELS = ["reference", "stand-in"]
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 
-def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("d", "m")) -> Mesh:
-    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices("cpu")[: int(np.prod(shape))])
-
-
-def put(x: jax.Array, spec: P, on: Mesh | None = None) -> jax.Array:
-    return jax.device_put(x, NamedSharding(on or mesh(), spec))
-
-
-def collectives(function: Callable[..., Any], *operands: jax.Array) -> dict[str, int]:
-    """How often each collective is in the compiled program."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    counts = {name: len(re.findall(rf"= [^=]*? {name}(?:-start)?\(", text)) for name in COLLECTIVES}
-    return {name: count for name, count in counts.items() if count}
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """The record of what stands in for kernels, or none."""
+    return request.getfixturevalue("stand_ins") if request.param == "stand-in" else None
 
 
 def forward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -82,21 +75,15 @@ def agree(ours: Any, theirs: Any) -> None:
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", ROWS, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("op", OPS)
-def test_rows_need_no_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> None:
-    ours = MODES[mode](OPS[op][0])
+@pytest.mark.parametrize("spec, op, mode", pairwise(ROWS, [*OPS], [*MODES]), ids=str)
+def test_rows_need_no_exchange(stand_ins: Any, spec: P, op: str, mode: str) -> None:
     operands = put(X, spec), put(CT, spec)
-    assert collectives(ours, *operands) == {}
-    out = jax.jit(ours)(*operands)
+    compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
+    assert count(compiled) == {}
+    out = compiled(*operands)
     agree(out, expected(op, mode))
     assert out.sharding.is_equivalent_to(NamedSharding(mesh(), P(*spec[: out.ndim])), out.ndim)
-    shard = (
-        X.size
-        // SHAPE[-1]
-        // np.prod([mesh().shape[n] for e in spec if e for n in ((e,) if isinstance(e, str) else e)])
-    )
+    shard = np.prod(NamedSharding(mesh(), spec).shard_shape(SHAPE)[:-1])
     assert (shard, SHAPE[-1], 1) in {p for o in Op for p in stand_ins.ran(o)}
 
 
@@ -104,12 +91,11 @@ def test_rows_need_no_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> N
 @pytest.mark.parametrize("mode", ["forward", "vjp"])
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> None:
-    ours = MODES[mode](OPS[op][0])
     operands = put(X, spec), put(CT, spec)
-    counts = collectives(ours, *operands)
+    compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
     # The gradient of softmax is a forward and a backward pass; log_softmax's output is not needed for its own.
-    assert counts == {"all-reduce": 2 if (op, mode) == ("softmax", "vjp") else 1}
-    out = jax.jit(ours)(*operands)
+    assert count(compiled) == {"all-reduce": 2 if (op, mode) == ("softmax", "vjp") else 1}
+    out = compiled(*operands)
     agree(out, expected(op, mode))
     assert out.sharding.is_equivalent_to(operands[0].sharding, 3)
     assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < SHAPE[-1]], "a part of a row is not a row"
@@ -124,14 +110,13 @@ def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P)
     ],
 )
 def test_one_exchange_of_the_others(stand_ins: Any, op: str, mode: str, spec: P) -> None:
-    ours = MODES[mode](OPS[op][0])
-    assert collectives(ours, put(X, spec), put(CT, spec)) == {"all-reduce": 1}
-    agree(jax.jit(ours)(put(X, spec), put(CT, spec)), expected(op, mode))
+    operands = put(X, spec), put(CT, spec)
+    compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
+    assert count(compiled) == {"all-reduce": 1}
+    agree(compiled(*operands), expected(op, mode))
 
 
-@pytest.mark.parametrize("spec", [ROWS[1], COLUMNS[2]], ids=str)
-@pytest.mark.parametrize("mode", ["forward", "vjp"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op, mode, spec", pairwise([*OPS], ["forward", "vjp"], [ROWS[1], COLUMNS[2]]), ids=str)
 def test_masks_and_shifted_holes(stand_ins: Any, op: str, mode: str, spec: P) -> None:
     # Of a cross entropy, optax loses the digits that the offset has.
     offset = 64.0 if op == "cross_entropy" else 1e4
@@ -145,11 +130,10 @@ def test_masks_and_shifted_holes(stand_ins: Any, op: str, mode: str, spec: P) ->
         agree(np.asarray(got)[finite], np.asarray(want)[finite])
 
 
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("kind", ["stand-in", "xla"])
-def test_xla_partitions_the_reference_as_well(request: pytest.FixtureRequest, op: str, kind: str) -> None:
-    if kind == "stand-in":
-        request.getfixturevalue("stand_ins")
+@pytest.mark.usefixtures("kernels")
+def test_xla_partitions_the_reference_as_well(op: str) -> None:
     ours = functools.partial(OPS[op][0], implementation="xla")
     assert collectives(ours, put(X, P("d", "m"))) == {}
     assert set(collectives(ours, put(X, P(None, None, "d")))) == {"all-reduce"}
@@ -222,13 +206,10 @@ def test_one_device_calls_the_kernel_directly(stand_ins: Any) -> None:
     assert stand_ins.ran(Op.SOFTMAX) == {(32, 16, 1)}
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("op", OPS)
-def test_shard_map_with_checks(request: pytest.FixtureRequest, op: str, mode: str, kernels: bool) -> None:
+@pytest.mark.parametrize("op, mode, kernels", pairwise([*OPS], [*MODES], KERNELS), indirect=["kernels"], ids=str)
+@pytest.mark.usefixtures("kernels")
+def test_shard_map_with_checks(op: str, mode: str) -> None:
     ours = OPS[op][0]
-    if kernels:
-        request.getfixturevalue("stand_ins")
     spec = P("d", "m")
     mapped = lambda f: jax.shard_map(f, mesh=mesh(), in_specs=spec, out_specs=spec)
     agree(jax.jit(MODES[mode](mapped(ours)))(X, CT), expected(op, mode))
@@ -267,13 +248,13 @@ def test_partly_manual_regions_keep_rows_local(stand_ins: Any, spec: P) -> None:
     agree(jax.jit(mapped)(put(X, P("d", None, "m"))), jax.nn.softmax(X))
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-@pytest.mark.parametrize("spec", [P("d", None, None), P("d", "m", None), P("d", None, "m")], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("op", OPS)
-def test_explicit_meshes(request: pytest.FixtureRequest, op: str, mode: str, spec: P, kernels: bool) -> None:
-    if kernels:
-        request.getfixturevalue("stand_ins")
+EXPLICIT = [P("d", None, None), P("d", "m", None), P("d", None, "m")]
+
+
+@pytest.mark.parametrize(
+    "op, spec, kernels, mode", pairwise([*OPS], EXPLICIT, KERNELS, [*MODES]), indirect=["kernels"], ids=str
+)
+def test_explicit_meshes(op: str, mode: str, spec: P, kernels: Any) -> None:
     ours, want = MODES[mode](OPS[op][0]), expected(op, mode)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x, ct = jax.device_put(X, spec), jax.device_put(CT, spec)
@@ -289,10 +270,9 @@ def test_explicit_meshes(request: pytest.FixtureRequest, op: str, mode: str, spe
             assert counts == ({} if spec[2] is None else {"all-reduce": exchanges})
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
-def test_explicit_meshes_and_masks(request: pytest.FixtureRequest, kernels: bool) -> None:
-    if kernels:
-        request.getfixturevalue("stand_ins")
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
+@pytest.mark.usefixtures("kernels")
+def test_explicit_meshes_and_masks() -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(X, P("d", None, None))
         for mask in (jax.device_put(MASK, P("d", None, None)), jax.device_put(MASK[0, 0], P(None))):
@@ -302,12 +282,10 @@ def test_explicit_meshes_and_masks(request: pytest.FixtureRequest, kernels: bool
         assert jax.typeof(mapped).sharding.spec == P("d", None, None)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"])
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 @pytest.mark.parametrize("op", ["softmax", "log_softmax", "logsumexp"])
-def test_explicit_meshes_and_masks_cut_otherwise(request: pytest.FixtureRequest, op: str, kernels: bool) -> None:
-    if kernels:
-        request.getfixturevalue("stand_ins")
-
+@pytest.mark.usefixtures("kernels")
+def test_explicit_meshes_and_masks_cut_otherwise(op: str) -> None:
     def both(f: Callable[..., jax.Array], x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.value_and_grad(lambda x: jnp.tanh(f(x, where=mask)).max())(x)
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import top_k_softmax
 from jaxsoftmax._top_k import select
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
+from tests.jaxsoftmax.sharded import COLLECTIVES, mesh, put
 
 SHAPE = (8, 4, 3200)
 K = 6
@@ -32,17 +33,8 @@ X[2, 1, 3100] = np.inf
 
 ROWS = [P("d"), P("d", "m"), P(("d", "m"))]
 COLUMNS = [P(None, None, "d"), P(None, None, ("d", "m")), P("d", None, "m")]
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default::DeprecationWarning")]
-
-
-def mesh(kind: AxisType = AxisType.Auto, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("d", "m")) -> Mesh:
-    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices("cpu")[: int(np.prod(shape))])
-
-
-def put(x: Any, spec: P) -> jax.Array:
-    return jax.device_put(x, NamedSharding(mesh(), spec))
 
 
 def run(function: Callable[..., Any], *operands: jax.Array) -> tuple[Any, list[tuple[str, int]]]:

@@ -1,7 +1,7 @@
 """The planted faults that the conformance suite must reject. `docs/mutants.md` is written from this table.
 
-Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; attention's and
-top-k's, in the text of their modules.
+Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; attention's in its
+functions or their text, top-k's in the text of their modules.
 """
 
 import dataclasses
@@ -425,6 +425,9 @@ def _qualified(function: Callable[..., Any] | property) -> str:
 
 
 def _edit(mutant: attention_mutants.Mutant | top_k_mutants.Mutant) -> str:
+    if callable(mutant.code):
+        return f"`{_qualified(mutant.code)}`"
+    assert isinstance(mutant.becomes, str)
     code, becomes = (" ".join(text.split()).replace("|", "\\|") for text in (mutant.code, mutant.becomes))
     return f"without `{code}`" if becomes in ("pass", "") else f"`{code}` becomes `{becomes}`"
 

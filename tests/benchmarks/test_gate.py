@@ -1,0 +1,303 @@
+"""The gate before every time, of rows and of attention: what is right passes, and what is wrong is never timed."""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from benchmarks import attention_cases, calls, cases, impls, report, runner, truth, verdict
+from benchmarks import results as measured
+from benchmarks.attention_cases import Case, Shape
+from benchmarks.calls import Options
+from benchmarks.impls import ATTENTION
+from benchmarks.runner import Bench
+from pallas_kernels.softmax import reference
+
+ROWS = [
+    "softmax_fwd_f16_32768x1024",
+    "softmax_bwd_f32_32768x4096",
+    "log_softmax_fwd_bf16_32768x4096",
+    "log_softmax_bwd_bf16_8192x128256",
+    "log_softmax_value_and_vjp_bf16_32768x4096",
+    "logsumexp_fwd_bf16_32768x4096",
+    "cross_entropy_fwd_f32_8192x128256",
+    "cross_entropy_value_and_grad_mean_bf16_8192x32000",
+    "cross_entropy_fwd_bf16_8192x128256_smoothed_capped",
+    "cross_entropy_value_and_grad_bf16_8192x128256_smoothed_capped",
+    "cross_entropy_value_and_grad_bf16_8192x128256_half_ignored",
+    "top_k_fwd_bf16_64x32000_k1",
+    "top_k_fwd_bf16_64x32000_k64",
+]
+TINY = Shape(2, 4, 2, 16, 8, 8, "full")
+KINDS = [dataclasses.replace(TINY, kind=kind, span=5) for kind in attention_cases.KINDS]
+CALLS = [
+    *KINDS,
+    dataclasses.replace(TINY, value_dim=4, kind="causal"),
+    *(
+        Shape(2, 4, 2, 12, 8, 8, kind, queries=t)
+        for kind, t in zip(("full", "causal", "mask"), (9, 17, 9), strict=True)
+    ),
+    *(Shape(2, 4, 2, 12, 8, 8, kind, queries=t) for kind, t in (("causal", 9), ("causal_mask", 17), ("bias", 17))),
+    *(Shape(2, 4, 2, 12, 8, 8, kind, queries=1) for kind in ("full", "mask", "bias")),
+    *(Shape(1, 2, 2, 13, 8, 4, kind, 9, dtype="float16") for kind in ("full", "window", "documents")),
+]
+
+
+def _named(name):
+    (case,) = [case for case in cases.all_cases() if case.name == name]
+    return case
+
+
+def _bench(*impls):
+    return Bench(Options(impls, rounds=1))
+
+
+def _run(case, *impls):
+    bench = _bench(*impls)
+    bench.prepare([case])
+    return bench.run(case)
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Cases of attention are measured as they are."""
+    monkeypatch.setattr(Shape, "shrunk", lambda shape: shape)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_right_pass(name):
+    entry = runner.run(_named(name), Options(rounds=1))["impls"]["ours"]
+    assert entry["status"] == "ok"
+    assert entry["max_error_ulp"] <= entry["allowed_error_ulp"]
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "value_and_grad", "value_and_grad_mean"])
+def test_a_loss_in_float32_is_another_formula(pass_):
+    record = _run(_named(f"cross_entropy_{pass_}_bf16_8192x32000"), "ours", "xla", "xla_f32")
+    error = {name: measured.loss_error(record, name) for name in record["impls"]}
+    assert error["ours"] < 1
+    assert error["xla_f32"] < 2
+    assert error["xla"] > (1000 if pass_ == "fwd" else 2)
+    with pytest.raises(impls.Declined, match="only a loss"):
+        impls.build(_named("softmax_fwd_f32_32768x1024"), "xla_f32")
+
+
+@pytest.mark.parametrize("fault", [
+    pytest.param(lambda x: jnp.full_like(x, 1 / x.shape[1]), id="a constant"),
+    pytest.param(lambda x: jax.nn.softmax(x)[:, ::-1], id="columns permuted"),
+    pytest.param(lambda x: jax.nn.softmax(x).at[:, -1].set(0), id="no last column"),
+    pytest.param(lambda x: jax.nn.softmax(x).at[x.shape[0] // 2].set(np.nan), id="a row unwritten"),
+    pytest.param(lambda x: jax.nn.softmax(x) * 1.0001, id="a sum off by a ten-thousandth"),
+])  # fmt: skip
+def test_wrong_rows_have_no_time(monkeypatch, fault):
+    build = impls.build
+    wrong = impls.Program(fault)
+    monkeypatch.setattr(impls, "build", lambda case, impl, **kw: wrong if impl == "ours" else build(case, impl, **kw))
+    record = runner.run(_named("softmax_fwd_f32_32768x1024"), Options(rounds=1))
+    assert record["impls"]["ours"]["status"] == "WRONG"
+    assert "us" not in record["impls"]["ours"]
+    assert "WRONG" in report.line(record)
+
+
+def _swapped(p, at):
+    return p, at.at[-1, 1:3].set(at[-1, 2:0:-1])
+
+
+LOSS_FAULTS = {
+    "cross_entropy_fwd_bf16_8192x32000": {
+        "another label": lambda x, y, right: right(x, y.at[-1].add(-1)),
+        "a loss in 16 bits": lambda x, y, right: right(x, y).astype(x.dtype).astype(jnp.float32),
+        "a row unwritten": lambda x, y, right: right(x, y).at[3].set(0),
+    },
+    "cross_entropy_value_and_grad_bf16_8192x32000": {
+        "the sum for the mean": lambda x, y, right: (right(x, y)[0] * 8, right(x, y)[1]),
+        "no label in the gradient": lambda x, y, right: (right(x, y)[0], right(x, y.at[-1].add(-1))[1]),
+        "probabilities of nothing": lambda x, y, right: (right(x, y)[0], right(x, y)[1].at[3, 7:].set(0)),
+        "a gradient of the sum": lambda x, y, right: (right(x, y)[0], right(x, y)[1] * 8),
+    },
+    "top_k_fwd_bf16_64x32000_k8": {
+        "two swapped": lambda x, right: _swapped(*right(x)),
+        "one left out": lambda x, right: tuple(y[:, 1:9] for y in jax.lax.top_k(jax.nn.softmax(x), 9)),
+        "probabilities among the selected": lambda x, right: (jax.nn.softmax(jax.lax.top_k(x, 8)[0]), right(x)[1]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOSS_FAULTS)
+def test_a_wrong_loss_is_seen_in_whatever_row(name):
+    case = _named(name).shrunk(2**18)
+    (operands,) = impls.make_operands(case, 1, seed=0)
+    ours, xla = (jax.jit(impls.build(case, impl).function) for impl in ("ours", "xla"))
+    right, baseline, check = ours(*operands), xla(*operands), truth.every_row(case)
+    assert truth.judge(case, operands, right, baseline, check).right
+    for fault, wrong in LOSS_FAULTS[name].items():
+        assert not truth.judge(case, operands, wrong(*operands, ours), baseline, check).right, fault
+    for row in range(case.rows):  # by the loose check, without the sampled rows
+        assert not check(operands, jax.tree.map(lambda y, row=row: y.at[row].add(1) if y.ndim else y, right)) <= 1
+
+
+def test_every_row_is_looked_at(monkeypatch):
+    """Of many rows only some are sampled; the loose check on the device sees the others."""
+    case = _named("softmax_fwd_f32_32768x1024").shrunk(2**20)
+    monkeypatch.setattr(truth, "_SAMPLED_ELEMENTS", 4 * case.cols)
+    ((x,),) = impls.make_operands(case, 1, seed=0)
+    xla = jax.nn.softmax(x)
+    unsampled = next(iter(set(range(case.rows)) - set(truth._sampled_rows(case).tolist())))
+    found = truth.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), xla, truth.every_row(case))
+    assert found.error <= found.allowed
+    assert not found.right
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
+def test_a_rung_has_the_loss_around_it(pass_):
+    case = _named(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk(2**17)
+    (operands,) = impls.make_operands(case, 1, seed=0)
+    kernel = getattr(reference, case.problems[0].op.value)
+    run = lambda x, *rows: kernel(x, *(row[:, None] for row in rows), axes=(1,))
+    function, take = impls.rung_of_loss(case, types.SimpleNamespace(run=run))
+    got = function(*(take(*operands) if take else operands))
+    for mine, ours in zip(*map(jax.tree.leaves, (got, impls.ours_of_loss(case)(*operands))), strict=True):
+        np.testing.assert_allclose(mine.astype(np.float32), ours.astype(np.float32), rtol=1e-2, atol=1e-5)
+    with pytest.raises(impls.Declined, match="GPU"):
+        impls.build(case, "rung:naive")
+
+
+def test_a_program_that_does_not_compile_hides_no_other_result(monkeypatch):
+    build = impls.build
+
+    def broken(case, impl, **override):
+        if impl == "ours":
+            raise ValueError("no such layout\nlong trace")
+        return build(case, impl, **override)
+
+    monkeypatch.setattr(impls, "build", broken)
+    record = runner.run(_named("softmax_fwd_f32_32768x1024"), Options(rounds=1))
+    assert record["impls"]["ours"] == {"status": "failed", "reason": "ValueError: no such layout"}
+    assert record["impls"]["xla"]["us"] > 0
+
+
+def test_ours_keeps_only_its_output_for_the_backward_pass():
+    case = _named("softmax_value_and_vjp_bf16_32768x4096")
+    assert impls.build(case, "ours").facts["residual_bytes"] == cases.operand_bytes(case)
+    assert impls.build(case, "xla").facts["residual_bytes"] > cases.operand_bytes(case)
+
+
+def test_an_invariant_function_is_traced_as_one():
+    scaled = lambda x: x * (1.0 + jaxsoftmax._core.batch_invariance.enabled())
+    assert (jax.jit(scaled)(1.0), jax.jit(impls.invariant(scaled))(1.0)) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("shape", CALLS, ids=lambda shape: shape.name)
+def test_attention_passes_and_a_wrong_one_does_not(shape, whole):
+    pass_ = "fwd" if shape.queries == 1 else "bwd" if not shape.queries else "value_and_vjp"
+    others = ["xla"] if shape.value_dim == shape.head_dim and shape.dtype == "bfloat16" else []  # as jax.nn takes it
+    bench, case = _bench("ours", *others), Case(shape, pass_, frozenset())
+    bench.prepare([case])
+    for entry in bench.run(case)["impls"].values():
+        assert entry["status"] in ("ok", "unresolved"), entry
+    bench._held[2]["out"] = tuple(x * 1.1 for x in bench._held[2]["out"])
+    assert bench.run(case)["impls"]["ours"]["status"] == "WRONG"
+
+
+@pytest.mark.parametrize("fault", ["edge", "window", "documents", "scale", "head"])
+def test_an_attention_that_sees_other_keys_does_not_pass(fault):
+    kind = {"edge": "causal", "window": "window", "documents": "documents"}.get(fault, "full")
+    shape = dataclasses.replace(TINY, kind=kind, span=5)
+    operands = shape.operands(0)
+    truths = jax.jit(functools.partial(truth.attention, shape, gradients=False))(operands)
+    changed = {"edge": {"kind": "full"}, "window": {"span": 6}, "documents": {"kind": "causal"}}.get(fault, {})
+    wrong = {name: x for name, x in operands.items() if name != "segments"}
+    if fault == "scale":
+        wrong["query"] = operands["query"] * 1.1
+    if fault == "head":
+        wrong["key"] = operands["key"][:, :, ::-1]
+    programs = impls.attention_programs(dataclasses.replace(shape, **changed), "fwd", "ours")
+    assert not truth.judge_attention(shape, jax.jit(programs["fwd"].function)(wrong), truths).right
+
+
+def _stopped(operands, name):
+    """The operands, of which the first head of one has no gradient."""
+    first = (jnp.arange(operands[name].shape[2]) == 0)[:, None]
+    return {**operands, name: jnp.where(first, jax.lax.stop_gradient(operands[name]), operands[name])}
+
+
+FAULTS = {
+    "no first head of the first sequence": ("fwd", lambda call, x: call(x).at[0, :, 0].set(0)),
+    "sequences exchanged": ("fwd", lambda call, x: call(x)[::-1]),
+    "one NaN": ("fwd", lambda call, x: call(x).at[0, 3, 1, 2].set(jnp.nan)),
+    "no first head's d_query": ("value_and_vjp", lambda call, x: call(_stopped(x, "query"))),
+    "no first head's d_key": ("value_and_vjp", lambda call, x: call(_stopped(x, "key"))),
+    "no first head's d_value": ("bwd", lambda call, x: call(_stopped(x, "value"))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_attention_has_no_time(fault, monkeypatch, whole):
+    pass_, spoil = FAULTS[fault]
+    right = ATTENTION["xla"]
+    wrong = dataclasses.replace(right, call=lambda shape, x: spoil(lambda x: right.call(shape, x), x))
+    monkeypatch.setitem(ATTENTION, "ours", wrong)
+    record = _run(Case(TINY, pass_, frozenset()), "ours", "xla")
+    assert record["impls"]["ours"]["status"] == "WRONG"
+    assert "us" not in record["impls"]["ours"]
+    json.dumps(record, allow_nan=False)
+    output = fault.split()[-1] if "d_" in fault else "out"
+    assert f"WRONG: {output}: relative error" in report.line(record)
+    assert "sequence 0, head" in report.line(record)
+    assert record["impls"]["xla"]["status"] in ("ok", "unresolved")
+
+
+def test_a_row_is_not_lost_in_the_mean():
+    want = jax.random.normal(jax.random.key(0), (1, 16384, 8))
+    near = want * (1 + 2.0**-8 * jax.random.normal(jax.random.key(1), want.shape))
+    faults = near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8])
+    plain, missing, another = (float(truth._head_error(x, want)[0]) for x in faults)
+    assert plain < 2.0**-7
+    assert not verdict.Verdict("out", missing, plain).right
+    assert not verdict.Verdict("out", another, plain).right
+
+
+def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("no kernel takes this call:\n  heads of 256")
+
+    monkeypatch.setitem(ATTENTION, "ours", impls.Impl(refuse))
+    entry = _run(Case(TINY, "fwd", frozenset()), "ours")["impls"]["ours"]
+    assert entry == {"status": "declined", "reason": "no kernel takes this call: heads of 256"}
+
+
+@pytest.mark.parametrize("groups", [[("fwd", "bwd")], [("fwd",), ("bwd",)]], ids=["together", "apart"])
+def test_a_forward_pass_is_judged_by_the_truth_with_gradients_where_there_is_one(whole, groups):
+    bench = _bench("ours")
+    for passes in groups:
+        chosen = [Case(TINY, pass_, frozenset()) for pass_ in passes]
+        bench.prepare(chosen)
+        assert all(bench.run(case)["impls"]["ours"]["error"] < 1e-2 for case in chosen)
+    assert len(bench._truths) == len(groups)
+
+
+def test_the_scale_of_jax_own_kernel_is_in_its_query():
+    small = Shape(1, 1, 1, 8, 64, 64, "full")
+    made = ATTENTION["mgpu"].prepare(small, small.operands(0))
+    assert made["query"].dtype == jnp.float16
+    np.testing.assert_array_equal(made["query"], (small.operands(0)["query"] / math.sqrt(64)).astype(jnp.float16))
+
+
+def test_the_best_peer_is_the_fastest():
+    entries = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
+    assert measured.against_best({"impls": entries}) == {"best_peer": "mgpu", "ratio": 1.25}
+    assert measured.against_best({"impls": {"ours": {"us": 2.0}}}) == {"best_peer": None, "ratio": None}
+
+
+def test_what_peers_are_told_has_documents_and_buffers():
+    (case,) = attention_cases.select(tags=["standard"], passes=["fwd"], kinds=["documents"])
+    told = calls.for_peers(case)
+    assert (sum(told["documents"]), told["flops"]) == (16384, case.flops)
+    assert calls.for_peers(_named("softmax_fwd_f16_32768x1024"))["buffers"] == 3

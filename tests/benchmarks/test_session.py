@@ -1,0 +1,330 @@
+"""A run of the binary without a GPU: flags, report, result file, processes, budget, and what makes it red."""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks import attention_cases, cases, impls, report, runner, timing
+from benchmarks import results as measured
+from benchmarks.attention_cases import Case, Shape
+from benchmarks.calls import Options
+from benchmarks.runner import Bench
+
+ROOT = Path(__file__).parents[2]
+TINY = Shape(2, 4, 2, 16, 8, 8, "full")
+CAUSAL, BROKEN = dataclasses.replace(TINY, kind="causal"), dataclasses.replace(TINY, key_heads=0)
+NOT_HERE = {"fa4": {"status": "not installed", "reason": "no"}}
+
+
+def _case(shape=TINY, pass_="fwd"):
+    return Case(shape, pass_, frozenset({"core"}))
+
+
+def _rows(name):
+    (case,) = [case for case in cases.all_cases() if case.name == name]
+    return case
+
+
+def _measure(chosen, *impls, rounds=1, **limits):
+    return program.Session(chosen, Options(impls, rounds=rounds), commit="abc", **limits).measure()
+
+
+def test_a_run_reports_every_implementation_asked_for(binary, tmp_path):
+    names = r"fwd_f32_32768x1024|value_and_vjp_bf16_32768x4096|call"
+    file = tmp_path / "run.json"
+    out = binary(f"--case={names}", "--tag=smoke", "--impl=ours,xla,quack,torch", "--rounds=1", f"--json={file}")
+    assert "on the CPU" in out
+    found = measured.read(file)
+    assert {"device", "versions", "commit", "seed", "timestamp", "inputs", "clocks_after"} <= set(found["header"])
+    assert found["header"]["versions"]["jax"] == jax.__version__
+    assert found["header"]["topic"] is None
+    assert [r["case"]["name"] for r in found["records"]] == [
+        "softmax_fwd_f32_32768x1024",
+        "softmax_call_f32_8x128",
+        "softmax_value_and_vjp_bf16_32768x4096",
+    ]
+    for record in found["records"]:
+        assert set(record["impls"]) == {"ours", "xla", "quack", "torch"}
+        assert record["impls"]["ours"]["us"] > 0
+        assert record["impls"]["quack"]["status"] == "not installed"
+        assert record["clock"] == "wall"
+        assert record["case"]["name"] in out
+    forward = found["records"][0]
+    assert forward["rows_measured"] < forward["case"]["rows"]
+    assert forward["copy"]["method"] == "copy:xla"
+    assert forward["impls"]["ours"]["temp_bytes"] >= 0
+
+
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.training"])
+def test_without_absl_the_extra_is_named(module):
+    hidden = "import runpy, sys; sys.modules['absl'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hidden, module], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "absl is not installed" in done.stderr.splitlines()[-1]
+    assert "pip install 'jaxsoftmax[bench]'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--impl=quak --list", "--impl: got quak, wanted some of ours, "),
+        ("--tag=stndard", "tag: got stndard, wanted some of"),
+        ("--dtype=f8", "dtype: got f8, wanted some of"),
+        ("--op=attention,softmax", "--op: got attention beside softmax, wanted it alone"),
+        ("--op=softmax --count=3", "--count: got 3, wanted it for attention alone"),
+        ("--tag=core --case=nothing", "No case matches"),
+        ("--op=attention --impl=our", "--impl: got our, wanted some of ours, batch_invariant, cudnn"),
+        ("--op=attention --tag=core --kind=bias", "No case matches"),
+        ("--op=attention --dtype=f16", "--dtype: got"),
+        ("--op=attention --tree=../before", "--tree: got ../before, wanted NAME=FOLDER"),
+        ("--op=attention --tree=before=../before --impl=now:a=1,older", "--impl: got older"),
+        ("--help", "python -m benchmarks --list --tag=core"),
+    ],
+)
+def test_what_is_not_understood_or_selects_nothing_is_refused(binary, flags, words):
+    assert words in binary(*flags.split(), expect=1)
+
+
+def test_listing_measures_nothing(binary):
+    for flags, topic in (((), cases), (("--op=attention",), attention_cases)):
+        out = binary(*flags, "--list", "--tag=core")
+        assert len(out.strip().splitlines()) == len(topic.select(tags=["core"]))
+
+
+def test_what_batch_invariance_costs_is_measured_beside_ours(binary, tmp_path):
+    file = tmp_path / "invariance.json"
+    binary("--tag=invariance", "--case=axis0|top_k.*256x", "--rounds=1", f"--json={file}")
+    found = measured.read(file)
+    assert found["header"]["topic"] == "invariance"
+    assert len(found["records"]) == 2
+    for record in found["records"]:
+        assert all(record["impls"][name]["us"] > 0 for name in ("ours", impls.INVARIANT))
+
+
+def test_a_sample_is_measured_and_reported(binary, tmp_path):
+    file = tmp_path / "sample.json"
+    out = binary("--op=attention", "--tag=sample", "--count=2", "--seed=4", "--rounds=1", f"--json={file}")
+    assert all(case.name in out for case in attention_cases.sample(2, seed=4))
+    assert "against the better of cuDNN and XLA: geometric mean" in out
+    found = measured.read(file)
+    assert found["header"]["topic"] == "attention sample"
+    assert all(set(record["impls"]) == {"ours", "cudnn", "xla"} for record in found["records"])
+
+
+def test_the_report_of_a_sample_has_the_mean_the_share_and_the_worst():
+    times = {"slow": (2.0, 1.0, 8.0), "fast": (1.0, 4.0, 2.0), "alone": (1.0,), "nearly": (1.0, 9.0, 0.96)}
+    each = lambda us: {name: {"us": us} for name, us in zip(("ours", "cudnn", "xla"), us, strict=False)}
+    records = [{"case": {"name": name}, "impls": each(us)} for name, us in times.items()]
+    head, *worst = report.sample(records).splitlines()
+    assert head.startswith(
+        "3 of 4 calls, against the better of cuDNN and XLA: geometric mean 0.986, 1 below 0.95 (33.3 %)"
+    )
+    assert worst == ["  0.500  slow", "  0.960  nearly", "  2.000  fast"]
+    assert "none of 1 calls" in report.sample(records[2:3])
+
+
+def test_attention_is_measured_in_every_pass_and_every_failure_is_named(tmp_path):
+    path = tmp_path / "attention.json"
+    chosen = [_case(pass_=pass_) for pass_ in attention_cases.PASSES]
+    records = _measure(chosen, "ours", "cudnn", "mgpu", "tokamax", rounds=2, path=path, budget_s=1000)
+    found = measured.read(path)
+    assert found["records"] == json.loads(json.dumps(records))
+    assert (found["header"]["topic"], found["header"]["commit"], found["header"]["left_out"]) == (
+        "attention",
+        "abc",
+        [],
+    )
+    for record, pass_ in zip(found["records"], attention_cases.PASSES, strict=True):
+        ours, cudnn, mgpu, tokamax = (record["impls"][name] for name in ("ours", "cudnn", "mgpu", "tokamax"))
+        assert ours["status"] in ("ok", "unresolved") if pass_ == "bwd" else ours["us"] > 0
+        assert cudnn["status"] == "failed"
+        assert cudnn["reason"]
+        assert (mgpu["status"], tokamax["status"]) == ("declined", "not installed")
+        assert record["matmul"]["tflop_per_s"] >= 0
+        assert record["ratio"] is None
+    assert set(found["records"][1]["impls"]["ours"]["programs"]) == {"fwd", "value_and_vjp", "direct"}
+
+
+def test_a_case_for_the_cpu_is_measured_as_it_is():
+    chosen = attention_cases.select(tags=["cpu"], patterns=["fwd_full_d64_t1_s4096_b8_h8_f32"])
+    (record,) = _measure(chosen, "ours", "xla")
+    assert "measured" not in record
+    assert all(record["impls"][name]["us"] > 0 for name in ("ours", "xla"))
+
+
+def test_a_budget_that_is_spent_leaves_cases_out_and_says_which(tmp_path, capsys):
+    path = tmp_path / "attention.json"
+    chosen = [_case(), _rows("softmax_fwd_f32_32768x1024")]
+    assert _measure(chosen, "ours", path=path, budget_s=0) == []
+    assert measured.read(path)["header"]["left_out"] == [case.name for case in chosen]
+    assert chosen[0].name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [_case(), _rows("softmax_fwd_f32_32768x1024")], ids=["attention", "rows"])
+def test_a_case_that_fails_does_not_end_the_run_and_makes_it_red(monkeypatch, case):
+    def fail(*_):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(Bench, "run", fail)
+    records = _measure([case], "ours")
+    assert "out of memory" in report.line(records[0])
+    assert program.red("ours", records, {}) == [case.name]
+
+
+@pytest.mark.parametrize(
+    "name, status, is_red",
+    [
+        ("ours", "WRONG", True),
+        ("rung:warp", "failed", True),
+        ("rung:warp", "declined", False),
+        ("now:a=1", "declined", True),
+        ("cudnn", "failed", False),
+        ("quack", "WRONG", False),
+    ],
+)
+def test_what_makes_a_run_red(name, status, is_red):
+    records = [{"case": {"name": "case"}, "impls": {name: {"status": status}}}]
+    assert program.red(name, records, {"now": "."}) == ["case"] * is_red
+
+
+def test_peers_stand_beside_ours_or_alone():
+    peer = {"status": "ok", "us": 1.0, "min_us": 1.0, "max_us": 1.0, "tflop_per_s": 9.0, "error": 0.0}
+    answer = lambda told: {"impls": {"fa4": dict(peer)}, "matmul": {"tflop_per_s": 700.0}}
+    process = types.SimpleNamespace(measure=answer)
+    (record,) = _measure([_case()], "ours", process=process)
+    assert record["best_peer"] == "fa4"
+    assert record["ratio"] == pytest.approx(1 / record["impls"]["ours"]["us"], abs=1e-4)
+    (alone,) = _measure([_case()], process=process)
+    assert (list(alone["impls"]), alone["peers_matmul"], alone["ratio"]) == (["fa4"], {"tflop_per_s": 700.0}, None)
+    assert "peers_matmul 700 TFLOP/s" in report.line(alone)
+
+
+def test_times_are_compared_with_the_first():
+    timed = {"us": 2.0, "min_us": 2.0, "max_us": 2.0, "tflop_per_s": 1.0, "error": 0.0}
+    found = {"case": {"name": "case"}, "impls": {"before": timed, "now": timed | {"us": 3.0}}, "clock": "cupti"}
+    _, *lines = report.line(found).splitlines()
+    assert ["1.000x" in lines[0], "1.500x" in lines[1]] == [True, True]
+
+
+@pytest.mark.parametrize("processes", [1, 8, 100])
+def test_every_case_is_in_one_share_beside_the_other_passes_of_its_shape(processes):
+    chosen = attention_cases.select(tags=["standard"], passes=["fwd", "bwd"])
+    shares = runner.deal(chosen, processes)
+    assert sorted(case.name for share in shares for case in share) == sorted(case.name for case in chosen)
+    assert len(shares) == min(processes, 32)
+    shapes = [list(dict.fromkeys(case.shape for case in share)) for share in shares]
+    assert sum(map(len, shapes)) == 32
+    assert max(map(len, shapes)) - min(map(len, shapes)) <= 1
+
+
+def test_processes_measure_what_one_would_and_the_end_of_one_does_not_end_the_run(tmp_path):
+    chosen = [_case(), _case(BROKEN), _case(TINY, "bwd"), _case(CAUSAL), _rows("softmax_fwd_f32_32768x1024")]
+    path = tmp_path / "attention.json"
+    process = types.SimpleNamespace(measure=lambda case: {"impls": dict(NOT_HERE)})
+    records = _measure(chosen, "ours", process=process, path=path, processes=3)
+    found = {record["case"]["name"]: record for record in records}
+    assert found.keys() == {case.name for case in chosen}
+    assert found[chosen[1].name]["error"] == "its process ended with status 1"
+    for case in (chosen[0], *chosen[3:]):
+        assert found[case.name]["impls"]["ours"]["us"] > 0
+    assert set(found[chosen[2].name]["impls"]["ours"]["programs"]) == {"fwd", "value_and_vjp", "direct"}
+    assert all(record["impls"]["fa4"] == NOT_HERE["fa4"] for record in records)
+    written = measured.read(path)
+    assert written["records"] == json.loads(json.dumps(records))
+    assert (written["header"]["left_out"], written["header"]["commit"]) == ([], "abc")
+
+
+@pytest.mark.parametrize("deadline, broken", [(None, False), (None, True), (0.0, False)])
+def test_a_process_measures_when_all_have_compiled_and_it_has_the_device(monkeypatch, tmp_path, deadline, broken):
+    done, sent = [], []
+    device = tmp_path / "device"
+    device.touch()
+
+    def run(case):
+        with device.open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        done.append(case)
+        return {"case": case}
+
+    def wait():
+        done.append("all compiled")
+        if broken:
+            raise threading.BrokenBarrierError
+
+    bench = types.SimpleNamespace(prepare=lambda cases: done.append("compiled"), run=run)
+    monkeypatch.setattr(runner, "Bench", lambda options: bench)
+    pipe, barrier = types.SimpleNamespace(send=sent.append), types.SimpleNamespace(wait=wait)
+    runner._measure(pipe, ["a", "b"], Options(), barrier, str(device), deadline)
+    wanted = ["a", "b"] if deadline is None else []
+    assert done == ["compiled", "all compiled", *wanted]
+    assert sent == [{"case": case} for case in wanted]
+
+
+def test_a_library_is_found_where_it_was_loaded_from():
+    assert pathlib.Path(measured.loaded("libc.so")).is_file()
+    assert measured.loaded("libnvJitLink") is None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The device's parts are replaced: torch's copy and Mosaic's; `gpu(kernels)` is what the profiler sees."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(timing, "mosaic_copy", jax.jit(jax.numpy.copy))
+    return lambda kernels: monkeypatch.setattr(timing, "_device_kernels", kernels)
+
+
+def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(monkeypatch, gpu):
+    profiled = []
+
+    def kernels(schedule):
+        schedule()
+        names = [variant.name for _, variant in schedule.slots()]
+        profiled.append(names)
+        return [(name, 0.5 if name == "copy:mosaic" else 1.0) for name in names]
+
+    gpu(kernels)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 3 * 2**20)
+    record = runner.run(_rows("logsumexp_fwd_bf16_32768x4096").shrunk(2**19), Options(rounds=2))
+    assert (record["clock"], record["buffers"]) == ("cupti", 3)
+    assert set(profiled[-1]) == {"ours:fwd", "xla:fwd", "copy:mosaic"}
+    assert record["copy"]["method"] == "copy:torch"
+    assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
+    assert record["impls"]["ours"]["us"] == 1000.0
+    assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
+
+
+def test_what_is_slow_is_launched_less_often(monkeypatch, gpu):
+    """XLA takes long, with and without sessions apart."""
+
+    def kernels(schedule):
+        launched = [variant.name for _, variant in schedule.slots()]
+        schedule()
+        if together and len(set(launched)) > 1:
+            raise RuntimeError("kernels of no one")
+        return [(name, 30.0 if name == "xla:fwd" else 1.0) for name in launched]
+
+    gpu(kernels)
+    monkeypatch.setattr(timing, "buffers_needed", lambda size, hot: 1)
+    slow = itertools.cycle((False, True))  # of ours, of XLA
+    monkeypatch.setattr(runner, "_is_slow", lambda launch: next(slow))
+    case = _rows("cross_entropy_fwd_bf16_8192x32000").shrunk(2**17)
+    for together in (False, True):
+        with pytest.warns(UserWarning, match="kernels of no one") if together else contextlib.nullcontext():
+            record = runner.run(case, Options(rounds=4))
+        assert record["clock"] == ("cupti, each round apart" if together else "cupti")
+        assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
+        assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]
+        assert record["impls"]["xla"]["launches"] == 2
