@@ -170,12 +170,12 @@ def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *star
     machine.copy_tile(source, static.sizes, starts, to, full)
 
 
-def _copy_panels(machine: Any, static: Any, source: Any, to: Any, full: Any, *at: Any) -> None:
-    machine.copy_panels(source, at, to, full)
+def _copy_panels(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
+    machine.copy_panels(source, static.is_slice, starts, to, full)
 
 
-def _store_panels(machine: Any, static: Any, source: Any, target: Any, *at: Any) -> None:
-    machine.store_panels(source, target, at, static.first)
+def _store_panels(machine: Any, static: Any, source: Any, target: Any, column: Any, *starts: Any) -> None:
+    machine.store_panels(source, target, static.is_slice, (*starts, column))
 
 
 def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
@@ -329,8 +329,8 @@ def _store_row_values(machine: Any, static: Any, target: Any, values: Any, batch
 
 
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
-    row, column = np.indices(target.shape)
-    machine.scatter(target, (row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
+    panel, row, column = np.indices(target.shape)
+    machine.scatter(target, (panel, row, column), (machine.load(lse) == np.inf)[:, None] & (column >= 0), 0)
 
 
 def _zero_rows_of_warp(machine: Any, static: Any, target: Any, lse: Any) -> None:
@@ -412,11 +412,6 @@ def _keep_loop(machine: Any, static: Any) -> None:
     """Only the compilers hear it."""
 
 
-def _begin_product(machine: Any, static: Any, *refs: Any) -> list[Any]:
-    *left, right = (machine.load_as_product(ref).astype(jnp.float32) for ref in refs)
-    return [in_flight.begin_in_registers(machine, list(refs), jnp.concatenate(left, axis=1) @ right.T)]
-
-
 def _multiply_shared(machine: Any, static: Any, left: Any, right: Any, *sums: Any) -> list[Any]:
     factors = (_columns(machine.load_as_product(ref))[:, : -(-static.depth // 16) * 16] for ref in (left, right))
     x, y = (factor.astype(jnp.float32) for factor in factors)
@@ -426,6 +421,14 @@ def _multiply_shared(machine: Any, static: Any, left: Any, right: Any, *sums: An
 def _multiply_registers(machine: Any, static: Any, left: Any, right: Any, sums: Any) -> list[Any]:
     factor = _columns(machine.load_as_product(right))[:, : static.numbers].astype(jnp.float32)
     return [in_flight.begin_in_registers(machine, [right], sums + left.astype(jnp.float32) @ factor)]
+
+
+def _multiply_transposed(machine: Any, static: Any, *refs: Any) -> list[Any]:
+    count = len(refs) // 2
+    left = [machine.load_as_product(ref).astype(jnp.float32) for ref in refs[:count]]
+    right = [_columns(machine.load_as_product(ref)).astype(jnp.float32) for ref in refs[count:]]
+    total = sum(x.T @ y for x, y in zip(left, right, strict=True))
+    return [in_flight.begin_in_registers(machine, list(refs), total)]
 
 
 def _columns(panels: Any) -> Any:
