@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -175,6 +176,10 @@ def _by_half(barrier):
     return arrivals_of
 
 
+def _one_row_on(at):
+    return tuple(pl.ds(i.start + 1, i.size) if isinstance(i, pl.Slice) else i for i in at)
+
+
 def _without_d_lse(logit_shift, operands, nothing):
     return logit_shift(types.SimpleNamespace(**vars(operands) | {"d_lse": 0.0}), nothing)
 
@@ -186,10 +191,6 @@ def _of_first_row(tiles_without_keys, nothing, config):
 def _bounds_of_arrays(sequence_at, problem, *arguments):
     left, right = schedule.bounds(problem)
     return sequence_at(problem, *arguments)._replace(left=left, right=right)
-
-
-def _one_longer(without_padding, x, lengths):
-    return without_padding(x, None if lengths is None else lengths + 1)
 
 
 _forward = functools.partial(Mutant, Op.FORWARD)
@@ -263,6 +264,8 @@ MUTANTS = (
     _forward("a warpgroup takes steps that its CTA skips",
              "own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)", "pass",
              "segments", rejected_by=DEADLOCK),
+    _forward("a tile's rows are stored one row on, the last of them over the next sequence's", pipeline.store_rows,
+             lambda store, source, target, at, *column: store(source, target, _one_row_on(at), *column), batch=2),
     _forward("values past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "key-lengths"),
     _forward("the last section of heads is left out", schedule.order,
              lambda order, *a: tuple(part[:-1] for part in order(*a)), rejected_by=NOT_ONCE),
@@ -281,7 +284,8 @@ MUTANTS = (
              rejected_by=UNORDERED, heads=(3, 1)),
     _forward("a tile's record is overwritten while it is read", tile_scheduler._slot,
              lambda slot, t: lax.rem(jnp.int32(t), jnp.int32(2)), rejected_by=OUT_OF_STEP, heads=(3, 1)),
-    _forward("keys are read before they are there", "            wait(i)\n            begun", "            begun",
+    _forward("keys are read before they are there", "wait(i)\n        begun = multiply_keys(i)\n        summing",
+             "begun = multiply_keys(i)\n        summing",
              rejected_by=OUT_OF_STEP),
     _forward("the last values are read before they are there", "        wait(count)\n", "", rejected_by=RACE),
     _forward("queries are read before they are there",
@@ -319,21 +323,21 @@ MUTANTS = (
              forward._release_bias, _left_out, "everything", rejected_by=DEADLOCK, bias_stages=1),
     _forward("scores are read while they may be under way", products.finish,
              lambda finish, begun, later: finish(begun, later=later + 1), rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _forward("a stage is released while a product reads its values", "plgpu.wgmma_wait(0)\n                released",
-             "plgpu.wgmma_wait(1)\n                released", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dP is read while its product may be under way", "plgpu.wgmma_accumulator_load(dp_sum, wait_n=1)",
-              "plgpu.wgmma_accumulator_load(dp_sum, wait_n=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dQ is read while its last product may be under way", "wait_n=2 if config.ahead else 1",
-              "wait_n=3 if config.ahead else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("the queries' slot is freed while the product for dK reads it", "begun = products.finish(begun, later=0)",
-              "begun = products.finish(begun, later=1)", "lengths", rejected_by=UNDER_WAY),
-    _backward("the same where no scores are found ahead", "        plgpu.wgmma_wait(0)\n",
-              "        plgpu.wgmma_wait(1)\n", "bias", rejected_by=UNDER_WAY, dims=(128, 128)),
+    _forward("a stage is released while a product reads its values", "plgpu.wgmma_wait(0)\n            released",
+             "plgpu.wgmma_wait(1)\n            released", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("dP is read while its product may be under way", "products.finish(dp, later=1)",
+              "products.finish(dp, later=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("dQ is read while its last product may be under way", "later=2 if config.ahead else 1",
+              "later=3 if config.ahead else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    begun, *sums",
+              "plgpu.wgmma_wait(1)\n    begun, *sums", "lengths", rejected_by=UNDER_WAY),
+    _backward("the same where no scores are found ahead", "plgpu.wgmma_wait(0)\n    begun, *sums",
+              "plgpu.wgmma_wait(1)\n    begun, *sums", "bias", rejected_by=UNDER_WAY, dims=(128, 128)),
     _wide_backward("the cotangents' stage is released while the product for dV reads it",
                    "begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)",
                    "begun = release(), _add_to_dq(tile, step, VALUES, meanwhile=meanwhile)", rejected_by=UNDER_WAY),
-    _wide_backward("dQ is read while its product may be under way", "wait_n=len(mine) - 1 - i + later",
-                   "wait_n=len(mine) - i + later", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _wide_backward("dQ is read while its product may be under way", "later=len(mine) - 1 - i + later",
+                   "later=len(mine) - i + later", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("heads are started together that are no multiple of those that there are", backward_common._together,
               lambda together, problem, config: config.together, "causal", rejected_by=NOT_ONCE),
     _backward("the bias is not counted in shared memory", "if shared_bytes(problem, c) < device.smem_per_cta",
@@ -355,8 +359,8 @@ MUTANTS = (
                      "refs.slope_smem[warpgroup] = slope",
                      'biased = x / 1.442695 + extras["bias"].astype(jnp.float32); '
                      "refs.slope_smem[warpgroup] = 1 - (biased / problem.soft_cap) ** 2"),
-    _backward("dK is of the group's first head", "plgpu.wgmma(dk_sum, ds, ",
-              "plgpu.wgmma(dk_sum, jnp.where(part.step.head == tile.key_head * tile.group, ds, jnp.zeros_like(ds)), ",
+    _backward("dK is of the group's first head", "multiply_rows(dk, ds, ",
+              "multiply_rows(dk, jnp.where(part.step.head == tile.key_head * tile.group, ds, jnp.zeros_like(ds)), ",
               heads=(2, 1)),
     _backward("head n belongs to key head n % K", "return Step(self.key_head * self.group + h,",
               "return Step(self.key_head + h * self.problem.key_heads,", heads=(4, 2), rejected_by=DEADLOCK),
@@ -386,7 +390,15 @@ MUTANTS = (
     _backward("the bias' gradient is scaled", backward_operands.bias_gradient,
               lambda f, problem, ops, d_logits: f(problem, ops, problem.scale * d_logits), "bias-of-heads"),
     _backward("the sinks' gradient lacks delta", "(weight * delta).sum", "weight.sum", "sinks"),
-    _backward("the first row past the length, NaN, counts", backward_operands._without_padding, _one_longer, "lengths"),
+    _backward("the first row past the length, NaN, counts", pipeline.zero_rows,
+              lambda zero, ref, first: zero(ref, first + 1), "lengths"),
+    _wide_backward("keys past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "lengths"),
+    _wide_backward("the same where they are zeroed before they have come", "pipeline.wait(landed, 0, 1)", "pass",
+                   "lengths", rejected_by=NOT_WAITED_FOR),
+    _backward("the barrier of keys that are zeroed keeps its phase where all of them exist",
+              "pipeline.expect(landed, 0)  # a phase to each tile", "pass", "lengths", rejected_by=UNORDERED, batch=3,
+              heads=(2, 2)),
+    _backward("queries past the length, NaN, are multiplied by 0", backward_common.zero_rows, _left_out, "lengths"),
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
     _backward("of a block of queries, the first tells whether some have no key", backward_operands.tiles_without_keys,
@@ -428,8 +440,8 @@ MUTANTS = (
               "pipeline.wait(tile.refs.full, step.n + 1, stages)", "pipeline.wait(tile.refs.full, step.n - 1, stages)",
               "lengths", rejected_by=OUT_OF_STEP),
     _backward("queries and cotangents are read before they are there",
-              "            pipeline.wait(refs.full, step.n, config.stages)\n        # Where",
-              "            pass\n        # Where", rejected_by=NOT_WAITED_FOR, heads=(2, 1)),
+              "        pipeline.wait(refs.full, step.n, config.stages)\n    # Where",
+              "        pass\n    # Where", rejected_by=NOT_WAITED_FOR, heads=(2, 1)),
     _backward("a stage is refilled for the step before its own", "_place_after(tile, step, stages), step.n + stages",
               "_place_after(tile, step, stages - 1), step.n + stages", heads=(2, 1)),
     _backward("a stage is released and not refilled for a later step of the tile", backward._refill, _left_out,
