@@ -20,6 +20,7 @@ class ForwardConfig:
     `overlaps`: weights are computed beside the product of those before with their values, which ptxas else waits for
     first.
     `query_ahead`: the next tile's queries are asked for beside a tile's last weights, and else behind them.
+    `ctas_per_sm`: CTAs that an SM has room for, each with tiles of its own.
     """
 
     block_kv: int
@@ -32,6 +33,7 @@ class ForwardConfig:
     overwrites: bool = False
     overlaps: bool = False
     query_ahead: bool = False
+    ctas_per_sm: int = 1
 
     stages = 2  # with which `tile_scheduler` says when records are written
 

@@ -561,7 +561,7 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
 
 def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
     """How many CTAs there are, and the table of their tiles of queries."""
-    ctas = hardware.current().sm_count
+    ctas = hardware.current().sm_count * config.ctas_per_sm
     if config.scheduler == "static":
         return ctas, schedule.deal(problem, config, ctas)
     order, _ = schedule.order(problem, config)
