@@ -21,6 +21,7 @@ class ForwardConfig:
     first.
     `query_ahead`: the next tile's queries are asked for beside a tile's last weights, and else behind them.
     `ctas_per_sm`: CTAs that an SM has room for, each with tiles of its own.
+    `packed_heads`: query heads, a power of two of those that share a key head, of which a tile has the same queries.
     """
 
     block_kv: int
@@ -34,6 +35,7 @@ class ForwardConfig:
     overlaps: bool = False
     query_ahead: bool = False
     ctas_per_sm: int = 1
+    packed_heads: int = 1
 
     stages = 2  # with which `tile_scheduler` says when records are written
 
@@ -41,6 +43,11 @@ class ForwardConfig:
     def block_q(self) -> int:
         """Query rows of a block."""
         return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile: it has as many rows of each as there are packed heads."""
+        return self.block_q // self.packed_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.memory import PANEL, panels, tiled
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
-from pallas_kernels.attention.scores import ROW, WGMMA, Place
+from pallas_kernels.attention.scores import WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import reduce
@@ -176,19 +176,19 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     """Writes the record of the CTA's tile `t`, for all its warpgroups: where its queries are, and what they see."""
     problem, config = cta.problem, cta.config
     exists, tile = (tile != _NO_TILE).astype(jnp.int32), jnp.maximum(tile, 0)
-    per_head = jnp.int32(-(-problem.query_length // config.block_q))
-    head, index = lax.div(tile, per_head), lax.rem(tile, per_head)
-    batch, head = lax.div(head, jnp.int32(problem.query_heads)), lax.rem(head, jnp.int32(problem.query_heads))
+    per_head, packs = -(-problem.query_length // config.queries), problem.query_heads // config.packed_heads
+    head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
+    batch, head = lax.div(head, jnp.int32(packs)), lax.rem(head, jnp.int32(packs))
     queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
     if problem.query_lengths:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
         keys = jnp.clip(cta.key_lengths[batch], 0, keys)
-    span = schedule.span(problem, config.block_kv, index * config.block_q, config.block_q, queries, keys)
+    span = schedule.span(problem, config.block_kv, index * config.queries, config.queries, queries, keys)
     if problem.hidden_by_data:
         at = gather.broadcast_index((batch, head, index), cta.spans.shape)
         span = schedule.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
-    key_head = lax.div(head, jnp.int32(problem.query_heads // problem.key_heads))
+    key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
     if problem.query_lengths or problem.key_lengths:
@@ -204,7 +204,8 @@ def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
     """What a record says."""
     problem, (batch, key_head, first, end, head, index, inner_first, inner_end, *lengths) = cta.problem, record
-    place = Place(batch, head, index * cta.config.block_q, problem.query_length, problem.key_length)
+    heads, row = cta.config.packed_heads, index * cta.config.queries
+    place = Place(batch, head, row, problem.query_length, problem.key_length, heads)
     if problem.query_lengths:
         place = place._replace(queries=lengths[0])
     if problem.key_lengths:
@@ -214,7 +215,7 @@ def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
     """The tile's step `i`."""
-    batch, head, row, _, keys = tile.place
+    batch, head, row, _, keys, _ = tile.place
     key = (tile.span.end - 1 - i) * cta.config.block_kv
     return _Step(batch, head, tile.key_head, row, key, jnp.int32(keys), 1)
 
@@ -230,10 +231,21 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 
     @pipeline.when(tile.steps > 0)
     def _():
-        rows = pl.ds(tile.place.row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         full, to = cta.query_full.at[warpgroup], cta.query_smem.at[warpgroup]
         pipeline.expect(full, pipeline.size(to))
-        pipeline.copy_rows(cta.query, (tile.place.batch, rows, tile.place.head), to, full)
+        pipeline.copy_rows(cta.query, _rows_of(_own(tile, warpgroup)), to, full)
+
+
+def _own(tile: _Tile, warpgroup: Any) -> Place:
+    """The place of a warpgroup's rows."""
+    queries = WARPGROUP_ROWS // tile.place.heads
+    return tile.place._replace(row=tile.place.row + warpgroup * queries)
+
+
+def _rows_of(place: Place) -> tuple[Any, ...]:
+    """Where a warpgroup's rows are in the queries and in the output."""
+    heads = place.head if place.heads == 1 else pl.ds(place.head * place.heads, place.heads)
+    return place.batch, pl.ds(place.row, WARPGROUP_ROWS // place.heads), heads
 
 
 def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
@@ -377,8 +389,8 @@ def _tiles(cta: Cta) -> None:
     def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         t, n, index, *record = state
         tile = _tile(cta, tuple(record), t, n)
-        place = tile.place._replace(row=tile.place.row + warpgroup * WARPGROUP_ROWS)
-        own = schedule.span(cta.problem, cta.config.block_kv, place.row, WARPGROUP_ROWS, place.queries, place.keys)
+        place, queries = _own(tile, warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
+        own = schedule.span(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
         own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
@@ -501,22 +513,21 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
     problem, warpgroup = cta.problem, lax.axis_index("warpgroup")
     hidden = None
     if problem.query_lengths:
-        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
-        hidden = row >= place.queries - place.row
+        hidden = place.queries_of_rows() >= place.queries - place.row
     unseen, factor, lse = finish(state, cta.sinks[place.head] if problem.sinks else None, hidden)
-    fragments.store_rows(cta.lse, lse, place.batch, place.head, place.row)
+    fragments.store_rows(cta.lse, lse, place)
 
     def hide(out: jax.Array) -> jax.Array:
         return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
 
-    rows, columns = pl.ds(place.row, WARPGROUP_ROWS), cta.out_smem.shape[1] * PANEL
+    columns = cta.out_smem.shape[1] * PANEL
     for start in range(0, problem.value_dim, columns):
         out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(gather.any_row(unseen), hide, lambda out: out, out * by_row(factor, out))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         fragments.store_factor(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
         plgpu.commit_smem()
-        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, (place.batch, rows, place.head), start)
+        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, _rows_of(place), start)
 
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:

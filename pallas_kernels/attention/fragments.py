@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.attention.scores import ROW, WGMMA
+from pallas_kernels.attention.scores import ROW, WGMMA, Place
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import SPLAT
 
@@ -134,26 +134,28 @@ def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> N
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store_squares)(target, factor)
 
 
-def store_rows(target: jax.Ref, values: jax.Array, batch: jax.Array, head: jax.Array, row: jax.Array) -> None:
-    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, rows]` from `row` on, as far as that goes."""
-    _, heads, rows = target.shape
+def store_rows(target: jax.Ref, values: jax.Array, place: Place) -> None:
+    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes."""
+    (_, heads, queries), packed = target.shape, place.heads
 
     def store_row_values(ctx, target, values, batch, head, row):
         lane, warp = _lane_and_warp(once=True)
         line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
-        line = arith.addi(ptx.scalar(row), line)
         first = ptx.equals(arith.remui(lane, ptx.c32(4)), 0)
-        of_head = arith.addi(arith.muli(ptx.scalar(batch), ptx.c32(heads)), ptx.scalar(head))
-        start = arith.muli(arith.extui(ptx.i64(), of_head), ptx.c64(rows))
+        of_pack = arith.addi(arith.muli(ptx.scalar(batch), ptx.c32(heads // packed)), ptx.scalar(head))
         for r, value in enumerate(values.registers.flat):
             at = arith.addi(line, ptx.c32(8 * r))
-            stored = arith.andi(first, arith.cmpi(arith.CmpIPredicate.ult, at, ptx.c32(rows)))
-            index = arith.muli(arith.addi(start, arith.extui(ptx.i64(), at)), ptx.c64(4))
+            query = arith.addi(ptx.scalar(row), arith.divui(at, ptx.c32(packed)))
+            of_head = arith.addi(arith.muli(of_pack, ptx.c32(packed)), arith.remui(at, ptx.c32(packed)))
+            stored = arith.andi(first, arith.cmpi(arith.CmpIPredicate.ult, query, ptx.c32(queries)))
+            index = arith.muli(arith.extui(ptx.i64(), of_head), ptx.c64(queries))
+            index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), query)), ptx.c64(4))
             address = arith.addi(ptx.global_address(target), index)
             ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", [address, _number(value), stored])
 
     arguments = plgpu.RefType(), ROW, *[SPLAT] * 3
-    plgpu.inline_mgpu(arg_types=arguments)(store_row_values)(target, values, batch, head, row)
+    at = jnp.int32(place.batch), jnp.int32(place.head), jnp.int32(place.row)
+    plgpu.inline_mgpu(arg_types=arguments)(store_row_values)(target, values, *at)
 
 
 def _number(value: ir.Value) -> ir.Value:

@@ -171,17 +171,17 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
 def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     """The calling warp issues TMA copies of rows of `source` into panels of shared memory, counted at `full`.
 
-    `at`: for each axis but the last, an index, or a `pl.ds` of the rows. What lies outside becomes zeros.
+    `at`: for each axis but the last, an index, or a `pl.ds`; those of the slices are the rows, the last one's in turn.
+    What lies outside becomes zeros.
     """
-    count, rows, columns = to.shape
-    starts, is_slice = _starts(at, rows)
+    (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
 
     def copy_panels(ctx, source, to, full, *starts):
         for panel in range(count):
             ctx.async_copy(
                 src_ref=source,
-                dst_ref=utils.memref_slice(to, panel),
-                gmem_slice=(*_places(starts, is_slice, rows), mgpu.ds(panel * columns, columns)),
+                dst_ref=_panel(to, panel, sizes),
+                gmem_slice=(*_places(starts, sizes), mgpu.ds(panel * columns, columns)),
                 swizzle=SWIZZLE_BYTES,
                 barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
                 arrive=False,
@@ -198,17 +198,16 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
     `at` as in `copy_rows`; `column` is the panels' first. The threads must have committed what they stored, and
     `plgpu.wait_smem_to_gmem` waits.
     """
-    count, rows, columns = source.shape
-    starts, is_slice = _starts(at, rows)
+    (count, _, columns), starts, sizes = source.shape, *_starts(at, source)
 
     def store_panels(ctx, source, target, column, *starts):
         first = arith.index_cast(ir.IndexType.get(), ptx.scalar(column))
         for panel in range(count):
             here = arith.addi(first, arith.constant(ir.IndexType.get(), panel * columns))
             ctx.async_copy(
-                src_ref=utils.memref_slice(source, panel),
+                src_ref=_panel(source, panel, sizes),
                 dst_ref=target,
-                gmem_slice=(*_places(starts, is_slice, rows), mgpu.ds(here, columns)),
+                gmem_slice=(*_places(starts, sizes), mgpu.ds(here, columns)),
                 swizzle=SWIZZLE_BYTES,
                 arrive=True,
             )
@@ -217,16 +216,22 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
     plgpu.inline_mgpu(arg_types=arguments)(store_panels)(source, target, jnp.int32(column), *starts)
 
 
-def _starts(at: tuple[Any, ...], rows: int) -> tuple[list[jax.Array], tuple[bool, ...]]:
-    """Where a copy begins along each axis but the last, and which of them has its rows."""
-    is_slice = tuple(isinstance(i, pl.Slice) for i in at)
-    assert [i.size for i in at if isinstance(i, pl.Slice)] == [rows]
-    return [jnp.int32(i.start if isinstance(i, pl.Slice) else i) for i in at], is_slice
+def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[jax.Array], tuple[int, ...]]:
+    """Where a copy begins along each axis but the last, and how far it goes; 0: along an index."""
+    sizes = tuple(int(i.size) if isinstance(i, pl.Slice) else 0 for i in at)
+    assert math.prod(size for size in sizes if size) == panels.shape[1]
+    return [jnp.int32(i.start if isinstance(i, pl.Slice) else i) for i in at], sizes
 
 
-def _places(starts: tuple[Any, ...], is_slice: tuple[bool, ...], rows: int) -> list[Any]:
+def _places(starts: tuple[Any, ...], sizes: tuple[int, ...]) -> list[Any]:
     found = [arith.index_cast(ir.IndexType.get(), ptx.scalar(start)) for start in starts]
-    return [mgpu.ds(i, rows) if has_rows else i for i, has_rows in zip(found, is_slice, strict=True)]
+    return [mgpu.ds(i, size) if size else i for i, size in zip(found, sizes, strict=True)]
+
+
+def _panel(panels: ir.Value, index: int, sizes: tuple[int, ...]) -> ir.Value:
+    """A panel, whose rows are those of several slices."""
+    panel, slices = utils.memref_slice(panels, index), tuple(size for size in sizes if size)
+    return utils.memref_unfold(panel, 0, slices) if len(slices) > 1 else panel
 
 
 def zero_rows(ref: Any, first: Index) -> None:

@@ -105,17 +105,17 @@ def _max(x: Int, y: Int) -> Int:
 def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
     """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
 
-    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`. The longest of a section of heads
-    come first; a section are the heads whose keys and values fit in the cache together.
+    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads. The
+    longest of a section of heads come first; a section are the heads whose keys and values fit in the cache together.
     """
-    per_head = -(-problem.query_length // config.block_q)
-    group = problem.query_heads // problem.key_heads
+    per_head = -(-problem.query_length // config.queries)
+    group = problem.query_heads // problem.key_heads // config.packed_heads
     head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-    heads = problem.batch * problem.query_heads
+    heads = problem.batch * problem.query_heads // config.packed_heads
     section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
-    rows = [i * config.block_q for i in range(per_head)]
+    rows = [i * config.queries for i in range(per_head)]
     spans = [
-        span(problem, config.block_kv, row, config.block_q, problem.query_length, problem.key_length) for row in rows
+        span(problem, config.block_kv, row, config.queries, problem.query_length, problem.key_length) for row in rows
     ]
     length = np.array([s.end - s.first for s in spans])
     # Of equal ones the last first where there is a mask: most leave more keys to later queries.

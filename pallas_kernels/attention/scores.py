@@ -18,13 +18,22 @@ ROW = WGMMA.reduce(1)
 
 
 class Place(NamedTuple):
-    """The head and the first row of some queries, and how many queries and keys there are."""
+    """The head and the first of some queries, and how many queries and keys there are.
+
+    With several `heads`, which are packed, `head` counts packs, and a query has a row for each head of its pack.
+    """
 
     batch: jax.Array
     head: jax.Array
     row: jax.Array
     queries: Any
     keys: Any
+    heads: int = 1
+
+    def queries_of_rows(self) -> jax.Array:
+        """Of a warpgroup's rows, which query each is of, counted from the place's first."""
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
+        return row if self.heads == 1 else lax.shift_right_logical(row, jnp.full_like(row, self.heads.bit_length() - 1))
 
 
 class Extras(NamedTuple):
@@ -82,7 +91,7 @@ def _in_bounds(problem: Attention, place: Place, x: jax.Array, key: jax.Array) -
     left, right = schedule.bounds(problem, place.queries, place.keys)
     if left is None and right is None and not problem.key_lengths and problem.key_length % x.shape[1] == 0:
         return x
-    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
+    row = place.queries_of_rows()
     right = problem.key_length if right is None else right
     high = jnp.minimum(row + (place.row - key + right), place.keys - 1 - key)
     return gather.keep_columns(x, None if left is None else row + (place.row - key + left), high)

@@ -171,11 +171,11 @@ def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *star
 
 
 def _copy_panels(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
-    machine.copy_panels(source, static.is_slice, starts, to, full)
+    machine.copy_panels(source, static.sizes, starts, to, full)
 
 
 def _store_panels(machine: Any, static: Any, source: Any, target: Any, column: Any, *starts: Any) -> None:
-    machine.store_panels(source, target, static.is_slice, (*starts, column))
+    machine.store_panels(source, target, static.sizes, (*starts, column))
 
 
 def _copy_vectors(machine: Any, static: Any, ref: Any, row: Any, first: Any, to: Any, barrier: Any, label: Any) -> None:
@@ -324,8 +324,9 @@ def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
 
 
 def _store_row_values(machine: Any, static: Any, target: Any, values: Any, batch: Any, head: Any, row: Any) -> None:
-    rows = row + np.arange(64)
-    machine.scatter(target, (batch, head, rows), rows < target.shape[2], values)
+    line, packed = np.arange(64), static.packed
+    query, of_head = row + line // packed, head * packed + line % packed
+    machine.scatter(target, (batch, of_head, query), query < target.shape[2], values)
 
 
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:

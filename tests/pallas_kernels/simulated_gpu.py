@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 import time
 from typing import Any
 
@@ -181,16 +183,16 @@ class Machine:
             **places,
         )
 
-    def copy_panels(self, source: Ref, is_slice: Any, at: Any, to: Ref, barrier: Ref) -> None:
+    def copy_panels(self, source: Ref, sizes: Any, at: Any, to: Ref, barrier: Ref) -> None:
         """The TMA copies of `pipeline.copy_rows`, done like `copy_tile`."""
-        step = functools.partial(_copy_panels, is_slice=is_slice, source_info=self.source_info)
+        step = functools.partial(_copy_panels, sizes=sizes, source_info=self.source_info)
         places = dict(source=source.key, from_=source.transforms, target=to.key, to=to.transforms)
         start = jnp.stack([jnp.int32(i) for i in at])
         self._call(step, starts=start, barrier=barrier.key, of_barrier=barrier.transforms, **places)
 
-    def store_panels(self, source: Ref, target: Ref, is_slice: Any, at: Any) -> None:
+    def store_panels(self, source: Ref, target: Ref, sizes: Any, at: Any) -> None:
         """The TMA copies of `pipeline.store_rows`: done at once, in whatever order."""
-        step = functools.partial(_store_panels, is_slice=is_slice, source_info=self.source_info)
+        step = functools.partial(_store_panels, sizes=sizes, source_info=self.source_info)
         places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
         self._call(step, starts=jnp.stack([jnp.int32(i) for i in at]), **places)
 
@@ -614,15 +616,15 @@ def _copy_panels(
     barrier: Any,
     of_barrier: Any,
     starts: Any,
-    is_slice: Any,
+    sizes: Any,
     source_info: Any,
 ) -> Any:
     del mesh_location
     shared, source, view = _resolve(source, from_)
     goal = _resolve(target, to)
     panels, rows, columns = interpret_utils.Access(goal[2]).shape[-3:]
-    places = zip(np.asarray(starts).tolist(), is_slice, strict=True)
-    ranges = [*((start, rows if has_rows else 1) for start, has_rows in places), (0, panels * columns)]
+    places = zip(np.asarray(starts).tolist(), sizes, strict=True)
+    ranges = [*((start, size or 1) for start, size in places), (0, panels * columns)]
     value = _boxed(shared.mem[source].content[view], ranges)
     value = value.reshape(rows, panels, columns).swapaxes(0, 1)
     _land(shared, thread, value, goal, _resolve(barrier, of_barrier), source_info)
@@ -671,28 +673,32 @@ def _store_panels(
     target: Any,
     to: Any,
     starts: Any,
-    is_slice: Any,
+    sizes: Any,
     source_info: Any,
 ) -> Any:
     """One of JAX's copies for each panel, of the rows and columns that the target has."""
     (shared, source, held), (_, target, _) = _resolve(source, from_), _resolve(target, to)
     (*at, first), (*leading, panels, rows, columns) = np.asarray(starts).tolist(), held
-    extents, rows_axis = shared.mem[target].content.shape, is_slice.index(True)
-    for panel in range(panels.stop - panels.start):
-        column = first + panel * (columns.stop - columns.start)
-        count = min(rows.stop - rows.start, extents[rows_axis] - at[rows_axis]), min(64, extents[-1] - column)
-        if min(count) <= 0:
+    extents, (inner, *outer) = shared.mem[target].content.shape, [d for d, size in enumerate(sizes) if size][::-1]
+    for panel, i in itertools.product(range(panels.stop - panels.start), range(math.prod(sizes[d] for d in outer))):
+        # A copy for each index of the outer slice, if there is one: JAX's copies are of as many axes as they have.
+        here, column = [*at, first + panel * 64], first + panel * 64
+        for d in outer:
+            here[d] += i
+        count = min(sizes[inner], extents[inner] - at[inner]), min(64, extents[-1] - column)
+        if min(count) <= 0 or any(here[d] >= extents[d] for d in outer):
             continue
-        from_rows = slice(rows.start, rows.start + count[0], 1), slice(columns.start, columns.start + count[1], 1)
-        to_rows = [*at, slice(column, column + count[1], 1)]
-        to_rows[rows_axis] = slice(at[rows_axis], at[rows_axis] + count[0], 1)
+        start = rows.start + i * sizes[inner]
+        from_rows = slice(start, start + count[0], 1), slice(columns.start, columns.start + count[1], 1)
+        here[inner] = slice(here[inner], here[inner] + count[0], 1)
+        here[-1] = slice(column, column + count[1], 1)
         task = gpu_callbacks.AsyncCopySmemToGmemTask(
             mesh_location=mesh_location,
             thread=thread,
             src_allocation_key=source,
             src_access=interpret_utils.Access((*leading, panels.start + panel, *from_rows)),
             dst_allocation_key=target,
-            dst_access=interpret_utils.Access(tuple(to_rows)),
+            dst_access=interpret_utils.Access(tuple(here)),
             source_info=source_info,
             clock=shared.incr_clock(thread) if shared.detect_races else None,
         )

@@ -132,6 +132,15 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind, packed", [("causal-later", 4), ("lengths", 2), ("window", 8)])
+@pytest.mark.parametrize("warpgroups", [1, 2])
+def test_packed_heads_in_the_interpreter(kind, packed, warpgroups, interpreted):
+    p = problem_of(kind, (37, 150), (72, 40), "bfloat16", heads=(16, 2))
+    config = ForwardConfig(block_kv=64, warpgroups=warpgroups, slack=8, overwrites=True, packed_heads=packed)
+    check(p, config, interpreted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
 def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
