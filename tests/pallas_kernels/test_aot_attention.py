@@ -5,20 +5,22 @@ and in others.
 """
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import aot
 import attention_cases
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import KINDS, check_compiled, name_of, problem_of
+from attention_cases import KINDS, abstract, check_compiled, name_of, problem_of
 
 from benchmarks.attention_cases import Shape, all_cases
 from jaxsoftmax import explain_attention
-from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import backward_operands, dispatch
 from pallas_kernels.attention.dispatch import Decision
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200
@@ -148,6 +150,23 @@ def test_every_config_compiles_with_few_spills(kind, decision):
     # Turns, a soft cap, a mask and segments at once: no config of the kernel for heads up to 128 has the registers.
     in_turns = decision.kernel == "attention_gradients" and kind == "everything" and p.deterministic
     check_compiled(p, may_spill=52 if in_turns else _MAY_SPILL)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("lengths", [(1363, 1363), (6511, 76), (38, 2021)], ids=str)
+@pytest.mark.parametrize(
+    "dims, facts", [((128, 128), {}), ((72, 72), {"key_lengths": True}), ((136, 200), {})], ids=str
+)
+@pytest.mark.parametrize("op", Op)
+def test_no_operand_is_copied(op, dims, facts, lengths):
+    """But for dQ's sum in float32 and the statistics of rows, which the backward pass makes."""
+    p = problem_of(op, facts, lengths, dims, "bfloat16", (4, 2))
+    operands = aot.on_h200(abstract(p))
+    program = jax.jit(dispatch.decide(p, H200).run).lower(*operands).compile()
+    least = min(math.prod(x.shape) * x.dtype.itemsize for x in operands[:3])
+    of_row = 4 * (backward_operands.padded_dims(p)[0] + 8) if op is Op.BACKWARD else 0
+    made = p.batch * p.query_heads * (p.query_length + 128) * of_row
+    assert program.memory_analysis().temp_size_in_bytes < made + least
 
 
 # What ptxas complains of, by what is put into a kernel in the place of something else.
