@@ -21,6 +21,7 @@ class ForwardConfig:
     first.
     `query_ahead`: the next tile's queries are asked for beside a tile's last weights, and else behind them.
     `ctas_per_sm`: CTAs that an SM has room for, each with tiles of its own.
+    `splits`: of the keys, each a tile of its own for the same queries, whose states are merged behind the kernel.
     `packed_heads`: query heads, a power of two of those that share a key head, of which a tile has the same queries.
     """
 
@@ -36,6 +37,7 @@ class ForwardConfig:
     query_ahead: bool = False
     ctas_per_sm: int = 1
     packed_heads: int = 1
+    splits: int = 1
 
     stages = 2  # with which `tile_scheduler` says when records are written
 

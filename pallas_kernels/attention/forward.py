@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, monoid
 from pallas_kernels.attention import (
     bits,
     fragments,
@@ -63,7 +63,7 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
         "query_smem": panels((w, WARPGROUP_ROWS, problem.head_dim), dtype),
         "key_smem": panels((stages, config.block_kv, problem.head_dim), dtype),
         "value_smem": panels((stages, config.block_kv, problem.value_dim), dtype),
-        "words": pipeline.barriers(_ring_rows(problem) + len(sum(_arrivals(problem, config).values(), ()))),
+        "words": pipeline.barriers(_ring_rows(problem, config) + len(sum(_arrivals(problem, config).values(), ()))),
     }
     if config.bias_stages:
         assert problem.bias_dtype is not None
@@ -97,9 +97,14 @@ def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int,
     }
 
 
-def _ring_rows(problem: Attention) -> int:
+def _ring_rows(problem: Attention, config: ForwardConfig) -> int:
     """Rows that the ring of tile records takes."""
-    return tile_scheduler.rows(10 if problem.query_lengths or problem.key_lengths else 8)
+    return tile_scheduler.rows(10 if _records_lengths(problem, config) else 8)
+
+
+def _records_lengths(problem: Attention, config: ForwardConfig) -> bool:
+    """Whether tiles' records say how many queries and keys there are."""
+    return problem.query_lengths or problem.key_lengths or config.splits > 1
 
 
 class _Tile(NamedTuple):
@@ -110,6 +115,7 @@ class _Tile(NamedTuple):
     key_head: Any
     place: Place
     span: Span
+    split: Any
 
     @property
     def steps(self) -> Any:
@@ -176,7 +182,8 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     """Writes the record of the CTA's tile `t`, for all its warpgroups: where its queries are, and what they see."""
     problem, config = cta.problem, cta.config
     exists, tile = (tile != _NO_TILE).astype(jnp.int32), jnp.maximum(tile, 0)
-    per_head, packs = -(-problem.query_length // config.queries), problem.query_heads // config.packed_heads
+    per_head = -(-problem.query_length // config.queries) * config.splits
+    packs = problem.query_heads // config.packed_heads
     head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
     batch, head = lax.div(head, jnp.int32(packs)), lax.rem(head, jnp.int32(packs))
     queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
@@ -184,14 +191,16 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
         keys = jnp.clip(cta.key_lengths[batch], 0, keys)
-    span = schedule.span(problem, config.block_kv, index * config.queries, config.queries, queries, keys)
+    span, sees_any = schedule.tile_span(problem, config, index, queries, keys)
+    if config.splits > 1:
+        keys = jnp.where(sees_any, keys, 0)
     if problem.hidden_by_data:
         at = gather.broadcast_index((batch, head, index), cta.spans.shape)
         span = schedule.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
-    if problem.query_lengths or problem.key_lengths:
+    if _records_lengths(problem, config):
         record += queries, keys
     tile_scheduler.publish(cta.tile_smem, t, record)
 
@@ -204,13 +213,16 @@ def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
     """What a record says."""
     problem, (batch, key_head, first, end, head, index, inner_first, inner_end, *lengths) = cta.problem, record
-    heads, row = cta.config.packed_heads, index * cta.config.queries
+    heads, splits, split = cta.config.packed_heads, cta.config.splits, 0
+    if splits > 1:
+        index, split = lax.div(index, jnp.int32(splits)), lax.rem(index, jnp.int32(splits))
+    row = index * cta.config.queries
     place = Place(batch, head, row, problem.query_length, problem.key_length, heads)
     if problem.query_lengths:
         place = place._replace(queries=lengths[0])
-    if problem.key_lengths:
+    if problem.key_lengths or splits > 1:
         place = place._replace(keys=lengths[1])
-    return _Tile(jnp.int32(t), jnp.int32(n), key_head, place, Span(first, inner_first, inner_end, end))
+    return _Tile(jnp.int32(t), jnp.int32(n), key_head, place, Span(first, inner_first, inner_end, end), split)
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
@@ -391,13 +403,14 @@ def _tiles(cta: Cta) -> None:
         tile = _tile(cta, tuple(record), t, n)
         place, queries = _own(tile, warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
         own = schedule.span(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
-        own = (schedule.narrowed if cta.problem.hidden_by_data else schedule.within)(tile.span, own)
+        narrows = cta.problem.hidden_by_data or cta.config.splits > 1
+        own = (schedule.narrowed if narrows else schedule.within)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
         ticket = _draw(cta)
         state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
-        _epilogue(cta, place, state)
+        _epilogue(cta, place, tile.split, state)
         # What is asked for here is needed in the next tile's first step.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, ticket)
         return t + 1, n + tile.steps, index, *following
@@ -508,13 +521,16 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
     return state._replace(out=out), following
 
 
-def _epilogue(cta: Cta, place: Place, state: State) -> None:
+def _epilogue(cta: Cta, place: Place, split: Any, state: State) -> None:
     """Divides by the sums, and writes a warpgroup's rows, as many columns at a time as there is shared memory for."""
     problem, warpgroup = cta.problem, lax.axis_index("warpgroup")
     hidden = None
     if problem.query_lengths:
         hidden = place.queries_of_rows() >= place.queries - place.row
-    unseen, factor, lse = finish(state, cta.sinks[place.head] if problem.sinks else None, hidden)
+    sink = cta.sinks[place.head] if problem.sinks and cta.config.splits == 1 else None
+    unseen, factor, lse = finish(state, sink, hidden)
+    # A split's batch is behind the batches of those before it.
+    place = place._replace(batch=split * problem.batch + place.batch)
     fragments.store_rows(cta.lse, lse, place)
 
     def hide(out: jax.Array) -> jax.Array:
@@ -524,6 +540,9 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
     for start in range(0, problem.value_dim, columns):
         out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(gather.any_row(unseen), hide, lambda out: out, out * by_row(factor, out))
+        if cta.config.splits > 1:
+            fragments.store_sums(cta.out, out, place, start)
+            continue
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         fragments.store_factor(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
         plgpu.commit_smem()
@@ -532,7 +551,7 @@ def _epilogue(cta: Cta, place: Place, state: State) -> None:
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
     cta = Cta(**static, **dict(zip(names, refs, strict=True)))
-    first = _ring_rows(cta.problem)
+    first = _ring_rows(cta.problem, cta.config)
     cta.tile_smem = cta.words.at[pl.ds(0, first)]
     cta.barriers = cta.words.at[pl.ds(first, cta.words.shape[0] - first)]
     for name, arrivals in _arrivals(cta.problem, cta.config).items():
@@ -584,9 +603,10 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     """Runs the kernel."""
     arrays = addressable(config, dict(zip(names(problem), operands, strict=True)))
     ctas, tiles = tile_table(problem, config)
-    lse_shape = problem.batch, problem.query_heads, problem.query_length
-    out_shape = problem.batch, problem.query_length, problem.query_heads, problem.value_dim
-    out_type = jax.ShapeDtypeStruct(out_shape, problem.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
+    batch, out_dtype = config.splits * problem.batch, problem.dtype if config.splits == 1 else jnp.float32
+    lse_shape = batch, problem.query_heads, problem.query_length
+    out_shape = batch, problem.query_length, problem.query_heads, problem.value_dim
+    out_type = jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     dynamic, memory = config.scheduler == "dynamic", scratch(problem, config)
     order = (*arrays, "tiles", *["tickets"] * dynamic, "out", "lse", *memory)
     kernel = plgpu.kernel(
@@ -602,4 +622,22 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     )
     call = functools.partial(tile_scheduler.call, kernel, ctas, out_type) if dynamic else kernel
     out, lse = call(*arrays.values(), jnp.asarray(tiles))
-    return out, lse
+    return (out, lse) if config.splits == 1 else _merged(problem, config, out, lse, arrays.get("sinks"))
+
+
+def _merged(
+    problem: Attention, config: ForwardConfig, out: jax.Array, lse: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The state of all keys from those of the splits, each normalised, and of the sinks."""
+    out, lse = (x.reshape(config.splits, problem.batch, *x.shape[1:]) for x in (out, lse))
+    highest = lse.max(0)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks[:, None])
+    weights = monoid.decay(lse, highest[None])
+    total = weights.sum(0)
+    if sinks is not None:
+        total += monoid.decay(jnp.broadcast_to(sinks[:, None], highest.shape), highest)
+    seen = (lse > -jnp.inf).any(0)
+    shares = jnp.where(seen, weights / total, 0.0)
+    merged = (jnp.swapaxes(shares, 2, 3)[..., None] * out).sum(0)
+    return merged.astype(problem.dtype), jnp.where(seen, highest + jnp.log(total), -jnp.inf)

@@ -158,6 +158,34 @@ def store_rows(target: jax.Ref, values: jax.Array, place: Place) -> None:
     plgpu.inline_mgpu(arg_types=arguments)(store_row_values)(target, values, *at)
 
 
+def store_sums(target: jax.Ref, sums: jax.Array, place: Place, column: int) -> None:
+    """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
+    (_, queries, heads, columns), packed = target.shape, place.heads
+
+    def store_row_sums(ctx, target, sums, batch, head, row):
+        lane, warp = _lane_and_warp(once=True)
+        line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
+        within = arith.addi(arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2)), ptx.c32(column))
+        addresses, stored = [], []
+        for r in range(2):
+            at = arith.addi(line, ptx.c32(8 * r))
+            query = arith.addi(ptx.scalar(row), arith.divui(at, ptx.c32(packed)))
+            of_head = arith.addi(arith.muli(ptx.scalar(head), ptx.c32(packed)), arith.remui(at, ptx.c32(packed)))
+            index = ptx.scalar(batch)
+            for extent, i in ((queries, query), (heads, of_head)):
+                index = arith.addi(arith.muli(index, ptx.c32(extent)), i)
+            index = arith.muli(arith.extui(ptx.i64(), index), ptx.c64(columns))
+            index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), within)), ptx.c64(4))
+            addresses.append(arith.addi(ptx.global_address(target), index))
+            stored.append(arith.cmpi(arith.CmpIPredicate.ult, query, ptx.c32(queries)))
+        for i, pair in enumerate(sums.registers.flat):
+            text = f"@$3 st.global.v2.f32 [$0+{i // 2 * 32}], {{$1, $2}};"
+            ptx.asm(text, "l,f,f,b,~{memory}", [addresses[i % 2], *ptx.elements(pair), stored[i % 2]])
+
+    at = jnp.int32(place.batch), jnp.int32(place.head), jnp.int32(place.row)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, *[SPLAT] * 3))(store_row_sums)(target, sums, *at)
+
+
 def _number(value: ir.Value) -> ir.Value:
     return ptx.elements(value)[0] if isinstance(value.type, ir.VectorType) else value
 

@@ -68,6 +68,19 @@ def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, k
     return Span(first, inner_first, inner_end, _min(_max(end, first + 1), first + 1 + alive))
 
 
+def tile_span(problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int) -> tuple[Span, Int]:
+    """What a head's tile sees, and whether that is any of its split; if none, the span is of one tile nonetheless."""
+    row = _div(tile, config.splits) * config.queries
+    whole = span(problem, config.block_kv, row, config.queries, queries, keys)
+    if config.splits == 1:
+        return whole, True
+    tiles = -(-problem.key_length // config.block_kv)
+    split = tile - _div(tile, config.splits) * config.splits
+    start, stop = _div(split * tiles, config.splits), _div((split + 1) * tiles, config.splits)
+    first, end = _max(whole.first, start), _min(whole.end, stop)
+    return Span(first, _max(whole.inner_first, first), _min(whole.inner_end, end), _max(end, first + 1)), end > first
+
+
 def within(span: Span, own: Span) -> Span:
     """`own`, of some of the rows of `span`, if it has a tile in there, and else one of `span`."""
     first = jnp.minimum(own.first, span.end - 1)
@@ -105,18 +118,16 @@ def _max(x: Int, y: Int) -> Int:
 def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
     """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
 
-    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads. The
-    longest of a section of heads come first; a section are the heads whose keys and values fit in the cache together.
+    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads, and a
+    tile of the head `tile of queries * splits + split`. The longest of a section of heads come first; a section are the
+    heads whose keys and values fit in the cache together.
     """
-    per_head = -(-problem.query_length // config.queries)
+    per_head = -(-problem.query_length // config.queries) * config.splits
     group = problem.query_heads // problem.key_heads // config.packed_heads
     head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
     heads = problem.batch * problem.query_heads // config.packed_heads
     section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
-    rows = [i * config.queries for i in range(per_head)]
-    spans = [
-        span(problem, config.block_kv, row, config.queries, problem.query_length, problem.key_length) for row in rows
-    ]
+    spans = [tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
     length = np.array([s.end - s.first for s in spans])
     # Of equal ones the last first where there is a mask: most leave more keys to later queries.
     backwards = slice(None, None, -1 if problem.mask else 1)

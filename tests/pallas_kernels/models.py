@@ -413,6 +413,13 @@ def _keep_loop(machine: Any, static: Any) -> None:
     """Only the compilers hear it."""
 
 
+def _store_row_sums(machine: Any, static: Any, target: Any, sums: Any, batch: Any, head: Any, row: Any) -> None:
+    line, packed = np.arange(64)[:, None], static.packed
+    query, of_head = row + line // packed, head * packed + line % packed
+    column = static.column + np.arange(sums.shape[1])[None, :]
+    machine.scatter(target, (batch, query, of_head, column), query < target.shape[1], sums)
+
+
 def _multiply_shared(machine: Any, static: Any, left: Any, right: Any, *sums: Any) -> list[Any]:
     factors = (_columns(machine.load_as_product(ref))[:, : -(-static.depth // 16) * 16] for ref in (left, right))
     x, y = (factor.astype(jnp.float32) for factor in factors)

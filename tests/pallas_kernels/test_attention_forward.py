@@ -141,6 +141,16 @@ def test_packed_heads_in_the_interpreter(kind, packed, warpgroups, interpreted):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, packed", [("full", 1), ("causal-later", 4), ("lengths", 2), ("window", 8), ("sinks", 1)]
+)
+def test_split_keys_in_the_interpreter(kind, packed, interpreted):
+    p = problem_of(kind, (5, 500), (72, 40), "bfloat16", heads=(16, 2))
+    config = ForwardConfig(64, 1, slack=8, overwrites=True, packed_heads=packed, splits=5)
+    check(p, config, interpreted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
 def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
