@@ -632,12 +632,12 @@ def _merged(
     out, lse = (x.reshape(config.splits, problem.batch, *x.shape[1:]) for x in (out, lse))
     highest = lse.max(0)
     if sinks is not None:
-        highest = jnp.maximum(highest, sinks[:, None])
+        highest = jnp.maximum(highest, sinks[None, :, None])
     weights = monoid.decay(lse, highest[None])
     total = weights.sum(0)
     if sinks is not None:
-        total += monoid.decay(jnp.broadcast_to(sinks[:, None], highest.shape), highest)
+        total += monoid.decay(jnp.broadcast_to(sinks[None, :, None], highest.shape), highest)
     seen = (lse > -jnp.inf).any(0)
-    shares = jnp.where(seen, weights / total, 0.0)
+    shares = jnp.where(seen[None], weights / total[None], 0.0)
     merged = (jnp.swapaxes(shares, 2, 3)[..., None] * out).sum(0)
     return merged.astype(problem.dtype), jnp.where(seen, highest + jnp.log(total), -jnp.inf)
