@@ -365,7 +365,7 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
     if scores is None:
         pipeline.wait(refs.full, step.n, config.stages)
     # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
-    delta = by_column(refs.delta_smem.at[stage], shape)
+    delta = lax.optimization_barrier(by_column(refs.delta_smem.at[stage], shape))
     begun = _begin_scores(tile, stage) if scores is None else None
     dp = products.multiply(refs.value_smem.at[warpgroup], d_out_smem, depth=problem.value_dim, sums=delta)
     _refill(tile, step, released)
