@@ -2,26 +2,50 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.attention import backward as backward_kernel
 from pallas_kernels.attention import backward_common, memory, schedule
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
 from pallas_kernels.attention import forward as forward_kernel
-from pallas_kernels.attention.configs import BackwardConfig, BackwardWideConfig, ForwardConfig
+from pallas_kernels.attention.configs import WARPGROUP_ROWS, BackwardConfig, BackwardWideConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 MOST_TURNS = 8  # blocks of keys that take turns unasked
 
 
-def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
-    """The widest tiles of keys of which two stages fit in shared memory, in blocks of threads that stay.
+class _Rates(NamedTuple):
+    """What a tile of queries costs in a forward config, in us, measured on an H100 at 512 and 2048 tokens, bf16."""
 
-    If `batch_invariant`, by the heads' sizes and the kind of call alone.
+    step: float  # an SM's time for a tile of keys, while all its CTAs are at work
+    tile: float  # an SM's time for what a tile of queries takes besides
+    alone: float  # the time of a step of a CTA that has the SM to itself; the first tile's prologue takes three
+
+
+def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
+    """Configs in the order of the time that they would take, by a model of waves of tiles: the best first.
+
+    If `batch_invariant`, the one for whole sequences, by the heads' sizes and the kind of call alone.
     """
-    config = _widest(problem) if problem.bias is None else _with_bias(problem, device)
+    if problem.bias is not None:
+        return (_with_bias(problem, device),)
+    whole = _whole(problem)
+    if problem.batch_invariant:
+        return (whole,)
+    rates = {whole: _WHOLE[_class(problem)]} | {c: r for c, r in _short(problem).items() if _fits(problem, c, device)}
+    rates |= {c: r for config, r in rates.items() for c in _packed(problem, config)}
+    rates |= {c: r for config, r in rates.items() for c in _split(problem, config, device)}
+    durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
+    # A model is no measurement: what is measured stays where others would gain little.
+    durations[whole] *= 0.97
+    return tuple(sorted(durations, key=durations.__getitem__))
+
+
+def _whole(problem: Attention) -> ForwardConfig:
+    """The config for sequences of many tiles: the widest tiles of keys of which two stages fit in shared memory."""
+    config = _widest(problem)
     if config.early and not problem.hidden_by_data:
         # bf16, H100, us, without and with it: heads of 128, 512 tokens, 138 and 136, causal 107 and 104; 2048 tokens,
         # 409 and 409, causal 231 and 229; causal masks 288 and 293. Heads of 256, causal, would spill 20 bytes.
@@ -32,7 +56,79 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
         # 677, causal 368 and 398; of 128, 487 and 513, 273 and 306; of 256, causal 253 and 270. Documents, 16384
         # tokens: 359 and 462, 236 and 283; of 192 and 128, 268 and 308; of 256, 235 and 212.
         config = dataclasses.replace(config, scheduler="dynamic")
-    return (config,)
+    return config
+
+
+def _class(problem: Attention) -> int:
+    """The widest heads that have the same configs."""
+    widest = max(problem.head_dim, problem.value_dim)
+    return next(size for size in (64, 128, 256) if widest <= size)
+
+
+_WHOLE = {64: _Rates(1.49, 1.46, 1.55), 128: _Rates(1.4, 3.0, 1.12), 256: _Rates(1.33, 3.0, 1.5)}
+
+
+def _short(problem: Attention) -> dict[ForwardConfig, _Rates]:
+    """Configs with tiles of fewer queries, in several CTAs to an SM, whose ends overlap."""
+    narrow = ForwardConfig(block_kv=64, warpgroups=1, slack=8, overwrites=True)
+    uneven = problem.hidden_by_data or schedule.bounds(problem) != (None, None)
+    size = _class(problem)
+    if size == 64:
+        plain = not problem.hidden_by_data and problem.soft_cap is None
+        two = dataclasses.replace(narrow, warpgroups=2, ctas_per_sm=2, scheduler="dynamic" if uneven else "static")
+        return {
+            two: _Rates(0.57, 1.05, 0.95),
+            dataclasses.replace(narrow, ctas_per_sm=4 if plain else 2): _Rates(0.27, 0.81, 0.9),
+        }
+    if size == 128:
+        return {dataclasses.replace(narrow, ctas_per_sm=2): _Rates(0.4, 1.86, 0.75)}
+    return {narrow: _Rates(0.95, 2.2, 1.0)}
+
+
+def _fits(problem: Attention, config: ForwardConfig, device: Device) -> bool:
+    """Whether an SM has shared memory for its CTAs: what one may claim, and a KiB of the system's own for each."""
+    each = forward_kernel.shared_bytes(problem, config) + KIB
+    return config.ctas_per_sm * each <= device.smem_per_cta + KIB
+
+
+def _packed(problem: Attention, config: ForwardConfig) -> list[ForwardConfig]:
+    """`config` with the heads of a group in a tile, as many as have room there for all queries."""
+    if problem.segments or problem.mask is not None or problem.sinks:
+        return []
+    group = problem.query_heads // problem.key_heads
+    most = min(group & -group, WARPGROUP_ROWS)
+    return [dataclasses.replace(config, packed_heads=most)] if most > 1 else []
+
+
+def _split(problem: Attention, config: ForwardConfig, device: Device) -> list[ForwardConfig]:
+    """`config` with the keys split, where there are fewer tiles of queries than CTAs."""
+    tiles, steps = _tiles(problem, config), -(-problem.key_length // config.block_kv)
+    most = min(device.sm_count * config.ctas_per_sm // tiles, steps)
+    return [dataclasses.replace(config, splits=n) for n in (2, 4, 8, 16, 32, 64) if n <= most]
+
+
+def _tiles(problem: Attention, config: ForwardConfig) -> int:
+    """How many tiles of queries there are."""
+    packs = problem.batch * problem.query_heads // config.packed_heads
+    return packs * -(-problem.query_length // config.queries) * config.splits
+
+
+def _duration(problem: Attention, config: ForwardConfig, rates: _Rates, device: Device) -> float:
+    """How long the problem would take, in us, beyond a launch."""
+    per_head = -(-problem.query_length // config.queries) * config.splits
+    spans = [schedule.tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
+    steps = [span.end - span.first for span in spans]
+    mean, most, tiles = sum(steps) / per_head, max(steps), _tiles(problem, config)
+    per_sm = tiles / device.sm_count if most > mean else -(-tiles // device.sm_count)
+    rounds = -(-tiles // (device.sm_count * config.ctas_per_sm))
+    busy = per_sm * (mean * rates.step + rates.tile)
+    waiting = (max(rounds * mean, most) + 3) * rates.alone
+    merging = 0.0
+    if config.splits > 1:
+        # A kernel of its own writes and reads the outputs of all splits, in float32.
+        outputs = problem.batch * problem.query_heads * problem.query_length * problem.value_dim
+        merging = 5 + config.splits * outputs * 8 / 2.5e6
+    return max(busy, waiting) + merging
 
 
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
