@@ -406,8 +406,9 @@ def _attention_explanation(
         reason = "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
         choice = {"implementation": "xla", "reason": reason}
     else:
-        chosen = call.plan(avals, device, None, **params)
-        choice = _choice(chosen, implementation == "mosaic_gpu")
+        named = implementation == "mosaic_gpu"
+        chosen = call.plan(avals, device, call.name() if named else None, **params)
+        choice = _choice(chosen, named)
     notes = chosen.notes
     if params["rules"].batch_invariant and (chosen.decision is None or part is not Part.FORWARD):
         notes += (NOT_INVARIANT if chosen.decision is None else _GRADIENTS_VARY,)

@@ -109,7 +109,7 @@ def _copy_keys(tile: Tile) -> None:
     config, refs = tile.config, tile.refs
     parts = []
     for i in range(config.warpgroups):
-        at = tile.batch, pl.ds(tile.first_key + i * CHUNK, CHUNK), tile.key_head
+        at = tile.batch, pl.ds(tile.first_key + i * CHUNK, CHUNK), tile.source_head
         parts += [(refs.key, at, refs.key_smem.at[i]), (refs.value, at, refs.value_smem.at[i])]
     if not tile.problem.key_lengths:
         return _copy(refs.kv_full.at[0], parts)
@@ -574,7 +574,12 @@ def _write_scores(part: _Part) -> None:
 def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     """Writes the gradients of keys and values, through the places of the score gradients."""
     refs, dtype = tile.refs, tile.problem.dtype
-    rows = pl.ds(tile.first_key + warpgroup * CHUNK, CHUNK)
+    first_row = tile.first_key + warpgroup * CHUNK
+    rows = pl.ds(first_row, CHUNK)
+    if tile.config.head_splits > 1:
+        for sums, ref in ((dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)):
+            fragments.store_sums(ref, sums, tile.place(first_row), 0)
+        return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     gradients = (dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)
     slots = [refs.ds_smem.at[turn, warpgroup, pl.ds(c, 1)] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
     pieces = [(x[:, at : at + CHUNK], ref, at) for x, ref in gradients for at in range(0, x.shape[1], CHUNK)]
@@ -654,6 +659,7 @@ def launched(problem: Attention, config: BackwardConfig) -> int:
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
+    problem = backward_operands.with_split_heads(problem, config)
     ctas, tickets = launched(problem, config), None
     if config.scheduler == "dynamic":
         tickets = jnp.full(1, 0 if _all_drawn(config) else ctas, jnp.int32)

@@ -28,7 +28,7 @@ from pallas_kernels.attention import gather, pairs, pipeline, schedule, tile_sch
 from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.schedule import Span
-from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.attention.scores import WGMMA, Place
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import Index
@@ -123,9 +123,19 @@ class Tile:
         return self.index * self.config.block_kv
 
     @property
+    def source_head(self) -> Any:
+        """The head of the keys in memory, which the splits of a group share."""
+        splits = self.config.head_splits
+        return self.key_head if splits == 1 else lax.div(self.key_head, jnp.int32(splits))
+
+    @property
     def group(self) -> int:
         """Query heads that read these keys."""
         return self.problem.query_heads // self.problem.key_heads
+
+    def place(self, row: Any) -> Place:
+        """Where gradients of keys from `row` on are written."""
+        return Place(self.batch, self.key_head, row, self.problem.key_length, self.problem.query_length)
 
     @property
     def ragged(self) -> bool:

@@ -1,5 +1,6 @@
 """What the backward kernels read and write, what XLA does before them and after them, and the launch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -40,6 +41,11 @@ def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespac
         sinks=problem.sinks, out=True, lse=True, d_out=True, d_lse=True,
     )  # fmt: skip
     return SimpleNamespace(**dict(zip([name for name, here in present.items() if here], operands, strict=True)))
+
+
+def with_split_heads(problem: Attention, config: AnyBackwardConfig) -> Attention:
+    """`problem` as if each split of a group of query heads had keys and values of its own."""
+    return dataclasses.replace(problem, key_heads=problem.key_heads * config.head_splits)
 
 
 def without_keys(problem: Attention, ops: SimpleNamespace) -> jax.Array:
@@ -111,7 +117,12 @@ def outputs(
     """What the kernel writes, by name: all of an array, and in places, of one that is zero before."""
     b, n, rows = inputs["lse"].shape
     head_dim, _ = padded_dims(problem)
-    whole = {f"d_{name}": jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in ("key", "value")}
+    kv_dtype = problem.dtype if config.head_splits == 1 else jnp.float32
+    kv_shape = problem.batch, problem.key_length, problem.key_heads
+    whole = {
+        "d_key": jax.ShapeDtypeStruct((*kv_shape, problem.head_dim), kv_dtype),
+        "d_value": jax.ShapeDtypeStruct((*kv_shape, problem.value_dim), kv_dtype),
+    }
     places = {}
     dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *fragments.SHAPE), jnp.float32)
     if config.last_writes:
@@ -131,12 +142,20 @@ def outputs(
 
 def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, jax.Array]) -> list[jax.Array]:
     """Those of query, key and value from what the kernel wrote."""
+
+    def joined(sums: jax.Array) -> jax.Array:
+        if config.head_splits == 1:
+            return sums
+        batch, rows, heads, columns = sums.shape
+        splits = sums.reshape(batch, rows, heads // config.head_splits, config.head_splits, columns)
+        return splits.sum(3).astype(problem.dtype)
+
     if "d_query" in written:
         d_query = written["d_query"]
     else:
         dq_sum = fragments.as_rows(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
-    return [d_query, written["d_key"], written["d_value"]]
+    return [d_query, joined(written["d_key"]), joined(written["d_value"])]
 
 
 def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:

@@ -137,7 +137,7 @@ def _prologue(tile: Tile) -> None:
 
 def _fetch_keys(tile: Tile, source: Any, to: Any, name: str) -> None:
     """Issues the copies of the keys or the values; zeroes those past the sequence's end, which may be NaN."""
-    full, at = getattr(tile.refs, f"{name}_full").at[0], (tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head)
+    full, at = getattr(tile.refs, f"{name}_full").at[0], (tile.batch, pl.ds(tile.first_key, CHUNK), tile.source_head)
     if not tile.problem.key_lengths:
         return _copy_all(full, (source, at, to))
     left, landed = tile.sequence.keys - tile.first_key, getattr(tile.refs, f"{name}_landed")
@@ -446,6 +446,10 @@ def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax
     if tile.config.turns:
         backward_common.end_last_turn(tile, jnp.int32(warpgroup))
     reduce.sync_block(tile.config.warpgroups)
+    if tile.config.head_splits > 1:
+        for i, x in enumerate(gradient):
+            fragments.store_sums(target, x, tile.place(tile.first_key), i * PIECE)
+        return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(gradient):
         panels = pl.ds(i * PIECE // CHUNK, -(-x.shape[1] // CHUNK))
         fragments.store_factor(place.at[panels], x.astype(tile.problem.dtype), once=True)
@@ -480,5 +484,6 @@ def _body(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace,
 
 def run(problem: Attention, config: BackwardWideConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
+    problem = backward_operands.with_split_heads(problem, config)
     memory, ctas = scratch(problem, config), backward_common.tile_count(problem, config)
     return backward_operands.launch(problem, config, memory, _body, operands, ctas=ctas)

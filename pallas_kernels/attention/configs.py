@@ -62,7 +62,8 @@ class BackwardConfig:
     writes it, in 16 bits. `bias_stages`: tiles of the bias in shared memory; with 0 each thread loads what its scores
     need. `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them. `apart`: each
     tile of keys begins a tile of queries later than the one before it. `adds_registers`: dQ is added to device memory
-    from registers, and takes no shared memory; without turns alone.
+    from registers, and takes no shared memory; without turns alone. `head_splits`: CTAs that share a group's query
+    heads; the gradients of keys and values of each are summed behind the kernel, in float32.
     """
 
     block_q: int
@@ -76,6 +77,7 @@ class BackwardConfig:
     ahead: bool = False
     apart: bool = False
     adds_registers: bool = False
+    head_splits: int = 1
 
     @property
     def block_kv(self) -> int:
@@ -96,7 +98,7 @@ class BackwardWideConfig:
     shared memory. With one, for the probabilities, dQ is added to device memory from registers; with three, each
     warpgroup's part of dQ leaves through one of its own, as turns want it; with two, warpgroup 0 has the one of the
     probabilities. `dq_columns`: of dQ, that a product has. `ahead`: the next step's scores are multiplied beside this
-    step's dQ. `together`, `turns` and `bias_stages` are as in `BackwardConfig`.
+    step's dQ. `together`, `turns`, `bias_stages` and `head_splits` are as in `BackwardConfig`.
     """
 
     stages: int = 2
@@ -107,6 +109,7 @@ class BackwardWideConfig:
     bias_stages: int = 0
     ahead: bool = False
     dq_columns: int = 128
+    head_splits: int = 1
 
     scheduler = "single"
     last_writes = False

@@ -628,16 +628,16 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
 def _merged(
     problem: Attention, config: ForwardConfig, out: jax.Array, lse: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The state of all keys from those of the splits, each normalised, and of the sinks."""
-    out, lse = (x.reshape(config.splits, problem.batch, *x.shape[1:]) for x in (out, lse))
-    highest = lse.max(0)
-    if sinks is not None:
-        highest = jnp.maximum(highest, sinks[None, :, None])
-    weights = monoid.decay(lse, highest[None])
-    total = weights.sum(0)
-    if sinks is not None:
-        total += monoid.decay(jnp.broadcast_to(sinks[None, :, None], highest.shape), highest)
-    seen = (lse > -jnp.inf).any(0)
-    shares = jnp.where(seen[None], weights / total[None], 0.0)
-    merged = (jnp.swapaxes(shares, 2, 3)[..., None] * out).sum(0)
+    """The state of all keys from those of the splits, each normalised, and of the sinks: one pass over their outputs.
+
+    Of a loop over the splits, or a sum along them, XLA makes several kernels.
+    """
+    parts, lses = (x.reshape(config.splits, problem.batch, *x.shape[1:]) for x in (out, lse))
+    logits = [*lses, *([] if sinks is None else [jnp.broadcast_to(sinks[None, :, None], lses.shape[1:])])]
+    highest = functools.reduce(jnp.maximum, logits)
+    weights = [monoid.decay(x, highest) for x in logits]
+    total = sum(weights)
+    seen = functools.reduce(jnp.logical_or, [x > -jnp.inf for x in lses])
+    shares = [jnp.where(seen, x / total, 0.0) for x in weights]
+    merged = sum(jnp.swapaxes(share, 1, 2)[..., None] * part for share, part in zip(shares, parts, strict=False))
     return merged.astype(problem.dtype), jnp.where(seen, highest + jnp.log(total), -jnp.inf)

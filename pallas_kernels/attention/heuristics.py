@@ -8,7 +8,13 @@ from pallas_kernels.attention import backward as backward_kernel
 from pallas_kernels.attention import backward_common, memory, schedule
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
 from pallas_kernels.attention import forward as forward_kernel
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, BackwardConfig, BackwardWideConfig, ForwardConfig
+from pallas_kernels.attention.configs import (
+    WARPGROUP_ROWS,
+    AnyBackwardConfig,
+    BackwardConfig,
+    BackwardWideConfig,
+    ForwardConfig,
+)
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
@@ -161,6 +167,10 @@ def _widest(problem: Attention) -> ForwardConfig:
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414.
         return ForwardConfig(block_kv=128, warpgroups=3, slack=8, early=8, overwrites=True)
+    if max(problem.head_dim, problem.value_dim) <= 96 and not problem.hidden_by_data and problem.soft_cap is None:
+        # bf16, 2048 tokens, H100, us, two warpgroups and 128 keys, and three and 96: heads of 72, 440 and 355, causal
+        # 241 and 206; of 96, 376 and 362, causal 216 and 218.
+        return ForwardConfig(block_kv=96, warpgroups=3, slack=8, overwrites=True)
     if max(problem.head_dim, problem.value_dim) <= 128:
         # Tiles of 64 keys: 572.
         config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=48)
@@ -169,11 +179,17 @@ def _widest(problem: Attention) -> ForwardConfig:
         # Tiles of 64 keys: 652 against 713 for heads of 192 and 128.
         config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=32)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
+    if max(problem.head_dim, problem.value_dim) <= 192 and not problem.hidden_by_data:
+        # bf16, 2048 tokens, H100, us, tiles of 64 and of 96 keys: heads of 144, 274 and 265, causal 160 and 158; of 192,
+        # 302 and 294, causal 183 and 185.
+        return ForwardConfig(block_kv=96, warpgroups=2, slack=8, overwrites=True, overlaps=True)
     return ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=edge and not problem.hidden_by_data)
 
 
 def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     """As many queries at a time as the registers hold."""
+    splits = _head_splits(problem, device, BackwardConfig(block_q=64, warpgroups=2, stages=2))
+    problem = dataclasses.replace(problem, key_heads=problem.key_heads * splits)
     narrow = max(problem.head_dim, problem.value_dim) <= 64
     config = _in_turns(problem, BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2))
     config = _ahead(problem, _in_order(problem, device, config))
@@ -184,7 +200,29 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
         config = dataclasses.replace(config, adds_registers=True)
         registers = _with_bias_stages(problem, device, [config], backward_kernel.shared_bytes)
         found = registers if registers.bias_stages else found
-    return (found,)
+    return (dataclasses.replace(found, head_splits=splits),)
+
+
+def _head_splits(problem: Attention, device: Device, config: AnyBackwardConfig) -> int:
+    """Among how many CTAs a group's query heads are shared out, by a model: 3 us to a step, and 5 to a tile besides.
+
+    bf16, H100: heads of 128, 2048 tokens, 2.6 us to a step; of 256, 3.6.
+    """
+    group, tiles = problem.query_heads // problem.key_heads, -(-problem.key_length // config.block_kv)
+    queries = -(-problem.query_length // config.block_q)
+    uneven = _uneven(problem)
+    heads, steps = problem.batch * problem.key_heads, _rows(problem) // group / config.block_q
+    mean = max(steps / 2 if uneven else steps, 1)
+
+    def duration(splits: int) -> float:
+        each, longest = (3 * x * group / splits + 5 for x in (mean, min(queries, max(steps, 1))))
+        per_sm = heads * tiles * splits / device.sm_count
+        busy = max((per_sm if uneven else -(-per_sm // 1)) * each, longest)
+        numbers = heads * splits * problem.key_length * (problem.head_dim + problem.value_dim)
+        # A kernel of its own writes and reads the gradients of all splits, in float32.
+        return busy if splits == 1 else 1.05 * busy + 5 + numbers * 8 / 2.5e6
+
+    return min((n for n in range(1, group + 1) if group % n == 0), key=duration)
 
 
 def _ahead(problem: Attention, config: BackwardConfig) -> BackwardConfig:
@@ -297,7 +335,10 @@ def _can_write_last(problem: Attention) -> bool:
 
 def backward_wide(problem: Attention, device: Device) -> tuple[BackwardWideConfig, ...]:
     """As many stages as fit in shared memory, and slots for the bias."""
-    config = _in_order(problem, device, BackwardWideConfig(turns=problem.deterministic))
+    splits = _head_splits(problem, device, BackwardWideConfig())
+    problem = dataclasses.replace(problem, key_heads=problem.key_heads * splits)
+    config = BackwardWideConfig(turns=problem.deterministic, head_splits=splits)
+    config = _in_order(problem, device, config)
     squares = (3, 2) if config.turns else (1,)
     configs = [dataclasses.replace(config, d_out_stages=d, squares=n) for d in (2, 1) for n in squares]
     return (_with_bias_stages(problem, device, configs, backward_wide_kernel.shared_bytes),)

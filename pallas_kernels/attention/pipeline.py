@@ -6,6 +6,7 @@ stage's next copies. No warp waits for another one's release, and every warpgrou
 Source: PTX ISA, "mbarrier": an arrival returns the state before it, of which "mbarrier.pending_count" is a part.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -177,16 +178,24 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
     (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
 
     def copy_panels(ctx, source, to, full, *starts):
+        copy = functools.partial(
+            ctx.async_copy,
+            src_ref=source,
+            swizzle=SWIZZLE_BYTES,
+            barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
+            arrive=False,
+            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
+        )
+        places = _places(starts, sizes)
+        if source.type.shape[-1] % columns == 0:
+            axes = sum(map(bool, sizes))
+            order = mgpu.TransposeTransform((axes, *range(axes), axes + 1))
+            where = (*places, mgpu.ds(0, count * columns))
+            to = _panels(to, sizes)
+            return copy(dst_ref=to, gmem_slice=where, gmem_transform=(mgpu.TileTransform((columns,)), order))
         for panel in range(count):
-            ctx.async_copy(
-                src_ref=source,
-                dst_ref=_panel(to, panel, sizes),
-                gmem_slice=(*_places(starts, sizes), mgpu.ds(panel * columns, columns)),
-                swizzle=SWIZZLE_BYTES,
-                barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
-                arrive=False,
-                predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
-            )
+            copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
+        return None
 
     arguments = *[plgpu.RefType()] * 3, *[SPLAT] * len(starts)
     plgpu.inline_mgpu(arg_types=arguments)(copy_panels)(source, to, full, *starts)
@@ -228,10 +237,14 @@ def _places(starts: tuple[Any, ...], sizes: tuple[int, ...]) -> list[Any]:
     return [mgpu.ds(i, size) if size else i for i, size in zip(found, sizes, strict=True)]
 
 
+def _panels(panels: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
+    """Panels whose rows are those of several slices."""
+    slices = tuple(size for size in sizes if size)
+    return utils.memref_unfold(panels, 1, slices) if len(slices) > 1 else panels
+
+
 def _panel(panels: ir.Value, index: int, sizes: tuple[int, ...]) -> ir.Value:
-    """A panel, whose rows are those of several slices."""
-    panel, slices = utils.memref_slice(panels, index), tuple(size for size in sizes if size)
-    return utils.memref_unfold(panel, 0, slices) if len(slices) > 1 else panel
+    return utils.memref_slice(_panels(panels, sizes), index)
 
 
 def zero_rows(ref: Any, first: Index) -> None:

@@ -218,6 +218,19 @@ def test_interpreted_without_a_race(interpreted, name):
     check(p, decided(p).run, interpreted)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind, dims, heads, splits",
+    [("causal", (128, 72), (6, 2), 3), ("lengths", (64, 64), (4, 1), 2), ("sinks", (136, 144), (4, 1), 4)],
+)
+def test_a_groups_heads_split_in_the_interpreter(kind, dims, heads, splits, interpreted):
+    p = problem_of(kind, (70, 90), dims, "bfloat16", heads=heads)
+    found = decided(p)
+    assert found.kernel is not None
+    config = dataclasses.replace(found.config, head_splits=splits)
+    check(p, functools.partial(dispatch.KERNELS[Op.BACKWARD][found.kernel].module.run, p, config), interpreted)
+
+
 ENDS = [
     ("lengths", (64, 64), False),
     ("ends", (64, 64), False), ("ends", (128, 64), True), ("ends-window", (64, 64), True),
