@@ -43,7 +43,7 @@ from pallas_kernels.attention.schedule import Span
 from pallas_kernels.attention.scores import WGMMA, Place
 from pallas_kernels.attention.state import State, by_row, empty, finish, fold
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import reduce
+from pallas_kernels.mosaic import ptx, reduce
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
@@ -439,7 +439,6 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
     `index`: the tile of queries whose record is to be published meanwhile.
     """
     config, problem, warpgroup = cta.config, cta.problem, lax.axis_index("warpgroup")
-    query = cta.query_smem.at[warpgroup]
     skipped, count = tile.span.end - span.end, span.end - span.first
 
     def stage(i: jax.Array) -> jax.Array:
@@ -459,6 +458,8 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
     def multiply_keys(i: jax.Array) -> jax.Array:
         shape = WARPGROUP_ROWS, config.block_kv
         cleared = None if config.overwrites else plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+        # The queries' descriptors, kept all along the loop, would leave the warp no registers for the stages'.
+        query = cta.query_smem.at[ptx.opaque(warpgroup)]
         return products.multiply(query, cta.key_smem.at[stage(i)], depth=problem.head_dim, sums=cleared)
 
     def first() -> jax.Array:

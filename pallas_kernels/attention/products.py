@@ -132,9 +132,11 @@ def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir
     """How WGMMA is told of panels, from `offset` bytes on; `between_panels`: bytes, where a product spans several."""
     place = arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF))
     layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
-    base = arith.ori(arith.extui(ptx.i64(), place), ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout))
-    # ptxas adds to the whole number in the warp's own registers, as products want it.
-    return arith.addi(base, ptx.c64(offset >> 4))
+    layout = ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout)
+    # Where the offset is added makes no difference but to ptxas, which else takes each thread's registers for it.
+    if between_panels:
+        return arith.addi(arith.ori(arith.extui(ptx.i64(), place), layout), ptx.c64(offset >> 4))
+    return arith.ori(arith.extui(ptx.i64(), arith.addi(place, ptx.c32(offset >> 4))), layout)
 
 
 def finish(begun: Any, *, later: int) -> jax.Array:
