@@ -129,12 +129,15 @@ def _duration(problem: Attention, config: ForwardConfig, rates: _Rates, device: 
     rounds = -(-tiles // (device.sm_count * config.ctas_per_sm))
     busy = per_sm * (mean * rates.step + rates.tile)
     waiting = (max(rounds * mean, most) + 3) * rates.alone
+    rows = problem.key_length * problem.key_heads + problem.query_length * problem.query_heads
+    copying = problem.batch * rows * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize / 2.9e6
     merging = 0.0
     if config.splits > 1:
         # A kernel of its own writes and reads the outputs of all splits, in float32.
         outputs = problem.batch * problem.query_heads * problem.query_length * problem.value_dim
         merging = 5 + config.splits * outputs * 8 / 2.5e6
-    return max(busy, waiting) + merging
+    # What is not the longest is hidden behind that for the most part only.
+    return max(busy, waiting, copying) + (busy + waiting + copying) / 10 + merging
 
 
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
