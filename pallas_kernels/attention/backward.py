@@ -521,18 +521,7 @@ def _fetch_sum(part: _Part, ended: jax.Array) -> None:
     @pl.when(backward_common.is_last(tile, step.i) & (earlier > 0))
     def _():
         backward_common.await_turn(tile, step, warpgroup, earlier, ended)
-        # Their squares are where copies read: only the counter, which is no copy, needs a fence.
-        _fence_copies()
         plgpu.copy_gmem_to_smem(part.sum_gmem, part.sum_smem, tile.refs.dq_full.at[warpgroup])
-
-
-def _fence_copies() -> None:
-    """Orders what this thread has read before what it tells TMA to read."""
-
-    def fence_copies(ctx):
-        ptx.asm("fence.proxy.async.global;", "~{memory}", [])
-
-    plgpu.inline_mgpu()(fence_copies)()
 
 
 def _write_last(part: _Part, square: jax.Array) -> None:

@@ -406,7 +406,8 @@ def await_turn(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
         text = (
             "{ .reg .pred early; .reg .s32 now; mov.s32 now, $2; "
             "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
-            "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; MINE: }"
+            "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; "
+            "MINE: fence.acq_rel.gpu; fence.proxy.async.global; }"
         )
         operands = [ptx.global_address(turns), ptx.scalar(value), ptx.scalar(ended)]
         ptx.asm(text, "l,r,r,~{memory}", operands)
@@ -442,15 +443,15 @@ def _counter(tile: Tile, warpgroup: Any, head: Any, i: Any) -> jax.Ref:
 
 
 def _end(turns: jax.Ref) -> None:
-    """Lets the next one have its turn.
+    """Lets the next one have its turn, which finds the square there.
 
-    The square has arrived, in the place where the next one's will be added to it: no fence, which would cost more than
-    all else of the turns. D = 128, S = 2048, bf16: 458 TFLOP/s with `red.release`, 557 like this, H200.
+    The release takes longer than all else of the turns. Without it, and `await_turn`'s acquire, 2 % of calls returned
+    some rows wrong: 512 tokens, 32 heads of 64, causal, H100.
     """
 
     def count_turn(ctx, turns):
         leader = ptx.equals(ptx.thread_in_warpgroup(), 0)
-        text = "@$1 red.relaxed.gpu.global.add.s32 [$0], 1;"
+        text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
         ptx.asm(text, "l,b,~{memory}", [ptx.global_address(turns), leader])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(count_turn)(turns)

@@ -19,7 +19,7 @@ from pallas_kernels.attention.problem import Attention
 from pallas_kernels.hardware import Device
 
 KIB, MIB = 2**10, 2**20
-MOST_TURNS = 8  # blocks of keys that take turns unasked
+MOST_TURNS = 8  # tiles of keys, with turns, that are drawn
 
 
 class _Rates(NamedTuple):
@@ -41,8 +41,9 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     if problem.batch_invariant:
         return (whole,)
     rates = {whole: _WHOLE[_class(problem)]} | {c: r for c, r in _short(problem).items() if _fits(problem, c, device)}
-    rates |= {c: r for config, r in rates.items() for c in _packed(problem, config)}
-    rates |= {c: r for config, r in rates.items() for c in _split(problem, config, device)}
+    narrow = {c: r for c, r in rates.items() if c.warpgroups == 1}
+    narrow |= {c: r for config, r in narrow.items() for c in _packed(problem, config)}
+    rates |= narrow | {c: r for config, r in narrow.items() for c in _split(problem, config, device)}
     durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
     # A model is no measurement: what is measured stays where others would gain little.
     durations[whole] *= 0.97
@@ -122,7 +123,9 @@ def _tiles(problem: Attention, config: ForwardConfig) -> int:
 def _duration(problem: Attention, config: ForwardConfig, rates: _Rates, device: Device) -> float:
     """How long the problem would take, in us, beyond a launch."""
     per_head = -(-problem.query_length // config.queries) * config.splits
-    spans = [schedule.tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
+    spans = [
+        schedule.tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)
+    ]
     steps = [span.end - span.first for span in spans]
     mean, most, tiles = sum(steps) / per_head, max(steps), _tiles(problem, config)
     per_sm = tiles / device.sm_count if most > mean else -(-tiles // device.sm_count)
@@ -312,16 +315,16 @@ def _rows(problem: Attention) -> int:
 
 
 def _in_turns(problem: Attention, config: BackwardConfig) -> BackwardConfig:
-    """`config` with turns where they are asked for, or cost less than the passes over dQ before and after the kernel.
+    """`config` with turns where they are asked for, and no sum of dQ where a tile of keys is alone.
 
-    Those passes take 88 us for 67 MB of dQ (bf16, H200). In all, us, any order and turns, S = 512: D = 64, 567 and 522,
-    D = 128, 477 and 422; S = 2048: 1576 and 1575, 1326 and 1346.
+    Unasked, turns are no faster than the passes over dQ before and after the kernel. 512 tokens, bf16, H100, us, with a
+    fence to each turn and without one, with which 2 % of calls returned some rows wrong: heads of 64, causal, 592 and
+    542; of 128, 707 and 616, causal 628 and 548.
     """
     counts = backward_common.turn_counts(problem, config)
     alone = counts == (1, 1)
     known = counts is not None and counts[0] > 0 and _can_write_last(problem)
-    short = known and -(-problem.key_length // config.block_kv) <= MOST_TURNS
-    turns = not alone and (problem.deterministic or short)
+    turns = problem.deterministic and not alone
     return dataclasses.replace(config, turns=turns, last_writes=known and (alone or turns))
 
 

@@ -283,10 +283,6 @@ def _count_turn(machine: Any, static: Any, turns: Any) -> None:
     machine.count(turns)
 
 
-def _fence_copies(machine: Any, static: Any) -> None:
-    """Copies are done at once here, in the program's order."""
-
-
 def _fence_shared(machine: Any, static: Any) -> None:
     machine.commit_smem()
 

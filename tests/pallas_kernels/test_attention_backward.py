@@ -77,7 +77,11 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
 
 
 def decided(p: Attention) -> dispatch.Decision:
-    return dispatch.decide(p, hardware.H200)
+    """The kernel and its config, but that a group's heads, which the heuristic splits where tiles are few, are whole."""
+    found = dispatch.decide(p, hardware.H200)
+    if found.kernel is None:
+        return found
+    return dataclasses.replace(found, config=dataclasses.replace(found.config, head_splits=1))
 
 
 @functools.lru_cache(maxsize=1)
@@ -140,6 +144,9 @@ def cases() -> list[Attention]:
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
     check(p, compiled(p))
+    chosen = dispatch.decide(p, hardware.H200)
+    if chosen.config.head_splits > 1:
+        check(p, jax.jit(chosen.run))
 
 
 @pytest.mark.gpu
@@ -171,14 +178,15 @@ def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
     heads = (2048 // head_dim,) * 2
-    p = dataclasses.replace(problem_of(kind, (512, 512), (head_dim,) * 2, "bfloat16", heads), batch=32)
+    p = problem_of(kind, (512, 512), (head_dim,) * 2, "bfloat16", heads, 32, deterministic=True)
     config = dataclasses.replace(decided(p).config, turns=False, last_writes=False)
     run, operands = compiled(p), [jnp.asarray(x) for x in all_operands_of(p)]
     expected = np.asarray(jax.jit(dispatch.decide(p, hardware.H200, config=config).run)(*operands)[0], np.float32)
     first = np.asarray(run(*operands)[0])
     np.testing.assert_allclose(first.astype(np.float32), expected, rtol=0, atol=2**-7 * np.abs(expected).max())
-    for _ in range(20):
-        np.testing.assert_array_equal(first.view(np.uint16), np.asarray(run(*operands)[0]).view(np.uint16))
+    # Without its fences, one call in fifty lacked what an earlier tile of keys had added to some rows.
+    differs = jax.jit(lambda dq: (dq.view(jnp.uint16) != first.view(np.uint16)).any())
+    assert not any([differs(run(*operands)[0]) for _ in range(400)])
 
 
 INTERPRETED = {
@@ -502,7 +510,7 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
         ("causal", 128, {"query_length": 16384}, "single"),
         ("causal", 128, {"query_heads": 32, "key_heads": 4}, "single"),
         ("causal", 128, {"deterministic": True}, "single"),
-        ("full", 64, {"key_length": 512}, "dynamic"),
+        ("full", 64, {"key_length": 512, "deterministic": True}, "dynamic"),
         ("full", 64, {"key_length": 128}, "static"),
         ("full", 128, {}, "static"),
     ],
@@ -534,8 +542,8 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
 @pytest.mark.parametrize(
     "kind, keys, facts, turns, last_writes",
     [
-        ("full", 512, {}, True, True),
-        ("causal", 512, {}, True, True),
+        ("full", 512, {}, False, False),
+        ("full", 512, {"deterministic": True}, True, True),
         ("causal", 512, {"deterministic": True}, True, True),
         ("full", 8192, {"deterministic": True}, True, True),
         ("full", 8192, {}, False, False),
@@ -546,7 +554,7 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
         ("key-lengths", 512, {}, False, False),
         ("causal-earlier", 512, {"head_dim": 128}, False, False),  # nobody adds to the first queries
         ("bias", 512, {}, False, False),
-        ("bias", 512, {"head_dim": 128}, True, True),
+        ("bias", 512, {"head_dim": 128, "deterministic": True}, True, True),
         ("capped-bias", 512, {"head_dim": 128, "deterministic": True}, True, False),
     ],
 )
@@ -556,7 +564,7 @@ def test_who_takes_turns(kind, keys, facts, turns, last_writes):
     assert (config.turns, config.last_writes) == (turns, last_writes)
 
 
-@pytest.mark.parametrize("keys, passes", [(128, False), (512, False), (4096, True)])
+@pytest.mark.parametrize("keys, passes", [(128, False), (512, True), (4096, True)])
 def test_xla_passes_over_dq_only_where_the_kernel_does_not_write_it(keys, passes):
     p = problem_of("full", (256, keys), (64, 64), "bfloat16", heads=(4, 4))
     lowered = jax.jit(decided(p).run).trace(*all_operands_of(p)).lower(lowering_platforms=("cuda",))

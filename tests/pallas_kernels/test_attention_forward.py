@@ -89,10 +89,15 @@ def cases() -> list[Attention]:
     return list(dict.fromkeys(found))
 
 
+def whole(p: Attention) -> ForwardConfig:
+    """The config for sequences of many tiles, however short these are."""
+    return heuristics.forward(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    for config in heuristics.forward(p, hardware.H200):
+    for config in dict.fromkeys((heuristics.forward(p, hardware.H200)[0], whole(p))):
         check(p, config)
 
 
@@ -103,7 +108,7 @@ def test_matches_the_oracle(p):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_segments_that_skip(kind, ids, head_dim):
     p = problem_of(kind, (1500, 1501), (head_dim, head_dim), "bfloat16", heads=(3, 1))
-    check(p, heuristics.forward(p, hardware.H200)[0], ids=ids)
+    check(p, whole(p), ids=ids)
 
 
 @pytest.mark.gpu
@@ -114,7 +119,7 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
         problem_of("full", (2048, 2048), (head_dim, head_dim), "bfloat16"), causal_offset=causal_offset
     )
     arrays = [jnp.asarray(x) for x in operands_of(p).values()]
-    config = heuristics.forward(p, hardware.H200)[0]
+    config = whole(p)
     first = [np.asarray(x) for x in forward.run(p, config, *arrays)]
     for _ in range(5):
         for a, b in zip(first, forward.run(p, config, *arrays), strict=True):
@@ -266,7 +271,7 @@ EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True,
 def test_extreme_lengths(kind, head_dim):
     p = problem_of(kind, (600, 701), (head_dim, head_dim), "bfloat16", heads=(2, 1))
     p = dataclasses.replace(p, **EVERY_LENGTH)
-    check(p, heuristics.forward(p, hardware.H200)[0], sequences="extreme")
+    check(p, whole(p), sequences="extreme")
 
 
 @pytest.mark.slow
@@ -296,7 +301,7 @@ def copied_biases() -> list[Attention]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", copied_biases(), ids=lambda p: f"{name_of(p)}-{p.bias_dtype}-{p.bias}")
 def test_biases(p):
-    check(p, heuristics.forward(p, hardware.H200)[0])
+    check(p, whole(p))
 
 
 @pytest.mark.slow
@@ -315,7 +320,7 @@ def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
 def test_biases_are_copied_where_they_fit(dims, dtype):
     kind = {"bias": "1NTS", "bias_dtype": jnp.dtype(dtype)}
     p = attention_cases.problem_of(Op.FORWARD, kind, (2048, 2048), dims, "bfloat16", (4, 2))
-    (config,) = heuristics.forward(p, hardware.H200)
+    config = whole(p)
     assert config.bias_stages or (dims, dtype) == ((256, 256), "float32")
 
 
@@ -360,7 +365,7 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_exponentials_overlap_products(dims, overlaps):
     p = problem_of("causal", (2048, 2048), dims, "bfloat16")
-    config = heuristics.forward(p, hardware.H200)[0]
+    config = whole(p)
     config = dataclasses.replace(config, overlaps=overlaps, early=config.early if overlaps else 0)
     code = aot.machine_code(compiled(p, config))
     begun = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
@@ -384,11 +389,11 @@ def test_weights_are_contracted_alike_wherever_a_tile_is_visited(head_dim):
     """In a walk's first tile, in a later one, and where another row's maximum has grown."""
     p = problem_of("causal-later", (512, 640), (head_dim, head_dim), "bfloat16")
     p = dataclasses.replace(p, batch_invariant=True)
-    report = compiled(p, heuristics.forward(p, hardware.H200)[0])
+    report = compiled(p, whole(p))
     assert unlike_weights(report.ptx) <= 4
     if head_dim == 64:
         left_to_compilers = dataclasses.replace(p, batch_invariant=False)
-        config = heuristics.forward(p, hardware.H200)[0]
+        config = whole(p)
         assert unlike_weights(compiled(left_to_compilers, config).ptx) > 4
 
 

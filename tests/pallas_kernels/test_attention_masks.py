@@ -16,7 +16,7 @@ from attention_cases import counts_of, operands_of, seen_of
 from test_attention_segments import in_blocks, spread
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_common, backward_operands, bits, forward, heuristics, schedule
+from pallas_kernels.attention import backward_common, backward_operands, bits, forward, schedule
 from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
@@ -126,7 +126,7 @@ def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
 
 def test_later_queries_start_first():
     p = dataclasses.replace(problem_of(Op.FORWARD, "B1TS", "full", (512, 512)), head_dim=128, value_dim=128)
-    (config,) = heuristics.forward(p, hardware.H200)
+    config = test_attention_forward.whole(p)
     order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
     assert config.scheduler == "dynamic"
@@ -196,7 +196,7 @@ def test_backward_in_the_interpreter(name, interpreted, monkeypatch):
 def test_forward_on_a_gpu(head_dim, mask, pattern):
     p = test_attention_forward.problem_of("full", (1500, 1501), (head_dim, head_dim), "bfloat16", heads=(3, 1))
     p = dataclasses.replace(p, mask=tuple({"B": 2, "N": 3, "T": 1500, "S": 1501, "1": 1}[x] for x in mask))
-    test_attention_forward.check(p, heuristics.forward(p, hardware.H200)[0], mask=pattern)
+    test_attention_forward.check(p, test_attention_forward.whole(p), mask=pattern)
 
 
 @pytest.mark.gpu
