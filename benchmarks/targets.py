@@ -108,7 +108,7 @@ TARGETS = (
     Target("the same: against quack", times("quack"), None, 1.0, _MAIN, cols=lambda n: n >= 1024),
     Target("N = 256, 512: against XLA", times("xla"), 1.0, None, _MAIN, cols=lambda n: n < 1024),
     Target("N = 256, 512: share of the copy", of_ours("fraction_of_copy"), None, 0.95, _MAIN, cols=lambda n: n < 1024),
-    Target("rows of a million: share of the copy", of_ours("fraction_of_copy"), 0.90, 0.97, frozenset({"long"})),
+    Target("rows of a million: share of the copy", of_ours("fraction_of_copy"), 0.80, None, frozenset({"long"})),
     Target("vocabularies, 16 bits: against XLA", times("xla"), 2.3, 2.6, frozenset({"vocab"}), dtypes=("f16", "bf16")),
     Target("50257 against 50176", of_aligned_neighbour, None, 0.95, frozenset({"vocab"}), dtypes=("bf16",),
            cols=lambda n: n == 50257),
