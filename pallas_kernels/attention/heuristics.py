@@ -186,8 +186,8 @@ def _widest(problem: Attention) -> ForwardConfig:
         config = ForwardConfig(block_kv=128, warpgroups=2, slack=8, early=32)
         return dataclasses.replace(config, overwrites=True, overlaps=True)
     if max(problem.head_dim, problem.value_dim) <= 192 and not problem.hidden_by_data:
-        # bf16, 2048 tokens, H100, us, tiles of 64 and of 96 keys: heads of 144, 274 and 265, causal 160 and 158; of 192,
-        # 302 and 294, causal 183 and 185.
+        # bf16, 2048 tokens, H100, us, tiles of 64 and of 96 keys: heads of 144, 274 and 265, causal 160 and 158; of
+        # 192, 302 and 294, causal 183 and 185.
         return ForwardConfig(block_kv=96, warpgroups=2, slack=8, overwrites=True, overlaps=True)
     return ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=edge and not problem.hidden_by_data)
 

@@ -77,7 +77,7 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
 
 
 def decided(p: Attention) -> dispatch.Decision:
-    """The kernel and its config, but that a group's heads, which the heuristic splits where tiles are few, are whole."""
+    """The kernel and its config, but without a split of a group's heads, which the heuristic makes of few tiles."""
     found = dispatch.decide(p, hardware.H200)
     if found.kernel is None:
         return found
