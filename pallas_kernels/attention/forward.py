@@ -637,8 +637,9 @@ def _merged(
     logits = [*lses, *([] if sinks is None else [jnp.broadcast_to(sinks[None, :, None], lses.shape[1:])])]
     highest = functools.reduce(jnp.maximum, logits)
     weights = [monoid.decay(x, highest) for x in logits]
-    total = sum(weights)
+    total = functools.reduce(jnp.add, weights)
     seen = functools.reduce(jnp.logical_or, [x > -jnp.inf for x in lses])
     shares = [jnp.where(seen, x / total, 0.0) for x in weights]
-    merged = sum(jnp.swapaxes(share, 1, 2)[..., None] * part for share, part in zip(shares, parts, strict=False))
+    weighed = [jnp.swapaxes(share, 1, 2)[..., None] * part for share, part in zip(shares, parts, strict=False)]
+    merged = functools.reduce(jnp.add, weighed)
     return merged.astype(problem.dtype), jnp.where(seen, highest + jnp.log(total), -jnp.inf)

@@ -58,7 +58,8 @@ def check_tiles(p: Attention) -> None:
             taken = np.concatenate([row[1 : 1 + row[0]] for row in taken])
         else:
             taken = taken[: -tile_scheduler.LOOKAHEAD * ctas]
-        tiles = p.batch * p.query_heads * -(-p.query_length // config.block_q)
+        packs = p.batch * p.query_heads // config.packed_heads
+        tiles = packs * -(-p.query_length // config.queries) * config.splits
         np.testing.assert_array_equal(np.sort(taken), np.arange(tiles))
         return
     sizes = p.batch, p.key_heads, -(-p.key_length // config.block_kv)
