@@ -1,6 +1,7 @@
 """`explain` says what happens."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -199,3 +200,10 @@ def test_numbers_of_a_row_are_moved_too() -> None:
     assert moved("logsumexp") == logits + 2 * number
     assert moved("logsumexp", where=mask) == logits + logits // 4 + 2 * number
     assert moved("cross_entropy_gradient", weights=1.0) == 2 * logits + 3 * number
+
+
+def test_attention_to_one_key_is_a_kernels_only_if_that_is_named():
+    query, key = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (3, 1))
+    explain = functools.partial(jaxsoftmax.explain_attention, query, key, key, device=H200)
+    assert explain().implementation == "xla"
+    assert explain(implementation="mosaic_gpu").implementation == "mosaic_gpu"

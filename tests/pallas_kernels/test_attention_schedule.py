@@ -135,3 +135,27 @@ def test_shared_memory_is_what_the_launch_asks_for(op, kind, dims):
         operands |= {"out": out, "lse": lse, "d_out": out, "d_lse": lse}
     lowered = jax.jit(decided(p).run).trace(*operands.values()).lower(lowering_platforms=("cuda",))
     assert list(aot.shared_memory(lowered.compiler_ir()).values()) == [shared_bytes(p, config)]
+
+
+@pytest.mark.parametrize(
+    "shape, expected",
+    [
+        ((256, 12, 12, 50, 50, 64), (1, 4, 1, 1)),
+        ((32, 4, 4, 38, 2021, 64), (3, 1, 1, 1)),
+        ((12, 32, 8, 22, 22, 128), (1, 2, 4, 1)),
+        ((1, 32, 8, 1, 8192, 128), (1, 2, 4, 16)),
+        ((5, 8, 8, 49, 49, 256), (1, 1, 1, 1)),
+        ((1, 1, 1, 15924, 15924, 88), (3, 1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_few_queries_get_narrow_tiles(shape, expected):
+    config = decided(problem_of(Op.FORWARD, {}, shape)).config
+    assert (config.warpgroups, config.ctas_per_sm, config.packed_heads, config.splits) == expected
+
+
+@pytest.mark.parametrize(
+    "shape, splits", [((1, 16, 2, 1020, 1020, 208), 8), ((8, 16, 16, 2048, 2048, 128), 1)], ids=str
+)
+def test_few_tiles_of_keys_split_a_groups_heads(shape, splits):
+    assert decided(problem_of(Op.BACKWARD, {"causal_offset": 0}, shape)).config.head_splits == splits
