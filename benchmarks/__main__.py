@@ -101,7 +101,7 @@ def check_flags() -> None:
             FLAGS.impl = ["ours", impls.INVARIANT]
         elif "cpu" in _TAG.value:
             FLAGS.impl = ["ours", "xla"]
-        elif "sample" in _TAG.value:
+        elif {"sample", "short"} & {*_TAG.value}:
             FLAGS.impl = ["ours", "cudnn", "xla"]
     FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
 
@@ -261,7 +261,7 @@ def main() -> None:
     records = Session(chosen, options, process=process, path=path, commit=_COMMIT.value, **limits).measure()
     if process is not None:
         process.close()
-    if any("sample" in case.tags for case in chosen):
+    if any({"sample", "short"} & case.tags for case in chosen):
         print(report.sample(records), flush=True)
     bad = {name: found for name in ours if (found := red(name, records, options.trees))}
     for name, found in bad.items():

@@ -3,8 +3,9 @@
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
 `standard` (everything). Others are measured only where they are asked for: `odd` (lengths that are one less), `sample`
-(random calls), `cpu` (small calls, which the XLA program is measured on) and `invariance` (what
-`jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the same form.
+(random calls), `short` (sequences shorter than a tile, and lengths that once were copied), `cpu` (small calls, which
+the XLA program is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()` costs). A call that no table has
+is named in the same form.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TAGS = ("core", "grid", "rest", "standard", "odd", "sample", "cpu", "invariance")
-APART = ("odd", "sample", "cpu", "invariance")  # measured only where they are asked for
+TAGS = ("core", "grid", "rest", "standard", "odd", "sample", "short", "cpu", "invariance")
+APART = ("odd", "sample", "short", "cpu", "invariance")  # measured only where they are asked for
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
@@ -269,6 +270,8 @@ def _apart() -> Iterator[Case]:
     for length, dim, kind, pass_ in itertools.product(LENGTHS, DIMS, ("full", "causal"), ("fwd", "bwd")):
         shape = dataclasses.replace(square(length, dim, kind), length=length - 1)
         yield Case(shape, pass_, frozenset({"odd"}))
+    for shape, pass_ in itertools.product(_SHORT, ("fwd", "value_and_vjp")):
+        yield Case(shape, pass_, frozenset({"short"}))
     for kind, length, dim, queries in (
         *(("causal", 4096, dim, 0) for dim in DIMS),
         ("full", 4096, 64, 0),
@@ -276,6 +279,22 @@ def _apart() -> Iterator[Case]:
         ("bias", 2048, 128, 0),
     ):
         yield Case(Shape(2, 16, 16, length, dim, dim, kind, 0, queries), "fwd", frozenset({"invariance"}))
+
+
+_SHORT = tuple(
+    Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0)
+    for b, t, s, n, k, d, kind in (
+        *((256, 50, 50, 12, 12, 64, "full"), (1, 256, 256, 16, 16, 128, "full"), (32, 197, 197, 12, 12, 64, "full")),
+        *((47, 73, 73, 8, 8, 64, "causal"), (12, 22, 22, 32, 8, 128, "causal"), (5, 49, 49, 8, 8, 256, "full")),
+        *((32, 38, 2021, 4, 4, 64, "full"), (104, 6511, 76, 16, 2, 64, "full"), (10, 336, 336, 4, 4, 64, "causal")),
+        *((9, 1363, 1363, 16, 2, 128, "causal"), (19, 3405, 3405, 2, 2, 128, "causal")),
+        *(
+            (22, 2955, 2955, 4, 4, 64, "causal"),
+            (44, 525, 525, 4, 4, 80, "causal"),
+            (5, 1964, 1964, 32, 4, 256, "causal"),
+        ),
+    )
+)
 
 
 def _tags(shape: Shape, pass_: str) -> frozenset[str]:

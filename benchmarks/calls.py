@@ -192,7 +192,12 @@ class AttentionCall:
 
     def entry(self, name: str, verdicts: Sequence[Any], found: Mapping[str, Any]) -> dict[str, Any]:
         memory = {program: ready.compiled.memory_analysis().temp_size_in_bytes for program, ready in found.items()}
-        return verdict.worst(verdicts).entry() | {"temp_bytes": memory}
+        entry = verdict.worst(verdicts).entry() | {"temp_bytes": memory}
+        if name == "ours" and _on_gpu():
+            entry["kernels"] = {program: _mosaic_kernels(ready.compiled) for program, ready in found.items()}
+            if "standard" in self.case.tags and not all(entry["kernels"].values()):
+                entry |= {"status": "failed", "reason": "no kernel took the call, and XLA must not be timed as ours"}
+        return entry
 
     def note(self, name: str) -> dict[str, str]:
         note = impls.ATTENTION[name].note if name in impls.ATTENTION else ""
@@ -236,6 +241,11 @@ def for_peers(case: cases.Case | attention_cases.Case) -> dict[str, Any]:
         name: size(case) for name, size in (("least_bytes", cases.least_bytes), ("copied_bytes", cases.copied_bytes))
     }
     return case.describe() | sizes | {"buffers": timing.buffers_needed(cases.operand_bytes(case), hot=case.hot)}
+
+
+def _mosaic_kernels(compiled: Any) -> int:
+    """How many calls of Mosaic kernels a compiled program has."""
+    return compiled.as_text().count('custom_call_target="mosaic_gpu')
 
 
 @functools.cache

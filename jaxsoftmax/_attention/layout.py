@@ -132,7 +132,9 @@ def plan(
     dtypes: Mapping[str, Any],
     rules: Rules,
     device: Device,
+    *,
     bias_gradient: bool,
+    named: bool,
 ) -> Plan:
     """Asks `dispatch.decide` about the folded call."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
@@ -161,7 +163,7 @@ def plan(
         **problem_fields(found),
         **{name: value for name, value in vars(rules).items() if name not in _OF_REFERENCES},
     )
-    decision = dispatch.decide(problem, device)
+    decision = dispatch.decide(problem, device, named=named)
     if decision.kernel is None:
         return Plan(decision.declined)
     return Plan(decision.declined, decision, folded, _notes(shapes, found))

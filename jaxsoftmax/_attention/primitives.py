@@ -137,9 +137,8 @@ class Call:
         if self.part is Part.GRADIENTS:
             out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
             shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
-        elif named is None and set(names) == {"query", "key", "value"} and shapes["key"][-3] == 1:
-            return Plan(((str(OPS[self.part]), "the output is the value of the only key, which XLA copies faster"),))
-        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, "bias" in params.get("wrt", ()))
+        facts = {"bias_gradient": "bias" in params.get("wrt", ()), "named": named is not None}
+        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, **facts)
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to plain XLA operations."""

@@ -45,11 +45,15 @@ class Decision:
         return tuple(KERNELS[self.problem.op][self.kernel].module.run(self.problem, self.config, *operands))
 
 
-def decide(problem: Attention, device: Device, *, config: Any = None) -> Decision:
-    """The first kernel for `problem` on `device` that accepts; `config` overrides the choice of the heuristic."""
+def decide(problem: Attention, device: Device, *, config: Any = None, named: bool = False) -> Decision:
+    """The first kernel for `problem` on `device` that accepts; `config` overrides the choice of the heuristic.
+
+    If kernels are `named`, the user asked for one, even where XLA is faster.
+    """
     declined = []
+    xla = None if named or config is not None else heuristics.xla_is_faster(problem)
     for name, kernel in KERNELS[problem.op].items():
-        why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device)
+        why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device) or xla
         if why is not None:
             declined.append((name, why))
             continue

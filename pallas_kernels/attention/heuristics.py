@@ -15,7 +15,7 @@ from pallas_kernels.attention.configs import (
     BackwardWideConfig,
     ForwardConfig,
 )
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
 KIB, MIB = 2**10, 2**20
@@ -29,6 +29,14 @@ class _Rates(NamedTuple):
     step: float  # an SM's time for a tile of keys, while all its CTAs are at work
     tile: float  # an SM's time for what a tile of queries takes besides
     alone: float  # the time of a step of a CTA that has the SM to itself; the first tile's prologue takes three
+
+
+def xla_is_faster(problem: Attention) -> str | None:
+    """Why no kernel should take a problem that one could take, or None."""
+    plain = problem.bias is None and not (problem.hidden_by_data or problem.query_lengths or problem.sinks)
+    if problem.op is Op.FORWARD and problem.key_length == 1 and plain and not problem.key_lengths:
+        return "the output is the value of the only key, which XLA copies faster"
+    return None
 
 
 def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
