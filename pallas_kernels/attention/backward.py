@@ -27,21 +27,20 @@ from jax import lax
 from pallas_kernels import hardware
 from pallas_kernels.attention import (
     backward_common,
-    backward_operands,
+    backward_xla,
     fragments,
     gather,
-    limits,
+    mask,
     pipeline,
-    products,
-    schedule,
     tile_scheduler,
+    wgmma,
 )
 from pallas_kernels.attention.backward_common import Compare, Step, Tile, bent, by_column, capped_bias, probabilities
-from pallas_kernels.attention.backward_operands import CHUNK, padded_dims
-from pallas_kernels.attention.configs import BackwardConfig
-from pallas_kernels.attention.memory import panels, store, tiled
-from pallas_kernels.attention.problem import Attention
-from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.attention.backward_xla import CHUNK, padded_dims
+from pallas_kernels.attention.config import BackwardConfig
+from pallas_kernels.attention.online_softmax import WGMMA
+from pallas_kernels.attention.problem import Attention, unsupported_reason
+from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
 
@@ -54,7 +53,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     if capped_bias(problem) and max(problem.head_dim, problem.value_dim) <= 64:
         # 624 bytes a thread would spill, and the slope does not fit in shared memory.
         return "the kernel has no room for a bias beside a soft cap with heads up to 64"
-    return limits.declines_any(problem, widest=128)
+    return unsupported_reason(problem, widest=128)
 
 
 def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int
     found = {"kv_full": (1,), "kv_empty": (warps,), "full": (1,) * stages, "empty": (warps,) * stages}
     if slots:
         found |= {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots}
-    if schedule.may_see_nothing(problem):
+    if mask.may_see_nothing(problem):
         found["landed"] = (1,) * stages
     if problem.key_lengths:
         found["kv_landed"] = (1,)
@@ -173,7 +172,7 @@ def _copy_stage(tile: Tile, place: _Place, n: Any) -> None:
     @pipeline.when((place.batch >= 0) & (place.i < 0))
     def _():
         pipeline.expect(full, 0)
-        if schedule.may_see_nothing(tile.problem):
+        if mask.may_see_nothing(tile.problem):
             pipeline.expect(tile.refs.landed.at[pipeline.stage(n, tile.config.stages)], 0)
 
 
@@ -181,7 +180,7 @@ def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
     """Issues the copies of stage `n`: a step's queries and cotangents, and their statistics."""
     config, refs, (batch, head, i, _) = tile.config, tile.refs, place
     stage, rows = pipeline.stage(n, config.stages), pl.ds(i * config.block_q, config.block_q)
-    full, may_see_nothing = refs.full.at[stage], schedule.may_see_nothing(tile.problem)
+    full, may_see_nothing = refs.full.at[stage], mask.may_see_nothing(tile.problem)
     statistics = [
         (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
         (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
@@ -367,18 +366,18 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
     # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
     delta = lax.optimization_barrier(by_column(refs.delta_smem.at[stage], shape))
     begun = _begin_scores(tile, stage) if scores is None else None
-    dp = products.multiply(refs.value_smem.at[warpgroup], d_out_smem, depth=problem.value_dim, sums=delta)
+    dp = wgmma.multiply(refs.value_smem.at[warpgroup], d_out_smem, depth=problem.value_dim, sums=delta)
     _refill(tile, step, released)
     extras = backward_common.load_early(tile, step, warpgroup)
     if config.bias_stages:
         extras["bias"] = _read_bias(part)
-    x = products.finish(begun, later=1) if scores is None else scores
+    x = wgmma.finish(begun, later=1) if scores is None else scores
     extras |= backward_common.load_late(tile, step, warpgroup)
     x, slope = bent(problem, x)
     if capped:
         refs.slope_smem[warpgroup] = slope
     p = probabilities(tile, step, warpgroup, x, extras, compare)
-    dv = products.multiply_rows(dv, p.astype(dtype), d_out_smem)
+    dv = wgmma.multiply_rows(dv, p.astype(dtype), d_out_smem)
     earlier, ended = None, None
     if config.turns:
         backward_common.end_turn_before(tile, step, warpgroup)
@@ -389,7 +388,7 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
         earlier = backward_common.turns_before(tile, step.i) if problem.hidden_by_data else None
     if slope is not None and not capped:
         p = p * slope
-    d_scores = p * products.finish(dp, later=1)
+    d_scores = p * wgmma.finish(dp, later=1)
     if capped:
         if problem.bias_gradient:
             _write_logits(part, d_scores)
@@ -398,7 +397,7 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
     _share(part, ds)
     begun, dk = _add_to_dq(part, ds, dk, (earlier, ended))
     plgpu.wgmma_wait(0)
-    begun, *sums = (None if x is None else products.settled(x) for x in (begun, dk, dv))
+    begun, *sums = (None if x is None else wgmma.settled(x) for x in (begun, dk, dv))
     return begun, _release_stage(tile, step), tuple(sums)
 
 
@@ -406,7 +405,7 @@ def _begin_scores(tile: Tile, stage: jax.Array) -> jax.Array:
     """Begins K Q^T, of the warpgroup's keys and the stage's queries."""
     refs, warpgroup = tile.refs, ptx.opaque(lax.axis_index("warpgroup"))
     depth = tile.problem.head_dim
-    return products.multiply(refs.key_smem.at[warpgroup], refs.query_smem.at[stage], depth=depth)
+    return wgmma.multiply(refs.key_smem.at[warpgroup], refs.query_smem.at[stage], depth=depth)
 
 
 def _first_scores(tile: Tile) -> jax.Array:
@@ -415,7 +414,7 @@ def _first_scores(tile: Tile) -> jax.Array:
 
     def multiply() -> jax.Array:
         pipeline.wait(tile.refs.full, tile.first_stage, stages)
-        return products.finish(_begin_scores(tile, lax.rem(tile.first_stage, stages)), later=0)
+        return wgmma.finish(_begin_scores(tile, lax.rem(tile.first_stage, stages)), later=0)
 
     def nothing() -> jax.Array:
         return plgpu.layout_cast(jnp.zeros((CHUNK, tile.config.block_q), jnp.float32), WGMMA)
@@ -460,14 +459,14 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any])
         _fetch_sum(part, ended)
     others = [ptx.opaque(jnp.int32(other)) for other in range(config.warpgroups)]
     keys = [refs.key_smem.at[other, pl.ds(column, 1)] for other in others]
-    dq = products.multiply_columns([part.ds_smem.at[other, row] for other in others], keys)
+    dq = wgmma.multiply_columns([part.ds_smem.at[other, row] for other in others], keys)
     begun = None
     if config.ahead:
         # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
         plgpu.wgmma_wait(1)
         begun = _begin_next_scores(tile, part.step)
-    dk = products.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
-    square = products.finish(dq, later=2 if config.ahead else 1)
+    dk = wgmma.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
+    square = wgmma.finish(dq, later=2 if config.ahead else 1)
     if _warps_add(problem, config):
         fragments.await_read()
     elif not config.turns:
@@ -648,9 +647,9 @@ def launched(problem: Attention, config: BackwardConfig) -> int:
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    problem = backward_operands.with_split_heads(problem, config)
+    problem = backward_xla.with_split_heads(problem, config)
     ctas, tickets = launched(problem, config), None
     if config.scheduler == "dynamic":
         tickets = jnp.full(1, 0 if _all_drawn(config) else ctas, jnp.int32)
     memory = scratch(problem, config)
-    return backward_operands.launch(problem, config, memory, _body, operands, ctas=ctas, tickets=tickets)
+    return backward_xla.launch(problem, config, memory, _body, operands, ctas=ctas, tickets=tickets)

@@ -24,11 +24,11 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention import gather, pairs, pipeline, schedule, tile_scheduler
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
+from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
+from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
+from pallas_kernels.attention.mask import Span
+from pallas_kernels.attention.online_softmax import WGMMA, Place
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.attention.schedule import Span
-from pallas_kernels.attention.scores import WGMMA, Place
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import Index
@@ -44,7 +44,7 @@ BARRIER_BYTES = 8
 
 
 class Sequence(NamedTuple):
-    """What there is of an element of the batch, and its `schedule.bounds`."""
+    """What there is of an element of the batch, and its `mask.bounds`."""
 
     keys: Any
     queries: Any  # tiles of them
@@ -212,10 +212,10 @@ def tile_count(problem: Attention, config: AnyBackwardConfig) -> int:
     return problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
 
 
-def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: pairs.Pairs) -> jax.Array:
+def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: mask.Pairs) -> jax.Array:
     """The spans of all tiles of keys, `[B|1, K|1, tiles, 4]`, of pairs of tiles of keys and of queries."""
-    found = pairs.of_group(found, problem.query_heads // problem.key_heads)
-    met = pairs.spans(found, -(-problem.query_length // config.block_q))
+    found = mask.of_group(found, problem.query_heads // problem.key_heads)
+    met = mask.spans(found, -(-problem.query_length // config.block_q))
     first_keys = jnp.arange(0, problem.key_length, config.block_kv)[None, None, :]
     span = _span(problem, config, first_keys, sequence_at(problem, config, ops, (slice(None), None, None)))
     by = Span(*(met[..., i] for i in range(4)))
@@ -234,7 +234,7 @@ def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleN
     if problem.query_lengths:
         queries = jnp.minimum(operands.query_lengths[batch], queries)
     tiles = _div(queries + (config.block_q - 1), config.block_q)
-    return Sequence(keys, tiles, *schedule.bounds(problem, queries, keys))
+    return Sequence(keys, tiles, *mask.bounds(problem, queries, keys))
 
 
 def latest_first(problem: Attention, config: AnyBackwardConfig) -> bool:
@@ -242,7 +242,7 @@ def latest_first(problem: Attention, config: AnyBackwardConfig) -> bool:
 
     Under a bound on the right it begins at the last queries, so that it waits for no tile that begins before them.
     """
-    return config.turns and schedule.bounds(problem)[1] is not None
+    return config.turns and mask.bounds(problem)[1] is not None
 
 
 def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:
@@ -322,13 +322,13 @@ def turns_before(tile: Tile, i: Any) -> Any:
         turns = tile.refs.turns_before
         return turns[*gather.broadcast_index((tile.batch, tile.key_head, tile.index, i), turns.shape)]
     first, last = _adders(tile, i)
-    return tile.index - first if schedule.bounds(tile.problem)[1] is None else last - tile.index
+    return tile.index - first if mask.bounds(tile.problem)[1] is None else last - tile.index
 
 
 def is_last(tile: Tile, i: Any) -> Any:
     """Whether no tile of keys adds to tile `i` of queries after this one."""
     first, last = _adders(tile, i)
-    return tile.index == (last if schedule.bounds(tile.problem)[1] is None else first)
+    return tile.index == (last if mask.bounds(tile.problem)[1] is None else first)
 
 
 def _adders(tile: Tile, i: Any) -> tuple[Any, Any]:
@@ -353,7 +353,7 @@ def turn_counts(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int
     """How many tiles of keys, at least and at most, add to a tile of queries; None: only the device knows."""
     if problem.key_lengths or problem.query_lengths or problem.hidden_by_data:
         return None
-    left, right = schedule.bounds(problem)
+    left, right = mask.bounds(problem)
     block_q, block_kv = config.block_q, config.block_kv
     found = {0} if problem.query_length == 0 else set()
     for row in range(0, problem.query_length, block_q):

@@ -24,16 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import (
-    backward_common,
-    backward_operands,
-    fragments,
-    gather,
-    limits,
-    pipeline,
-    products,
-    schedule,
-)
+from pallas_kernels.attention import backward_common, backward_xla, fragments, gather, mask, pipeline, wgmma
 from pallas_kernels.attention.backward_common import (
     Compare,
     Step,
@@ -44,12 +35,12 @@ from pallas_kernels.attention.backward_common import (
     load_late,
     probabilities,
 )
-from pallas_kernels.attention.backward_operands import CHUNK, TILE, padded_dims
-from pallas_kernels.attention.configs import BackwardWideConfig
-from pallas_kernels.attention.memory import panels, store, tiled
-from pallas_kernels.attention.problem import Attention
-from pallas_kernels.attention.schedule import Span
-from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.attention.backward_xla import CHUNK, TILE, padded_dims
+from pallas_kernels.attention.config import BackwardWideConfig
+from pallas_kernels.attention.mask import Span
+from pallas_kernels.attention.online_softmax import WGMMA
+from pallas_kernels.attention.problem import Attention, unsupported_reason
+from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, ptx, reduce
 
@@ -65,7 +56,7 @@ TILE_ROWS = 8  # of shared memory as the tensor cores read it
 
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Only what no kernel takes."""
-    return limits.declines_any(problem, widest=256)
+    return unsupported_reason(problem, widest=256)
 
 
 def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple[int, ...]]:
@@ -77,7 +68,7 @@ def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple
     found |= {"d_out_full": (1,) * d_out_stages, "d_out_empty": warps * d_out_stages}
     if slots:
         found |= {"bias_full": (1,) * slots, "bias_empty": warps * slots}
-    if schedule.may_see_nothing(problem):
+    if mask.may_see_nothing(problem):
         found |= {"query_landed": (1,), "d_out_landed": (1,)}
     if problem.key_lengths:
         found |= {"key_landed": (1,), "value_landed": (1,)}
@@ -195,7 +186,7 @@ def _copy_seen(tile: Tile, step: Step, name: str, rows: _Copy, statistic: _Copy)
     refs, to = tile.refs, rows[2]
     slot = lax.rem(step.n, tile.config.stages if name == "query" else tile.config.d_out_stages)
     full = getattr(refs, f"{name}_full").at[slot]
-    if not schedule.may_see_nothing(tile.problem):
+    if not mask.may_see_nothing(tile.problem):
         return _copy_all(full, rows, statistic)
     nothing, landed = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_landed")
     # A phase of `landed` ends at each step, so that the step's number is the phase's.
@@ -241,7 +232,7 @@ def _begin_scores(tile: Tile, n: jax.Array) -> jax.Array:
     """Begins the product of keys and queries of step `n`."""
     here, slot = ptx.opaque(jnp.int32(0)), _slot(n, tile.config.stages)
     depth = tile.problem.head_dim
-    return products.multiply(tile.refs.key_smem.at[here], tile.refs.query_smem.at[slot], depth=depth)
+    return wgmma.multiply(tile.refs.key_smem.at[here], tile.refs.query_smem.at[slot], depth=depth)
 
 
 def _first_scores(tile: Tile) -> jax.Array:
@@ -249,7 +240,7 @@ def _first_scores(tile: Tile) -> jax.Array:
 
     def multiply() -> jax.Array:
         pipeline.wait(tile.refs.query_full, tile.first_stage, tile.config.stages)
-        return products.finish(_begin_scores(tile, tile.first_stage), later=0)
+        return wgmma.finish(_begin_scores(tile, tile.first_stage), later=0)
 
     nothing = lambda: plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
     return lax.cond(jnp.int32(tile.steps) > 0, multiply, nothing)
@@ -273,7 +264,7 @@ def _add_to_dv(
         pipeline.wait(refs.query_full, step.n, config.stages)
         begun = _begin_scores(tile, step.n)
         extras = _load_early(tile, step)
-        x = products.finish(begun, later=0)
+        x = wgmma.finish(begun, later=0)
     else:
         extras = _load_early(tile, step)
     if config.bias_stages:
@@ -299,8 +290,8 @@ def _add_to_dv(
     if config.ahead:
         meanwhile = lambda: (1, _begin_next_scores(tile, step))
     begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)
-    begun = products.finish(begun, later=0) if config.ahead else None
-    return begun, tuple(map(products.settled, sums))
+    begun = wgmma.finish(begun, later=0) if config.ahead else None
+    return begun, tuple(map(wgmma.settled, sums))
 
 
 def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
@@ -336,8 +327,8 @@ def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
 
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
     delta, d_out = by_column(refs.delta_smem.at[d_out_slot], TILE), refs.d_out_smem.at[d_out_slot]
-    dp = products.multiply(refs.value_smem.at[here], d_out, depth=problem.value_dim, sums=delta)
-    pull = products.finish(dp, later=0)
+    dp = wgmma.multiply(refs.value_smem.at[here], d_out, depth=problem.value_dim, sums=delta)
+    pull = wgmma.finish(dp, later=0)
     pipeline.wait(refs.p_full, step.n, 1)
     d_scores = fragments.load(tile.refs.squares_smem.at[0]) * pull
     if capped_bias(problem):
@@ -357,7 +348,7 @@ def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
     sums = _add_to_dq(tile, step, KEYS, meanwhile=meanwhile)
     plgpu.wgmma_wait(0)
     _release(tile, step, refs.query_empty, config.stages, _fetch_query)
-    return tuple(map(products.settled, sums))
+    return tuple(map(wgmma.settled, sums))
 
 
 def _d_logits(tile: Tile, step: Step) -> Any:
@@ -388,7 +379,7 @@ def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, mea
     before: Any = backward_common.turns_before(tile, step.i) if turns else None
     ended: Any = backward_common.turns_ended(tile, step, jnp.int32(warpgroup)) if turns else None
     ds = refs.ds_smem.at[here, 0]
-    parts = [products.multiply_columns([ds], [refs.key_smem.at[here, pl.ds(at.start, len(at))]]) for at in mine]
+    parts = [wgmma.multiply_columns([ds], [refs.key_smem.at[here, pl.ds(at.start, len(at))]]) for at in mine]
     if at_first is not None:
         # Factors in registers are free again: with all products under way ptxas would serialise them.
         plgpu.wgmma_wait(len(mine))
@@ -397,7 +388,7 @@ def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, mea
     if turns:
         backward_common.await_turn(tile, step, jnp.int32(warpgroup), before, ended)
     for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
-        numbers = products.finish(part, later=len(mine) - 1 - i + later)
+        numbers = wgmma.finish(part, later=len(mine) - 1 - i + later)
         for c in range(len(at)):
             square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
             _add_square(tile, step, warpgroup, square, at.start + c, before, i == c == 0)
@@ -438,7 +429,7 @@ def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> Sums:
     """Issues the products that add `weights @ rows` to a gradient."""
     panels = rows.shape[0]
     places = (pl.ds(at, min(PIECE // CHUNK, panels - at)) for at in range(0, panels, PIECE // CHUNK))
-    return tuple(products.multiply_rows(x, weights, rows.at[at]) for x, at in zip(sums, places, strict=False))
+    return tuple(wgmma.multiply_rows(x, weights, rows.at[at]) for x, at in zip(sums, places, strict=False))
 
 
 def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax.Ref) -> None:
@@ -484,6 +475,6 @@ def _body(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace,
 
 def run(problem: Attention, config: BackwardWideConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
-    problem = backward_operands.with_split_heads(problem, config)
+    problem = backward_xla.with_split_heads(problem, config)
     memory, ctas = scratch(problem, config), backward_common.tile_count(problem, config)
-    return backward_operands.launch(problem, config, memory, _body, operands, ctas=ctas)
+    return backward_xla.launch(problem, config, memory, _body, operands, ctas=ctas)

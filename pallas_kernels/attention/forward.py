@@ -23,25 +23,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import hardware, monoid
-from pallas_kernels.attention import (
-    bits,
-    fragments,
-    gather,
-    limits,
-    pairs,
-    pipeline,
-    products,
-    schedule,
-    scores,
-    segments,
-    tile_scheduler,
-)
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, ForwardConfig
-from pallas_kernels.attention.memory import PANEL, panels, tiled
-from pallas_kernels.attention.problem import Attention
-from pallas_kernels.attention.schedule import Span
-from pallas_kernels.attention.scores import WGMMA, Place
-from pallas_kernels.attention.state import State, by_row, empty, finish, fold
+from pallas_kernels.attention import fragments, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
+from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
+from pallas_kernels.attention.mask import Span
+from pallas_kernels.attention.online_softmax import WGMMA, Place, State, by_row, empty, finish, fold
+from pallas_kernels.attention.problem import Attention, unsupported_reason
+from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
 
@@ -53,7 +40,7 @@ ALIGNMENT = 1024  # of arrays in tiles; others need less
 
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Only what no kernel takes."""
-    return limits.declines_any(problem, widest=256)
+    return unsupported_reason(problem, widest=256)
 
 
 def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
@@ -191,12 +178,12 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
         keys = jnp.clip(cta.key_lengths[batch], 0, keys)
-    span, sees_any = schedule.tile_span(problem, config, index, queries, keys)
+    span, sees_any = mask.tile_span(problem, config, index, queries, keys)
     if config.splits > 1:
         keys = jnp.where(sees_any, keys, 0)
     if problem.hidden_by_data:
         at = gather.broadcast_index((batch, head, index), cta.spans.shape)
-        span = schedule.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
+        span = mask.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
@@ -402,9 +389,9 @@ def _tiles(cta: Cta) -> None:
         t, n, index, *record = state
         tile = _tile(cta, tuple(record), t, n)
         place, queries = _own(tile, warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
-        own = schedule.span(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
+        own = mask.span(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
         narrows = cta.problem.hidden_by_data or cta.config.splits > 1
-        own = (schedule.narrowed if narrows else schedule.within)(tile.span, own)
+        own = (mask.narrowed if narrows else mask.within)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
         ticket = _draw(cta)
@@ -449,25 +436,25 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
 
     def logits(i: jax.Array, edge: Any, finished: Callable[[], jax.Array]) -> jax.Array:
         key = (span.end - 1 - i) * config.block_kv
-        extras = scores.load_extras(problem, cta, place, key, config.block_kv, copied=config.bias_stages > 0)
+        extras = online_softmax.load_extras(problem, cta, place, key, config.block_kv, copied=config.bias_stages > 0)
         x = finished()
         if config.bias_stages:
             extras = extras._replace(bias=_read_bias(cta, tile, skipped + i))
-        return scores.logits(problem, cta, place, extras, x, key, edge)
+        return online_softmax.logits(problem, cta, place, extras, x, key, edge)
 
     def multiply_keys(i: jax.Array) -> jax.Array:
         shape = WARPGROUP_ROWS, config.block_kv
         cleared = None if config.overwrites else plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
         # The queries' descriptors, kept all along the loop, would leave the warp no registers for the stages'.
         query = cta.query_smem.at[ptx.opaque(warpgroup)]
-        return products.multiply(query, cta.key_smem.at[stage(i)], depth=problem.head_dim, sums=cleared)
+        return wgmma.multiply(query, cta.key_smem.at[stage(i)], depth=problem.head_dim, sums=cleared)
 
     def first() -> jax.Array:
         i = jnp.int32(0)
         wait(i)
         begun = multiply_keys(i)
         pl.when(warpgroup == 0)(lambda: _publish(cta, tile.t + tile_scheduler.LOOKAHEAD, index))
-        return logits(i, True, lambda: products.finish(begun, later=0))
+        return logits(i, True, lambda: wgmma.finish(begun, later=0))
 
     def release_query() -> None:
         """The queries have been read. From the tile's second step on, the next tile's record is known to be written."""
@@ -475,7 +462,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         pl.when(last != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
 
     def finish_scores(begun: Any, i: jax.Array) -> jax.Array:
-        x = products.finish(begun, later=1)
+        x = wgmma.finish(begun, later=1)
         if config.query_ahead:
             pipeline.when(i == count - 1)(release_query)
         return x
@@ -486,8 +473,8 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         out, weights = lax.optimization_barrier((state.out, carry[1]))
         wait(i)
         begun = multiply_keys(i)
-        summing = products.multiply_rows(out, weights, cta.value_smem.at[stage(i)])
-        edge = schedule.at_edge(problem, span, span.end - 1 - i)
+        summing = wgmma.multiply_rows(out, weights, cta.value_smem.at[stage(i)])
+        edge = mask.at_edge(problem, span, span.end - 1 - i)
         x = logits(i, edge, lambda: finish_scores(begun, i))
         released: list[jax.Array] = []
 
@@ -498,19 +485,19 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         halfway = (lambda: None) if config.overlaps else release
         new, new_weights, rescale = fold(problem, config, state, x, halfway=halfway)
         if config.overlaps:
-            products.wait_behind(new.sum)
+            wgmma.wait_behind(new.sum)
             release()
-        summed = products.finish(summing, later=0)
+        summed = wgmma.finish(summing, later=0)
         pipeline.when(released[0])(lambda: _copy_stage(cta, tile, skipped + i + config.stages))
         return new._replace(out=rescale(summed)), new_weights
 
     def last(out: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         wait(count)
-        summing = products.multiply_rows(out, weights, cta.value_smem.at[stage(count)])
+        summing = wgmma.multiply_rows(out, weights, cta.value_smem.at[stage(count)])
         # The next tile's record is known to be written from here on.
         following = tile_scheduler.read(cta.tile_smem, tile.t + 1)
         release_query() if not config.query_ahead else pipeline.when(count == 1)(release_query)
-        return products.finish(summing, later=0), following
+        return wgmma.finish(summing, later=0), following
 
     pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)
     x = first()
@@ -578,15 +565,15 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
     found, keys = [], arrays["key"].shape[1]
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
-        arrays["mask"] = bits.pack(arrays["mask"], 3)
-        found.append(bits.pairs(arrays["mask"], 3, columns, config.block_q, config.block_kv))
+        arrays["mask"] = mask.pack_bits(arrays["mask"], 3)
+        found.append(mask.bitmask_pairs(arrays["mask"], 3, columns, config.block_q, config.block_kv))
     if "query_segments" in arrays:
         ids = arrays["query_segments"], arrays["key_segments"]
-        found.append(segments.pairs(*ids, config.block_q, config.block_kv))
+        found.append(mask.segment_pairs(*ids, config.block_q, config.block_kv))
         arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
         arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
     if found:
-        arrays["spans"] = pairs.spans(functools.reduce(pairs.both, found), -(-keys // config.block_kv))
+        arrays["spans"] = mask.spans(functools.reduce(mask.both, found), -(-keys // config.block_kv))
     return arrays
 
 
@@ -594,8 +581,8 @@ def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarr
     """How many CTAs there are, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count * config.ctas_per_sm
     if config.scheduler == "static":
-        return ctas, schedule.deal(problem, config, ctas)
-    order, _ = schedule.order(problem, config)
+        return ctas, tile_scheduler.deal(problem, config, ctas)
+    order, _ = tile_scheduler.order(problem, config)
     return ctas, np.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
 
 

@@ -13,8 +13,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.attention.scores import ROW, WGMMA, Place
+from pallas_kernels.attention.config import WARPGROUP_ROWS
+from pallas_kernels.attention.online_softmax import ROW, WGMMA, Place
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import SPLAT
 

@@ -16,8 +16,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention import bits
-from pallas_kernels.attention.configs import WARPGROUP_ROWS
+from pallas_kernels.attention import mask
+from pallas_kernels.attention.config import WARPGROUP_ROWS
 from pallas_kernels.mosaic.ptx import (
     INTEGER,
     SPLAT,
@@ -91,26 +91,26 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
 
 
 def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Array:
-    """`[64, 8]`: of a tile of 64 or 128 columns from `corner` on, each thread's words of `bits.pack`, each twice.
+    """`[64, 8]`: of a tile of 64 or 128 columns from `corner` on, each thread's words of `mask.pack_bits`, each twice.
 
-    Of 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `bits.pack`.
+    Of 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `mask.pack_bits`.
     """
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(5)]
-    row_axis, place_axis = bits.AXES[axis]
+    row_axis, place_axis = mask.AXES[axis]
     rows, layout = shape[row_axis], plgpu.Layout.WGMMA
 
     def load_words(ctx, ref, batch, head, row, column):
         thread = thread_in_warpgroup()
         warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
         row = arith.addi(scalar(row), arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
-        block = arith.divui(scalar(column), c32(bits.COLUMNS))
+        block = arith.divui(scalar(column), c32(mask.BIT_COLUMNS))
         index = arith.muli(arith.remui(lane, c32(4)), c32(strides[place_axis]))
         for i, at in {0: scalar(batch), 1: scalar(head), 2: block, row_axis: row}.items():
             if shape[i] > 1:
                 index = arith.addi(index, arith.muli(at, c32(strides[i])))
         base = global_address(ref)
         address = arith.addi(base, arith.muli(arith.extui(base.type, index), c64(4)))
-        lower_bits = arith.divui(arith.remui(scalar(column), c32(bits.COLUMNS)), c32(4))
+        lower_bits = arith.divui(arith.remui(scalar(column), c32(mask.BIT_COLUMNS)), c32(4))
         pairs = []
         for r in range(2 if rows > 1 else 1):
             inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(max(rows - 8 * r, 0))) if rows > 1 else None

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pallas_kernels.attention import backward as backward_kernel
-from pallas_kernels.attention import backward_common, memory, schedule
+from pallas_kernels.attention import backward_common, mask, wgmma
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
 from pallas_kernels.attention import forward as forward_kernel
-from pallas_kernels.attention.configs import (
+from pallas_kernels.attention.config import (
     WARPGROUP_ROWS,
     AnyBackwardConfig,
     BackwardConfig,
@@ -93,7 +93,7 @@ _WHOLE = {64: _Rates(1.49, 1.46, 1.3), 128: _Rates(1.4, 3.0, 1.12), 256: _Rates(
 def _short(problem: Attention) -> dict[ForwardConfig, _Rates]:
     """Configs with tiles of fewer queries, in several CTAs to an SM, whose ends overlap."""
     narrow = ForwardConfig(block_kv=64, warpgroups=1, slack=8, overwrites=True)
-    uneven = problem.hidden_by_data or schedule.bounds(problem) != (None, None)
+    uneven = problem.hidden_by_data or mask.bounds(problem) != (None, None)
     size = _class(problem)
     if size == 64:
         plain = not problem.hidden_by_data and problem.soft_cap is None
@@ -138,9 +138,7 @@ def _tiles(problem: Attention, config: ForwardConfig) -> int:
 def _duration(problem: Attention, config: ForwardConfig, rates: _Rates, device: Device) -> float:
     """How long the problem would take, in us, beyond a launch."""
     per_head = -(-problem.query_length // config.queries) * config.splits
-    spans = [
-        schedule.tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)
-    ]
+    spans = [mask.tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
     steps = [span.end - span.first for span in spans]
     mean, most, tiles = sum(steps) / per_head, max(steps), _tiles(problem, config)
     per_sm = tiles / device.sm_count if most > mean else -(-tiles // device.sm_count)
@@ -161,7 +159,7 @@ def _duration(problem: Attention, config: ForwardConfig, rates: _Rates, device: 
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
     """The widest tiles that fit in shared memory together with the bias' own, if that can be copied."""
     narrow = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
-    if problem.batch_invariant or not memory.bias_is_tiled(problem):
+    if problem.batch_invariant or not wgmma.bias_is_tiled(problem):
         return narrow
     copied = []
     if problem.mask is None and not problem.segments:
@@ -184,7 +182,7 @@ def _widest(problem: Attention) -> ForwardConfig:
     # 626 and 588. Slack 8 against 0 without them: of 64, 532 and 514 TFLOP/s; of 256, causal, 763 and 723. No weights
     # begun early, and as many as fit in registers: of 64, 4290 and 4159, causal 2273 and 2119, not beside the product
     # then; of 128, full, 3470 and 3281; of 192 and 128, 4096 keys, 1099 and 1064, 571 and 561.
-    edge = schedule.bounds(problem) != (None, None) or problem.hidden_by_data
+    edge = mask.bounds(problem) != (None, None) or problem.hidden_by_data
     if max(problem.head_dim, problem.value_dim) <= 64:
         # Two warpgroups: 414.
         return ForwardConfig(block_kv=128, warpgroups=3, slack=8, early=8, overwrites=True)
@@ -270,7 +268,7 @@ def _static(problem: Attention, config: BackwardConfig) -> BackwardConfig:
 def _uneven(problem: Attention) -> bool:
     """Whether some tiles take longer than others."""
     data = problem.key_lengths or problem.query_lengths or problem.hidden_by_data
-    return data or schedule.bounds(problem) != (None, None)
+    return data or mask.bounds(problem) != (None, None)
 
 
 def _dynamic(problem: Attention, config: BackwardConfig) -> BackwardConfig:
@@ -286,7 +284,7 @@ def _dynamic(problem: Attention, config: BackwardConfig) -> BackwardConfig:
     if problem.bias is not None:
         return config
     if not problem.hidden_by_data:
-        bounded = schedule.bounds(problem) != (None, None)
+        bounded = mask.bounds(problem) != (None, None)
         short = bounded and not config.last_writes and _rows(problem) <= 8192
         few = -(-problem.key_length // config.block_kv) <= MOST_TURNS
         return dataclasses.replace(config, scheduler="dynamic") if (few if config.turns else short) else config
@@ -322,7 +320,7 @@ def _in_cache(problem: Attention) -> int:
 
 def _rows(problem: Attention) -> int:
     """How many queries a block of keys sees at most, those of all the heads that read it."""
-    left, right = schedule.bounds(problem)
+    left, right = mask.bounds(problem)
     seen = problem.query_length
     if left is not None and right is not None:
         seen = min(max(right - left + 1, 0), seen)
@@ -349,7 +347,7 @@ def _can_write_last(problem: Attention) -> bool:
     Compiled without a device, D = 64 and 128, a soft cap would spill 656 and 164 bytes a thread, a window 140 and 208,
     a bias 108 and 0; in any order they spill 20, 36 and 36, and 0.
     """
-    if problem.soft_cap is not None or schedule.bounds(problem)[0] is not None:
+    if problem.soft_cap is not None or mask.bounds(problem)[0] is not None:
         return False
     return max(problem.head_dim, problem.value_dim) > 64 or problem.bias is None
 
@@ -369,7 +367,7 @@ def _with_bias_stages[Config: (BackwardConfig, BackwardWideConfig)](
     problem: Attention, device: Device, configs: list[Config], shared_bytes: Callable[[Attention, Any], int]
 ) -> Config:
     """The first config that fits in shared memory, with as many slots for the bias as do, if that can be copied."""
-    slots = (2, 1, 0) if memory.bias_is_tiled(problem) else (0,)
+    slots = (2, 1, 0) if wgmma.bias_is_tiled(problem) else (0,)
     found = (dataclasses.replace(c, bias_stages=n) for n in slots for c in configs)
     # Mosaic's kernels declare a byte beside what they are given at the launch.
     return next(c for c in found if shared_bytes(problem, c) < device.smem_per_cta)

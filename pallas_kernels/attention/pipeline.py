@@ -21,7 +21,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.attention import memory
+from pallas_kernels.attention import wgmma
 from pallas_kernels.mosaic import mbarrier, ptx
 from pallas_kernels.mosaic.ptx import INTEGER, SPLAT, Index
 
@@ -143,7 +143,7 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     starts = [i.start if isinstance(i, pl.Slice) else i for i in at if not isinstance(i, slice)]
     sizes = [None if isinstance(i, slice) else i.size if isinstance(i, pl.Slice) else 0 for i in at]
     dtype, tiled = jnp.dtype(source.dtype), len(to.shape) > 1
-    columns = memory.columns_of_tile(to.shape[-1], dtype) if tiled else 0
+    columns = wgmma.columns_of_tile(to.shape[-1], dtype) if tiled else 0
 
     def copy_tile(ctx, source, to, full, *starts):
         index, following = [], iter(starts)
@@ -164,7 +164,7 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
             predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
         )
 
-    target = plgpu.RefType(memory.transforms(columns, dtype) if tiled else ())
+    target = plgpu.RefType(wgmma.transforms(columns, dtype) if tiled else ())
     arguments = plgpu.RefType(), target, plgpu.RefType(), *[SPLAT] * len(starts)
     plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
 

@@ -7,6 +7,8 @@ behind tile `t`, or for any of its steps but the first, knows that all warps hav
 `t` knows that `t + 2` is, too.
 """
 
+import functools
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +16,15 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention import gather
+from pallas_kernels.attention.config import ForwardConfig
+from pallas_kernels.attention.mask import tile_span
+from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import ptx, workspace
 
 LOOKAHEAD = 2  # tiles
@@ -78,3 +84,51 @@ def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -
 
 def _slot(t: Any) -> jax.Array:
     return lax.rem(jnp.int32(t), jnp.int32(RECORDS))
+
+
+@functools.lru_cache(maxsize=64)
+def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
+
+    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads, and a
+    tile of the head `tile of queries * splits + split`. The longest of a section of heads come first; a section are the
+    heads whose keys and values fit in the cache together.
+    """
+    per_head = -(-problem.query_length // config.queries) * config.splits
+    group = problem.query_heads // problem.key_heads // config.packed_heads
+    head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    heads = problem.batch * problem.query_heads // config.packed_heads
+    section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
+    spans = [tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
+    length = np.array([s.end - s.first for s in spans])
+    # Of equal ones the last first where there is a mask: most leave more keys to later queries.
+    backwards = slice(None, None, -1 if problem.mask else 1)
+    longest_first = np.arange(per_head)[backwards][np.argsort(-length[backwards], kind="stable")]
+    in_turn = np.arange(heads)
+    if problem.bias is not None and problem.bias[0] == 1:
+        # Sequence after sequence of a head, whose bias they share in the cache.
+        in_turn = in_turn.reshape(problem.batch, -1).T.ravel()
+    sections = [
+        np.add.outer(longest_first, in_turn[start : start + section] * per_head).ravel()
+        for start in range(0, heads, section)
+    ]
+    tiles = np.concatenate(sections).astype(np.int32)
+    return tiles, length[tiles % per_head]
+
+
+@functools.lru_cache(maxsize=64)
+def deal(problem: Attention, config: ForwardConfig, blocks: int) -> np.ndarray:
+    """`[blocks, 1 + n]`: for each block of threads how many tiles of queries it takes, and which.
+
+    Each tile is dealt to the block that would be free first.
+    """
+    dealt: list[list[int]] = [[] for _ in range(blocks)]
+    free = [(0.0, i) for i in range(blocks)]
+    for tile, length in zip(*(x.tolist() for x in order(problem, config)), strict=True):
+        time, i = free[0]
+        dealt[i].append(tile)
+        heapq.heapreplace(free, (time + length + 0.7, i))
+    table = np.zeros((blocks, 1 + max(map(len, dealt))), np.int32)
+    for row, mine in zip(table, dealt, strict=True):
+        row[: 1 + len(mine)] = [len(mine), *mine]
+    return table

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import backward, backward_wide, dispatch
-from pallas_kernels.attention.configs import BackwardWideConfig
+from pallas_kernels.attention.config import BackwardWideConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 QKV = ("query", "key", "value")

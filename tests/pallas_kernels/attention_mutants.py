@@ -23,19 +23,15 @@ from pallas_kernels import attention
 from pallas_kernels.attention import (
     backward,
     backward_common,
-    backward_operands,
-    bits,
+    backward_xla,
     forward,
     fragments,
     gather,
-    pairs,
+    mask,
+    online_softmax,
     pipeline,
-    products,
-    schedule,
-    scores,
-    segments,
-    state,
     tile_scheduler,
+    wgmma,
 )
 from pallas_kernels.attention.problem import Op
 
@@ -144,7 +140,7 @@ def _of_other_sign(folds_scale, problem):
 
 def _of_base_2(finish, *arguments):
     unseen, factor, lse = finish(*arguments)
-    return unseen, factor, lse * state.LOG2E
+    return unseen, factor, lse * online_softmax.LOG2E
 
 
 def _of_first_head(load, ref, axis, corner, columns):
@@ -153,7 +149,7 @@ def _of_first_head(load, ref, axis, corner, columns):
 
 def _alike_if_they_meet(blocks, *arguments):
     meet, _ = blocks(*arguments)
-    return pairs.Pairs(meet, meet)
+    return mask.Pairs(meet, meet)
 
 
 def _without_last_column(spans, *arguments):
@@ -189,7 +185,7 @@ def _of_first_row(tiles_without_keys, nothing, config):
 
 
 def _bounds_of_arrays(sequence_at, problem, *arguments):
-    left, right = schedule.bounds(problem)
+    left, right = mask.bounds(problem)
     return sequence_at(problem, *arguments)._replace(left=left, right=right)
 
 
@@ -207,7 +203,7 @@ MUTANTS = (
              "causal"),
     _forward("the window's left end is one too far right", gather.keep_columns,
              lambda keep, x, low, high: keep(x, low + 1, high), "window"),
-    _forward("a tile on the diagonal is not compared", schedule.at_edge,
+    _forward("a tile on the diagonal is not compared", mask.at_edge,
              lambda at_edge, problem, span, tile: at_edge(problem, span._replace(inner_end=span.inner_end + 1), tile),
              "causal-later"),
     _forward("the output is kept when the maximum grows", "out * by_row(decay, out)", "out"),
@@ -218,10 +214,10 @@ MUTANTS = (
     _forward("nobody looks for a maximum that grows", gather.any_above,
              lambda any_above, x, factor, limits: any_above(x, factor, limits + 2.0**20), "huge", slack=8, early=24,
              rejected_by=NOT_FINITE),
-    _forward("a negative scale is taken for a positive one", scores.folds_scale, _of_other_sign, "negative",
+    _forward("a negative scale is taken for a positive one", online_softmax.folds_scale, _of_other_sign, "negative",
              rejected_by=NOT_FINITE),
-    _forward("the sum is kept when the maximum grows", "state.sum * by_row(decay, state.sum)", "state.sum"),
-    _forward("the logsumexp is of base 2", state.finish, _of_base_2),
+    _forward("the sum is kept when the maximum grows", "online_softmax.sum * by_row(decay, online_softmax.sum)", "online_softmax.sum"),
+    _forward("the logsumexp is of base 2", online_softmax.finish, _of_base_2),
     _forward("the last tile of keys is left out", "_div(keys + block_kv - 1, block_kv)", "_div(keys, block_kv)"),
     _forward("head n reads key head n % K", "lax.div(head, jnp.int32(packs // problem.key_heads))",
              "lax.rem(head, jnp.int32(problem.key_heads))", heads=(4, 2)),
@@ -231,11 +227,11 @@ MUTANTS = (
     _forward("all heads have the first one's spans", gather.broadcast_index,
              lambda index, at, shape: index((at[0], jnp.int32(0), *at[2:]), shape), "mask-of-heads", mask="causal",
              heads=(2, 1)),
-    _forward("a tile that holds something is taken for one that holds everything", bits.pairs, _alike_if_they_meet,
+    _forward("a tile that holds something is taken for one that holds everything", mask.bitmask_pairs, _alike_if_they_meet,
              "mask"),
     _forward("what a tile of 64 keys holds decides for the next one too", "x >> shift & full", "x & full", "mask",
              mask="causal", batch=2),
-    _forward("the last tile of keys that a mask leaves is skipped", pairs.spans,
+    _forward("the last tile of keys that a mask leaves is skipped", mask.spans,
              _without_last_column, "mask", mask="causal"),
     _forward("the bias is scaled", "extras.bias.astype(jnp.float32)", "extras.bias.astype(jnp.float32) * problem.scale",
              "bias"),
@@ -243,33 +239,33 @@ MUTANTS = (
              "jnp.ones_like(m), jnp.ones_like(m)", "sinks"),
     _forward("the soft cap has no effect", "if problem.soft_cap is not None:", "if False:", "soft-cap"),
     _forward("one key too many is there", "place.keys - 1 - key", "place.keys - key", "key-lengths"),
-    _forward("the diagonal is moved the other way", schedule.bounds,
+    _forward("the diagonal is moved the other way", mask.bounds,
              lambda bounds, problem, *lengths: bounds(problem, *lengths[::-1]), "ends"),
-    _forward("the window's left end stays where the diagonal is moved", schedule.bounds,
+    _forward("the window's left end stays where the diagonal is moved", mask.bounds,
              lambda bounds, problem, *lengths: (bounds(problem)[0], bounds(problem, *lengths)[1]), "ends-window"),
     _forward("scores are compared as if the arrays' ends were the sequences'",
-             "schedule.bounds(problem, place.queries, place.keys)", "schedule.bounds(problem)", "ends"),
+             "mask.bounds(problem, place.queries, place.keys)", "mask.bounds(problem)", "ends"),
     _forward("tiles are passed over as if the arrays' ends were the sequences'", "= bounds(problem, queries, keys)",
              "= bounds(problem)", "ends"),
-    _forward("queries past their length see keys", state.finish,
+    _forward("queries past their length see keys", online_softmax.finish,
              lambda finish, state, sink, hidden: finish(state, sink, None), "lengths", batch=2),
-    _forward("the first tile of keys that a segment is in is skipped", pairs.spans,
+    _forward("the first tile of keys that a segment is in is skipped", mask.spans,
              lambda spans, *a: spans(*a) + jnp.array([1, 0, 0, 0]), "segments"),
-    _forward("a block's least segment is taken for its greatest", segments._blocks,
+    _forward("a block's least segment is taken for its greatest", mask._blocks,
              lambda blocks, *a: (blocks(*a)[1], blocks(*a)[0], blocks(*a)[2]), "segments"),
-    _forward("the keys' segments decide what queries skip", segments.pairs,
+    _forward("the keys' segments decide what queries skip", mask.segment_pairs,
              lambda pairs, of_rows, of_columns, *sizes: pairs(of_columns, of_columns, *sizes), "segments"),
-    _forward("tiles of two segments are taken for tiles of one", pairs.spans,
+    _forward("tiles of two segments are taken for tiles of one", mask.spans,
              lambda spans, pairs, columns: spans(pairs, columns).at[..., 2].set(columns), "segments"),
     _forward("a warpgroup takes steps that its CTA skips",
-             "own = (schedule.narrowed if narrows else schedule.within)(tile.span, own)", "pass",
+             "own = (mask.narrowed if narrows else mask.within)(tile.span, own)", "pass",
              "segments", rejected_by=DEADLOCK),
     _forward("a tile's rows are stored one row on, the last of them over the next sequence's", pipeline.store_rows,
              lambda store, source, target, at, *column: store(source, target, _one_row_on(at), *column), batch=2),
     _forward("values past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "key-lengths"),
-    _forward("the last section of heads is left out", schedule.order,
+    _forward("the last section of heads is left out", tile_scheduler.order,
              lambda order, *a: tuple(part[:-1] for part in order(*a)), rejected_by=NOT_ONCE),
-    _forward("the last tile that is dealt to a block is not counted", schedule.deal, _one_not_counted,
+    _forward("the last tile that is dealt to a block is not counted", tile_scheduler.deal, _one_not_counted,
              rejected_by=NOT_ONCE),
     _forward("tiles of 128 keys are taken for heads of any size",
              "if problem.head_dim + problem.value_dim <= 320 and problem.head_dim <= 192 and problem.value_dim <= 128:",
@@ -321,12 +317,12 @@ MUTANTS = (
             "plgpu.commit_smem()  # TMA writes where threads have read", "pass", rejected_by=RACE),
     _forward("the stage of a copied bias is not released by a warpgroup that does not see its keys",
              forward._release_bias, _left_out, "everything", rejected_by=DEADLOCK, bias_stages=1),
-    _forward("scores are read while they may be under way", products.finish,
+    _forward("scores are read while they may be under way", wgmma.finish,
              lambda finish, begun, later: finish(begun, later=later + 1), rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _forward("a stage is released while a product reads its values", "plgpu.wgmma_wait(0)\n            released",
              "plgpu.wgmma_wait(1)\n            released", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dP is read while its product may be under way", "products.finish(dp, later=1)",
-              "products.finish(dp, later=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("dP is read while its product may be under way", "wgmma.finish(dp, later=1)",
+              "wgmma.finish(dp, later=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("dQ is read while its last product may be under way", "later=2 if config.ahead else 1",
               "later=3 if config.ahead else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    begun, *sums",
@@ -347,9 +343,9 @@ MUTANTS = (
     _backward("the arrays' ends are taken for the sequences'", backward_common.sequence_at, _bounds_of_arrays, "ends"),
     _wide_backward("turns are counted as if the arrays' ends were the sequences'",
                    "keys, _, left, right = tile.sequence\n    block_q, block_kv",
-                   "keys, _, left, right = tile.sequence[:2] + schedule.bounds(tile.problem)\n    block_q, block_kv",
+                   "keys, _, left, right = tile.sequence[:2] + mask.bounds(tile.problem)\n    block_q, block_kv",
                    "ends", rejected_by=DEADLOCK, deterministic=True),
-    _backward("the logsumexp's cotangent has no effect", backward_operands.logit_shift, _without_d_lse),
+    _backward("the logsumexp's cotangent has no effect", backward_xla.logit_shift, _without_d_lse),
     _backward("the gradient goes past the soft cap", "p = p * slope", "pass", "soft-cap"),
     _capped_backward("beside a bias, the gradient goes past the soft cap",
                      "d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)", "pass"),
@@ -376,7 +372,7 @@ MUTANTS = (
     _wide_backward("the bits of even and of odd columns are apart", "of_four(j, e) << (2 * j + e)",
                    "of_four(j, e) << (j + 4 * e)", "mask"),
     _backward("segment ids have no effect", gather.keep_equal, lambda keep, x, *a: x, "segments"),
-    _backward("the last block of queries that a segment is in is skipped", pairs.spans,
+    _backward("the last block of queries that a segment is in is skipped", mask.spans,
               _without_last_column, "segments"),
     _backward("a block of keys counts itself among those before", backward_common.turns_of,
               lambda turns_of, *a: turns_of(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
@@ -387,7 +383,7 @@ MUTANTS = (
               deterministic=True, dims=(128, 64), keys=300, rejected_by=DEADLOCK),
     _backward("of as many queries as keys the bias' gradient is keys by queries", "problem.query_length], 2, 3)",
               "problem.query_length], 2, 3 if problem.query_length != problem.key_length else 2)", "bias", keys=200),
-    _backward("the bias' gradient is scaled", backward_operands.bias_gradient,
+    _backward("the bias' gradient is scaled", backward_xla.bias_gradient,
               lambda f, problem, ops, d_logits: f(problem, ops, problem.scale * d_logits), "bias-of-heads"),
     _backward("the sinks' gradient lacks delta", "(weight * delta).sum", "weight.sum", "sinks"),
     _backward("the first row past the length, NaN, counts", pipeline.zero_rows,
@@ -402,7 +398,7 @@ MUTANTS = (
               batch=2),
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
-    _backward("of a block of queries, the first tells whether some have no key", backward_operands.tiles_without_keys,
+    _backward("of a block of queries, the first tells whether some have no key", backward_xla.tiles_without_keys,
               _of_first_row, "mask", mask="documents"),
     _backward("cotangents are zeroed before they have come", "pipeline.wait(refs.landed, n, config.stages)", "pass",
               "mask", mask="documents", rejected_by=NOT_WAITED_FOR),
@@ -462,8 +458,8 @@ MUTANTS = (
     _backward("who adds last writes its own part", "square + fragments.load(part.sum_smem)", "square", "causal",
               deterministic=True),
     _backward("a block of keys takes itself for the last with one to come",
-              "last if schedule.bounds(tile.problem)[1] is None else first",
-              "last - 1 if schedule.bounds(tile.problem)[1] is None else first", deterministic=True),
+              "last if mask.bounds(tile.problem)[1] is None else first",
+              "last - 1 if mask.bounds(tile.problem)[1] is None else first", deterministic=True),
     _backward("a block of keys that is alone waits for the others' sum",
               "backward_common.turns_before(part.tile, part.step.i) > 0",
               "backward_common.turns_before(part.tile, part.step.i) >= 0", "causal", rejected_by=DEADLOCK,

@@ -16,9 +16,9 @@ import pytest
 from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_operands, dispatch, heuristics
+from pallas_kernels.attention import backward_xla, dispatch, heuristics
 from pallas_kernels.attention.backward_common import Tile
-from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.config import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
@@ -534,7 +534,7 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
     nothing = np.zeros((1, 2, 200), bool)
     nothing[0, 0, 63] = nothing[0, 1, 199] = True
     config = BackwardConfig(block_q, warpgroups=2, stages=2)
-    found = backward_operands.tiles_without_keys(jnp.asarray(nothing), config)
+    found = backward_xla.tiles_without_keys(jnp.asarray(nothing), config)
     expected = {64: [[1, 0, 0, 0], [0, 0, 0, 1]], 128: [[1, 0], [0, 1]]}[block_q]
     np.testing.assert_array_equal(found, [expected])
 

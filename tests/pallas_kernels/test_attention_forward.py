@@ -16,8 +16,8 @@ import pytest
 from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, heuristics, schedule, tile_scheduler
-from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
+from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
 
@@ -224,7 +224,7 @@ def test_configs_in_the_interpreter(config, interpreted):
 def test_tile_after_tile_in_the_interpreter(interpreted):
     p = problem_of("causal", (270, 200), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2)
-    assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
+    assert tile_scheduler.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
@@ -404,7 +404,7 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
     seen = rules_of(p, {})["mask"]
     for row in range(0, p.query_length, rows):
-        span = schedule.span(p, block_kv, row, rows, p.query_length, p.key_length)
+        span = mask.span(p, block_kv, row, rows, p.query_length, p.key_length)
         mine = seen[row : row + rows]
         visited = np.zeros(p.key_length, bool)
         visited[span.first * block_kv : span.end * block_kv] = True
@@ -417,11 +417,11 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_who_may_see_nothing(kind, lengths):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
-    assert schedule.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
+    assert mask.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
 
 
 def test_spans_of_long_sequences():
     length = 2**20
     p = problem_of("full", (length, length), (64, 64), "bfloat16")
-    span = jax.jit(lambda row: schedule.span(p, 128, row, 64, length, length))(jnp.int32(0))
+    span = jax.jit(lambda row: mask.span(p, 128, row, 64, length, length))(jnp.int32(0))
     assert (int(span.first), int(span.end)) == (0, length // 128)

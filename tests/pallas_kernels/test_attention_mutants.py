@@ -26,8 +26,8 @@ from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import schedule
-from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention import tile_scheduler
+from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Op
 
 pytestmark = pytest.mark.slow
@@ -84,8 +84,8 @@ def fresh():
 
     def clear():
         jax.clear_caches()
-        schedule.order.cache_clear()
-        schedule.deal.cache_clear()
+        tile_scheduler.order.cache_clear()
+        tile_scheduler.deal.cache_clear()
 
     clear()
     yield

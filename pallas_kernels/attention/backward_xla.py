@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_common, bits, fragments, pairs, schedule, segments
+from pallas_kernels.attention import backward_common, fragments, mask
 from pallas_kernels.attention.backward_common import capped_bias
-from pallas_kernels.attention.configs import WARPGROUP_ROWS, AnyBackwardConfig
+from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import workspace
 from pallas_kernels.mosaic.fast_math import LOG2E
@@ -83,7 +83,7 @@ def inputs(
         lse=_pad(jnp.where(nothing, jnp.inf, ops.lse * LOG2E), (b, n, rows), jnp.inf),
         delta=_pad(delta, (b, n, rows)),
     )
-    if schedule.may_see_nothing(problem):
+    if mask.may_see_nothing(problem):
         found["without_keys"] = tiles_without_keys(nothing, config)
     if problem.bias:
         found["bias"] = ops.bias if config.bias_stages else jnp.swapaxes(ops.bias, 2, 3)
@@ -98,14 +98,14 @@ def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNames
     found: dict[str, Any] = {}
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
-        found["mask"] = bits.pack(ops.mask, 2)
-        seen.append(bits.pairs(found["mask"], 2, problem.mask[2], *blocks))
+        found["mask"] = mask.pack_bits(ops.mask, 2)
+        seen.append(mask.bitmask_pairs(found["mask"], 2, problem.mask[2], *blocks))
     if problem.segments:
         found["query_segments"] = ops.query_segments[:, None, None, :]
         found["key_segments"] = ops.key_segments[:, None, :, None]
-        seen.append(segments.pairs(ops.key_segments, ops.query_segments, *blocks))
+        seen.append(mask.segment_pairs(ops.key_segments, ops.query_segments, *blocks))
     if seen:
-        found["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(pairs.both, seen))
+        found["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(mask.both, seen))
         if config.turns:
             found["turns_before"] = backward_common.turns_of(problem, config, spans)
     return found

@@ -18,9 +18,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention import memory
-from pallas_kernels.attention.configs import WARPGROUP_ROWS
-from pallas_kernels.attention.scores import WGMMA
+from pallas_kernels.attention.config import WARPGROUP_ROWS
+from pallas_kernels.attention.online_softmax import WGMMA
+from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import ptx
 
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
@@ -39,7 +39,7 @@ def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None
     def multiply_shared(ctx, left, right, *sums):
         pairs = []
         for column in range(0, depth, _DEPTH):
-            panel, within = divmod(column, memory.PANEL)
+            panel, within = divmod(column, PANEL)
             offset = within * dtype.itemsize
             places = [(x, panel * n * _LINE + offset) for x, n in ((left, rows), (right, numbers))]
             pairs.append(tuple([_panel_descriptor(*place)] for place in places))
@@ -49,7 +49,7 @@ def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None
 
 
 def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
-    """Issues `sums + left @ right`, the right factor in panels of shared memory. What comes back is for `finish`."""
+    """Issues `sums + left @ right`, the right factor in panels of shared  What comes back is for `finish`."""
     dtype, numbers, rows = jnp.dtype(right.dtype), sums.shape[1], right.shape[1]
 
     def multiply_registers(ctx, left, right, *sums):
@@ -162,3 +162,52 @@ def wait_behind(x: jax.Array) -> None:
         ptx.asm("{ .reg .pred p; setp.gt.f32 p, $0, 0f7F000000; @p nanosleep.u32 0; }", "f", [number])
 
     plgpu.inline_mgpu(arg_types=(WGMMA,))(wait_for_numbers)(x)
+
+
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
+    """Columns of the widest swizzled tile, of 128 bytes at most, that divides `size` columns."""
+    return next(c for c in (n // dtype.itemsize for n in (128, 64, 32)) if size % c == 0)
+
+
+def transforms(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Of shared memory in swizzled tiles of eight rows and `columns` columns."""
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as the tensor cores read it."""
+    dtype = jnp.dtype(dtype)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(columns_of_tile(shape[-1], dtype), dtype))
+
+
+PANEL = 64  # columns of a panel, whose rows of 16-bit numbers take a swizzled line of 128 bytes
+
+
+def panels(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for `[..., rows, columns]`, as `[..., panels, rows, 64]`: TMA fills a panel from any rows.
+
+    Lines are swizzled by TMA and by WGMMA's descriptors, of which Pallas knows nothing. Where an array in global memory
+    ends, TMA fills the rest of a panel with zeros.
+    """
+    *leading, rows, columns = shape
+    assert jnp.dtype(dtype).itemsize == 2
+    return plgpu.SMEM((*leading, -(-columns // PANEL), rows, PANEL), dtype)
+
+
+def store(target: Any, value: jax.Array) -> None:
+    """Writes to global memory as the registers are, where JAX 0.12 would insist on whole sectors."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
+
+
+def bias_is_tiled(problem: Attention) -> bool:
+    """Whether the bias consists of whole tiles of 8 rows and 128 bytes, none of them repeated: TMA can copy those."""
+    if problem.bias is None or problem.bias_dtype is None:
+        return False
+    return problem.bias[2] % 8 == 0 and problem.bias[3] * problem.bias_dtype.itemsize % 128 == 0
