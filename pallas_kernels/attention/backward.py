@@ -35,7 +35,15 @@ from pallas_kernels.attention import (
     tile_scheduler,
     wgmma,
 )
-from pallas_kernels.attention.backward_common import Compare, Step, Tile, bent, by_column, capped_bias, probabilities
+from pallas_kernels.attention.backward_common import (
+    Compare,
+    Step,
+    Tile,
+    by_column,
+    capped_bias,
+    probabilities,
+    soft_capped,
+)
 from pallas_kernels.attention.backward_xla import CHUNK, padded_dims
 from pallas_kernels.attention.config import BackwardConfig
 from pallas_kernels.attention.online_softmax import WGMMA
@@ -69,11 +77,11 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         ds_smem=panels((2, w, CHUNK, block_q), dtype),
         words_smem=pipeline.barriers(RING_ROWS + sum(map(len, _arrivals(problem, config).values()))),
     )
-    if config.turns or not (config.last_writes or config.adds_registers):
+    if config.ordered_dq or not (config.fused_dq_cast or config.dq_from_registers):
         found["dq_smem"] = plgpu.SMEM((w, *fragments.SHAPE), jnp.float32)
-    if config.last_writes:
+    if config.fused_dq_cast:
         found["d_query_smem"] = panels((w, CHUNK, CHUNK), dtype)
-        if config.turns:
+        if config.ordered_dq:
             found["dq_full"] = plgpu.Barrier(num_barriers=w)
     if config.bias_stages:
         found["bias_smem"] = tiled((config.bias_stages, block_q, config.block_kv), problem.bias_dtype)
@@ -94,9 +102,9 @@ def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int
     if slots:
         found |= {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots}
     if mask.may_see_nothing(problem):
-        found["landed"] = (1,) * stages
+        found["partial_full"] = (1,) * stages
     if problem.key_lengths:
-        found["kv_landed"] = (1,)
+        found["kv_partial_full"] = (1,)
     return found
 
 
@@ -112,24 +120,24 @@ def _copy_keys(tile: Tile) -> None:
         parts += [(refs.key, at, refs.key_smem.at[i]), (refs.value, at, refs.value_smem.at[i])]
     if not tile.problem.key_lengths:
         return _copy(refs.kv_full.at[0], parts)
-    left, landed = tile.sequence.keys - tile.first_key, refs.kv_landed.at[0]
+    left, partial_full = tile.sequence.keys - tile.first_key, refs.kv_partial_full.at[0]
 
     @pipeline.when(left >= config.block_kv)
     def _():
         _copy(refs.kv_full.at[0], parts)
-        pipeline.expect(landed, 0)  # a phase to each tile
+        pipeline.expect(partial_full, 0)  # a phase to each tile
 
     @pipeline.when(left < config.block_kv)
     def _():
-        _copy(landed, parts)
-        pipeline.wait(refs.kv_landed, tile.t, 1)
+        _copy(partial_full, parts)
+        pipeline.wait(refs.kv_partial_full, tile.t, 1)
         for i in range(config.warpgroups):
             for to in (refs.key_smem.at[i], refs.value_smem.at[i]):
                 pipeline.zero_rows(to, left - i * CHUNK)
         pipeline.expect(refs.kv_full.at[0], 0)
 
 
-class _Place(NamedTuple):
+class _StageCoord(NamedTuple):
     """Where a stage's copies come from; there is no such stage if the batch is negative, and no step if `i` is."""
 
     batch: Any
@@ -138,33 +146,33 @@ class _Place(NamedTuple):
     first_key: Any
 
 
-def _place(tile: Tile, j: Any) -> _Place:
+def _place(tile: Tile, j: Any) -> _StageCoord:
     """The place of the tile's stage `j`."""
     h, i = 0, jnp.int32(j)
     if tile.group > 1:
         queries = jnp.maximum(tile.span.end - tile.span.first, 1)
         h, i = lax.div(i, queries), lax.rem(i, queries)
     i = jnp.where(j < tile.steps, tile.visited(tile.span.first + i), -1)
-    return _Place(tile.batch, tile.key_head * tile.group + h, i, tile.first_key)
+    return _StageCoord(tile.batch, tile.key_head * tile.group + h, i, tile.first_key)
 
 
-def _place_after(tile: Tile, step: Step, stages: int) -> _Place:
+def _place_after(tile: Tile, step: Step, stages: int) -> _StageCoord:
     """The place of the stage so many behind a step's, of the same tile."""
     head, i = step.head, step.visit + stages
     for _ in range(stages * (tile.group > 1)):
         wraps = (i >= tile.span.end).astype(jnp.int32)
         head, i = head + wraps, i - wraps * (tile.span.end - tile.span.first)
-    return _Place(tile.batch, head, tile.visited(i), tile.first_key)
+    return _StageCoord(tile.batch, head, tile.visited(i), tile.first_key)
 
 
-def _place_behind(tile: Tile, n: Any) -> _Place:
+def _place_behind(tile: Tile, n: Any) -> _StageCoord:
     """The place of stage `n`, which is behind the tile's last step."""
     following = tile.following()
     place, spare = _place(following, n - following.first_stage), n < following.first_stage
     return place._replace(batch=jnp.where(spare, 0, place.batch), i=jnp.where(spare, -1, place.i))
 
 
-def _copy_stage(tile: Tile, place: _Place, n: Any) -> None:
+def _copy_stage(tile: Tile, place: _StageCoord, n: Any) -> None:
     """Issues the copies of stage `n`, in which there may be no step."""
     full = tile.refs.full.at[pipeline.stage(n, tile.config.stages)]
     pipeline.when((place.batch >= 0) & (place.i >= 0))(lambda: _copy_step(tile, place, n))
@@ -173,10 +181,10 @@ def _copy_stage(tile: Tile, place: _Place, n: Any) -> None:
     def _():
         pipeline.expect(full, 0)
         if mask.may_see_nothing(tile.problem):
-            pipeline.expect(tile.refs.landed.at[pipeline.stage(n, tile.config.stages)], 0)
+            pipeline.expect(tile.refs.partial_full.at[pipeline.stage(n, tile.config.stages)], 0)
 
 
-def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
+def _copy_step(tile: Tile, place: _StageCoord, n: Any) -> None:
     """Issues the copies of stage `n`: a step's queries and cotangents, and their statistics."""
     config, refs, (batch, head, i, _) = tile.config, tile.refs, place
     stage, rows = pipeline.stage(n, config.stages), pl.ds(i * config.block_q, config.block_q)
@@ -190,12 +198,12 @@ def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
 
     if not may_see_nothing:
         return _copy(full, [*parts, *statistics])
-    nothing, landed = refs.without_keys[batch, head, i] != 0, refs.landed.at[stage]
+    nothing, partial_full = refs.without_keys[batch, head, i] != 0, refs.partial_full.at[stage]
 
     @pipeline.when(nothing)
     def _():
-        _copy(landed, parts)
-        pipeline.wait(refs.landed, n, config.stages)
+        _copy(partial_full, parts)
+        pipeline.wait(refs.partial_full, n, config.stages)
         for _, _, to in parts:
             backward_common.zero_rows(to, refs.lse.at[batch, head, rows])
         _copy(full, statistics)
@@ -203,10 +211,10 @@ def _copy_step(tile: Tile, place: _Place, n: Any) -> None:
     @pipeline.when(jnp.logical_not(nothing))
     def _():
         _copy(full, [*parts, *statistics])
-        pipeline.expect(landed, 0)  # a phase to each of the stage's
+        pipeline.expect(partial_full, 0)  # a phase to each of the stage's
 
 
-def _copy_bias(tile: Tile, place: _Place, n: Any) -> None:
+def _copy_bias(tile: Tile, place: _StageCoord, n: Any) -> None:
     """Issues the copy of the bias of stage `n`: queries by keys, as it is in memory."""
     config, refs, (batch, head, i, first_key) = tile.config, tile.refs, place
     slot = pipeline.stage(n, config.bias_stages)
@@ -267,7 +275,7 @@ def _release_bias(tile: Tile, step: Step) -> None:
     def copy() -> None:
         within = n < tile.first_stage + tile.steps
         here, behind = lambda: _place_after(tile, step, slots), lambda: _place_behind(tile, n)
-        _copy_bias(tile, _Place(*lax.cond(within, here, behind)), n)
+        _copy_bias(tile, _StageCoord(*lax.cond(within, here, behind)), n)
 
     _release(tile.refs.bias_empty, step.n, slots, copy)
 
@@ -306,12 +314,12 @@ def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
     warpgroup, widths = lax.axis_index("warpgroup"), (tile.problem.head_dim, tile.problem.value_dim)
     zeros = (plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths)
     pipeline.wait(tile.refs.kv_full, tile.t, 1)
-    first = _first_scores(tile) if tile.config.ahead else None
+    first = _first_scores(tile) if tile.config.prefetch_scores else None
     _, _, (dk, dv) = tile.each_step(_step, (first, jnp.int32(0), tuple(zeros)))
     tile = tile.again()
     _pass_spare_stages(tile)
-    if tile.config.turns:
-        backward_common.end_last_turn(tile, warpgroup)
+    if tile.config.ordered_dq:
+        backward_common.release_last_dq(tile, warpgroup)
     _release_keys(tile)
     reduce.sync_block(tile.config.warpgroups)
     drawn = draw()
@@ -360,48 +368,48 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
     part = _Part(tile, step, warpgroup, stage, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
-    early = backward_common.turns_ended(tile, step, warpgroup) if _fetches_early(config) else None
+    early = backward_common.semaphore_value(tile, step, warpgroup) if _fetches_early(config) else None
     if scores is None:
         pipeline.wait(refs.full, step.n, config.stages)
     # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
     delta = lax.optimization_barrier(by_column(refs.delta_smem.at[stage], shape))
-    begun = _begin_scores(tile, stage) if scores is None else None
+    issued = _issue_scores(tile, stage) if scores is None else None
     dp = wgmma.multiply(refs.value_smem.at[warpgroup], d_out_smem, depth=problem.value_dim, sums=delta)
     _refill(tile, step, released)
     extras = backward_common.load_early(tile, step, warpgroup)
     if config.bias_stages:
         extras["bias"] = _read_bias(part)
-    x = wgmma.finish(begun, later=1) if scores is None else scores
+    x = wgmma.wait(issued, pending=1) if scores is None else scores
     extras |= backward_common.load_late(tile, step, warpgroup)
-    x, slope = bent(problem, x)
+    x, slope = soft_capped(problem, x)
     if capped:
         refs.slope_smem[warpgroup] = slope
     p = probabilities(tile, step, warpgroup, x, extras, compare)
     dv = wgmma.multiply_rows(dv, p.astype(dtype), d_out_smem)
     earlier, ended = None, None
-    if config.turns:
-        backward_common.end_turn_before(tile, step, warpgroup)
+    if config.ordered_dq:
+        backward_common.release_previous_dq(tile, step, warpgroup)
         if early is not None:
             _fetch_sum(part, early)
-        ended = backward_common.turns_ended(tile, step, warpgroup)
+        ended = backward_common.semaphore_value(tile, step, warpgroup)
         # What comes from memory is asked for early; what is computed, and would take registers, later.
-        earlier = backward_common.turns_before(tile, step.i) if problem.hidden_by_data else None
+        earlier = backward_common.dq_position(tile, step.i) if problem.has_data_mask else None
     if slope is not None and not capped:
         p = p * slope
-    d_scores = p * wgmma.finish(dp, later=1)
+    d_scores = p * wgmma.wait(dp, pending=1)
     if capped:
         if problem.bias_gradient:
             _write_logits(part, d_scores)
         d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)
     ds = d_scores.astype(dtype)
     _share(part, ds)
-    begun, dk = _add_to_dq(part, ds, dk, (earlier, ended))
+    issued, dk = _add_to_dq(part, ds, dk, (earlier, ended))
     plgpu.wgmma_wait(0)
-    begun, *sums = (None if x is None else wgmma.settled(x) for x in (begun, dk, dv))
-    return begun, _release_stage(tile, step), tuple(sums)
+    issued, *sums = (None if x is None else wgmma.completed(x) for x in (issued, dk, dv))
+    return issued, _release_stage(tile, step), tuple(sums)
 
 
-def _begin_scores(tile: Tile, stage: jax.Array) -> jax.Array:
+def _issue_scores(tile: Tile, stage: jax.Array) -> jax.Array:
     """Begins K Q^T, of the warpgroup's keys and the stage's queries."""
     refs, warpgroup = tile.refs, ptx.opaque(lax.axis_index("warpgroup"))
     depth = tile.problem.head_dim
@@ -414,7 +422,7 @@ def _first_scores(tile: Tile) -> jax.Array:
 
     def multiply() -> jax.Array:
         pipeline.wait(tile.refs.full, tile.first_stage, stages)
-        return wgmma.finish(_begin_scores(tile, lax.rem(tile.first_stage, stages)), later=0)
+        return wgmma.wait(_issue_scores(tile, lax.rem(tile.first_stage, stages)), pending=0)
 
     def nothing() -> jax.Array:
         return plgpu.layout_cast(jnp.zeros((CHUNK, tile.config.block_q), jnp.float32), WGMMA)
@@ -422,11 +430,11 @@ def _first_scores(tile: Tile) -> jax.Array:
     return lax.cond(tile.steps > 0, multiply, nothing)
 
 
-def _begin_next_scores(tile: Tile, step: Step) -> jax.Array:
+def _issue_next_scores(tile: Tile, step: Step) -> jax.Array:
     """Begins the next step's K Q^T; after a tile's last step, that of the same queries once more, for nothing."""
     follows, stages = step.n + 1 < tile.first_stage + tile.steps, tile.config.stages
     pl.when(follows)(lambda: pipeline.wait(tile.refs.full, step.n + 1, stages))
-    return _begin_scores(tile, lax.rem(step.n + follows.astype(jnp.int32), stages))
+    return _issue_scores(tile, lax.rem(step.n + follows.astype(jnp.int32), stages))
 
 
 def _read_bias(part: _Part) -> jax.Array:
@@ -442,7 +450,7 @@ def _read_bias(part: _Part) -> jax.Array:
 
 def _share(part: _Part, ds: jax.Array) -> None:
     """Puts score gradients where all warpgroups find them, and waits for theirs."""
-    fragments.store_factor(part.ds_smem.at[part.warpgroup], ds)
+    fragments.stmatrix(part.ds_smem.at[part.warpgroup], ds)
     fragments.commit()
     reduce.sync_block(part.tile.config.warpgroups)
 
@@ -451,29 +459,29 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any])
     """A warpgroup's square of dQ, over the keys of all warpgroups; and dK meanwhile.
 
     `turn`: how many add to the square before, where that is known already, and have, where there are turns.
-    What comes back are the next step's K Q^T, begun, if that is multiplied ahead, and dK, under way.
+    What comes back are the next step's K Q^T, issued, if that is multiplied ahead, and dK, under way.
     """
     tile, (row, column), (earlier, ended) = part.tile, part.square, turn
     problem, config, refs = tile.problem, tile.config, tile.refs
-    if config.last_writes and config.turns and not _fetches_early(config):
+    if config.fused_dq_cast and config.ordered_dq and not _fetches_early(config):
         _fetch_sum(part, ended)
     others = [ptx.opaque(jnp.int32(other)) for other in range(config.warpgroups)]
     keys = [refs.key_smem.at[other, pl.ds(column, 1)] for other in others]
     dq = wgmma.multiply_columns([part.ds_smem.at[other, row] for other in others], keys)
-    begun = None
-    if config.ahead:
+    issued = None
+    if config.prefetch_scores:
         # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
         plgpu.wgmma_wait(1)
-        begun = _begin_next_scores(tile, part.step)
+        issued = _issue_next_scores(tile, part.step)
     dk = wgmma.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
-    square = wgmma.finish(dq, later=2 if config.ahead else 1)
+    square = wgmma.wait(dq, pending=2 if config.prefetch_scores else 1)
     if _warps_add(problem, config):
         fragments.await_read()
-    elif not config.turns:
+    elif not config.ordered_dq:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if problem.bias_gradient and not capped_bias(problem):
         _write_scores(part)
-    if not config.last_writes:
+    if not config.fused_dq_cast:
         _add_square(part, square, earlier, ended)
     elif ended is None:
         _write_square(part, square)
@@ -481,7 +489,7 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any])
         last = backward_common.is_last(tile, part.step.i)
         pl.when(last)(lambda: _write_last(part, square))
         pl.when(jnp.logical_not(last))(lambda: _add_square(part, square, earlier, ended))
-    return begun, dk
+    return issued, dk
 
 
 def _warps_add(problem: Attention, config: BackwardConfig) -> bool:
@@ -489,37 +497,37 @@ def _warps_add(problem: Attention, config: BackwardConfig) -> bool:
 
     Where the warpgroup sends something else as well, a bias' gradient, its warps wait for each other anyway.
     """
-    return not config.turns and not problem.bias_gradient and not config.adds_registers
+    return not config.ordered_dq and not problem.bias_gradient and not config.dq_from_registers
 
 
 def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array | None) -> None:
     """Adds a square to the others', in its turn if there are turns."""
     tile = part.tile
-    if tile.config.adds_registers:
+    if tile.config.dq_from_registers:
         return fragments.reduce(part.sum_gmem, square)
     fragments.store(part.sum_smem, square)
     if _warps_add(tile.problem, tile.config):
         return fragments.add(part.sum_smem, part.sum_gmem)
     plgpu.commit_smem()
     if ended is not None:
-        earlier = backward_common.turns_before(tile, part.step.i) if earlier is None else earlier
-        backward_common.await_turn(tile, part.step, part.warpgroup, earlier, ended)
-    backward_common.add_in_turn(tile, part.sum_smem, part.sum_gmem, earlier)
+        earlier = backward_common.dq_position(tile, part.step.i) if earlier is None else earlier
+        backward_common.acquire_dq(tile, part.step, part.warpgroup, earlier, ended)
+    backward_common.add_ordered(tile, part.sum_smem, part.sum_gmem, earlier)
 
 
 def _fetches_early(config: BackwardConfig) -> bool:
     """Whether the last turn asks for the others' sum half a step ahead: with more queries there are no registers."""
-    return config.turns and config.last_writes and config.block_q == CHUNK
+    return config.ordered_dq and config.fused_dq_cast and config.block_q == CHUNK
 
 
 def _fetch_sum(part: _Part, ended: jax.Array) -> None:
     """Asks for the others' sum if this is the last turn and not the only one; `ended`: how many had when last asked."""
     tile, step, warpgroup = part.tile, part.step, part.warpgroup
-    earlier = backward_common.turns_before(tile, step.i)
+    earlier = backward_common.dq_position(tile, step.i)
 
     @pl.when(backward_common.is_last(tile, step.i) & (earlier > 0))
     def _():
-        backward_common.await_turn(tile, step, warpgroup, earlier, ended)
+        backward_common.acquire_dq(tile, step, warpgroup, earlier, ended)
         plgpu.copy_gmem_to_smem(part.sum_gmem, part.sum_smem, tile.refs.dq_full.at[warpgroup])
 
 
@@ -530,7 +538,7 @@ def _write_last(part: _Part, square: jax.Array) -> None:
         plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])
         return square + fragments.load(part.sum_smem)
 
-    others = backward_common.turns_before(part.tile, part.step.i) > 0
+    others = backward_common.dq_position(part.tile, part.step.i) > 0
     _write_square(part, lax.cond(others, with_others, lambda square: square, square))
 
 
@@ -538,7 +546,7 @@ def _write_square(part: _Part, total: jax.Array) -> None:
     """Writes a square of the gradient, in 16 bits: nothing is zero before, nothing is converted after."""
     tile, step, (row, column) = part.tile, part.step, part.square
     d_query_smem = tile.refs.d_query_smem.at[part.warpgroup]
-    fragments.store_factor(d_query_smem, (total * tile.problem.scale).astype(tile.problem.dtype))
+    fragments.stmatrix(d_query_smem, (total * tile.problem.scale).astype(tile.problem.dtype))
     plgpu.commit_smem()
     rows = pl.ds(step.i * tile.config.block_q + row * CHUNK, CHUNK)
     pipeline.store_rows(d_query_smem, tile.refs.d_query, (tile.batch, rows, step.head), column * CHUNK)
@@ -577,7 +585,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, _) in zip(slots, here, strict=False):
-            fragments.store_factor(slot, gradient.astype(dtype), once=True)
+            fragments.stmatrix(slot, gradient.astype(dtype), once=True)
         plgpu.commit_smem()
         for slot, (_, ref, column) in zip(slots, here, strict=False):
             pipeline.store_rows(slot, ref, (tile.batch, rows, tile.key_head), column)
@@ -600,7 +608,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
         if config.scheduler != "dynamic":
             return cta + t * ctas
         is_first = lax.axis_index("warpgroup") == 0
-        return lax.cond(is_first, lambda: tile_scheduler.draw(refs.tickets), lambda: jnp.int32(0))
+        return lax.cond(is_first, lambda: tile_scheduler.fetch_tile(refs.tile_counter), lambda: jnp.int32(0))
 
     def publish(t: Any, number: jax.Array, first_stage: Any) -> None:
         @pl.when(lax.axis_index("warpgroup") == 0)
@@ -623,7 +631,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
         publish(t + 1, number, tile.first_stage + tile.stages)
         return t + 1, _visit(tile, lambda: draw(t + 2))
 
-    publish(zero, draw(zero) if _all_drawn(config) else cta, zero)
+    publish(zero, draw(zero) if _fetches_first_tile(config) else cta, zero)
     second = draw(1)
     reduce.sync_block(config.warpgroups)
     first = Tile.of_record(problem, config, refs, zero)
@@ -631,12 +639,12 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
     lax.while_loop(lambda state: Tile.of_record(problem, config, refs, state[0]).batch >= 0, visit, (zero, second))
 
 
-def _all_drawn(config: BackwardConfig) -> bool:
+def _fetches_first_tile(config: BackwardConfig) -> bool:
     """Whether a CTA draws its first tile as well.
 
     It does if tiles wait for their turns: those before a drawn one are done, or a CTA that runs works on them, or will.
     """
-    return config.scheduler == "dynamic" and config.turns
+    return config.scheduler == "dynamic" and config.ordered_dq
 
 
 def launched(problem: Attention, config: BackwardConfig) -> int:
@@ -648,8 +656,8 @@ def launched(problem: Attention, config: BackwardConfig) -> int:
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
     problem = backward_xla.with_split_heads(problem, config)
-    ctas, tickets = launched(problem, config), None
+    ctas, tile_counter = launched(problem, config), None
     if config.scheduler == "dynamic":
-        tickets = jnp.full(1, 0 if _all_drawn(config) else ctas, jnp.int32)
+        tile_counter = jnp.full(1, 0 if _fetches_first_tile(config) else ctas, jnp.int32)
     memory = scratch(problem, config)
-    return backward_xla.launch(problem, config, memory, _body, operands, ctas=ctas, tickets=tickets)
+    return backward_xla.launch(problem, config, memory, _body, operands, ctas=ctas, tile_counter=tile_counter)

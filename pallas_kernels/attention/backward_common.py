@@ -26,8 +26,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
-from pallas_kernels.attention.mask import Span
-from pallas_kernels.attention.online_softmax import WGMMA, Place
+from pallas_kernels.attention.mask import TileRange
+from pallas_kernels.attention.online_softmax import WGMMA, TileCoord
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
@@ -44,7 +44,7 @@ BARRIER_BYTES = 8
 
 
 class Sequence(NamedTuple):
-    """What there is of an element of the batch, and its `mask.bounds`."""
+    """What there is of an element of the batch, and its `mask.window_bounds`."""
 
     keys: Any
     queries: Any  # tiles of them
@@ -73,7 +73,7 @@ class Tile:
     key_head: Any
     index: Any
     sequence: Sequence
-    span: Span  # the tiles of queries that see some of the keys
+    span: TileRange  # the tiles of queries that see some of the keys
     first_stage: Any
     t: Any = None  # which of the CTA's tiles it is, where a ring of records tells
 
@@ -82,16 +82,16 @@ class Tile:
         cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, tile: jax.Array, first_stage: Any = 0
     ) -> "Tile":
         """The `tile`th of all tiles of keys."""
-        per_head, together = -(-problem.key_length // config.block_kv), _together(problem, config)
+        per_head, together = -(-problem.key_length // config.block_kv), _heads_per_group(problem, config)
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
         batch, key_head = _place(problem, head)
-        if latest_first(problem, config):
+        if last_tile_first(problem, config):
             index = (per_head - 1) - index
         sequence = sequence_at(problem, config, refs, batch)
-        if problem.hidden_by_data:
+        if problem.has_data_mask:
             at = gather.broadcast_index((batch, key_head, index), refs.spans.shape)
-            span = Span(*(refs.spans[*at, i] for i in range(4)))
+            span = TileRange(*(refs.spans[*at, i] for i in range(4)))
         else:
             span = _span(problem, config, index * config.block_kv, sequence)
         return cls(problem, config, refs, batch, key_head, index, sequence, span, first_stage)
@@ -103,7 +103,7 @@ class Tile:
         """The CTA's tile `t`, of whose record the ring tells; its batch is negative if there is none."""
         batch, key_head, index, first_stage, *span = tile_scheduler.read(refs.tile_smem, t, uniform=uniform)
         sequence = sequence_at(problem, config, refs, batch)
-        return cls(problem, config, refs, batch, key_head, index, sequence, Span(*span), first_stage, t)
+        return cls(problem, config, refs, batch, key_head, index, sequence, TileRange(*span), first_stage, t)
 
     @property
     def record(self) -> tuple[Any, ...]:
@@ -133,9 +133,9 @@ class Tile:
         """Query heads that read these keys."""
         return self.problem.query_heads // self.problem.key_heads
 
-    def place(self, row: Any) -> Place:
+    def place(self, row: Any) -> TileCoord:
         """Where gradients of keys from `row` on are written."""
-        return Place(self.batch, self.key_head, row, self.problem.key_length, self.problem.query_length)
+        return TileCoord(self.batch, self.key_head, row, self.problem.key_length, self.problem.query_length)
 
     @property
     def ragged(self) -> bool:
@@ -158,7 +158,7 @@ class Tile:
 
     def visited(self, i: Any) -> Any:
         """Which tile of queries is the `i`th: of those that need no comparison the first is another for each tile."""
-        if not self.config.apart:
+        if not self.config.staggered:
             return i
         _, first, end, _ = self.span
         later = i + lax.rem(self.index, jnp.maximum(end - first, 1))
@@ -187,7 +187,7 @@ class Tile:
         _, _, left, right = self.sequence
 
         def of_head(h: Any, carry: Carry) -> Carry:
-            def piece(start: str, stop: str, compare: Callable[[Span, Any], Compare], carry: Carry) -> Carry:
+            def piece(start: str, stop: str, compare: Callable[[TileRange, Any], Compare], carry: Carry) -> Carry:
                 tile = self.again()
 
                 def step(i: jax.Array, carry: Carry) -> Carry:
@@ -195,7 +195,7 @@ class Tile:
 
                 return lax.fori_loop(getattr(tile.span, start), getattr(tile.span, stop), step, carry)
 
-            if self.problem.hidden_by_data:
+            if self.problem.has_data_mask:
                 return piece("first", "end", lambda span, i: (i < span.inner_first) | (i >= span.inner_end), carry)
             if right is not None or self.ragged:
                 carry = piece("first", "inner_first", lambda span, i: True, carry)
@@ -212,13 +212,13 @@ def tile_count(problem: Attention, config: AnyBackwardConfig) -> int:
     return problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
 
 
-def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: mask.Pairs) -> jax.Array:
+def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: mask.BlockMask) -> jax.Array:
     """The spans of all tiles of keys, `[B|1, K|1, tiles, 4]`, of pairs of tiles of keys and of queries."""
     found = mask.of_group(found, problem.query_heads // problem.key_heads)
-    met = mask.spans(found, -(-problem.query_length // config.block_q))
+    met = mask.tile_ranges(found, -(-problem.query_length // config.block_q))
     first_keys = jnp.arange(0, problem.key_length, config.block_kv)[None, None, :]
     span = _span(problem, config, first_keys, sequence_at(problem, config, ops, (slice(None), None, None)))
-    by = Span(*(met[..., i] for i in range(4)))
+    by = TileRange(*(met[..., i] for i in range(4)))
     first = _clip(by.first, span.first, span.end)
     end = _clip(by.end, first, span.end)
     inner_first = _clip(jnp.maximum(span.inner_first, by.inner_first), first, end)
@@ -234,22 +234,22 @@ def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleN
     if problem.query_lengths:
         queries = jnp.minimum(operands.query_lengths[batch], queries)
     tiles = _div(queries + (config.block_q - 1), config.block_q)
-    return Sequence(keys, tiles, *mask.bounds(problem, queries, keys))
+    return Sequence(keys, tiles, *mask.window_bounds(problem, queries, keys))
 
 
-def latest_first(problem: Attention, config: AnyBackwardConfig) -> bool:
+def last_tile_first(problem: Attention, config: AnyBackwardConfig) -> bool:
     """Whether the last tile of keys has the first turn.
 
     Under a bound on the right it begins at the last queries, so that it waits for no tile that begins before them.
     """
-    return config.turns and mask.bounds(problem)[1] is not None
+    return config.ordered_dq and mask.window_bounds(problem)[1] is not None
 
 
 def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:
     return problem.key_lengths or problem.key_length % config.block_kv != 0
 
 
-def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: Sequence) -> Span:
+def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: Sequence) -> TileRange:
     """The tiles of queries that see some of the tile of keys from `key` on."""
     keys, queries, left, right = sequence
     block_q, last = config.block_q, key + (config.block_kv - 1)
@@ -265,13 +265,13 @@ def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: S
         end = first + (end - first) * jnp.int32(key < keys)
         inner_first = jnp.maximum(inner_first, end * jnp.int32(last >= keys))
     inner_first = _clip(inner_first, first, end)
-    return Span(first, inner_first, _clip(inner_end, inner_first, end), end)
+    return TileRange(first, inner_first, _clip(inner_end, inner_first, end), end)
 
 
-def _together(problem: Attention, config: AnyBackwardConfig) -> int:
+def _heads_per_group(problem: Attention, config: AnyBackwardConfig) -> int:
     """Of how many heads the tiles of keys are started in turn."""
     heads = problem.batch * problem.key_heads
-    return max(g for g in range(1, config.together + 1) if heads % g == 0)
+    return max(g for g in range(1, config.heads_per_l2_group + 1) if heads % g == 0)
 
 
 def _place(problem: Attention, head: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -316,19 +316,19 @@ def name_barriers(refs: SimpleNamespace, array: jax.Ref, arrivals: dict[str, tup
 # Turns.
 
 
-def turns_before(tile: Tile, i: Any) -> Any:
+def dq_position(tile: Tile, i: Any) -> Any:
     """How many tiles of keys add to tile `i` of queries before this one."""
-    if tile.problem.hidden_by_data:
-        turns = tile.refs.turns_before
+    if tile.problem.has_data_mask:
+        turns = tile.refs.dq_position
         return turns[*gather.broadcast_index((tile.batch, tile.key_head, tile.index, i), turns.shape)]
     first, last = _adders(tile, i)
-    return tile.index - first if mask.bounds(tile.problem)[1] is None else last - tile.index
+    return tile.index - first if mask.window_bounds(tile.problem)[1] is None else last - tile.index
 
 
 def is_last(tile: Tile, i: Any) -> Any:
     """Whether no tile of keys adds to tile `i` of queries after this one."""
     first, last = _adders(tile, i)
-    return tile.index == (last if mask.bounds(tile.problem)[1] is None else first)
+    return tile.index == (last if mask.window_bounds(tile.problem)[1] is None else first)
 
 
 def _adders(tile: Tile, i: Any) -> tuple[Any, Any]:
@@ -341,19 +341,19 @@ def _adders(tile: Tile, i: Any) -> tuple[Any, Any]:
     return first, jnp.minimum(_div(i * block_q + (block_q - 1 + right), block_kv), last)
 
 
-def turns_of(problem: Attention, config: AnyBackwardConfig, spans: jax.Array) -> jax.Array:
-    """`turns_before` of each tile of keys and each of queries, from the spans `[B|1, K|1, tiles of keys, 4]`."""
+def dq_positions(problem: Attention, config: AnyBackwardConfig, spans: jax.Array) -> jax.Array:
+    """`dq_position` of each tile of keys and each of queries, from the spans `[B|1, K|1, tiles of keys, 4]`."""
     i = jnp.arange(-(-problem.query_length // config.block_q))[None, None, None, :]
     adds = ((spans[..., :1] <= i) & (i < spans[..., 3:])).astype(jnp.int32)
-    return lax.cumsum(adds, axis=2, reverse=latest_first(problem, config)) - adds
+    return lax.cumsum(adds, axis=2, reverse=last_tile_first(problem, config)) - adds
 
 
 @functools.lru_cache(maxsize=64)
-def turn_counts(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int] | None:
+def dq_writer_counts(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int] | None:
     """How many tiles of keys, at least and at most, add to a tile of queries; None: only the device knows."""
-    if problem.key_lengths or problem.query_lengths or problem.hidden_by_data:
+    if problem.key_lengths or problem.query_lengths or problem.has_data_mask:
         return None
-    left, right = mask.bounds(problem)
+    left, right = mask.window_bounds(problem)
     block_q, block_kv = config.block_q, config.block_kv
     found = {0} if problem.query_length == 0 else set()
     for row in range(0, problem.query_length, block_q):
@@ -370,11 +370,11 @@ def first_stores(problem: Attention, config: AnyBackwardConfig) -> bool:
 
     D = 128, S = 2048, bf16: zeros take 40 us, 3 % of all, H200.
     """
-    known = turn_counts(problem, config)
-    return config.turns and known is not None and known[0] > 0
+    known = dq_writer_counts(problem, config)
+    return config.ordered_dq and known is not None and known[0] > 0
 
 
-def add_in_turn(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
+def add_ordered(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
     """Adds a square to dQ in device memory; `earlier`: how many have added there, None where there are no turns."""
 
     def reduce() -> None:
@@ -386,23 +386,23 @@ def add_in_turn(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
     pl.when(earlier > 0)(reduce)
 
 
-def turns_ended(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
+def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
     """How many have ended their turns; asked for long before it is needed, as the answer takes a third of a step."""
 
-    def load_turns(ctx, turns):
+    def load_semaphore(ctx, turns):
         text = "ld.relaxed.gpu.global.s32 $0, [$1];"
         ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(turns)], text, "=r,l", has_side_effects=True)
         return ptx.integer(ended)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(load_turns)(
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(load_semaphore)(
         _counter(tile, warpgroup, step.head, step.i)
     )
 
 
-def await_turn(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.Array) -> None:
+def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.Array) -> None:
     """Waits until `value` others have ended their turns; `ended` had when last asked."""
 
-    def await_turns(ctx, turns, value, ended):
+    def acquire_semaphore(ctx, turns, value, ended):
         text = (
             "{ .reg .pred early; .reg .s32 now; mov.s32 now, $2; "
             "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
@@ -414,10 +414,10 @@ def await_turn(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
 
     arguments = (plgpu.RefType(), ptx.SPLAT, ptx.SPLAT)
     counter = _counter(tile, warpgroup, step.head, step.i)
-    plgpu.inline_mgpu(arg_types=arguments)(await_turns)(counter, jnp.int32(value), ended)
+    plgpu.inline_mgpu(arg_types=arguments)(acquire_semaphore)(counter, jnp.int32(value), ended)
 
 
-def end_turn_before(tile: Tile, step: Step, warpgroup: Any) -> None:
+def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
     """Ends the turn of the step before, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
@@ -425,36 +425,36 @@ def end_turn_before(tile: Tile, step: Step, warpgroup: Any) -> None:
     def _():
         new_head = (step.i == tile.span.first).astype(jnp.int32)
         i = step.i - 1 + new_head * (tile.span.end - tile.span.first)
-        _end(_counter(tile, warpgroup, step.head - new_head, i))
+        _release_semaphore(_counter(tile, warpgroup, step.head - new_head, i))
 
 
-def end_last_turn(tile: Tile, warpgroup: Any) -> None:
+def release_last_dq(tile: Tile, warpgroup: Any) -> None:
     """Ends the turn of the last step, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
     @pl.when(tile.steps > 0)
     def _():
         last = tile.key_head * tile.group + (tile.group - 1)
-        _end(_counter(tile, warpgroup, last, tile.span.end - 1))
+        _release_semaphore(_counter(tile, warpgroup, last, tile.span.end - 1))
 
 
 def _counter(tile: Tile, warpgroup: Any, head: Any, i: Any) -> jax.Ref:
-    return tile.refs.turns.at[warpgroup, tile.batch, head, i]
+    return tile.refs.dq_semaphore.at[warpgroup, tile.batch, head, i]
 
 
-def _end(turns: jax.Ref) -> None:
+def _release_semaphore(turns: jax.Ref) -> None:
     """Lets the next one have its turn, which finds the square there.
 
-    The release takes longer than all else of the turns. Without it, and `await_turn`'s acquire, 2 % of calls returned
+    The release takes longer than all else of the turns. Without it, and `acquire_dq`'s acquire, 2 % of calls returned
     some rows wrong: 512 tokens, 32 heads of 64, causal, H100.
     """
 
-    def count_turn(ctx, turns):
+    def release_semaphore(ctx, turns):
         leader = ptx.equals(ptx.thread_in_warpgroup(), 0)
         text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
         ptx.asm(text, "l,b,~{memory}", [ptx.global_address(turns), leader])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(count_turn)(turns)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(release_semaphore)(turns)
 
 
 # Probabilities.
@@ -478,7 +478,7 @@ def load_early(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
     if not tile.problem.mask:
         return {}
     corner = tile.batch, step.head, *_corner(tile, step, warpgroup)
-    return {"held": gather.load_bits(tile.refs.mask, 2, corner, tile.config.block_q)}
+    return {"mask_bits": gather.load_bits(tile.refs.mask, 2, corner, tile.config.block_q)}
 
 
 def load_late(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
@@ -489,7 +489,7 @@ def load_late(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
     return {"bias": gather.load_tile(tile.refs.bias, corner, tile.config.block_q)}
 
 
-def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def soft_capped(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The products scaled and capped, times log2(e), and the cap's derivative."""
     if problem.soft_cap is None:
         return x * (problem.scale * LOG2E), None
@@ -501,13 +501,13 @@ def bent(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]
 def probabilities(
     tile: Tile, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
 ) -> jax.Array:
-    """The probabilities of `bent` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
+    """The probabilities of `soft_capped` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
     problem, refs = tile.problem, tile.refs
     corner = tile.batch, step.head, *_corner(tile, step, warpgroup)
     if problem.bias:
         x = x + extras["bias"].astype(jnp.float32) * LOG2E
-    compared = functools.partial(_compared, tile, extras, corner)
-    if problem.hidden_by_data:
+    compared = functools.partial(_apply_mask, tile, extras, corner)
+    if problem.has_data_mask:
         x = lax.cond(compare, compared, lambda x: x, x)
     elif compare:
         x = compared(x)
@@ -520,13 +520,13 @@ def _corner(tile: Tile, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Arra
     return tile.first_key + warpgroup * WARPGROUP_ROWS, step.i * tile.config.block_q
 
 
-def _compared(tile: Tile, extras: dict[str, jax.Array], corner: gather.Corner, x: jax.Array) -> jax.Array:
+def _apply_mask(tile: Tile, extras: dict[str, jax.Array], corner: gather.Corner, x: jax.Array) -> jax.Array:
     """`x` with -inf where indices, mask or segments forbid it."""
     x = _in_bounds(tile, x, *corner[2:])
     if tile.problem.mask:
-        x = gather.keep_held(x, extras["held"])
+        x = gather.apply_bitmask(x, extras["mask_bits"])
     if tile.problem.segments:
-        x = gather.keep_equal(x, tile.refs.key_segments, tile.refs.query_segments, corner)
+        x = gather.apply_segments(x, tile.refs.key_segments, tile.refs.query_segments, corner)
     return x
 
 

@@ -29,15 +29,15 @@ from pallas_kernels.attention.backward_common import (
     Compare,
     Step,
     Tile,
-    bent,
     by_column,
     capped_bias,
     load_late,
     probabilities,
+    soft_capped,
 )
 from pallas_kernels.attention.backward_xla import CHUNK, TILE, padded_dims
 from pallas_kernels.attention.config import BackwardWideConfig
-from pallas_kernels.attention.mask import Span
+from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import WGMMA
 from pallas_kernels.attention.problem import Attention, unsupported_reason
 from pallas_kernels.attention.wgmma import panels, store, tiled
@@ -69,9 +69,9 @@ def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple
     if slots:
         found |= {"bias_full": (1,) * slots, "bias_empty": warps * slots}
     if mask.may_see_nothing(problem):
-        found |= {"query_landed": (1,), "d_out_landed": (1,)}
+        found |= {"query_partial_full": (1,), "d_out_partial_full": (1,)}
     if problem.key_lengths:
-        found |= {"key_landed": (1,), "value_landed": (1,)}
+        found |= {"key_partial_full": (1,), "value_partial_full": (1,)}
     return found
 
 
@@ -131,13 +131,13 @@ def _fetch_keys(tile: Tile, source: Any, to: Any, name: str) -> None:
     full, at = getattr(tile.refs, f"{name}_full").at[0], (tile.batch, pl.ds(tile.first_key, CHUNK), tile.source_head)
     if not tile.problem.key_lengths:
         return _copy_all(full, (source, at, to))
-    left, landed = tile.sequence.keys - tile.first_key, getattr(tile.refs, f"{name}_landed")
+    left, partial_full = tile.sequence.keys - tile.first_key, getattr(tile.refs, f"{name}_landed")
     pl.when(left >= CHUNK)(lambda: _copy_all(full, (source, at, to)))
 
     @pl.when(left < CHUNK)
     def _():
-        _copy_all(landed.at[0], (source, at, to))
-        pipeline.wait(landed, 0, 1)
+        _copy_all(partial_full.at[0], (source, at, to))
+        pipeline.wait(partial_full, 0, 1)
         pipeline.zero_rows(to, left)
         pipeline.expect(full, 0)
 
@@ -188,15 +188,15 @@ def _copy_seen(tile: Tile, step: Step, name: str, rows: _Copy, statistic: _Copy)
     full = getattr(refs, f"{name}_full").at[slot]
     if not mask.may_see_nothing(tile.problem):
         return _copy_all(full, rows, statistic)
-    nothing, landed = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_landed")
-    # A phase of `landed` ends at each step, so that the step's number is the phase's.
-    pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(landed.at[0], 0))
+    nothing, partial_full = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_landed")
+    # A phase of `partial_full` ends at each step, so that the step's number is the phase's.
+    pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(partial_full.at[0], 0))
     pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, rows, statistic))
 
     @pl.when(nothing)
     def _():
-        _copy_all(landed.at[0], rows)
-        pipeline.wait(landed, step.n, 1)
+        _copy_all(partial_full.at[0], rows)
+        pipeline.wait(partial_full, step.n, 1)
         backward_common.zero_rows(to, refs.lse.at[tile.batch, step.head, pl.ds(step.i * CHUNK, CHUNK)])
         _copy_all(full, statistic)
 
@@ -223,12 +223,12 @@ def _values(tile: Tile) -> None:
     """The warpgroup of dV, and of the probabilities."""
     mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
-    first = _first_scores(tile) if tile.config.ahead else None
+    first = _first_scores(tile) if tile.config.prefetch_scores else None
     _, sums = tile.each_step(_add_to_dv, (first, _zeros(tile.problem.value_dim)))
     _epilogue(tile, VALUES, sums, tile.refs.value_smem.at[0], tile.refs.d_value)
 
 
-def _begin_scores(tile: Tile, n: jax.Array) -> jax.Array:
+def _issue_scores(tile: Tile, n: jax.Array) -> jax.Array:
     """Begins the product of keys and queries of step `n`."""
     here, slot = ptx.opaque(jnp.int32(0)), _slot(n, tile.config.stages)
     depth = tile.problem.head_dim
@@ -240,17 +240,17 @@ def _first_scores(tile: Tile) -> jax.Array:
 
     def multiply() -> jax.Array:
         pipeline.wait(tile.refs.query_full, tile.first_stage, tile.config.stages)
-        return wgmma.finish(_begin_scores(tile, tile.first_stage), later=0)
+        return wgmma.wait(_issue_scores(tile, tile.first_stage), pending=0)
 
     nothing = lambda: plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
     return lax.cond(jnp.int32(tile.steps) > 0, multiply, nothing)
 
 
-def _begin_next_scores(tile: Tile, step: Step) -> jax.Array:
+def _issue_next_scores(tile: Tile, step: Step) -> jax.Array:
     """Begins the next step's product; after a tile's last one, that of the same queries once more, for nothing."""
     follows = step.n - tile.first_stage + 1 < tile.steps
     pl.when(follows)(lambda: pipeline.wait(tile.refs.query_full, step.n + 1, tile.config.stages))
-    return _begin_scores(tile, step.n + jnp.int32(follows))
+    return _issue_scores(tile, step.n + jnp.int32(follows))
 
 
 def _add_to_dv(
@@ -262,21 +262,21 @@ def _add_to_dv(
     d_out_slot = _slot(step.n, config.d_out_stages)
     if x is None:
         pipeline.wait(refs.query_full, step.n, config.stages)
-        begun = _begin_scores(tile, step.n)
+        issued = _issue_scores(tile, step.n)
         extras = _load_early(tile, step)
-        x = wgmma.finish(begun, later=0)
+        x = wgmma.wait(issued, pending=0)
     else:
         extras = _load_early(tile, step)
     if config.bias_stages:
         fragments.commit()
         _release(tile, step, refs.bias_empty, config.bias_stages, _fetch_bias)
     extras |= load_late(tile, step, 0)
-    x, slope = bent(problem, x)
+    x, slope = soft_capped(problem, x)
     if slope is not None and capped_bias(problem):
         fragments.store(refs.slope_smem, slope)
         slope = None
     p = probabilities(tile, step, 0, x, extras, compare)
-    _begin_turn(tile, step, VALUES)
+    _release_previous(tile, step, VALUES)
     fragments.store(tile.refs.squares_smem.at[0], p if slope is None else p * slope)
     mbarrier.arrive_each(refs.p_full.at[0])
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
@@ -287,11 +287,11 @@ def _add_to_dv(
         _release(tile, step, refs.d_out_empty, config.d_out_stages, _fetch_d_out)
 
     meanwhile = None
-    if config.ahead:
-        meanwhile = lambda: (1, _begin_next_scores(tile, step))
-    begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)
-    begun = wgmma.finish(begun, later=0) if config.ahead else None
-    return begun, tuple(map(wgmma.settled, sums))
+    if config.prefetch_scores:
+        meanwhile = lambda: (1, _issue_next_scores(tile, step))
+    issued = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)
+    issued = wgmma.wait(issued, pending=0) if config.prefetch_scores else None
+    return issued, tuple(map(wgmma.completed, sums))
 
 
 def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
@@ -299,7 +299,7 @@ def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
     refs, slots, found = tile.refs, tile.config.bias_stages, {}
     if tile.problem.mask:
         corner = tile.batch, step.head, tile.first_key, step.i * CHUNK
-        found["held"] = gather.load_bits(refs.mask, 2, corner, CHUNK)
+        found["mask_bits"] = gather.load_bits(refs.mask, 2, corner, CHUNK)
     if slots:
         pipeline.wait(refs.bias_full, step.n, slots)
         found["bias"] = plgpu.load(refs.bias_smem.at[lax.rem(step.n, slots)].T, layout=WGMMA)
@@ -328,16 +328,16 @@ def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
     delta, d_out = by_column(refs.delta_smem.at[d_out_slot], TILE), refs.d_out_smem.at[d_out_slot]
     dp = wgmma.multiply(refs.value_smem.at[here], d_out, depth=problem.value_dim, sums=delta)
-    pull = wgmma.finish(dp, later=0)
+    d_p = wgmma.wait(dp, pending=0)
     pipeline.wait(refs.p_full, step.n, 1)
-    d_scores = fragments.load(tile.refs.squares_smem.at[0]) * pull
+    d_scores = fragments.load(tile.refs.squares_smem.at[0]) * d_p
     if capped_bias(problem):
         if problem.bias_gradient:
             store(_d_logits(tile, step), d_scores.astype(problem.dtype))
         d_scores = d_scores * fragments.load(refs.slope_smem)
     ds = d_scores.astype(problem.dtype)
-    _begin_turn(tile, step, KEYS)
-    fragments.store_factor(refs.ds_smem.at[0], ds)
+    _release_previous(tile, step, KEYS)
+    fragments.stmatrix(refs.ds_smem.at[0], ds)
     fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
     mbarrier.arrive_each(refs.ds_full.at[0])
     pipeline.wait(refs.ds_full, step.n, 1)
@@ -348,7 +348,7 @@ def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
     sums = _add_to_dq(tile, step, KEYS, meanwhile=meanwhile)
     plgpu.wgmma_wait(0)
     _release(tile, step, refs.query_empty, config.stages, _fetch_query)
-    return tuple(map(wgmma.settled, sums))
+    return tuple(map(wgmma.completed, sums))
 
 
 def _d_logits(tile: Tile, step: Step) -> Any:
@@ -360,10 +360,10 @@ def _d_logits(tile: Tile, step: Step) -> Any:
 # Both.
 
 
-def _begin_turn(tile: Tile, step: Step, warpgroup: int) -> None:
+def _release_previous(tile: Tile, step: Step, warpgroup: int) -> None:
     """Waits until what is on its way to device memory has left shared memory, and ends the turn of the step before."""
-    if tile.config.turns:
-        backward_common.end_turn_before(tile, step, jnp.int32(warpgroup))
+    if tile.config.ordered_dq:
+        backward_common.release_previous_dq(tile, step, jnp.int32(warpgroup))
     elif tile.problem.bias_gradient:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     elif tile.config.squares > 1:
@@ -372,27 +372,27 @@ def _begin_turn(tile: Tile, step: Step, warpgroup: int) -> None:
 
 def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
     """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
-    refs, here, turns = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.turns
+    refs, here, turns = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.ordered_dq
     panels, size = refs.key_smem.shape[1], tile.config.dq_columns // CHUNK
     own = range(panels // 2) if warpgroup == VALUES else range(panels // 2, panels)
     mine = [own[at : at + size] for at in range(0, len(own), size)]
-    before: Any = backward_common.turns_before(tile, step.i) if turns else None
-    ended: Any = backward_common.turns_ended(tile, step, jnp.int32(warpgroup)) if turns else None
+    before: Any = backward_common.dq_position(tile, step.i) if turns else None
+    ended: Any = backward_common.semaphore_value(tile, step, jnp.int32(warpgroup)) if turns else None
     ds = refs.ds_smem.at[here, 0]
     parts = [wgmma.multiply_columns([ds], [refs.key_smem.at[here, pl.ds(at.start, len(at))]]) for at in mine]
     if at_first is not None:
         # Factors in registers are free again: with all products under way ptxas would serialise them.
         plgpu.wgmma_wait(len(mine))
         at_first()
-    later, begun = meanwhile() if meanwhile is not None else (0, None)
+    later, issued = meanwhile() if meanwhile is not None else (0, None)
     if turns:
-        backward_common.await_turn(tile, step, jnp.int32(warpgroup), before, ended)
+        backward_common.acquire_dq(tile, step, jnp.int32(warpgroup), before, ended)
     for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
-        numbers = wgmma.finish(part, later=len(mine) - 1 - i + later)
+        numbers = wgmma.wait(part, pending=len(mine) - 1 - i + later)
         for c in range(len(at)):
             square = numbers[:, c * CHUNK : (c + 1) * CHUNK]
             _add_square(tile, step, warpgroup, square, at.start + c, before, i == c == 0)
-    return begun
+    return issued
 
 
 def _add_square(tile: Tile, step: Step, warpgroup: int, square: Any, column: int, before: Any, is_first: bool) -> None:
@@ -402,12 +402,12 @@ def _add_square(tile: Tile, step: Step, warpgroup: int, square: Any, column: int
         return fragments.reduce(target, square)
     # Warpgroup 0 has no part of dQ on its way from the probabilities to the score gradients.
     dq_smem = tile.refs.squares_smem.at[tile.config.squares - 2 + warpgroup]
-    if tile.config.turns:
+    if tile.config.ordered_dq:
         if not is_first:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         fragments.store(dq_smem, square)
         plgpu.commit_smem()
-        backward_common.add_in_turn(tile, dq_smem, target, before)
+        backward_common.add_ordered(tile, dq_smem, target, before)
     else:
         if not is_first:
             fragments.await_read()
@@ -434,8 +434,8 @@ def _multiply(sums: Sums, weights: jax.Array, rows: jax.Ref) -> Sums:
 
 def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax.Ref) -> None:
     """Writes dK or dV by way of the keys' or the values' place in shared memory, when no product reads those."""
-    if tile.config.turns:
-        backward_common.end_last_turn(tile, jnp.int32(warpgroup))
+    if tile.config.ordered_dq:
+        backward_common.release_last_dq(tile, jnp.int32(warpgroup))
     reduce.sync_block(tile.config.warpgroups)
     if tile.config.head_splits > 1:
         for i, x in enumerate(gradient):
@@ -443,20 +443,20 @@ def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(gradient):
         panels = pl.ds(i * PIECE // CHUNK, -(-x.shape[1] // CHUNK))
-        fragments.store_factor(place.at[panels], x.astype(tile.problem.dtype), once=True)
+        fragments.stmatrix(place.at[panels], x.astype(tile.problem.dtype), once=True)
     plgpu.commit_smem()
     pipeline.store_rows(place, target, (tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _uniform(tile: Tile) -> Tile:
+def _warp_uniform(tile: Tile) -> Tile:
     """`tile`, whose numbers the compiler knows to be the same in all threads.
 
     It then keeps what loops need of them, and the products' descriptors, in registers of the warp. Without, a window
     spills 112 bytes a thread, as ptxas -c has it.
     """
-    span = Span(*(gather.uniform(x) if isinstance(x, jax.Array) else x for x in tile.span))
-    facts = {name: gather.uniform(getattr(tile, name)) for name in ("batch", "key_head", "index")}
+    span = TileRange(*(gather.warp_uniform(x) if isinstance(x, jax.Array) else x for x in tile.span))
+    facts = {name: gather.warp_uniform(getattr(tile, name)) for name in ("batch", "key_head", "index")}
     return dataclasses.replace(tile, span=span, **facts)
 
 
@@ -465,7 +465,7 @@ def _body(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace,
     refs.delta_smem = refs.statistics_smem.at[pl.ds(config.stages, config.d_out_stages)]
     backward_common.name_barriers(refs, refs.barriers, _arrivals(problem, config))
     # Mosaic takes no literal where it expects a number of the kernel.
-    tile = _uniform(Tile.of(problem, config, refs, lax.axis_index("cta"), 0 * lax.axis_index("cta")))
+    tile = _warp_uniform(Tile.of(problem, config, refs, lax.axis_index("cta"), 0 * lax.axis_index("cta")))
     reduce.sync_block(config.warpgroups)
     _prologue(tile)
     warpgroup = lax.axis_index("warpgroup")

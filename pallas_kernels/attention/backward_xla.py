@@ -63,11 +63,11 @@ def tiles_without_keys(nothing: jax.Array, config: AnyBackwardConfig) -> jax.Arr
     return nothing.reshape(*nothing.shape[:2], -1, config.block_q).any(3).astype(jnp.int32)
 
 
-def logit_shift(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
+def row_delta(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
     """Delta, `[B, N, T]`: what is added to dO V^T, so that times the probabilities it is the logits' gradient."""
     # Written as a product and a sum, not as a dot: XLA may give those to cuBLAS, and round.
-    pull = (ops.d_out.astype(jnp.float32) * ops.out.astype(jnp.float32)).sum(-1)
-    return jnp.where(nothing, 0.0, ops.d_lse - jnp.swapaxes(pull, 1, 2))
+    d_p = (ops.d_out.astype(jnp.float32) * ops.out.astype(jnp.float32)).sum(-1)
+    return jnp.where(nothing, 0.0, ops.d_lse - jnp.swapaxes(d_p, 1, 2))
 
 
 def inputs(
@@ -99,15 +99,15 @@ def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNames
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
         found["mask"] = mask.pack_bits(ops.mask, 2)
-        seen.append(mask.bitmask_pairs(found["mask"], 2, problem.mask[2], *blocks))
+        seen.append(mask.bitmask_blocks(found["mask"], 2, problem.mask[2], *blocks))
     if problem.segments:
         found["query_segments"] = ops.query_segments[:, None, None, :]
         found["key_segments"] = ops.key_segments[:, None, :, None]
-        seen.append(mask.segment_pairs(ops.key_segments, ops.query_segments, *blocks))
+        seen.append(mask.segment_blocks(ops.key_segments, ops.query_segments, *blocks))
     if seen:
         found["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(mask.both, seen))
-        if config.turns:
-            found["turns_before"] = backward_common.turns_of(problem, config, spans)
+        if config.ordered_dq:
+            found["dq_position"] = backward_common.dq_positions(problem, config, spans)
     return found
 
 
@@ -125,14 +125,14 @@ def outputs(
     }
     places = {}
     dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *fragments.SHAPE), jnp.float32)
-    if config.last_writes:
+    if config.fused_dq_cast:
         whole["d_query"] = jax.ShapeDtypeStruct(inputs["query"].shape, problem.dtype)
     if backward_common.first_stores(problem, config):
         whole["dq_sum"] = dq_sum
-    elif not config.last_writes:
+    elif not config.fused_dq_cast:
         places["dq_sum"] = jnp.zeros(dq_sum.shape, dq_sum.dtype)
-    if config.turns:
-        places["turns"] = jnp.zeros((config.adders, b, n, rows // config.block_q), jnp.int32)
+    if config.ordered_dq:
+        places["dq_semaphore"] = jnp.zeros((config.dq_writers, b, n, rows // config.block_q), jnp.int32)
     if problem.bias_gradient:
         # With a soft cap they are written from registers, by whole tiles.
         logits = _up(problem.key_length, config.block_kv if capped_bias(problem) else 1), rows
@@ -143,7 +143,7 @@ def outputs(
 def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, jax.Array]) -> list[jax.Array]:
     """Those of query, key and value from what the kernel wrote."""
 
-    def joined(sums: jax.Array) -> jax.Array:
+    def full_update(sums: jax.Array) -> jax.Array:
         if config.head_splits == 1:
             return sums
         batch, rows, heads, columns = sums.shape
@@ -155,7 +155,7 @@ def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, 
     else:
         dq_sum = fragments.as_rows(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
-    return [d_query, joined(written["d_key"]), joined(written["d_value"])]
+    return [d_query, full_update(written["d_key"]), full_update(written["d_value"])]
 
 
 def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:
@@ -185,20 +185,20 @@ def launch(
     operands: tuple[jax.Array, ...],
     *,
     ctas: int,
-    tickets: jax.Array | None = None,
+    tile_counter: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs `body(problem, config, refs, ctas)` with XLA's share before and after it.
 
-    `tickets`: a counter of which the kernel draws tiles.
+    `tile_counter`: a counter of which the kernel draws tiles.
     """
     ops = named(problem, operands)
     nothing = without_keys(problem, ops)
-    delta = logit_shift(ops, nothing)
+    delta = row_delta(ops, nothing)
     arrays = inputs(problem, config, ops, nothing, delta)
-    whole, begun = outputs(problem, config, arrays)
-    if tickets is not None:
-        begun["tickets"] = tickets
-    names = [*arrays, *begun, *whole, *scratch]
+    whole, issued = outputs(problem, config, arrays)
+    if tile_counter is not None:
+        issued["tile_counter"] = tile_counter
+    names = [*arrays, *issued, *whole, *scratch]
 
     def kernel(*refs: jax.Ref) -> None:
         body(problem, config, SimpleNamespace(**dict(zip(names, refs, strict=True))), ctas)
@@ -215,13 +215,13 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )
 
-    def run(begun: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        return workspace.with_workspace(call, arrays, begun, list(whole.values()))
+    def run(issued: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        return workspace.with_workspace(call, arrays, issued, list(whole.values()))
 
-    # Each call has tickets of its own, which `vmap` would share.
-    run = run if tickets is None else sequential_vmap(run)
-    results, left = run(list(begun.values()), *arrays.values())
-    written = dict(zip(whole, results, strict=True)) | dict(zip(begun, left, strict=True))
+    # Each call has tile_counter of its own, which `vmap` would share.
+    run = run if tile_counter is None else sequential_vmap(run)
+    results, left = run(list(issued.values()), *arrays.values())
+    written = dict(zip(whole, results, strict=True)) | dict(zip(issued, left, strict=True))
     found = gradients(problem, config, written)
     if problem.bias_gradient:
         found.append(bias_gradient(problem, ops, written["d_logits"]))

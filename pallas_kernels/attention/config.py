@@ -1,4 +1,4 @@
-"""The knobs of the kernels: frozen facts that `heuristics` chooses. They know no kernel."""
+"""The kernels' configs, which `heuristics` chooses: sizes of tiles, depths of pipelines, schedules."""
 
 import dataclasses
 from typing import Literal
@@ -8,76 +8,89 @@ WARPGROUP_ROWS = 64  # rows of a WGMMA
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """A block: `warpgroups` warpgroups of 64 query rows each that share two stages of `block_kv` keys and values.
+    """A CTA of `warpgroups` warpgroups of 64 query rows each, which share a pipeline of keys and values.
 
-    `slack`: powers of two by which a row's maximum may grow before what was summed against the old one is rescaled.
-    `scheduler`: of tiles of queries; one CTA to an SM works on those that a table gives it (`static`), or takes the
-    next one from a counter when it becomes free (`dynamic`).
-    `bias_stages`: tiles of the bias in shared memory; with 0 each thread loads what its scores need.
-    `section_mib`: keys and values that the blocks at work at one time share, in the cache.
-    `early`: columns of a tile whose weights begin before it is known whether a maximum grows past the slack; if not 0.
-    `overwrites`: scores are written over what their registers hold, which else are cleared before each tile.
-    `overlaps`: weights are computed beside the product of those before with their values, which ptxas else waits for
-    first.
-    `query_ahead`: the next tile's queries are asked for beside a tile's last weights, and else behind them.
-    `ctas_per_sm`: CTAs that an SM has room for, each with tiles of its own.
-    `splits`: of the keys, each a tile of its own for the same queries, whose states are merged behind the kernel.
-    `packed_heads`: query heads, a power of two of those that share a key head, of which a tile has the same queries.
+    Attributes:
+      block_kv: keys of a tile.
+      warpgroups: warpgroups of a CTA.
+      rescale_threshold_log2: the output is rescaled only if a row's maximum grows by more than this power of two.
+      early_exp_columns: columns of a tile whose exponentials start before it is known whether the maximum grows.
+      scheduler: of query tiles. "static": a table assigns tiles to one CTA an SM. "dynamic": a CTA takes the next tile
+        from a counter when it is free.
+      bias_stages: stages of bias tiles in shared memory; with 0 each thread loads the bias of its own scores.
+      l2_budget_mib: keys and values of the heads that run at one time fit in this much of L2.
+      zero_init_free: the first WGMMA of a score tile overwrites its registers, which otherwise are cleared before.
+      overlap_pv: exponentials run beside the product P V of the tile before, where ptxas would wait for it first.
+      prefetch_query: the next tile's queries are copied during the last step of a tile, not after it.
+      ctas_per_sm: CTAs that share an SM.
+      packed_heads: query heads of one key head, a power of two, whose queries share a tile's rows.
+      splits: parts of the keys. Each is a tile of its own, and the parts' states are merged after the kernel.
     """
 
     block_kv: int
     warpgroups: int
-    slack: int = 0
-    early: int = 0
+    rescale_threshold_log2: int = 0
+    early_exp_columns: int = 0
     scheduler: Literal["static", "dynamic"] = "static"
     bias_stages: int = 0
-    section_mib: int = 16
-    overwrites: bool = False
-    overlaps: bool = False
-    query_ahead: bool = False
+    l2_budget_mib: int = 16
+    zero_init_free: bool = False
+    overlap_pv: bool = False
+    prefetch_query: bool = False
     ctas_per_sm: int = 1
     packed_heads: int = 1
     splits: int = 1
 
-    stages = 2  # with which `tile_scheduler` says when records are written
+    stages = 2  # `tile_scheduler` relies on it
+
+    def __post_init__(self) -> None:
+        if self.packed_heads & (self.packed_heads - 1) or not 0 < self.packed_heads <= WARPGROUP_ROWS:
+            raise ValueError(f"packed_heads is {self.packed_heads}, expected a power of two up to {WARPGROUP_ROWS}.")
 
     @property
     def block_q(self) -> int:
-        """Query rows of a block."""
+        """Query rows of a CTA."""
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
     def queries(self) -> int:
-        """Queries of a tile: it has as many rows of each as there are packed heads."""
+        """Queries of a tile, which has one row for each of them and each packed head."""
         return self.block_q // self.packed_heads
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """A CTA: 64 keys to each of `warpgroups` warpgroups, and a pipeline of `stages` stages of `block_q` queries each.
+    """A CTA with 64 keys for each of `warpgroups` warpgroups, and a pipeline of `stages` stages of `block_q` queries.
 
-    `scheduler`: of tiles of keys; a CTA to each tile (`single`), or a CTA to each SM, to which tiles are dealt in turn
-    (`static`), or which takes the next one as it becomes free (`dynamic`). `together`: of how many heads, at most, the
-    tiles are started in turn. `turns`: tiles of keys add to a tile of dQ in their order. `last_writes`: the last one
-    writes it, in 16 bits. `bias_stages`: tiles of the bias in shared memory; with 0 each thread loads what its scores
-    need. `ahead`: the next step's scores are multiplied beside this step's dQ and dK, not after them. `apart`: each
-    tile of keys begins a tile of queries later than the one before it. `adds_registers`: dQ is added to device memory
-    from registers, and takes no shared memory; without turns alone. `head_splits`: CTAs that share a group's query
-    heads; the gradients of keys and values of each are summed behind the kernel, in float32.
+    Attributes:
+      scheduler: of tiles of keys. "single": a CTA for each tile. "static": one CTA an SM, with every n-th tile.
+        "dynamic": one CTA an SM, which takes the next tile from a counter.
+      heads_per_l2_group: at most so many heads' tiles are interleaved in the order in which tiles start.
+      ordered_dq: a semaphore makes tiles of keys add to a tile of dQ in a fixed order.
+      fused_dq_cast: the last tile of keys to add writes dQ itself, in 16 bits.
+      bias_stages: as in `ForwardConfig`.
+      prefetch_scores: the next step's K Q^T is issued beside this step's dQ and dK.
+      staggered: each tile of keys starts one tile of queries later than the one before it.
+      dq_from_registers: dQ is added to global memory from registers, and needs no shared memory. Only unordered.
+      head_splits: CTAs that share a group's query heads. XLA sums their dK and dV in float32 after the kernel.
     """
 
     block_q: int
     warpgroups: int
     stages: int
     scheduler: Literal["single", "static", "dynamic"] = "single"
-    together: int = 1
-    turns: bool = False
-    last_writes: bool = False
+    heads_per_l2_group: int = 1
+    ordered_dq: bool = False
+    fused_dq_cast: bool = False
     bias_stages: int = 0
-    ahead: bool = False
-    apart: bool = False
-    adds_registers: bool = False
+    prefetch_scores: bool = False
+    staggered: bool = False
+    dq_from_registers: bool = False
     head_splits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dq_from_registers and (self.ordered_dq or self.fused_dq_cast):
+            raise ValueError("dq_from_registers is True, expected False where dQ is ordered or cast in the kernel.")
 
     @property
     def block_kv(self) -> int:
@@ -85,39 +98,45 @@ class BackwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
-    def adders(self) -> int:
+    def dq_writers(self) -> int:
         """Warpgroups that add to a tile of dQ, each its own part."""
         return self.warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardWideConfig:
-    """A CTA: 64 keys, for two warpgroups, one with dV and one with dK in registers; 64 queries at a time.
+    """A CTA with 64 keys and 64 queries a step for two warpgroups, of which one has dV and the other dK in registers.
 
-    There are `stages` stages for queries and `d_out_stages` for their cotangents. `squares`: of 64 x 64 float32 in
-    shared memory. With one, for the probabilities, dQ is added to device memory from registers; with three, each
-    warpgroup's part of dQ leaves through one of its own, as turns want it; with two, warpgroup 0 has the one of the
-    probabilities. `dq_columns`: of dQ, that a product has. `ahead`: the next step's scores are multiplied beside this
-    step's dQ. `together`, `turns`, `bias_stages` and `head_splits` are as in `BackwardConfig`.
+    Attributes:
+      stages: stages of queries.
+      d_out_stages: stages of cotangents.
+      squares: buffers of 64 x 64 float32 in shared memory. With 1, for the probabilities, dQ is added from registers.
+        With 3, each warpgroup stores its part of dQ in a buffer of its own. With 2, warpgroup 0 reuses the first.
+      dq_columns: columns of dQ that one product has.
+      heads_per_l2_group, ordered_dq, bias_stages, prefetch_scores, head_splits: as in `BackwardConfig`.
     """
 
     stages: int = 2
     d_out_stages: int = 2
     squares: int = 1
-    together: int = 1
-    turns: bool = False
+    heads_per_l2_group: int = 1
+    ordered_dq: bool = False
     bias_stages: int = 0
-    ahead: bool = False
+    prefetch_scores: bool = False
     dq_columns: int = 128
     head_splits: int = 1
 
     scheduler = "single"
-    last_writes = False
-    apart = False
+    fused_dq_cast = False
+    staggered = False
     block_q = WARPGROUP_ROWS
     block_kv = WARPGROUP_ROWS
     warpgroups = 2
-    adders = 2
+    dq_writers = 2
+
+    def __post_init__(self) -> None:
+        if self.ordered_dq and self.squares < 2:
+            raise ValueError(f"squares is {self.squares}, expected 2 or 3 where dQ is ordered.")
 
 
 AnyBackwardConfig = BackwardConfig | BackwardWideConfig

@@ -25,8 +25,8 @@ from jax import lax
 from pallas_kernels import hardware, monoid
 from pallas_kernels.attention import fragments, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
-from pallas_kernels.attention.mask import Span
-from pallas_kernels.attention.online_softmax import WGMMA, Place, State, by_row, empty, finish, fold
+from pallas_kernels.attention.mask import TileRange
+from pallas_kernels.attention.online_softmax import WGMMA, State, TileCoord, by_row, empty, finish, fold
 from pallas_kernels.attention.problem import Attention, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
@@ -80,7 +80,7 @@ def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int,
         "stage_empty": (pipeline.WARPS * w,) * stages,
         "bias_full": (1,) * bias,
         "bias_empty": (pipeline.WARPS * w,) * bias,
-        "landed": (1,) * stages * problem.key_lengths,
+        "partial_full": (1,) * stages * problem.key_lengths,
     }
 
 
@@ -100,8 +100,8 @@ class _Tile(NamedTuple):
     t: Any
     n: Any
     key_head: Any
-    place: Place
-    span: Span
+    place: TileCoord
+    span: TileRange
     split: Any
 
     @property
@@ -150,19 +150,21 @@ def _start(cta: Cta) -> None:
     reduce.sync_block(config.warpgroups)
 
 
-def _index(cta: Cta, t: Any, ticket: Any) -> jax.Array:
-    """Which tile of queries is the CTA's tile `t`; with the dynamic scheduler, the one that has this ticket."""
+def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
+    """Which tile of queries is the CTA's tile `t`; with the dynamic scheduler, the one that has this tile_number."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
         return jnp.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + jnp.minimum(t, last)], _NO_TILE)
-    return cta.tiles[jnp.minimum(ticket, cta.tiles.shape[0] - 1)]
+    return cta.tiles[jnp.minimum(tile_number, cta.tiles.shape[0] - 1)]
 
 
 def _draw(cta: Cta) -> jax.Array:
-    """A ticket for one more tile, which is not waited for yet; only warpgroup 0 draws."""
+    """A tile_number for one more tile, which is not waited for yet; only warpgroup 0 draws."""
     if cta.config.scheduler == "static":
         return jnp.int32(0)
-    return lax.cond(lax.axis_index("warpgroup") == 0, lambda: tile_scheduler.draw(cta.tickets), lambda: jnp.int32(0))
+    return lax.cond(
+        lax.axis_index("warpgroup") == 0, lambda: tile_scheduler.fetch_tile(cta.tile_counter), lambda: jnp.int32(0)
+    )
 
 
 def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
@@ -178,12 +180,12 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
         keys = jnp.clip(cta.key_lengths[batch], 0, keys)
-    span, sees_any = mask.tile_span(problem, config, index, queries, keys)
+    span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys)
     if config.splits > 1:
         keys = jnp.where(sees_any, keys, 0)
-    if problem.hidden_by_data:
+    if problem.has_data_mask:
         at = gather.broadcast_index((batch, head, index), cta.spans.shape)
-        span = mask.narrowed(span, Span(*(cta.spans[*at, i] for i in range(4))))
+        span = mask.intersect(span, TileRange(*(cta.spans[*at, i] for i in range(4))))
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
@@ -204,12 +206,12 @@ def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
     if splits > 1:
         index, split = lax.div(index, jnp.int32(splits)), lax.rem(index, jnp.int32(splits))
     row = index * cta.config.queries
-    place = Place(batch, head, row, problem.query_length, problem.key_length, heads)
+    place = TileCoord(batch, head, row, problem.query_length, problem.key_length, heads)
     if problem.query_lengths:
         place = place._replace(queries=lengths[0])
     if problem.key_lengths or splits > 1:
         place = place._replace(keys=lengths[1])
-    return _Tile(jnp.int32(t), jnp.int32(n), key_head, place, Span(first, inner_first, inner_end, end), split)
+    return _Tile(jnp.int32(t), jnp.int32(n), key_head, place, TileRange(first, inner_first, inner_end, end), split)
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
@@ -235,13 +237,13 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
         pipeline.copy_rows(cta.query, _rows_of(_own(tile, warpgroup)), to, full)
 
 
-def _own(tile: _Tile, warpgroup: Any) -> Place:
+def _own(tile: _Tile, warpgroup: Any) -> TileCoord:
     """The place of a warpgroup's rows."""
     queries = WARPGROUP_ROWS // tile.place.heads
     return tile.place._replace(row=tile.place.row + warpgroup * queries)
 
 
-def _rows_of(place: Place) -> tuple[Any, ...]:
+def _rows_of(place: TileCoord) -> tuple[Any, ...]:
     """Where a warpgroup's rows are in the queries and in the output."""
     heads = place.head if place.heads == 1 else pl.ds(place.head * place.heads, place.heads)
     return place.batch, pl.ds(place.row, WARPGROUP_ROWS // place.heads), heads
@@ -254,7 +256,7 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
     @pipeline.when(tile.steps > 0)
     def _():
         if cta.problem.key_lengths:
-            pipeline.expect(cta.landed.at[0], 0)
+            pipeline.expect(cta.partial_full.at[0], 0)
         pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
         pipeline.copy_rows(cta.key, _rows(cta, step), to, cta.stage_full.at[0])
 
@@ -271,7 +273,7 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
         if cta.problem.key_lengths:
             whole = value.exists * (value.keys - value.key >= cta.config.block_kv).astype(jnp.int32)
             pipeline.when(whole < value.exists)(lambda: _copy_some_values(cta, value, tile.n + i))
-            pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.landed.at[stage], 0))
+            pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.partial_full.at[stage], 0))
             count -= value_bytes * (value.exists - whole)
         pipeline.expect(full, count)
         _when(key.exists, lambda: pipeline.copy_rows(cta.key, _rows(cta, key), to[0], full))
@@ -324,10 +326,10 @@ def _when(exists: Any, copy: Callable[[], None]) -> None:
 def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
     stage = pipeline.stage(n, cta.config.stages)
-    to, landed = cta.value_smem.at[stage], cta.landed.at[stage]
-    pipeline.expect(landed, pipeline.size(to))
-    pipeline.copy_rows(cta.value, _rows(cta, step), to, landed)
-    pipeline.wait(cta.landed, n, cta.config.stages)
+    to, partial_full = cta.value_smem.at[stage], cta.partial_full.at[stage]
+    pipeline.expect(partial_full, pipeline.size(to))
+    pipeline.copy_rows(cta.value, _rows(cta, step), to, partial_full)
+    pipeline.wait(cta.partial_full, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
@@ -389,17 +391,17 @@ def _tiles(cta: Cta) -> None:
         t, n, index, *record = state
         tile = _tile(cta, tuple(record), t, n)
         place, queries = _own(tile, warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
-        own = mask.span(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
-        narrows = cta.problem.hidden_by_data or cta.config.splits > 1
-        own = (mask.narrowed if narrows else mask.within)(tile.span, own)
+        own = mask.kv_range(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
+        narrows = cta.problem.has_data_mask or cta.config.splits > 1
+        own = (mask.intersect if narrows else mask.clamp)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
-        ticket = _draw(cta)
+        tile_number = _draw(cta)
         state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
         _epilogue(cta, place, tile.split, state)
         # What is asked for here is needed in the next tile's first step.
-        index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, ticket)
+        index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, tile_number)
         return t + 1, n + tile.steps, index, *following
 
     index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
@@ -420,7 +422,9 @@ def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
     lax.fori_loop(start, stop, step, None)
 
 
-def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array) -> tuple[State, tuple[jax.Array, ...]]:
+def _mainloop(
+    cta: Cta, tile: _Tile, place: TileCoord, span: TileRange, index: jax.Array
+) -> tuple[State, tuple[jax.Array, ...]]:
     """All tiles of keys that the warpgroup's queries see, from the last to the first, folded into their state.
 
     `index`: the tile of queries whose record is to be published meanwhile.
@@ -444,7 +448,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
 
     def multiply_keys(i: jax.Array) -> jax.Array:
         shape = WARPGROUP_ROWS, config.block_kv
-        cleared = None if config.overwrites else plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+        cleared = None if config.zero_init_free else plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
         # The queries' descriptors, kept all along the loop, would leave the warp no registers for the stages'.
         query = cta.query_smem.at[ptx.opaque(warpgroup)]
         return wgmma.multiply(query, cta.key_smem.at[stage(i)], depth=problem.head_dim, sums=cleared)
@@ -452,18 +456,18 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
     def first() -> jax.Array:
         i = jnp.int32(0)
         wait(i)
-        begun = multiply_keys(i)
+        issued = multiply_keys(i)
         pl.when(warpgroup == 0)(lambda: _publish(cta, tile.t + tile_scheduler.LOOKAHEAD, index))
-        return logits(i, True, lambda: wgmma.finish(begun, later=0))
+        return logits(i, True, lambda: wgmma.wait(issued, pending=0))
 
     def release_query() -> None:
         """The queries have been read. From the tile's second step on, the next tile's record is known to be written."""
         last = pipeline.release(cta.query_empty.at[warpgroup])
         pl.when(last != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
 
-    def finish_scores(begun: Any, i: jax.Array) -> jax.Array:
-        x = wgmma.finish(begun, later=1)
-        if config.query_ahead:
+    def finish_scores(issued: Any, i: jax.Array) -> jax.Array:
+        x = wgmma.wait(issued, pending=1)
+        if config.prefetch_query:
             pipeline.when(i == count - 1)(release_query)
         return x
 
@@ -472,22 +476,22 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         # The left operand must not change registers once products are under way: ptxas would serialise them all.
         out, weights = lax.optimization_barrier((state.out, carry[1]))
         wait(i)
-        begun = multiply_keys(i)
+        issued = multiply_keys(i)
         summing = wgmma.multiply_rows(out, weights, cta.value_smem.at[stage(i)])
-        edge = mask.at_edge(problem, span, span.end - 1 - i)
-        x = logits(i, edge, lambda: finish_scores(begun, i))
+        edge = mask.needs_mask(problem, span, span.end - 1 - i)
+        x = logits(i, edge, lambda: finish_scores(issued, i))
         released: list[jax.Array] = []
 
         def release() -> None:
             plgpu.wgmma_wait(0)
             released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))
 
-        halfway = (lambda: None) if config.overlaps else release
+        halfway = (lambda: None) if config.overlap_pv else release
         new, new_weights, rescale = fold(problem, config, state, x, halfway=halfway)
-        if config.overlaps:
-            wgmma.wait_behind(new.sum)
+        if config.overlap_pv:
+            wgmma.pin_wait_after(new.sum)
             release()
-        summed = wgmma.finish(summing, later=0)
+        summed = wgmma.wait(summing, pending=0)
         pipeline.when(released[0])(lambda: _copy_stage(cta, tile, skipped + i + config.stages))
         return new._replace(out=rescale(summed)), new_weights
 
@@ -496,8 +500,8 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
         summing = wgmma.multiply_rows(out, weights, cta.value_smem.at[stage(count)])
         # The next tile's record is known to be written from here on.
         following = tile_scheduler.read(cta.tile_smem, tile.t + 1)
-        release_query() if not config.query_ahead else pipeline.when(count == 1)(release_query)
-        return wgmma.finish(summing, later=0), following
+        release_query() if not config.prefetch_query else pipeline.when(count == 1)(release_query)
+        return wgmma.wait(summing, pending=0), following
 
     pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)
     x = first()
@@ -509,7 +513,7 @@ def _mainloop(cta: Cta, tile: _Tile, place: Place, span: Span, index: jax.Array)
     return state._replace(out=out), following
 
 
-def _epilogue(cta: Cta, place: Place, split: Any, state: State) -> None:
+def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     """Divides by the sums, and writes a warpgroup's rows, as many columns at a time as there is shared memory for."""
     problem, warpgroup = cta.problem, lax.axis_index("warpgroup")
     hidden = None
@@ -527,12 +531,12 @@ def _epilogue(cta: Cta, place: Place, split: Any, state: State) -> None:
     columns = cta.out_smem.shape[1] * PANEL
     for start in range(0, problem.value_dim, columns):
         out = state.out[:, start : min(start + columns, problem.value_dim)]
-        out = lax.cond(gather.any_row(unseen), hide, lambda out: out, out * by_row(factor, out))
+        out = lax.cond(gather.warp_any(unseen), hide, lambda out: out, out * by_row(factor, out))
         if cta.config.splits > 1:
             fragments.store_sums(cta.out, out, place, start)
             continue
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        fragments.store_factor(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
+        fragments.stmatrix(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
         plgpu.commit_smem()
         pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, _rows_of(place), start)
 
@@ -566,14 +570,14 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
         arrays["mask"] = mask.pack_bits(arrays["mask"], 3)
-        found.append(mask.bitmask_pairs(arrays["mask"], 3, columns, config.block_q, config.block_kv))
+        found.append(mask.bitmask_blocks(arrays["mask"], 3, columns, config.block_q, config.block_kv))
     if "query_segments" in arrays:
         ids = arrays["query_segments"], arrays["key_segments"]
-        found.append(mask.segment_pairs(*ids, config.block_q, config.block_kv))
+        found.append(mask.segment_blocks(*ids, config.block_q, config.block_kv))
         arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
         arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
     if found:
-        arrays["spans"] = mask.spans(functools.reduce(mask.both, found), -(-keys // config.block_kv))
+        arrays["spans"] = mask.tile_ranges(functools.reduce(mask.both, found), -(-keys // config.block_kv))
     return arrays
 
 
@@ -581,7 +585,7 @@ def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarr
     """How many CTAs there are, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count * config.ctas_per_sm
     if config.scheduler == "static":
-        return ctas, tile_scheduler.deal(problem, config, ctas)
+        return ctas, tile_scheduler.assign(problem, config, ctas)
     order, _ = tile_scheduler.order(problem, config)
     return ctas, np.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
 
@@ -596,7 +600,7 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     out_shape = batch, problem.query_length, problem.query_heads, problem.value_dim
     out_type = jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     dynamic, memory = config.scheduler == "dynamic", scratch(problem, config)
-    order = (*arrays, "tiles", *["tickets"] * dynamic, "out", "lse", *memory)
+    order = (*arrays, "tiles", *["tile_counter"] * dynamic, "out", "lse", *memory)
     kernel = plgpu.kernel(
         functools.partial(_body, names=order, problem=problem, config=config, ctas=ctas),
         out_type=out_type,
@@ -627,6 +631,6 @@ def _merged(
     total = functools.reduce(jnp.add, weights)
     seen = functools.reduce(jnp.logical_or, [x > -jnp.inf for x in lses])
     shares = [jnp.where(seen, x / total, 0.0) for x in weights]
-    weighed = [jnp.swapaxes(share, 1, 2)[..., None] * part for share, part in zip(shares, parts, strict=False)]
-    merged = functools.reduce(jnp.add, weighed)
+    exp_and_sum = [jnp.swapaxes(share, 1, 2)[..., None] * part for share, part in zip(shares, parts, strict=False)]
+    merged = functools.reduce(jnp.add, exp_and_sum)
     return merged.astype(problem.dtype), jnp.where(seen, highest + jnp.log(total), -jnp.inf)

@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention.config import WARPGROUP_ROWS
-from pallas_kernels.attention.online_softmax import ROW, WGMMA, Place
+from pallas_kernels.attention.online_softmax import ROW, WGMMA, TileCoord
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import SPLAT
 
@@ -107,7 +107,7 @@ def as_rows(sums: jax.Array) -> jax.Array:
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)
 
 
-def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
+def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
     """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`; `once`: outside of the loop over steps."""
     dtype = jnp.dtype(target.dtype)
 
@@ -134,7 +134,7 @@ def store_factor(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> N
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))(store_squares)(target, factor)
 
 
-def store_rows(target: jax.Ref, values: jax.Array, place: Place) -> None:
+def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
     """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes."""
     (_, heads, queries), packed = target.shape, place.heads
 
@@ -158,7 +158,7 @@ def store_rows(target: jax.Ref, values: jax.Array, place: Place) -> None:
     plgpu.inline_mgpu(arg_types=arguments)(store_row_values)(target, values, *at)
 
 
-def store_sums(target: jax.Ref, sums: jax.Array, place: Place, column: int) -> None:
+def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
     """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
     (_, queries, heads, columns), packed = target.shape, place.heads
 

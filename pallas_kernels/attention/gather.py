@@ -125,10 +125,10 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Arra
     return operation(load_words)(ref, *(jnp.int32(x) for x in corner))
 
 
-def keep_held(x: jax.Array, words: jax.Array) -> jax.Array:
+def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
     """`x [64, n]` where its bit of `load_bits` is 1, and -inf elsewhere."""
 
-    def keep_bits(ctx, x, words):
+    def apply_bits(ctx, x, words):
         of_row = _numbers(words)[::2]
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
@@ -142,7 +142,7 @@ def keep_held(x: jax.Array, words: jax.Array) -> jax.Array:
 
     wgmma = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(keep_bits)(x, words)
+    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(apply_bits)(x, words)
 
 
 def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Index, ...]:
@@ -150,13 +150,13 @@ def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Inde
     return tuple(i if extent > 1 else 0 for i, extent in zip(at, shape, strict=False))
 
 
-def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
+def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
     """`x [64, n]` where `low <= column <= high`, one pair of bounds a row, and -inf elsewhere.
 
     A thread compares its bounds with constants: no registers for the indices of columns.
     """
 
-    def keep_between(ctx, x, high, *low):
+    def apply_between(ctx, x, high, *low):
         column = arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2))
         tops, *bottoms = ([arith.subi(r, column) for r in _numbers(rows)] for rows in (high, *low))
         registers = np.empty_like(x.registers)
@@ -175,17 +175,17 @@ def keep_columns(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
     bounds = (high,) if low is None else (high, low)
     wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(keep_between)(x, *bounds)
+    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(apply_between)(x, *bounds)
 
 
-def keep_equal(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
+def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
     """`x [64, n]` where the row's and the column's numbers are equal, and -inf elsewhere.
 
     `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. Compares what it loads at once, for want of registers.
     """
     size = of_columns.shape[3]
 
-    def keep_same(ctx, ref, x, rows, batch, column):
+    def apply_same(ctx, ref, x, rows, batch, column):
         column = arith.addi(scalar(column), arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2)))
         base = global_address(ref)
         base = arith.addi(base, arith.muli(arith.extui(base.type, scalar(batch)), c64(4 * size)))
@@ -213,10 +213,10 @@ def keep_equal(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corn
     wgmma = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
     operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), wgmma, wgmma, SPLAT, SPLAT), return_type=result)
-    return operation(keep_same)(of_columns, x, rows, batch, column)
+    return operation(apply_same)(of_columns, x, rows, batch, column)
 
 
-def uniform(x: jax.Array) -> jax.Array:
+def warp_uniform(x: jax.Array) -> jax.Array:
     """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
 
     def first_lane(ctx, x):
@@ -226,7 +226,7 @@ def uniform(x: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(first_lane)(x)
 
 
-def any_row(x: jax.Array) -> jax.Array:
+def warp_any(x: jax.Array) -> jax.Array:
     """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
 
     def vote_any(ctx, x):
@@ -235,7 +235,7 @@ def any_row(x: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=INTEGER)(vote_any)(x) != 0
 
 
-def any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
+def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
     """Whether `x`, eight numbers a row, times `factor` is NaN or above the row's limit anywhere, likewise."""
 
     def vote_above(ctx, x, limits):
@@ -263,9 +263,9 @@ def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(multiply_subtract)(x, y)
 
 
-def _vote(held: list[ir.Value]) -> mgpu.FragmentedArray:
+def _vote(mask_bits: list[ir.Value]) -> mgpu.FragmentedArray:
     text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
-    any_held = functools.reduce(arith.ori, held)
+    any_held = functools.reduce(arith.ori, mask_bits)
     return integer(llvm.inline_asm(i32(), [any_held], text, "=r,b", has_side_effects=True))
 
 

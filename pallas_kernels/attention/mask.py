@@ -1,7 +1,7 @@
 """Which keys a query sees, and which tiles of queries and keys a kernel may skip.
 
 There are four sources: bounds of indices (causal and window), a boolean mask, packed in bits, segment ids, and lengths.
-Bounds give each tile a range of the other side's tiles. Masks and segments give a `Pairs` of blocks, from which XLA
+Bounds give each tile a range of the other side's tiles. Masks and segments give a `BlockMask` of blocks, from which XLA
 finds such ranges before the kernel starts.
 
 A mask is packed in words of bits, in the order in which WGMMA leaves a tile's scores in a thread's registers. Of each
@@ -9,7 +9,7 @@ row a thread has columns `8 j + 2 q + e`, for its place `q` among four threads, 
 `2 j + e` of the row's word `q` is for that column: four words hold 128 columns, and a tile of 64 has their lower or
 upper halves. So which bit is a score's is a constant of the kernel.
 
-Two blocks have no segment in common if the intervals from their least to their greatest id do not meet, or if the
+Two blocks have no segment in common if the intervals from their least to their greatest id do not visible, or if the
 remainders of their ids modulo 32 do not. Both are sound for any ids in any order. Packed documents, whose ids increase,
 are told apart by the intervals; the remainders are for padding, whose id is often 0.
 """
@@ -29,7 +29,7 @@ from pallas_kernels.attention.problem import Attention
 Int = jax.Array | int
 
 
-def bounds(problem: Attention, queries: Int | None = None, keys: Int | None = None) -> tuple[Any, Any]:
+def window_bounds(problem: Attention, queries: Int | None = None, keys: Int | None = None) -> tuple[Any, Any]:
     """`(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound.
 
     They are those of a sequence of `queries` and `keys`, by default as many as the arrays hold, which matters only if
@@ -47,7 +47,7 @@ def bounds(problem: Attention, queries: Int | None = None, keys: Int | None = No
 
 def may_see_nothing(problem: Attention) -> bool:
     """Whether there may be a query without a key, by its place or by what is known on the device alone."""
-    left, right = bounds(problem)
+    left, right = window_bounds(problem)
     by_place = right is not None and right < 0
     if left is not None:
         by_place |= problem.query_length + left > problem.key_length or (right is not None and left > right)
@@ -55,7 +55,7 @@ def may_see_nothing(problem: Attention) -> bool:
     return by_place or any(optional)
 
 
-class Span(NamedTuple):
+class TileRange(NamedTuple):
     """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison.
 
     Of indices, that is, of segment ids and with the mask.
@@ -67,9 +67,9 @@ class Span(NamedTuple):
     end: Any
 
 
-def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> Span:
+def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> TileRange:
     """What queries `row ... row + rows` of `queries` see of `keys` keys: one tile at least, past the last query one."""
-    left, right = bounds(problem, queries, keys)
+    left, right = window_bounds(problem, queries, keys)
     first, inner_first = 0, 0
     inner_end, end = _div(keys, block_kv), _div(keys + block_kv - 1, block_kv)
     if right is not None:
@@ -79,40 +79,46 @@ def span(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, k
         first = _min(_div(_max(row + left, 0), block_kv), _div(problem.key_length - 1, block_kv))
         inner_first = _div(_max(row + rows - 1 + left, 0) + block_kv - 1, block_kv)
     alive = _min(_max(queries - row, 0), 1) * -(-problem.key_length // block_kv)
-    return Span(first, inner_first, inner_end, _min(_max(end, first + 1), first + 1 + alive))
+    return TileRange(first, inner_first, inner_end, _min(_max(end, first + 1), first + 1 + alive))
 
 
-def tile_span(problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int) -> tuple[Span, Int]:
+def tile_kv_range(
+    problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int
+) -> tuple[TileRange, Int]:
     """What a head's tile sees, and whether that is any of its split; if none, the span is of one tile nonetheless."""
     row = _div(tile, config.splits) * config.queries
-    whole = span(problem, config.block_kv, row, config.queries, queries, keys)
+    whole = kv_range(problem, config.block_kv, row, config.queries, queries, keys)
     if config.splits == 1:
         return whole, True
     tiles = -(-problem.key_length // config.block_kv)
     split = tile - _div(tile, config.splits) * config.splits
     start, stop = _div(split * tiles, config.splits), _div((split + 1) * tiles, config.splits)
     first, end = _max(whole.first, start), _min(whole.end, stop)
-    return Span(first, _max(whole.inner_first, first), _min(whole.inner_end, end), _max(end, first + 1)), end > first
+    return TileRange(
+        first, _max(whole.inner_first, first), _min(whole.inner_end, end), _max(end, first + 1)
+    ), end > first
 
 
-def within(span: Span, own: Span) -> Span:
+def clamp(span: TileRange, own: TileRange) -> TileRange:
     """`own`, of some of the rows of `span`, if it has a tile in there, and else one of `span`."""
     first = jnp.minimum(own.first, span.end - 1)
     return own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
 
 
-def narrowed(span: Span, by: Span) -> Span:
+def intersect(span: TileRange, by: TileRange) -> TileRange:
     """The tiles of both, which need no comparison if neither does; if there are none, one of `span`."""
     first = jnp.clip(by.first, span.first, span.end - 1)
     end = jnp.clip(by.end, first + 1, span.end)
-    return Span(first, jnp.maximum(span.inner_first, by.inner_first), jnp.minimum(span.inner_end, by.inner_end), end)
+    return TileRange(
+        first, jnp.maximum(span.inner_first, by.inner_first), jnp.minimum(span.inner_end, by.inner_end), end
+    )
 
 
-def at_edge(problem: Attention, span: Span, tile: jax.Array) -> jax.Array | None:
+def needs_mask(problem: Attention, span: TileRange, tile: jax.Array) -> jax.Array | None:
     """Whether some of the span's queries do not see all keys of the tile; None: that cannot be."""
-    left, right = bounds(problem)
-    after = None if right is None and not problem.hidden_by_data else tile >= span.inner_end
-    before = None if left is None and not problem.hidden_by_data else tile < span.inner_first
+    left, right = window_bounds(problem)
+    after = None if right is None and not problem.has_data_mask else tile >= span.inner_end
+    before = None if left is None and not problem.has_data_mask else tile < span.inner_first
     return before if after is None else after if before is None else before | after
 
 
@@ -128,39 +134,35 @@ def _max(x: Int, y: Int) -> Int:
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
 
 
-class Pairs(NamedTuple):
+class BlockMask(NamedTuple):
     """Of each block of rows and each of columns, `[B|1, heads|1, blocks of rows|1, blocks of columns|1]`."""
 
-    meet: jax.Array  # whether some of their rows may see some of their columns
-    alike: jax.Array  # whether all rows see all columns
+    visible: jax.Array  # whether some of their rows may see some of their columns
+    full: jax.Array  # whether all rows see all columns
 
 
-def both(a: Pairs, b: Pairs) -> Pairs:
+def both(a: BlockMask, b: BlockMask) -> BlockMask:
     """Of blocks that see each other if both allow it."""
-    return Pairs(a.meet & b.meet, a.alike & b.alike)
+    return BlockMask(a.visible & b.visible, a.full & b.full)
 
 
-def of_group(pairs: Pairs, group: int) -> Pairs:
+def of_group(pairs: BlockMask, group: int) -> BlockMask:
     """Those of `group` heads together, which come past the same rows."""
-    if pairs.meet.shape[1] == 1:
+    if pairs.visible.shape[1] == 1:
         return pairs
-    meet, alike = (x.reshape(x.shape[0], -1, group, *x.shape[2:]) for x in pairs)
-    return Pairs(meet.any(2), alike.all(2))
+    visible, full = (x.reshape(x.shape[0], -1, group, *x.shape[2:]) for x in pairs)
+    return BlockMask(visible.any(2), full.all(2))
 
 
-def spans(pairs: Pairs, columns: int) -> jax.Array:
-    """`[B|1, heads|1, blocks of rows|1, 4]`: `first <= column < end` holds all that a row meets of `columns` blocks.
-
-    That is `0, 0, 0, 0` if it meets none. In between, as in a `Span`, are the ends of a part in which all columns are
-    like the row, which may be empty.
-    """
-    meet, alike = (jnp.broadcast_to(x, (*x.shape[:3], columns)) for x in pairs)
+def tile_ranges(pairs: BlockMask, columns: int) -> jax.Array:
+    """Each row's `TileRange` of `columns` blocks, `[B|1, heads|1, blocks of rows|1, 4]`; zeros if it sees no block."""
+    visible, full = (jnp.broadcast_to(x, (*x.shape[:3], columns)) for x in pairs)
     column = jnp.arange(columns)[None, None, None, :]
     # Minima and maxima, which XLA finds in one pass, and not `argmax`.
-    first, inner_first = (jnp.where(x, column, columns).min(3) for x in (meet, alike))
+    first, inner_first = (jnp.where(x, column, columns).min(3) for x in (visible, full))
     first, inner_first = (jnp.where(x == columns, 0, x) for x in (first, inner_first))
-    end = jnp.where(meet, column + 1, 0).max(3)
-    inner_end = jnp.where((column >= inner_first[..., None]) & ~alike, column, columns).min(3)
+    end = jnp.where(visible, column + 1, 0).max(3)
+    inner_end = jnp.where((column >= inner_first[..., None]) & ~full, column, columns).min(3)
     return jnp.stack([first, inner_first, inner_end, end], axis=3).astype(jnp.int32)
 
 
@@ -173,20 +175,22 @@ def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
     """Words of a mask `[B|1, N|1, T|1, S|1]` whose `axis`, 2 or 3, has the columns.
 
     `[B|1, N|1, blocks of 128 keys|1, T|1, 4]` for 3, `[B|1, N|1, blocks of 128 queries|1, 4, S|1]` for 2: to have both
-    alike XLA would transpose the mask. Bits past the last column are 0; of a single column, which may stand for many,
-    all bits are alike.
+    full XLA would transpose the mask. Bits past the last column are 0; of a single column, which may stand for many,
+    all bits are full.
     """
     rows, places = AXES[axis]
-    held = mask != 0
-    if held.shape[axis] == 1:
-        words = jnp.where(jnp.moveaxis(held, axis, 2), jnp.uint32(ALL_BITS), jnp.uint32(0))
+    mask_bits = mask != 0
+    if mask_bits.shape[axis] == 1:
+        words = jnp.where(jnp.moveaxis(mask_bits, axis, 2), jnp.uint32(ALL_BITS), jnp.uint32(0))
         return jnp.repeat(jnp.expand_dims(words, places), 4, places)
-    held = jnp.pad(held, [(0, -size % BIT_COLUMNS if i == axis else 0) for i, size in enumerate(held.shape)])
-    held = held.reshape(*held.shape[:axis], -1, 4, 4, 4, 2, *held.shape[axis + 1 :])
+    mask_bits = jnp.pad(
+        mask_bits, [(0, -size % BIT_COLUMNS if i == axis else 0) for i, size in enumerate(mask_bits.shape)]
+    )
+    mask_bits = mask_bits.reshape(*mask_bits.shape[:axis], -1, 4, 4, 4, 2, *mask_bits.shape[axis + 1 :])
 
     # Of 32 at once XLA would write each to memory by itself.
     def of_four(j: int, e: int) -> jax.Array:
-        return lax.index_in_dim(lax.index_in_dim(held, j, axis + 2, False), e, axis + 3, False).astype(jnp.uint8)
+        return lax.index_in_dim(lax.index_in_dim(mask_bits, j, axis + 2, False), e, axis + 3, False).astype(jnp.uint8)
 
     octets = functools.reduce(jnp.bitwise_or, (of_four(j, e) << (2 * j + e) for j, e in np.ndindex(4, 2)))
     of_word = (lax.index_in_dim(octets, j, axis + 1, False).astype(jnp.uint32) << 8 * j for j in range(4))
@@ -194,7 +198,7 @@ def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(words, {3: 2, 2: 4}[axis], rows)
 
 
-def bitmask_pairs(words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int) -> Pairs:
+def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int) -> BlockMask:
     """The blocks of rows of `words`, packed from `columns` columns, against those of 64 or 128 columns."""
     beyond = ~pack_bits(jnp.ones([columns if i == axis else 1 for i in range(4)], bool), axis)
     some = _over_rows(lax.reduce_or, words, 0, axis, block_rows)
@@ -206,8 +210,8 @@ def bitmask_pairs(words: jax.Array, axis: int, columns: int, block_rows: int, bl
         for x in (some, every)
     )
     count = -(-columns // block_columns)
-    meet, alike = (jnp.swapaxes(x[:, :, :count], 2, 3) for x in (some != 0, every == full))
-    return Pairs(meet, alike)
+    visible, full = (jnp.swapaxes(x[:, :, :count], 2, 3) for x in (some != 0, every == full))
+    return BlockMask(visible, full)
 
 
 def _over_rows(reduce: Callable[..., jax.Array], words: jax.Array, fill: int, axis: int, block_rows: int) -> jax.Array:
@@ -223,12 +227,12 @@ def _over_rows(reduce: Callable[..., jax.Array], words: jax.Array, fill: int, ax
 REMAINDERS = 32
 
 
-def segment_pairs(rows: jax.Array, columns: jax.Array, block_rows: int, block_columns: int) -> Pairs:
+def segment_blocks(rows: jax.Array, columns: jax.Array, block_rows: int, block_columns: int) -> BlockMask:
     """The blocks of `rows [B, T]` against those of `columns [B, S]`, both ids."""
     low, high, present = (x[:, None, :, None] for x in _blocks(rows, block_rows))
     other_low, other_high, other_present = (x[:, None, None, :] for x in _blocks(columns, block_columns))
-    meet = (low <= other_high) & (other_low <= high) & (present & other_present != 0)
-    return Pairs(meet, (low == other_high) & (high == other_low))
+    visible = (low <= other_high) & (other_low <= high) & (present & other_present != 0)
+    return BlockMask(visible, (low == other_high) & (high == other_low))
 
 
 def _blocks(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
 
 
-class Place(NamedTuple):
+class TileCoord(NamedTuple):
     """The head and the first of some queries, and how many queries and keys there are.
 
     With several `heads`, which are packed, `head` counts packs, and a query has a row for each head of its pack.
@@ -43,10 +43,10 @@ class Extras(NamedTuple):
     """What a tile's logits need beyond the products; loaded while the products are computed."""
 
     bias: jax.Array | None
-    held: jax.Array | None  # the mask's bits
+    mask_bits: jax.Array | None  # the mask's bits
 
 
-def load_extras(problem: Attention, refs: Any, place: Place, key: jax.Array, keys: int, *, copied: bool) -> Extras:
+def load_extras(problem: Attention, refs: Any, place: TileCoord, key: jax.Array, keys: int, *, copied: bool) -> Extras:
     """The tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
     corner = place.batch, place.head, place.row, key
     bias = gather.load_tile(refs.bias, corner, keys) if problem.bias and not copied else None
@@ -59,7 +59,7 @@ def folds_scale(problem: Attention) -> bool:
 
 
 def logits(
-    problem: Attention, refs: Any, place: Place, extras: Extras, x: jax.Array, key: jax.Array, edge: Any
+    problem: Attention, refs: Any, place: TileCoord, extras: Extras, x: jax.Array, key: jax.Array, edge: Any
 ) -> jax.Array:
     """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
 
@@ -74,30 +74,32 @@ def logits(
         x = x + extras.bias.astype(jnp.float32)
     if edge is None:
         return x
-    compared = functools.partial(_compared, problem, refs, place, extras, key)
+    compared = functools.partial(_apply_mask, problem, refs, place, extras, key)
     return compared(x) if edge is True else lax.cond(edge, compared, lambda x: x, x)
 
 
-def _compared(problem: Attention, refs: Any, place: Place, extras: Extras, key: jax.Array, x: jax.Array) -> jax.Array:
+def _apply_mask(
+    problem: Attention, refs: Any, place: TileCoord, extras: Extras, key: jax.Array, x: jax.Array
+) -> jax.Array:
     """`x`, and -inf where indices, segments or mask forbid it; `key` is the tile's first."""
-    if extras.held is not None:
-        x = gather.keep_held(x, extras.held)
+    if extras.mask_bits is not None:
+        x = gather.apply_bitmask(x, extras.mask_bits)
     if problem.segments:
         # Not loaded while the products are computed, as most tiles are of one segment, and for want of registers.
         corner = place.batch, 0, place.row, key
-        x = gather.keep_equal(x, refs.query_segments, refs.key_segments, corner)
+        x = gather.apply_segments(x, refs.query_segments, refs.key_segments, corner)
     return _in_bounds(problem, place, x, key)
 
 
-def _in_bounds(problem: Attention, place: Place, x: jax.Array, key: jax.Array) -> jax.Array:
+def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Array) -> jax.Array:
     """`x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
-    left, right = mask.bounds(problem, place.queries, place.keys)
+    left, right = mask.window_bounds(problem, place.queries, place.keys)
     if left is None and right is None and not problem.key_lengths and problem.key_length % x.shape[1] == 0:
         return x
     row = place.queries_of_rows()
     right = problem.key_length if right is None else right
     high = jnp.minimum(row + (place.row - key + right), place.keys - 1 - key)
-    return gather.keep_columns(x, None if left is None else row + (place.row - key + left), high)
+    return gather.apply_bounds(x, None if left is None else row + (place.row - key + left), high)
 
 
 # What others add to logits to hide keys is larger. The weights are `exp2(x * log2(e) - m)` in one fused operation, with
@@ -140,9 +142,9 @@ def fold(
     """
     factor = LOG2E * (problem.scale if folds_scale(problem) else 1.0)
     # Fewer columns where that is all that needs them, and heads of 256 spill 8 bytes.
-    highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early else 32)
+    highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early_exp_columns else 32)
 
-    def weighed(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exp_and_sum(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         if problem.batch_invariant:
             # The same bits in a walk's first tile, in a later one, and where a neighbour's maximum has grown: ptxas
             # contracts the product in some of these places only.
@@ -152,36 +154,40 @@ def fold(
             weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
         return total + _fold_columns(jnp.add, weights, PARTIAL_COLUMNS), weights
 
-    def joined(x: jax.Array) -> tuple[jax.Array, ...]:
+    def full_update(x: jax.Array) -> tuple[jax.Array, ...]:
         maximum = highest.max(axis=1) * factor
         if problem.bias is not None:
             maximum = jnp.where(maximum < _HIDDEN, -jnp.inf, maximum)
-        if config.slack:
+        if config.rescale_threshold_log2:
             # NaN is not below anything, and stays.
-            maximum = jnp.where(maximum <= state.max + float(config.slack), state.max, maximum)
+            maximum = jnp.where(maximum <= state.max + float(config.rescale_threshold_log2), state.max, maximum)
         else:
             maximum = jnp.maximum(state.max, maximum)
         decay = monoid.decay(state.max, maximum, exp=jnp.exp2)
-        return maximum, decay, *weighed(x, maximum, state.sum * by_row(decay, state.sum))
+        return maximum, decay, *exp_and_sum(x, maximum, state.sum * by_row(decay, state.sum))
 
-    if config.early:
-        early, rest = x[:, : config.early], x[:, config.early :]
+    if config.early_exp_columns:
+        early, rest = x[:, : config.early_exp_columns], x[:, config.early_exp_columns :]
         if first:
-            grows, (maximum, decay, total, weights) = None, joined(early)
+            grows, (maximum, decay, total, weights) = None, full_update(early)
         else:
-            grows = gather.any_above(highest, factor, state.max + float(config.slack))
+            grows = gather.warp_any_above(highest, factor, state.max + float(config.rescale_threshold_log2))
             # Its exponentials begin while it is not yet known, and are computed again where a maximum has grown.
-            same = state.max, jnp.ones_like(state.max), *lax.optimization_barrier(weighed(early, state.max, state.sum))
-            maximum, decay, total, weights = lax.cond(grows, lambda: joined(early), lambda: same)
+            same = (
+                state.max,
+                jnp.ones_like(state.max),
+                *lax.optimization_barrier(exp_and_sum(early, state.max, state.sum)),
+            )
+            maximum, decay, total, weights = lax.cond(grows, lambda: full_update(early), lambda: same)
         half = rest.shape[1] // 2 // PARTIAL_COLUMNS * PARTIAL_COLUMNS
-        total, more = weighed(rest[:, :half], maximum, total)
+        total, more = exp_and_sum(rest[:, :half], maximum, total)
         halfway()
-        total, others = weighed(rest[:, half:], maximum, total)
+        total, others = exp_and_sum(rest[:, half:], maximum, total)
         weights = jnp.concatenate([weights, more, others], axis=1)
     else:
-        maximum, decay, total, weights = joined(x)
+        maximum, decay, total, weights = full_update(x)
         halfway()
-        grows = gather.any_row(decay != 1.0) if config.slack else None
+        grows = gather.warp_any(decay != 1.0) if config.rescale_threshold_log2 else None
 
     def rescale(out: jax.Array) -> jax.Array:
         decayed = lambda out: out * by_row(decay, out)

@@ -36,7 +36,7 @@ start = mbarrier.start_barriers
 
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
-    """Waits until the copies of step `n` have landed; `full`: all barriers of the pipeline's stages."""
+    """Waits until the copies of step `n` have partial_full; `full`: all barriers of the pipeline's stages."""
     parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
 
     def wait_barrier(ctx, full, parity):

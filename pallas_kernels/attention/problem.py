@@ -65,7 +65,7 @@ class Attention:
     batch_invariant: bool = False  # whether what is chosen for FORWARD may depend on neither batch nor lengths
 
     @property
-    def hidden_by_data(self) -> bool:
+    def has_data_mask(self) -> bool:
         """Whether which tiles are passed over is known on the device alone."""
         return self.segments or self.mask is not None
 

@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention import gather
 from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.mask import tile_span
+from pallas_kernels.attention.mask import tile_kv_range
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import ptx, workspace
 
@@ -58,23 +58,23 @@ def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array
     """The record of the CTA's tile `t`; `uniform`: in registers of the warp, which one warp's copies do not need."""
     rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
     numbers = (tile_smem[_slot(t) * rows + row, column] for row in range(rows) for column in range(columns))
-    return tuple(gather.uniform(x) if uniform else x for x in numbers)
+    return tuple(gather.warp_uniform(x) if uniform else x for x in numbers)
 
 
-def draw(tickets: jax.Ref) -> jax.Array:
-    """The next ticket of the launch's counter, in the first thread of the calling warpgroup; 0 in the others."""
+def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
+    """The next tile_number of the launch's counter, in the first thread of the calling warpgroup; 0 in the others."""
 
-    def draw_tile(ctx, words):
+    def fetch_next_tile(ctx, words):
         first = ptx.equals(ptx.thread_in_warpgroup(), 0)
         text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
         operands = [ptx.global_address(words), first]
         return ptx.integer(llvm.inline_asm(ptx.i32(), operands, text, "=&r,l,b", has_side_effects=True))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(draw_tile)(tickets)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(fetch_next_tile)(tile_counter)
 
 
 def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
-    """Calls a kernel with a counter of tickets, which `vmap` does not share between the calls that it makes of one."""
+    """Calls a kernel with a tile counter, which `vmap` does not share between the calls that it makes of one."""
 
     def draw(*arrays: jax.Array) -> list[jax.Array]:
         return workspace.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
@@ -98,8 +98,8 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     group = problem.query_heads // problem.key_heads // config.packed_heads
     head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
     heads = problem.batch * problem.query_heads // config.packed_heads
-    section = min(heads, group * max(config.section_mib * 2**20 // head_bytes, 1))
-    spans = [tile_span(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
+    section = min(heads, group * max(config.l2_budget_mib * 2**20 // head_bytes, 1))
+    spans = [tile_kv_range(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
     length = np.array([s.end - s.first for s in spans])
     # Of equal ones the last first where there is a mask: most leave more keys to later queries.
     backwards = slice(None, None, -1 if problem.mask else 1)
@@ -117,7 +117,7 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
 
 
 @functools.lru_cache(maxsize=64)
-def deal(problem: Attention, config: ForwardConfig, blocks: int) -> np.ndarray:
+def assign(problem: Attention, config: ForwardConfig, blocks: int) -> np.ndarray:
     """`[blocks, 1 + n]`: for each block of threads how many tiles of queries it takes, and which.
 
     Each tile is dealt to the block that would be free first.

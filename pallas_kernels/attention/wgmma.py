@@ -32,7 +32,7 @@ _SWIZZLE = 1  # how a descriptor names the swizzle of a line
 def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
     """Issues `left @ right.T` of `depth` columns in panels of shared memory; with `sums`, adds to those.
 
-    Without `sums`, WGMMA writes over what the registers hold. What comes back is for `finish` alone.
+    Without `sums`, WGMMA writes over what the registers hold. What comes back is for `wait` alone.
     """
     dtype, (_, rows, _), (_, numbers, _) = jnp.dtype(right.dtype), left.shape, right.shape
 
@@ -49,7 +49,7 @@ def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None
 
 
 def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
-    """Issues `sums + left @ right`, the right factor in panels of shared  What comes back is for `finish`."""
+    """Issues `sums + left @ right`, the right factor in panels of shared  What comes back is for `wait`."""
     dtype, numbers, rows = jnp.dtype(right.dtype), sums.shape[1], right.shape[1]
 
     def multiply_registers(ctx, left, right, *sums):
@@ -64,7 +64,7 @@ def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
 
 
 def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
-    """Issues the sum of `x.T @ y`: each `x` a panel, each `y` panels of as many rows. The result is for `finish`."""
+    """Issues the sum of `x.T @ y`: each `x` a panel, each `y` panels of as many rows. The result is for `wait`."""
     dtype, (panels, rows, columns) = jnp.dtype(right[0].dtype), right[0].shape
 
     def multiply_transposed(ctx, *refs):
@@ -139,18 +139,18 @@ def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir
     return arith.ori(arith.extui(ptx.i64(), arith.addi(place, ptx.c32(offset >> 4))), layout)
 
 
-def finish(begun: Any, *, later: int) -> jax.Array:
-    """The product, once it is there; the `later` products begun after it may still be under way."""
-    plgpu.wgmma_wait(later)
-    return settled(begun)
+def wait(issued: Any, *, pending: int) -> jax.Array:
+    """Waits for a product; `pending` products that were issued after it may still be under way."""
+    plgpu.wgmma_wait(pending)
+    return completed(issued)
 
 
-def settled(begun: jax.Array) -> jax.Array:
-    """A product that an earlier wait was for."""
-    return lax.optimization_barrier(begun)
+def completed(issued: jax.Array) -> jax.Array:
+    """A product that an earlier wait has completed."""
+    return lax.optimization_barrier(issued)
 
 
-def wait_behind(x: jax.Array) -> None:
+def pin_wait_after(x: jax.Array) -> None:
     """The next wait for a product comes behind what makes `x`, numbers below 2^127.
 
     ptxas moves a wait up, before exponentials that should hide the product, but not past an instruction by which a

@@ -86,7 +86,7 @@ def adding(
 def config_of(decision: Decision) -> Any:
     """The config, without the one number that no instruction depends on."""
     config = decision.config
-    return dataclasses.replace(config, together=1) if hasattr(config, "together") else config
+    return dataclasses.replace(config, heads_per_l2_group=1) if hasattr(config, "heads_per_l2_group") else config
 
 
 def cells() -> list[Chosen]:

@@ -62,7 +62,7 @@ def test_every_bit_is_where_its_thread_wants_it(shape, axis):
 def test_blocks_that_hold_something_and_everything(pattern, blocks, axis):
     mask = mask_patterns.PATTERNS[pattern](np.random.default_rng(1), (2, 3, 513, 700))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    pairs = mask.bitmask_pairs(mask.pack_bits(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
+    pairs = mask.bitmask_blocks(mask.pack_bits(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
     for found, whole in zip(pairs, (False, True), strict=True):
         of_heads = in_blocks(by_row.reshape(-1, *by_row.shape[2:]), *blocks, whole=whole)
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))
@@ -82,8 +82,8 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
     table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
     for b, n, i in np.ndindex(table.shape[:3]):
         counts = counts_of(p, arrays)[b].tolist()
-        span = mask.span(p, columns, i * rows, rows, *counts)
-        first, inner_first, inner_end, end = map(int, mask.narrowed(span, mask.Span(*table[b, n, i])))
+        span = mask.kv_range(p, columns, i * rows, rows, *counts)
+        first, inner_first, inner_end, end = map(int, mask.intersect(span, mask.TileRange(*table[b, n, i])))
         mine = seen[b, n, i * rows : min((i + 1) * rows, counts[0])]
         assert 0 <= first < end
         assert not mine[:, : first * columns].any()
@@ -98,7 +98,7 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
 def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True)
     p = problem_of(Op.BACKWARD, mask, rules, (513, 700), deterministic=True)
     arrays = operands_of(p, mask=pattern)
     found = backward_xla.what_is_seen(
@@ -117,11 +117,11 @@ def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
         held = in_blocks(some, keys, queries)
         assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
     before = np.cumsum(visited, axis=1) - visited
-    if mask.bounds(p)[1] is not None:
+    if mask.window_bounds(p)[1] is not None:
         before = np.cumsum(visited[:, ::-1], axis=1)[:, ::-1] - visited
     turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
     np.testing.assert_array_equal(turns, before)
-    assert backward_common.turn_counts(p, config) is None
+    assert backward_common.dq_writer_counts(p, config) is None
 
 
 def test_later_queries_start_first():
@@ -155,7 +155,7 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
     mask, pattern, facts, block_kv = FORWARD[name]
     p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
     scheduler = "static" if name == "padding" or "bias" in facts else "dynamic"
-    config = ForwardConfig(block_kv, warpgroups=2, slack=8, scheduler=scheduler)
+    config = ForwardConfig(block_kv, warpgroups=2, rescale_threshold_log2=8, scheduler=scheduler)
     test_attention_forward.check(p, config, interpreted, mask=pattern)
 
 

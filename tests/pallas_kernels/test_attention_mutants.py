@@ -60,7 +60,7 @@ def check(
         if op is Op.FORWARD:
             problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
             config = ForwardConfig(64, 2, slack, early, scheduler, bias_stages)
-            config = dataclasses.replace(config, overwrites=True, overlaps=True, query_ahead=True)
+            config = dataclasses.replace(config, zero_init_free=True, overlap_pv=True, prefetch_query=True)
             test_attention_forward.check(problem, config, run, mask=mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
@@ -85,7 +85,7 @@ def fresh():
     def clear():
         jax.clear_caches()
         tile_scheduler.order.cache_clear()
-        tile_scheduler.deal.cache_clear()
+        tile_scheduler.assign.cache_clear()
 
     clear()
     yield
