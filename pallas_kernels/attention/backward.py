@@ -2,15 +2,15 @@
 
 Two warpgroups hold the gradients of 64 keys and values each in registers. The scores are computed transposed, so that
 probabilities and score gradients leave the accumulators as left operands in registers. Only the score gradients go
-through shared memory, where the warpgroups share out the product that gives dQ; dQ is summed in float32 in device
-memory, by TMA. With turns, the last tile of keys to add to a tile of dQ writes it. The next step's scores are
-multiplied beside this step's dQ and dK, so that exponentials find theirs there.
+through shared memory, where each warpgroup multiplies a part of dQ; TMA adds dQ to a float32 sum in global memory. If
+dQ is ordered, the last tile of keys to add to a tile of dQ writes it. The next step's scores are issued beside this
+step's dQ and dK, so that they are ready when its exponentials start.
 
 There is no producer warpgroup: `pipeline` says how stages are refilled. A stage holds a step's queries, cotangents and
-their statistics, and is released at the step's end. The pipeline runs on from one tile of keys to the next, of which a
-ring of records tells: a tile's last steps refill stages for the next tile, and its last product releases its keys and
-values for those of the next one, which arrive beside the epilogue.
-Traffic: K, V, dK, dV once; for each tile of keys Q and dO are read and dQ is added to, mostly in the L2 cache.
+their statistics, and is released at the step's end. The pipeline runs on from one tile of keys to the next, whose
+record the tile scheduler has published: a tile's last steps refill stages for the next tile, and its last product
+releases its keys and values for those of the next one, which arrive during the epilogue.
+Traffic: K, V, dK, dV once; for each tile of keys Q and dO are read and dQ is added to, mostly in L2.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
@@ -96,7 +96,7 @@ def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
 
 
 def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int, ...]]:
-    """The CTA's barriers by name, with the arrivals that complete a phase: of one warp's copies, or of all readers."""
+    """The CTA's barriers by name, with the number of arrivals that completes a phase."""
     warps, stages, slots = pipeline.WARPS * config.warpgroups, config.stages, config.bias_stages
     found = {"kv_full": (1,), "kv_empty": (warps,), "full": (1,) * stages, "empty": (warps,) * stages}
     if slots:
@@ -138,7 +138,7 @@ def _copy_keys(tile: Tile) -> None:
 
 
 class _StageCoord(NamedTuple):
-    """Where a stage's copies come from; there is no such stage if the batch is negative, and no step if `i` is."""
+    """Where a stage's copies come from. A negative batch means no stage, a negative `i` a stage without a step."""
 
     batch: Any
     head: Any
@@ -147,7 +147,7 @@ class _StageCoord(NamedTuple):
 
 
 def _place(tile: Tile, j: Any) -> _StageCoord:
-    """The place of the tile's stage `j`."""
+    """The coordinates of the tile's stage `j`."""
     h, i = 0, jnp.int32(j)
     if tile.group > 1:
         queries = jnp.maximum(tile.span.end - tile.span.first, 1)
@@ -157,7 +157,7 @@ def _place(tile: Tile, j: Any) -> _StageCoord:
 
 
 def _place_after(tile: Tile, step: Step, stages: int) -> _StageCoord:
-    """The place of the stage so many behind a step's, of the same tile."""
+    """The coordinates of the stage that is `stages` behind a step's, in the same tile."""
     head, i = step.head, step.visit + stages
     for _ in range(stages * (tile.group > 1)):
         wraps = (i >= tile.span.end).astype(jnp.int32)
@@ -166,7 +166,7 @@ def _place_after(tile: Tile, step: Step, stages: int) -> _StageCoord:
 
 
 def _place_behind(tile: Tile, n: Any) -> _StageCoord:
-    """The place of stage `n`, which is behind the tile's last step."""
+    """The coordinates of stage `n`, which is behind the tile's last step."""
     following = tile.following()
     place, spare = _place(following, n - following.first_stage), n < following.first_stage
     return place._replace(batch=jnp.where(spare, 0, place.batch), i=jnp.where(spare, -1, place.i))
@@ -239,16 +239,16 @@ def _bytes(parts: _Parts) -> int:
 
 
 def _release(empty: jax.Ref, n: Any, stages: int, copy: Callable[[], None]) -> None:
-    """The warps have read stage `n`; the last one to say so issues the copies that come in its place."""
+    """Each warp releases stage `n`; the last one issues the copies that refill it."""
     last = pipeline.release(empty.at[pipeline.stage(n, stages)])
     pl.when(last != 0)(copy)
 
 
 def _release_stage(tile: Tile, step: Step) -> jax.Array:
-    """The warps have read what a step reads, but for its bias; whether this warp is to refill the stage in a moment.
+    """Releases a step's stage, and returns whether this warp refills it in a moment.
 
-    Right after the release, products would wait for the warp. Of a tile's last stages, which are refilled for the next
-    tile, that is as it is: there are no registers for another tile's place once products are under way.
+    Right after the release, products would wait for the warp. A tile's last stages, which get the next tile's copies, are
+    refilled at once: there are no registers for another tile's coordinates while products are in flight.
     """
     stages = tile.config.stages
     n, released = step.n + stages, pipeline.arrive(tile.refs.empty.at[pipeline.stage(step.n, stages)])
@@ -262,13 +262,13 @@ def _release_stage(tile: Tile, step: Step) -> jax.Array:
 
 
 def _refill(tile: Tile, step: Step, released: jax.Array) -> None:
-    """Refills the stage of the step before, once the step's first product is under way, if this warp is to."""
+    """Refills the stage of the step before, if this warp was the last to release it."""
     stages = tile.config.stages - 1
     pipeline.when(released)(lambda: _copy_step(tile, _place_after(tile, step, stages), step.n + stages))
 
 
 def _release_bias(tile: Tile, step: Step) -> None:
-    """The warps have read a step's bias."""
+    """Releases a step's bias."""
     slots = tile.config.bias_stages
     n = step.n + slots
 
@@ -297,7 +297,7 @@ def _pass_spare_stages(tile: Tile) -> None:
 
 
 def _release_keys(tile: Tile) -> None:
-    """The warps have read the tile's keys and values: those of the next tile may come."""
+    """Releases the tile's keys and values, for those of the next tile."""
 
     def copy() -> None:
         following = tile.following()
@@ -309,8 +309,8 @@ def _release_keys(tile: Tile) -> None:
 # A tile of keys.
 
 
-def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
-    """A warpgroup's part of a tile: the gradients of 64 keys and values; `draw` is called before they are written."""
+def _visit(tile: Tile, fetch: Callable[[], Any]) -> Any:
+    """A warpgroup's part of a tile: the gradients of 64 keys and values; `fetch` is called before they are written."""
     warpgroup, widths = lax.axis_index("warpgroup"), (tile.problem.head_dim, tile.problem.value_dim)
     zeros = (plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths)
     pipeline.wait(tile.refs.kv_full, tile.t, 1)
@@ -322,9 +322,9 @@ def _visit(tile: Tile, draw: Callable[[], Any]) -> Any:
         backward_common.release_last_dq(tile, warpgroup)
     _release_keys(tile)
     reduce.sync_block(tile.config.warpgroups)
-    drawn = draw()
+    fetched = fetch()
     _epilogue(tile.again(), warpgroup, dk, dv)
-    return drawn
+    return fetched
 
 
 class _Part(NamedTuple):
@@ -351,12 +351,12 @@ class _Part(NamedTuple):
 
     @property
     def sum_smem(self) -> Any:
-        """What is on its way there, or from there."""
+        """The square in shared memory on its way there, or from there."""
         return self.tile.refs.dq_smem.at[self.warpgroup]
 
 
 def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adds to dK and dV in registers and to dQ in device memory.
+    """Adds to dK and dV in registers and to dQ in global memory.
 
     `carry`: the step's K Q^T, if that is multiplied ahead, whether the warp is to refill the stage of the step before,
     and dK and dV; what comes back is the same for the next step.
@@ -392,7 +392,7 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
         if early is not None:
             _fetch_sum(part, early)
         ended = backward_common.semaphore_value(tile, step, warpgroup)
-        # What comes from memory is asked for early; what is computed, and would take registers, later.
+        # A load is issued early; a computation, which would take registers, comes later.
         earlier = backward_common.dq_position(tile, step.i) if problem.has_data_mask else None
     if slope is not None and not capped:
         p = p * slope
@@ -410,7 +410,7 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
 
 
 def _issue_scores(tile: Tile, stage: jax.Array) -> jax.Array:
-    """Begins K Q^T, of the warpgroup's keys and the stage's queries."""
+    """Issues K Q^T, of the warpgroup's keys and the stage's queries."""
     refs, warpgroup = tile.refs, ptx.opaque(lax.axis_index("warpgroup"))
     depth = tile.problem.head_dim
     return wgmma.multiply(refs.key_smem.at[warpgroup], refs.query_smem.at[stage], depth=depth)
@@ -431,7 +431,7 @@ def _first_scores(tile: Tile) -> jax.Array:
 
 
 def _issue_next_scores(tile: Tile, step: Step) -> jax.Array:
-    """Begins the next step's K Q^T; after a tile's last step, that of the same queries once more, for nothing."""
+    """Issues the next step's K Q^T; after a tile's last step, a product that nothing reads."""
     follows, stages = step.n + 1 < tile.first_stage + tile.steps, tile.config.stages
     pl.when(follows)(lambda: pipeline.wait(tile.refs.full, step.n + 1, stages))
     return _issue_scores(tile, lax.rem(step.n + follows.astype(jnp.int32), stages))
@@ -449,19 +449,19 @@ def _read_bias(part: _Part) -> jax.Array:
 
 
 def _share(part: _Part, ds: jax.Array) -> None:
-    """Puts score gradients where all warpgroups find them, and waits for theirs."""
+    """Stores score gradients in shared memory, and waits for those of the other warpgroups."""
     fragments.stmatrix(part.ds_smem.at[part.warpgroup], ds)
     fragments.commit()
     reduce.sync_block(part.tile.config.warpgroups)
 
 
-def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any]) -> tuple[jax.Array | None, jax.Array]:
-    """A warpgroup's square of dQ, over the keys of all warpgroups; and dK meanwhile.
+def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]) -> tuple[jax.Array | None, jax.Array]:
+    """Multiplies and adds a warpgroup's square of dQ, over the keys of all warpgroups, beside dK.
 
-    `turn`: how many add to the square before, where that is known already, and have, where there are turns.
+    `order`: where dQ is ordered, how many tiles add to the square before, if that is known already, and how many have.
     What comes back are the next step's K Q^T, issued, if that is multiplied ahead, and dK, under way.
     """
-    tile, (row, column), (earlier, ended) = part.tile, part.square, turn
+    tile, (row, column), (earlier, ended) = part.tile, part.square, order
     problem, config, refs = tile.problem, tile.config, tile.refs
     if config.fused_dq_cast and config.ordered_dq and not _fetches_early(config):
         _fetch_sum(part, ended)
@@ -470,7 +470,7 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any])
     dq = wgmma.multiply_columns([part.ds_smem.at[other, row] for other in others], keys)
     issued = None
     if config.prefetch_scores:
-        # dV is there, and its factors' registers are free: with all products under way ptxas serialises them.
+        # dV is complete, and its factors' registers are free: with all products in flight ptxas serialises them.
         plgpu.wgmma_wait(1)
         issued = _issue_next_scores(tile, part.step)
     dk = wgmma.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
@@ -493,15 +493,15 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, turn: tuple[Any, Any])
 
 
 def _warps_add(problem: Attention, config: BackwardConfig) -> bool:
-    """Whether each warp sends its own part of a square, and waits for no other.
+    """Whether each warp adds its own part of a square, without waiting for the other warps.
 
-    Where the warpgroup sends something else as well, a bias' gradient, its warps wait for each other anyway.
+    Where the warpgroup also stores a bias' gradient, its warps wait for each other anyway.
     """
     return not config.ordered_dq and not problem.bias_gradient and not config.dq_from_registers
 
 
 def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array | None) -> None:
-    """Adds a square to the others', in its turn if there are turns."""
+    """Adds a square to the sum in global memory, in order if dQ is ordered."""
     tile = part.tile
     if tile.config.dq_from_registers:
         return fragments.reduce(part.sum_gmem, square)
@@ -516,12 +516,12 @@ def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array |
 
 
 def _fetches_early(config: BackwardConfig) -> bool:
-    """Whether the last turn asks for the others' sum half a step ahead: with more queries there are no registers."""
+    """Whether the last tile to add loads the sum half a step ahead: with more queries there are no registers."""
     return config.ordered_dq and config.fused_dq_cast and config.block_q == CHUNK
 
 
 def _fetch_sum(part: _Part, ended: jax.Array) -> None:
-    """Asks for the others' sum if this is the last turn and not the only one; `ended`: how many had when last asked."""
+    """Issues the load of the sum if this tile adds last, and not alone; `ended`: the semaphore's last known value."""
     tile, step, warpgroup = part.tile, part.step, part.warpgroup
     earlier = backward_common.dq_position(tile, step.i)
 
@@ -532,7 +532,7 @@ def _fetch_sum(part: _Part, ended: jax.Array) -> None:
 
 
 def _write_last(part: _Part, square: jax.Array) -> None:
-    """Writes the sum of the others' squares and this one."""
+    """Writes the sum of the other tiles' squares and this one."""
 
     def with_others(square: jax.Array) -> jax.Array:
         plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])
@@ -543,7 +543,7 @@ def _write_last(part: _Part, square: jax.Array) -> None:
 
 
 def _write_square(part: _Part, total: jax.Array) -> None:
-    """Writes a square of the gradient, in 16 bits: nothing is zero before, nothing is converted after."""
+    """Writes a square of dQ in 16 bits, so that XLA need not clear a sum before or convert it after."""
     tile, step, (row, column) = part.tile, part.step, part.square
     d_query_smem = tile.refs.d_query_smem.at[part.warpgroup]
     fragments.stmatrix(d_query_smem, (total * tile.problem.scale).astype(tile.problem.dtype))
@@ -568,7 +568,7 @@ def _write_scores(part: _Part) -> None:
 
 
 def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
-    """Writes the gradients of keys and values, through the places of the score gradients."""
+    """Writes dK and dV, through the shared memory of the score gradients."""
     refs, dtype = tile.refs, tile.problem.dtype
     first_row = tile.first_key + warpgroup * CHUNK
     rows = pl.ds(first_row, CHUNK)
@@ -577,7 +577,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
             fragments.store_sums(ref, sums, tile.place(first_row), 0)
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     gradients = (dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)
-    slots = [refs.ds_smem.at[turn, warpgroup, pl.ds(c, 1)] for turn in range(2) for c in range(refs.ds_smem.shape[2])]
+    slots = [refs.ds_smem.at[stage, warpgroup, pl.ds(c, 1)] for stage in range(2) for c in range(refs.ds_smem.shape[2])]
     pieces = [(x[:, at : at + CHUNK], ref, at) for x, ref in gradients for at in range(0, x.shape[1], CHUNK)]
     if tile.problem.bias_gradient:
         # The last steps' score gradients may still be on their way out.
@@ -603,8 +603,8 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
     backward_common.name_barriers(refs, refs.words_smem.at[barriers], _arrivals(problem, config))
     zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
-    def draw(t: Any) -> jax.Array:
-        """The number of the CTA's tile `t`, which a dynamic schedule draws, in warpgroup 0 and without waiting."""
+    def fetch(t: Any) -> jax.Array:
+        """The number of the CTA's tile `t`; a dynamic scheduler fetches it in warpgroup 0, without waiting."""
         if config.scheduler != "dynamic":
             return cta + t * ctas
         is_first = lax.axis_index("warpgroup") == 0
@@ -629,10 +629,10 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
         tile = Tile.of_record(problem, config, refs, t)
         # The next record is written before this tile's first step, whose barrier orders it before its readers.
         publish(t + 1, number, tile.first_stage + tile.stages)
-        return t + 1, _visit(tile, lambda: draw(t + 2))
+        return t + 1, _visit(tile, lambda: fetch(t + 2))
 
-    publish(zero, draw(zero) if _fetches_first_tile(config) else cta, zero)
-    second = draw(1)
+    publish(zero, fetch(zero) if _fetches_first_tile(config) else cta, zero)
+    second = fetch(1)
     reduce.sync_block(config.warpgroups)
     first = Tile.of_record(problem, config, refs, zero)
     pl.when((pipeline.is_first_warp() != 0) & (first.batch >= 0))(lambda: prologue(first))
@@ -640,9 +640,9 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
 
 
 def _fetches_first_tile(config: BackwardConfig) -> bool:
-    """Whether a CTA draws its first tile as well.
+    """Whether a CTA fetches its first tile from the counter, too.
 
-    It does if tiles wait for their turns: those before a drawn one are done, or a CTA that runs works on them, or will.
+    It must if dQ is ordered: then every tile before a fetched one is done, or belongs to a CTA that runs.
     """
     return config.scheduler == "dynamic" and config.ordered_dq
 

@@ -1,9 +1,9 @@
-"""What the backward kernels share inside: tiles of keys and their steps, turns, and a step's probabilities.
+"""What the backward kernels share: tiles of keys and their steps, the order of dQ, and a step's probabilities.
 
-A tile of keys is multiplied with tile after tile of queries, a step each, of all query heads that read the keys. Turns
-make dQ deterministic: tiles of keys add to a tile of dQ one after another. The first one need not find zeros there, and
-the last one can write the gradient itself. A counter in device memory, one for each warpgroup and tile of queries, says
-how many have ended their turns.
+A tile of keys is multiplied with tile after tile of queries, a step each, of all query heads that read the keys. An
+ordered dQ is deterministic: tiles of keys add to a tile of dQ one after another. The first one stores, so that nothing
+is cleared before, and the last one can write the gradient itself. A semaphore in global memory, one for each warpgroup
+and tile of queries, counts the tiles that have added.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     i: Any
     n: Any
     starts: Any  # whether it is the tile's first
-    visit: Any  # `first <= visit < end` of the span: `i`, unless tiles begin apart
+    visit: Any  # `first <= visit < end` of the range: `i`, unless tiles are staggered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Tile:
     def of_record(
         cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, t: Any, *, uniform: bool = True
     ) -> "Tile":
-        """The CTA's tile `t`, of whose record the ring tells; its batch is negative if there is none."""
+        """The CTA's tile `t`, from its record; the batch is negative if there is no such tile."""
         batch, key_head, index, first_stage, *span = tile_scheduler.read(refs.tile_smem, t, uniform=uniform)
         sequence = sequence_at(problem, config, refs, batch)
         return cls(problem, config, refs, batch, key_head, index, sequence, TileRange(*span), first_stage, t)
@@ -111,7 +111,7 @@ class Tile:
         return self.batch, self.key_head, self.index, self.first_stage, *self.span
 
     def again(self) -> "Tile":
-        """The tile, read from the ring again, so that registers need not keep it meanwhile."""
+        """The tile from its record again, which frees registers meanwhile."""
         return self if self.t is None else self.of_record(self.problem, self.config, self.refs, self.t)
 
     def following(self) -> "Tile":
@@ -157,7 +157,7 @@ class Tile:
         return Step(self.key_head * self.group + h, self.visited(i), self.first_stage + n, n == 0, i)
 
     def visited(self, i: Any) -> Any:
-        """Which tile of queries is the `i`th: of those that need no comparison the first is another for each tile."""
+        """The `i`th tile of queries; staggered tiles of keys start at different ones of those that need no mask."""
         if not self.config.staggered:
             return i
         _, first, end, _ = self.span
@@ -238,9 +238,9 @@ def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleN
 
 
 def last_tile_first(problem: Attention, config: AnyBackwardConfig) -> bool:
-    """Whether the last tile of keys has the first turn.
+    """Whether the last tile of keys adds first.
 
-    Under a bound on the right it begins at the last queries, so that it waits for no tile that begins before them.
+    Under a bound on the right it starts at the last queries, and waits for no tile that starts before them.
     """
     return config.ordered_dq and mask.window_bounds(problem)[1] is not None
 
@@ -269,7 +269,7 @@ def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: S
 
 
 def _heads_per_group(problem: Attention, config: AnyBackwardConfig) -> int:
-    """Of how many heads the tiles of keys are started in turn."""
+    """Of how many heads the tiles of keys are interleaved."""
     heads = problem.batch * problem.key_heads
     return max(g for g in range(1, config.heads_per_l2_group + 1) if heads % g == 0)
 
@@ -277,7 +277,7 @@ def _heads_per_group(problem: Attention, config: AnyBackwardConfig) -> int:
 def _place(problem: Attention, head: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The batch element and the key head that is the `head`th in order."""
     if problem.bias is not None and problem.bias[0] == 1 and 1 not in problem.bias[1:]:
-        # Sequence after sequence of a head, whose bias they share in the cache.
+        # The sequences of a head share its bias in L2.
         return lax.rem(head, problem.batch), lax.div(head, problem.batch)
     return lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
 
@@ -313,14 +313,14 @@ def name_barriers(refs: SimpleNamespace, array: jax.Ref, arrivals: dict[str, tup
     pipeline.start(array, sum(arrivals.values(), ()))
 
 
-# Turns.
+# The order of dQ.
 
 
 def dq_position(tile: Tile, i: Any) -> Any:
     """How many tiles of keys add to tile `i` of queries before this one."""
     if tile.problem.has_data_mask:
-        turns = tile.refs.dq_position
-        return turns[*gather.broadcast_index((tile.batch, tile.key_head, tile.index, i), turns.shape)]
+        position = tile.refs.dq_position
+        return position[*gather.broadcast_index((tile.batch, tile.key_head, tile.index, i), position.shape)]
     first, last = _adders(tile, i)
     return tile.index - first if mask.window_bounds(tile.problem)[1] is None else last - tile.index
 
@@ -375,7 +375,7 @@ def first_stores(problem: Attention, config: AnyBackwardConfig) -> bool:
 
 
 def add_ordered(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
-    """Adds a square to dQ in device memory; `earlier`: how many have added there, None where there are no turns."""
+    """Adds a square to dQ in global memory; `earlier`: how many tiles add before, None where dQ is not ordered."""
 
     def reduce() -> None:
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
@@ -387,11 +387,11 @@ def add_ordered(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
 
 
 def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
-    """How many have ended their turns; asked for long before it is needed, as the answer takes a third of a step."""
+    """How many tiles have added; loaded long before it is needed, because the load takes a third of a step."""
 
-    def load_semaphore(ctx, turns):
+    def load_semaphore(ctx, semaphore):
         text = "ld.relaxed.gpu.global.s32 $0, [$1];"
-        ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(turns)], text, "=r,l", has_side_effects=True)
+        ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(semaphore)], text, "=r,l", has_side_effects=True)
         return ptx.integer(ended)
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(load_semaphore)(
@@ -400,16 +400,16 @@ def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
 
 
 def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.Array) -> None:
-    """Waits until `value` others have ended their turns; `ended` had when last asked."""
+    """Waits until `value` tiles have added; `ended`: the semaphore's last known value."""
 
-    def acquire_semaphore(ctx, turns, value, ended):
+    def acquire_semaphore(ctx, semaphore, value, ended):
         text = (
             "{ .reg .pred early; .reg .s32 now; mov.s32 now, $2; "
             "AGAIN: setp.lt.s32 early, now, $1; @!early bra MINE; "
             "ld.relaxed.gpu.global.s32 now, [$0]; bra AGAIN; "
             "MINE: fence.acq_rel.gpu; fence.proxy.async.global; }"
         )
-        operands = [ptx.global_address(turns), ptx.scalar(value), ptx.scalar(ended)]
+        operands = [ptx.global_address(semaphore), ptx.scalar(value), ptx.scalar(ended)]
         ptx.asm(text, "l,r,r,~{memory}", operands)
 
     arguments = (plgpu.RefType(), ptx.SPLAT, ptx.SPLAT)
@@ -418,7 +418,7 @@ def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
 
 
 def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
-    """Ends the turn of the step before, once its square has arrived."""
+    """Releases the semaphore of the step before, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
     @pl.when(jnp.logical_not(step.starts))
@@ -429,7 +429,7 @@ def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
 
 
 def release_last_dq(tile: Tile, warpgroup: Any) -> None:
-    """Ends the turn of the last step, once its square has arrived."""
+    """Releases the semaphore of the last step, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
     @pl.when(tile.steps > 0)
@@ -442,19 +442,19 @@ def _counter(tile: Tile, warpgroup: Any, head: Any, i: Any) -> jax.Ref:
     return tile.refs.dq_semaphore.at[warpgroup, tile.batch, head, i]
 
 
-def _release_semaphore(turns: jax.Ref) -> None:
-    """Lets the next one have its turn, which finds the square there.
+def _release_semaphore(semaphore: jax.Ref) -> None:
+    """Lets the next tile add, after the square is visible to it.
 
-    The release takes longer than all else of the turns. Without it, and `acquire_dq`'s acquire, 2 % of calls returned
-    some rows wrong: 512 tokens, 32 heads of 64, causal, H100.
+    The release takes longer than the rest of the ordering. Without it and the acquire of `acquire_dq`, 2 % of calls
+    returned some rows wrong: 512 tokens, 32 heads of 64, causal, H100.
     """
 
-    def release_semaphore(ctx, turns):
+    def release_semaphore(ctx, semaphore):
         leader = ptx.equals(ptx.thread_in_warpgroup(), 0)
         text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
-        ptx.asm(text, "l,b,~{memory}", [ptx.global_address(turns), leader])
+        ptx.asm(text, "l,b,~{memory}", [ptx.global_address(semaphore), leader])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(release_semaphore)(turns)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(release_semaphore)(semaphore)
 
 
 # Probabilities.
@@ -474,7 +474,7 @@ def capped_bias(problem: Attention) -> bool:
 
 
 def load_early(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """The mask's bits, two registers, which are asked for before the products are there."""
+    """The mask's bits, two registers, loaded while the products run."""
     if not tile.problem.mask:
         return {}
     corner = tile.batch, step.head, *_corner(tile, step, warpgroup)

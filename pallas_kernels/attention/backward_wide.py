@@ -9,7 +9,7 @@ So warpgroup 0 alone releases cotangents, and warpgroup 1 queries; the last warp
 
 A step of 64 queries and heads of 256: 10.5 MFLOP in five products, 2560 cycles of the tensor cores. Through shared
 memory: copies 64 KiB, factors of products 240 KiB, P and dS 40 KiB, 2750 cycles. dQ is added to device memory in
-float32, 64 KiB, from registers; in turns, by copies from shared memory, 128 KiB more.
+float32, 64 KiB, from registers; if ordered, by copies from shared memory, 128 KiB more.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the overlap of products and exponentials.
 """
 
@@ -55,7 +55,7 @@ TILE_ROWS = 8  # of shared memory as the tensor cores read it
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Only what no kernel takes."""
+    """Why the kernel does not take the problem."""
     return unsupported_reason(problem, widest=256)
 
 
@@ -95,7 +95,7 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
 
 
 def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
-    """What the scratch takes."""
+    """Bytes of shared memory."""
     return backward_common.scratch_bytes(scratch(problem, config))
 
 
@@ -361,7 +361,7 @@ def _d_logits(tile: Tile, step: Step) -> Any:
 
 
 def _release_previous(tile: Tile, step: Step, warpgroup: int) -> None:
-    """Waits until what is on its way to device memory has left shared memory, and ends the turn of the step before."""
+    """Waits until copies to global memory have left shared memory, and releases the semaphore of the step before."""
     if tile.config.ordered_dq:
         backward_common.release_previous_dq(tile, step, jnp.int32(warpgroup))
     elif tile.problem.bias_gradient:

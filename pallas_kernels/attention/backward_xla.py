@@ -73,7 +73,7 @@ def row_delta(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
 def inputs(
     problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
-    """What the kernel reads, by name; queries come last, as a tile's columns, but for a bias that the engine copies."""
+    """What the kernel reads, by name; queries come last, as a tile's columns, but for a bias that TMA copies."""
     b, n, rows = problem.batch, problem.query_heads, _up(problem.query_length, config.block_q)
     found = dict(
         query=ops.query,
@@ -94,7 +94,7 @@ def inputs(
 
 
 def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
-    """The mask's words, segment ids, and which blocks of queries come past which of keys, in which turns, by name."""
+    """The mask's bits, segment ids, the tiles of queries for each tile of keys, and the order of dQ, by name."""
     found: dict[str, Any] = {}
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
@@ -189,7 +189,7 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Runs `body(problem, config, refs, ctas)` with XLA's share before and after it.
 
-    `tile_counter`: a counter of which the kernel draws tiles.
+    `tile_counter`: of a dynamic scheduler.
     """
     ops = named(problem, operands)
     nothing = without_keys(problem, ops)
@@ -218,7 +218,7 @@ def launch(
     def run(issued: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         return workspace.with_workspace(call, arrays, issued, list(whole.values()))
 
-    # Each call has tile_counter of its own, which `vmap` would share.
+    # Each call needs a tile counter of its own, which `vmap` would share.
     run = run if tile_counter is None else sequential_vmap(run)
     results, left = run(list(issued.values()), *arrays.values())
     written = dict(zip(whole, results, strict=True)) | dict(zip(issued, left, strict=True))

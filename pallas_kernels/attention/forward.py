@@ -39,7 +39,7 @@ ALIGNMENT = 1024  # of arrays in tiles; others need less
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Only what no kernel takes."""
+    """Why the kernel does not take the problem."""
     return unsupported_reason(problem, widest=256)
 
 
@@ -55,14 +55,14 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
     if config.bias_stages:
         assert problem.bias_dtype is not None
         found["bias_smem"] = tiled((config.bias_stages, config.block_q, config.block_kv), problem.bias_dtype)
-    # A byte is taken: Mosaic's kernels declare one beside what they are given at the launch.
+    # Mosaic's kernels declare one byte more than their scratch.
     room = hardware.H200.smem_per_cta - 1 - _bytes(found)
     columns = min(problem.value_dim, room // (w * WARPGROUP_ROWS * dtype.itemsize) // PANEL * PANEL)
     return found | {"out_smem": panels((w, WARPGROUP_ROWS, max(columns, 1)), dtype)}
 
 
 def shared_bytes(problem: Attention, config: ForwardConfig) -> int:
-    """What the scratch takes."""
+    """Bytes of shared memory."""
     return _bytes(scratch(problem, config))
 
 
@@ -71,7 +71,7 @@ def _bytes(arrays: dict[str, Any]) -> int:
 
 
 def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int, ...]]:
-    """The CTA's barriers by name, with the arrivals that complete a phase: of one warp's copies, or of all readers."""
+    """The CTA's barriers by name, with the number of arrivals that completes a phase."""
     w, stages, bias = config.warpgroups, config.stages, config.bias_stages
     return {
         "query_full": (1,) * w,
@@ -128,7 +128,7 @@ def _start(cta: Cta) -> None:
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
         pipeline.start(cta.barriers, sum(_arrivals(problem, config).values(), ()))
-        # The first copies are under way before the other tiles' records are written.
+        # The first copies start before the other tiles' records are published.
         _publish(cta, 0, _index(cta, 0, me))
 
         @pl.when(pipeline.is_first_warp() != 0)
@@ -151,7 +151,7 @@ def _start(cta: Cta) -> None:
 
 
 def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
-    """Which tile of queries is the CTA's tile `t`; with the dynamic scheduler, the one that has this tile_number."""
+    """The index of the CTA's tile `t`: from its row of the table, or, with a dynamic scheduler, by `tile_number`."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
         return jnp.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + jnp.minimum(t, last)], _NO_TILE)
@@ -159,7 +159,7 @@ def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
 
 
 def _draw(cta: Cta) -> jax.Array:
-    """A tile_number for one more tile, which is not waited for yet; only warpgroup 0 draws."""
+    """Warpgroup 0 fetches the number of one more tile from the counter; nothing waits for it yet."""
     if cta.config.scheduler == "static":
         return jnp.int32(0)
     return lax.cond(
@@ -168,7 +168,7 @@ def _draw(cta: Cta) -> jax.Array:
 
 
 def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
-    """Writes the record of the CTA's tile `t`, for all its warpgroups: where its queries are, and what they see."""
+    """Publishes the record of the CTA's tile `t` to its warpgroups: where its queries are, and what they see."""
     problem, config = cta.problem, cta.config
     exists, tile = (tile != _NO_TILE).astype(jnp.int32), jnp.maximum(tile, 0)
     per_head = -(-problem.query_length // config.queries) * config.splits
@@ -200,7 +200,7 @@ def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
 
 
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
-    """What a record says."""
+    """The tile that a record describes."""
     problem, (batch, key_head, first, end, head, index, inner_first, inner_end, *lengths) = cta.problem, record
     heads, splits, split = cta.config.packed_heads, cta.config.splits, 0
     if splits > 1:
@@ -228,7 +228,7 @@ def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
 
 
 def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
-    """The calling warp asks for a warpgroup's rows of the tile of queries, if there is one."""
+    """The calling warp issues the copy of a warpgroup's rows of the tile of queries, if there is one."""
 
     @pipeline.when(tile.steps > 0)
     def _():
@@ -250,7 +250,7 @@ def _rows_of(place: TileCoord) -> tuple[Any, ...]:
 
 
 def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
-    """The calling warp asks for the CTA's first keys, if it has a tile of queries."""
+    """The calling warp issues the copy of the CTA's first keys, if it has a tile of queries."""
     step, to = _step_of(cta, tile, 0), cta.key_smem.at[0]
 
     @pipeline.when(tile.steps > 0)
@@ -262,7 +262,7 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
-    """The calling warp asks for the keys of the step `i` after the tile's first, and the values of the one before."""
+    """The calling warp issues the copies of the keys of the tile's step `i` and the values of the step before."""
     i = jnp.int32(i)
     stage = pipeline.stage(tile.n + i, cta.config.stages)
     full, to = cta.stage_full.at[stage], (cta.key_smem.at[stage], cta.value_smem.at[stage])
@@ -306,7 +306,7 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
 
 
 def _tile_with_step(cta: Cta, tile: _Tile, i: Any) -> tuple[_Tile, Any]:
-    """In which of the tiles behind `tile` the step `i` after its first is, and the step's number there."""
+    """The later tile that has the step `i` after the first one of `tile`, and the step's number there."""
 
     def is_behind(state: tuple[Any, Any]) -> jax.Array:
         steps = _read(cta, state[0]).steps
@@ -339,7 +339,7 @@ def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
-    """The calling warp asks for the bias of the step `i` after the tile's first."""
+    """The calling warp issues the copy of the bias of the tile's step `i`."""
     problem, config, i = cta.problem, cta.config, jnp.int32(i)
     slot = pipeline.stage(tile.n + i, config.bias_stages)
     to, full = cta.bias_smem.at[slot], cta.bias_full.at[slot]
@@ -360,14 +360,14 @@ def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
 
 
 def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
-    """The warps have read the stage of the step `i` after the tile's first, that is, its keys and the values before."""
+    """Releases the stage of the tile's step `i`: its keys, and the values of the step before."""
     stages = cta.config.stages
     last = pipeline.release(cta.stage_empty.at[pipeline.stage(tile.n + i, stages)])
     pl.when(last != 0)(lambda: _copy_stage(cta, tile, i + stages))
 
 
 def _read_bias(cta: Cta, tile: _Tile, i: jax.Array) -> jax.Array:
-    """The bias of a warpgroup's scores, whose place is free then."""
+    """Loads the bias of a warpgroup's scores, and releases its stage."""
     slot = pipeline.stage(tile.n + i, cta.config.bias_stages)
     rows = pl.ds(lax.axis_index("warpgroup") * WARPGROUP_ROWS, WARPGROUP_ROWS)
     pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)
@@ -400,7 +400,7 @@ def _tiles(cta: Cta) -> None:
         state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
         _epilogue(cta, place, tile.split, state)
-        # What is asked for here is needed in the next tile's first step.
+        # The load overlaps with the next tile's start, which needs it in its first step.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, tile_number)
         return t + 1, n + tile.steps, index, *following
 
@@ -461,7 +461,7 @@ def _mainloop(
         return logits(i, True, lambda: wgmma.wait(issued, pending=0))
 
     def release_query() -> None:
-        """The queries have been read. From the tile's second step on, the next tile's record is known to be written."""
+        """Releases the queries. From the tile's second step on, the next tile's record is published."""
         last = pipeline.release(cta.query_empty.at[warpgroup])
         pl.when(last != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
 
@@ -498,7 +498,7 @@ def _mainloop(
     def last(out: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         wait(count)
         summing = wgmma.multiply_rows(out, weights, cta.value_smem.at[stage(count)])
-        # The next tile's record is known to be written from here on.
+        # From here on, the next tile's record is published.
         following = tile_scheduler.read(cta.tile_smem, tile.t + 1)
         release_query() if not config.prefetch_query else pipeline.when(count == 1)(release_query)
         return wgmma.wait(summing, pending=0), following
@@ -521,7 +521,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
         hidden = place.queries_of_rows() >= place.queries - place.row
     sink = cta.sinks[place.head] if problem.sinks and cta.config.splits == 1 else None
     unseen, factor, lse = finish(state, sink, hidden)
-    # A split's batch is behind the batches of those before it.
+    # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)
     fragments.store_rows(cta.lse, lse, place)
 

@@ -56,10 +56,10 @@ def load(source: jax.Ref) -> jax.Array:
 
 
 def add(source: jax.Ref, target: jax.Ref) -> None:
-    """Adds what `store` stored to device memory: each warp its own part, as soon as that is there."""
+    """Adds what `store` stored to global memory, each warp its own part."""
 
     def add_warps(ctx, source, target):
-        # The warp is found in here: what the compiler knew it would keep in registers all along the loop.
+        # The warp's index is read here; computed outside, the compiler would keep it in a register all along the loop.
         text = (
             "{ .reg .b32 lane, warp, from; .reg .b64 to; .reg .pred first; "
             "mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; "
@@ -75,7 +75,7 @@ def add(source: jax.Ref, target: jax.Ref) -> None:
 
 
 def reduce(target: jax.Ref, sums: jax.Array) -> None:
-    """Adds a square of float32 to one in device memory, from registers, where it lies as `store` stores it."""
+    """Adds a square of float32 to one in global memory, from registers, in the layout of `store`."""
 
     def reduce_fragments(ctx, target, sums):
         lane, warp = _lane_and_warp()
@@ -90,7 +90,7 @@ def reduce(target: jax.Ref, sums: jax.Array) -> None:
 
 
 def await_read() -> None:
-    """Waits until a warp's part that is on its way may be stored over."""
+    """Waits until the copy of a warp's part has left shared memory."""
 
     def await_warps(ctx):
         ptx.asm("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;", "~{memory}", [])
@@ -119,7 +119,7 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
         below, right = arith.remui(matrix, ptx.c32(2)), arith.divui(matrix, ptx.c32(2))
         line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.addi(arith.muli(below, ptx.c32(8)), row))
         base = arith.addi(ptx.shared_address(target), arith.muli(line, ptx.c32(_ROW_BYTES)))
-        # A copy that the compiler cannot see through: it would keep each sum with a constant all along the loop.
+        # Opaque, lest the compiler keep each sum with a constant in a register all along the loop.
         swizzled = ptx.opaque_word(arith.muli(arith.xori(right, row), ptx.c32(16)))
         words = [ptx.pair_word(pair) for pair in factor.registers.flat]
         for i in range(0, len(words), 4):

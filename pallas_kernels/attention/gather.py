@@ -217,7 +217,7 @@ def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: 
 
 
 def warp_uniform(x: jax.Array) -> jax.Array:
-    """An integer that all threads know, so that the compiler knows it too and keeps it in a register of the warp."""
+    """An integer that is the same in all lanes, in a uniform register, where the compiler cannot prove that."""
 
     def first_lane(ctx, x):
         value = llvm.inline_asm(i32(), [scalar(x)], "redux.sync.or.b32 $0, $1, -1;", "=r,r", has_side_effects=True)
@@ -227,7 +227,7 @@ def warp_uniform(x: jax.Array) -> jax.Array:
 
 
 def warp_any(x: jax.Array) -> jax.Array:
-    """Whether `x`, one truth value a row, holds in any row of the warp; each warp has its own answer."""
+    """Whether `x`, one truth value a row, holds in any row of the warp."""
 
     def vote_any(ctx, x):
         return _vote(_numbers(x))

@@ -46,7 +46,7 @@ def window_bounds(problem: Attention, queries: Int | None = None, keys: Int | No
 
 
 def may_see_nothing(problem: Attention) -> bool:
-    """Whether there may be a query without a key, by its place or by what is known on the device alone."""
+    """Whether there may be a query without a key, by its index or by data."""
     left, right = window_bounds(problem)
     by_place = right is not None and right < 0
     if left is not None:
@@ -56,10 +56,7 @@ def may_see_nothing(problem: Attention) -> bool:
 
 
 class TileRange(NamedTuple):
-    """Tiles of keys `first <= tile < end`; of them `inner_first <= tile < inner_end` need no comparison.
-
-    Of indices, that is, of segment ids and with the mask.
-    """
+    """Tiles `first <= tile < end` of keys, of which `inner_first <= tile < inner_end` need no mask."""
 
     first: Any
     inner_first: Any
@@ -68,7 +65,7 @@ class TileRange(NamedTuple):
 
 
 def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> TileRange:
-    """What queries `row ... row + rows` of `queries` see of `keys` keys: one tile at least, past the last query one."""
+    """The tiles of keys that queries `row ... row + rows` see; at least one tile, also for rows past the last query."""
     left, right = window_bounds(problem, queries, keys)
     first, inner_first = 0, 0
     inner_end, end = _div(keys, block_kv), _div(keys + block_kv - 1, block_kv)
@@ -85,7 +82,7 @@ def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: In
 def tile_kv_range(
     problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int
 ) -> tuple[TileRange, Int]:
-    """What a head's tile sees, and whether that is any of its split; if none, the span is of one tile nonetheless."""
+    """The tiles of keys that a head's tile sees in its split, at least one, and whether it really sees any."""
     row = _div(tile, config.splits) * config.queries
     whole = kv_range(problem, config.block_kv, row, config.queries, queries, keys)
     if config.splits == 1:
@@ -100,13 +97,13 @@ def tile_kv_range(
 
 
 def clamp(span: TileRange, own: TileRange) -> TileRange:
-    """`own`, of some of the rows of `span`, if it has a tile in there, and else one of `span`."""
+    """`own` within `span`: at least one tile."""
     first = jnp.minimum(own.first, span.end - 1)
     return own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
 
 
 def intersect(span: TileRange, by: TileRange) -> TileRange:
-    """The tiles of both, which need no comparison if neither does; if there are none, one of `span`."""
+    """The tiles of both, at least one, which need no mask if they need none in either."""
     first = jnp.clip(by.first, span.first, span.end - 1)
     end = jnp.clip(by.end, first + 1, span.end)
     return TileRange(
@@ -115,7 +112,7 @@ def intersect(span: TileRange, by: TileRange) -> TileRange:
 
 
 def needs_mask(problem: Attention, span: TileRange, tile: jax.Array) -> jax.Array | None:
-    """Whether some of the span's queries do not see all keys of the tile; None: that cannot be."""
+    """Whether some queries do not see all keys of the tile; None if that cannot be."""
     left, right = window_bounds(problem)
     after = None if right is None and not problem.has_data_mask else tile >= span.inner_end
     before = None if left is None and not problem.has_data_mask else tile < span.inner_first
@@ -135,19 +132,23 @@ def _max(x: Int, y: Int) -> Int:
 
 
 class BlockMask(NamedTuple):
-    """Of each block of rows and each of columns, `[B|1, heads|1, blocks of rows|1, blocks of columns|1]`."""
+    """For blocks of rows and columns, `[B|1, heads|1, blocks of rows|1, blocks of columns|1]`.
 
-    visible: jax.Array  # whether some of their rows may see some of their columns
-    full: jax.Array  # whether all rows see all columns
+    Rows are the blocks that a CTA keeps, columns those that it loops over: queries and keys in the forward pass, keys
+    and queries in the backward pass.
+    """
+
+    visible: jax.Array  # whether some row may see some column
+    full: jax.Array  # whether every row sees every column
 
 
 def both(a: BlockMask, b: BlockMask) -> BlockMask:
-    """Of blocks that see each other if both allow it."""
+    """The intersection of two masks."""
     return BlockMask(a.visible & b.visible, a.full & b.full)
 
 
 def of_group(pairs: BlockMask, group: int) -> BlockMask:
-    """Those of `group` heads together, which come past the same rows."""
+    """The union over each `group` of heads, which are looped over for the same rows."""
     if pairs.visible.shape[1] == 1:
         return pairs
     visible, full = (x.reshape(x.shape[0], -1, group, *x.shape[2:]) for x in pairs)
@@ -188,7 +189,7 @@ def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
     )
     mask_bits = mask_bits.reshape(*mask_bits.shape[:axis], -1, 4, 4, 4, 2, *mask_bits.shape[axis + 1 :])
 
-    # Of 32 at once XLA would write each to memory by itself.
+    # XLA would write 32 separate arrays to memory if all were combined at once.
     def of_four(j: int, e: int) -> jax.Array:
         return lax.index_in_dim(lax.index_in_dim(mask_bits, j, axis + 2, False), e, axis + 3, False).astype(jnp.uint8)
 

@@ -85,7 +85,7 @@ def _apply_mask(
     if extras.mask_bits is not None:
         x = gather.apply_bitmask(x, extras.mask_bits)
     if problem.segments:
-        # Not loaded while the products are computed, as most tiles are of one segment, and for want of registers.
+        # Loaded only here, because most tiles are of one segment, and registers are scarce.
         corner = place.batch, 0, place.row, key
         x = gather.apply_segments(x, refs.query_segments, refs.key_segments, corner)
     return _in_bounds(problem, place, x, key)
@@ -110,7 +110,7 @@ Rescale = Callable[[jax.Array], jax.Array]
 
 
 class State(NamedTuple):
-    """`sum` and `out` are relative to `max`, in powers of two. `max` may lie below the largest logit by some slack."""
+    """`sum` and `out` are relative to `max`, in powers of two. `max` may lag the largest logit."""
 
     max: jax.Array
     sum: jax.Array
@@ -141,13 +141,13 @@ def fold(
     This is `monoid.combine`, but the weights are taken against the common maximum at once: no second factor.
     """
     factor = LOG2E * (problem.scale if folds_scale(problem) else 1.0)
-    # Fewer columns where that is all that needs them, and heads of 256 spill 8 bytes.
+    # With fewer columns than here, heads of 256 spill 8 bytes.
     highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early_exp_columns else 32)
 
     def exp_and_sum(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         if problem.batch_invariant:
-            # The same bits in a walk's first tile, in a later one, and where a neighbour's maximum has grown: ptxas
-            # contracts the product in some of these places only.
+            # The same bits in a first tile, in a later one, and after a rescale: ptxas contracts the product in some of
+            # these places only.
             less = functools.partial(gather.scaled_less, factor)
             weights = monoid.decay(x, by_row(maximum, x), exp=jnp.exp2, less=less)
         else:
@@ -172,7 +172,7 @@ def fold(
             grows, (maximum, decay, total, weights) = None, full_update(early)
         else:
             grows = gather.warp_any_above(highest, factor, state.max + float(config.rescale_threshold_log2))
-            # Its exponentials begin while it is not yet known, and are computed again where a maximum has grown.
+            # Exponentials start before the vote is known, and are computed again where a maximum has grown.
             same = (
                 state.max,
                 jnp.ones_like(state.max),
@@ -197,7 +197,7 @@ def fold(
 
 
 def finish(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each row: whether it saw nothing (or is `hidden`), what `out` is to be multiplied by, and the logsumexp."""
+    """For each row: whether it saw no key (or is `hidden`), the factor of `out`, and the logsumexp."""
     m, total = state.max, state.sum.sum(axis=1)
     unseen = m == -jnp.inf
     factor = jnp.ones_like(m)

@@ -36,7 +36,7 @@ start = mbarrier.start_barriers
 
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
-    """Waits until the copies of step `n` have partial_full; `full`: all barriers of the pipeline's stages."""
+    """Waits until the copies of step `n` have landed; `full`: the barriers of all stages."""
     parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
 
     def wait_barrier(ctx, full, parity):
@@ -56,7 +56,7 @@ def stage(n: Index, stages: int) -> jax.Array:
 
 
 def arrive(empty: jax.Ref) -> jax.Array:
-    """Each warp arrives once; `when(result)` is the warp whose arrival was the phase's last, and may come later."""
+    """Each warp arrives once; 1 in the lane that completes the phase, for a later `when`, and 0 in the others."""
 
     def arrive_at_stage(ctx, empty):
         text = (
@@ -105,7 +105,7 @@ def is_first_warp() -> jax.Array:
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """`pl.when` of what is the same in all lanes of a warp, and of which a vote tells the compiler so.
+    """`pl.when` of a condition that is the same in all lanes of a warp; a vote makes that known to the compiler.
 
     Beside a branch that lanes might take alone, the compiler would not keep descriptors in uniform registers.
     """
@@ -120,7 +120,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
 
 
 def expect(full: jax.Ref, count: Index) -> None:
-    """Announces `count` bytes of the stage's next copies, and arrives; by the calling warp."""
+    """The calling warp arrives, and announces `count` bytes of the stage's next copies."""
 
     def expect_copies(ctx, full, count):
         elected = utils.single_thread_predicate(utils.ThreadSubset.WARP)

@@ -1,6 +1,9 @@
-"""Which tiles a CTA works on: a ring of tile records in shared memory, which one warpgroup fills ahead of the others.
+"""The tile scheduler: which tiles a CTA works on, through a ring of tile records in shared memory.
 
-A record says what the warpgroups need to know of a tile. Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step
+A static scheduler assigns tiles by a table, longest first. A dynamic one takes them from an atomic counter, because the
+work of a tile depends on data. A record says what the warpgroups need to know of a tile.
+
+Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step
 of tile `t`. The pipeline, of two stages, orders a record before its readers: a warpgroup that has waited for the stage
 behind tile `t`, or for any of its steps but the first, knows that all warps have released the last step before tile
 `t`, or a later one, and so that record `t + 1` is written; the warp that refills a stage after the last step of tile
@@ -41,7 +44,7 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     record = [jnp.int32(x) for x in record]
     record += [record[0]] * (-len(record) % 4)
 
-    def store_told(ctx, words, *numbers):
+    def store_record(ctx, words, *numbers):
         first = ptx.equals(ptx.thread_in_warpgroup(), 0)
         for i in range(0, len(numbers), 4):
             address = arith.addi(ptx.shared_address(words), ptx.c32(4 * i))
@@ -51,18 +54,18 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
 
     arguments = (plgpu.RefType(), *[ptx.SPLAT] * len(record))
     rows = tile_smem.shape[0] // RECORDS
-    plgpu.inline_mgpu(arg_types=arguments)(store_told)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
+    plgpu.inline_mgpu(arg_types=arguments)(store_record)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
 def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
-    """The record of the CTA's tile `t`; `uniform`: in registers of the warp, which one warp's copies do not need."""
+    """The record of the CTA's tile `t`, in uniform registers unless one warp alone reads it."""
     rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
     numbers = (tile_smem[_slot(t) * rows + row, column] for row in range(rows) for column in range(columns))
     return tuple(gather.warp_uniform(x) if uniform else x for x in numbers)
 
 
 def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
-    """The next tile_number of the launch's counter, in the first thread of the calling warpgroup; 0 in the others."""
+    """Takes the next number from the launch's tile counter, in the warpgroup's first thread; 0 in the others."""
 
     def fetch_next_tile(ctx, words):
         first = ptx.equals(ptx.thread_in_warpgroup(), 0)
@@ -76,10 +79,10 @@ def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
 def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
     """Calls a kernel with a tile counter, which `vmap` does not share between the calls that it makes of one."""
 
-    def draw(*arrays: jax.Array) -> list[jax.Array]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         return workspace.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
 
-    return sequential_vmap(draw)(*operands)
+    return sequential_vmap(run)(*operands)
 
 
 def _slot(t: Any) -> jax.Array:
@@ -91,8 +94,8 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
 
     A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads, and a
-    tile of the head `tile of queries * splits + split`. The longest of a section of heads come first; a section are the
-    heads whose keys and values fit in the cache together.
+    tile of the head `tile of queries * splits + split`. The longest of a section of heads come first; a section is the
+    heads whose keys and values fit in L2 together.
     """
     per_head = -(-problem.query_length // config.queries) * config.splits
     group = problem.query_heads // problem.key_heads // config.packed_heads
@@ -101,12 +104,12 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     section = min(heads, group * max(config.l2_budget_mib * 2**20 // head_bytes, 1))
     spans = [tile_kv_range(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
     length = np.array([s.end - s.first for s in spans])
-    # Of equal ones the last first where there is a mask: most leave more keys to later queries.
+    # Of equal tiles the last comes first where there is a mask: most masks leave more keys to later queries.
     backwards = slice(None, None, -1 if problem.mask else 1)
     longest_first = np.arange(per_head)[backwards][np.argsort(-length[backwards], kind="stable")]
     in_turn = np.arange(heads)
     if problem.bias is not None and problem.bias[0] == 1:
-        # Sequence after sequence of a head, whose bias they share in the cache.
+        # The sequences of a head share its bias in L2.
         in_turn = in_turn.reshape(problem.batch, -1).T.ravel()
     sections = [
         np.add.outer(longest_first, in_turn[start : start + section] * per_head).ravel()
@@ -117,18 +120,18 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
 
 
 @functools.lru_cache(maxsize=64)
-def assign(problem: Attention, config: ForwardConfig, blocks: int) -> np.ndarray:
-    """`[blocks, 1 + n]`: for each block of threads how many tiles of queries it takes, and which.
+def assign(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray:
+    """`[ctas, 1 + n]`: for each CTA how many tiles of queries it takes, and which.
 
-    Each tile is dealt to the block that would be free first.
+    Each tile is assigned to the CTA that would be free first.
     """
-    dealt: list[list[int]] = [[] for _ in range(blocks)]
-    free = [(0.0, i) for i in range(blocks)]
+    assigned: list[list[int]] = [[] for _ in range(ctas)]
+    free = [(0.0, i) for i in range(ctas)]
     for tile, length in zip(*(x.tolist() for x in order(problem, config)), strict=True):
         time, i = free[0]
-        dealt[i].append(tile)
+        assigned[i].append(tile)
         heapq.heapreplace(free, (time + length + 0.7, i))
-    table = np.zeros((blocks, 1 + max(map(len, dealt))), np.int32)
-    for row, mine in zip(table, dealt, strict=True):
+    table = np.zeros((ctas, 1 + max(map(len, assigned))), np.int32)
+    for row, mine in zip(table, assigned, strict=True):
         row[: 1 + len(mine)] = [len(mine), *mine]
     return table

@@ -1,7 +1,7 @@
-"""Products under way: WGMMA of factors in panels of shared memory, and when they are waited for.
+"""WGMMA on panels of shared memory: issue, wait, and the panels themselves.
 
-Mosaic's products add to registers, which are cleared before: for heads of 64, 32 of the 466 instructions for a tile of
-keys do that. WGMMA can overwrite them as well. Mosaic's know no panels, either.
+Mosaic's own WGMMA always accumulates, so that registers must be cleared before: 32 of the 466 instructions that a tile
+of keys takes with heads of 64. These can also overwrite. Mosaic's own does not read panels either.
 Source: PTX ISA, "wgmma", matrix descriptors and strides.
 """
 
@@ -32,7 +32,7 @@ _SWIZZLE = 1  # how a descriptor names the swizzle of a line
 def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
     """Issues `left @ right.T` of `depth` columns in panels of shared memory; with `sums`, adds to those.
 
-    Without `sums`, WGMMA writes over what the registers hold. What comes back is for `wait` alone.
+    Without `sums`, WGMMA overwrites the registers. The result is for `wait` alone.
     """
     dtype, (_, rows, _), (_, numbers, _) = jnp.dtype(right.dtype), left.shape, right.shape
 
@@ -49,7 +49,7 @@ def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None
 
 
 def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
-    """Issues `sums + left @ right`, the right factor in panels of shared  What comes back is for `wait`."""
+    """Issues `sums + left @ right`, the right factor in panels of shared memory. The result is for `wait`."""
     dtype, numbers, rows = jnp.dtype(right.dtype), sums.shape[1], right.shape[1]
 
     def multiply_registers(ctx, left, right, *sums):
@@ -129,11 +129,11 @@ def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
 
 
 def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir.Value:
-    """How WGMMA is told of panels, from `offset` bytes on; `between_panels`: bytes, where a product spans several."""
+    """The matrix descriptor of panels from byte `offset` on; `between_panels`: their stride where there are several."""
     place = arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF))
     layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
     layout = ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout)
-    # Where the offset is added makes no difference but to ptxas, which else takes each thread's registers for it.
+    # Added elsewhere, the offset has the same value, but ptxas keeps the descriptor in registers of each thread.
     if between_panels:
         return arith.addi(arith.ori(arith.extui(ptx.i64(), place), layout), ptx.c64(offset >> 4))
     return arith.ori(arith.extui(ptx.i64(), arith.addi(place, ptx.c32(offset >> 4))), layout)
@@ -151,10 +151,10 @@ def completed(issued: jax.Array) -> jax.Array:
 
 
 def pin_wait_after(x: jax.Array) -> None:
-    """The next wait for a product comes behind what makes `x`, numbers below 2^127.
+    """Keeps ptxas from moving the next wait above the computation of `x`, whose numbers are below 2^127.
 
-    ptxas moves a wait up, before exponentials that should hide the product, but not past an instruction by which a
-    thread may sleep, nor that past the number that it depends on. No thread sleeps. What makes the last number is most.
+    ptxas hoists `wait_group` above the exponentials that should overlap with the product, but never over `nanosleep`.
+    A `nanosleep` that is predicated off depends on the last number of `x`.
     """
 
     def wait_for_numbers(ctx, x):
@@ -199,7 +199,7 @@ def panels(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def store(target: Any, value: jax.Array) -> None:
-    """Writes to global memory as the registers are, where JAX 0.12 would insist on whole sectors."""
+    """Stores registers to global memory in their layout; JAX 0.12 would refuse rows shorter than a sector."""
     if hasattr(plgpu, "store"):
         plgpu.store(target, value, optimized=False)
     else:
