@@ -119,17 +119,17 @@ def _copy_keys(tile: Tile) -> None:
         at = tile.batch, pl.ds(tile.first_key + i * CHUNK, CHUNK), tile.source_head
         parts += [(refs.key, at, refs.key_smem.at[i]), (refs.value, at, refs.value_smem.at[i])]
     if not tile.problem.key_lengths:
-        return _copy(refs.kv_full.at[0], parts)
+        return pipeline.issue(refs.kv_full.at[0], *parts)
     left, partial_full = tile.sequence.keys - tile.first_key, refs.kv_partial_full.at[0]
 
     @pipeline.when(left >= config.block_kv)
     def _():
-        _copy(refs.kv_full.at[0], parts)
+        pipeline.issue(refs.kv_full.at[0], *parts)
         pipeline.expect(partial_full, 0)  # a phase to each tile
 
     @pipeline.when(left < config.block_kv)
     def _():
-        _copy(partial_full, parts)
+        pipeline.issue(partial_full, *parts)
         pipeline.wait(refs.kv_partial_full, tile.t, 1)
         for i in range(config.warpgroups):
             for to in (refs.key_smem.at[i], refs.value_smem.at[i]):
@@ -197,20 +197,20 @@ def _copy_step(tile: Tile, place: _StageCoord, n: Any) -> None:
     parts = [(source, (batch, rows, head), to.at[stage]) for source, to in places]
 
     if not may_see_nothing:
-        return _copy(full, [*parts, *statistics])
+        return pipeline.issue(full, *parts, *statistics)
     nothing, partial_full = refs.without_keys[batch, head, i] != 0, refs.partial_full.at[stage]
 
     @pipeline.when(nothing)
     def _():
-        _copy(partial_full, parts)
+        pipeline.issue(partial_full, *parts)
         pipeline.wait(refs.partial_full, n, config.stages)
         for _, _, to in parts:
             backward_common.zero_rows(to, refs.lse.at[batch, head, rows])
-        _copy(full, statistics)
+        pipeline.issue(full, *statistics)
 
     @pipeline.when(jnp.logical_not(nothing))
     def _():
-        _copy(full, [*parts, *statistics])
+        pipeline.issue(full, *parts, *statistics)
         pipeline.expect(partial_full, 0)  # a phase to each of the stage's
 
 
@@ -220,22 +220,8 @@ def _copy_bias(tile: Tile, place: _StageCoord, n: Any) -> None:
     slot = pipeline.stage(n, config.bias_stages)
     at = *gather.broadcast_index((batch, head), refs.bias.shape), pl.ds(i * config.block_q, config.block_q)
     part = refs.bias, (*at, pl.ds(first_key, config.block_kv)), refs.bias_smem.at[slot]
-    pl.when((batch >= 0) & (i >= 0))(lambda: _copy(refs.bias_full.at[slot], [part]))
+    pl.when((batch >= 0) & (i >= 0))(lambda: pipeline.issue(refs.bias_full.at[slot], part))
     pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(refs.bias_full.at[slot], 0))
-
-
-_Parts = list[tuple[Any, tuple[Any, ...], Any]]  # array, place, shared memory
-
-
-def _copy(full: jax.Ref, parts: _Parts) -> None:
-    """Issues copies, and announces their bytes."""
-    pipeline.expect(full, _bytes(parts))
-    for source, at, to in parts:
-        (pipeline.copy_rows if len(to.shape) == 3 else pipeline.copy)(source, at, to, full)
-
-
-def _bytes(parts: _Parts) -> int:
-    return sum(pipeline.size(to) for *_, to in parts)
 
 
 def _release(empty: jax.Ref, n: Any, stages: int, copy: Callable[[], None]) -> None:
@@ -247,8 +233,8 @@ def _release(empty: jax.Ref, n: Any, stages: int, copy: Callable[[], None]) -> N
 def _release_stage(tile: Tile, step: Step) -> jax.Array:
     """Releases a step's stage, and returns whether this warp refills it in a moment.
 
-    Right after the release, products would wait for the warp. A tile's last stages, which get the next tile's copies, are
-    refilled at once: there are no registers for another tile's coordinates while products are in flight.
+    Right after the release, products would wait for the warp. A tile's last stages, which get the next tile's
+    copies, are refilled at once: no registers are left for another tile's coordinates while products are in flight.
     """
     stages = tile.config.stages
     n, released = step.n + stages, pipeline.arrive(tile.refs.empty.at[pipeline.stage(step.n, stages)])

@@ -45,13 +45,9 @@ from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, ptx, reduce
 
 Sums = tuple[jax.Array, ...]  # the pieces of a gradient
-_Copy = tuple[Any, tuple[Any, ...], Any]  # array, place, shared memory
 
 VALUES, KEYS = 0, 1  # the warpgroups
 PIECE = 2 * CHUNK  # columns of a gradient that one product adds to
-INFINITY = 0x7F800000  # as a word
-VECTOR = 16  # bytes that a thread stores at once
-TILE_ROWS = 8  # of shared memory as the tensor cores read it
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
@@ -130,23 +126,16 @@ def _fetch_keys(tile: Tile, source: Any, to: Any, name: str) -> None:
     """Issues the copies of the keys or the values; zeroes those past the sequence's end, which may be NaN."""
     full, at = getattr(tile.refs, f"{name}_full").at[0], (tile.batch, pl.ds(tile.first_key, CHUNK), tile.source_head)
     if not tile.problem.key_lengths:
-        return _copy_all(full, (source, at, to))
-    left, partial_full = tile.sequence.keys - tile.first_key, getattr(tile.refs, f"{name}_landed")
-    pl.when(left >= CHUNK)(lambda: _copy_all(full, (source, at, to)))
+        return pipeline.issue(full, (source, at, to))
+    left, partial_full = tile.sequence.keys - tile.first_key, getattr(tile.refs, f"{name}_partial_full")
+    pl.when(left >= CHUNK)(lambda: pipeline.issue(full, (source, at, to)))
 
     @pl.when(left < CHUNK)
     def _():
-        _copy_all(partial_full.at[0], (source, at, to))
+        pipeline.issue(partial_full.at[0], (source, at, to))
         pipeline.wait(partial_full, 0, 1)
         pipeline.zero_rows(to, left)
         pipeline.expect(full, 0)
-
-
-def _copy_all(full: jax.Ref, *copies: _Copy) -> None:
-    """Issues copies of (array, place, shared memory), and announces their bytes."""
-    pipeline.expect(full, sum(pipeline.size(to) for _, _, to in copies))
-    for source, at, to in copies:
-        (pipeline.copy_rows if len(to.shape) == 3 else pipeline.copy)(source, at, to, full)
 
 
 def _with_step(fetch: Any) -> Any:
@@ -181,24 +170,24 @@ def _fetch_d_out(tile: Tile, step: Step) -> None:
     _copy_seen(tile, step, "d_out", d_out, delta)
 
 
-def _copy_seen(tile: Tile, step: Step, name: str, rows: _Copy, statistic: _Copy) -> None:
+def _copy_seen(tile: Tile, step: Step, name: str, rows: pipeline.Copy, statistic: pipeline.Copy) -> None:
     """Issues copies of rows of queries or cotangents, and of their statistic; zeroes rows without a key."""
     refs, to = tile.refs, rows[2]
     slot = lax.rem(step.n, tile.config.stages if name == "query" else tile.config.d_out_stages)
     full = getattr(refs, f"{name}_full").at[slot]
     if not mask.may_see_nothing(tile.problem):
-        return _copy_all(full, rows, statistic)
-    nothing, partial_full = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_landed")
+        return pipeline.issue(full, rows, statistic)
+    nothing, partial_full = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_partial_full")
     # A phase of `partial_full` ends at each step, so that the step's number is the phase's.
     pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(partial_full.at[0], 0))
-    pl.when(jnp.logical_not(nothing))(lambda: _copy_all(full, rows, statistic))
+    pl.when(jnp.logical_not(nothing))(lambda: pipeline.issue(full, rows, statistic))
 
     @pl.when(nothing)
     def _():
-        _copy_all(partial_full.at[0], rows)
+        pipeline.issue(partial_full.at[0], rows)
         pipeline.wait(partial_full, step.n, 1)
         backward_common.zero_rows(to, refs.lse.at[tile.batch, step.head, pl.ds(step.i * CHUNK, CHUNK)])
-        _copy_all(full, statistic)
+        pipeline.issue(full, statistic)
 
 
 @_with_step
@@ -207,7 +196,7 @@ def _fetch_bias(tile: Tile, step: Step) -> None:
     refs, slot = tile.refs, lax.rem(step.n, tile.config.bias_stages)
     batch, head = gather.broadcast_index((tile.batch, step.head), refs.bias.shape)
     at = batch, head, pl.ds(step.i * CHUNK, CHUNK), pl.ds(tile.first_key, CHUNK)
-    _copy_all(refs.bias_full.at[slot], (refs.bias, at, refs.bias_smem.at[slot]))
+    pipeline.issue(refs.bias_full.at[slot], (refs.bias, at, refs.bias_smem.at[slot]))
 
 
 def _release(tile: Tile, step: Step, empty: jax.Ref, stages: int, fetch: Any) -> None:
@@ -372,12 +361,12 @@ def _release_previous(tile: Tile, step: Step, warpgroup: int) -> None:
 
 def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
     """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
-    refs, here, turns = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.ordered_dq
+    refs, here, ordered = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.ordered_dq
     panels, size = refs.key_smem.shape[1], tile.config.dq_columns // CHUNK
     own = range(panels // 2) if warpgroup == VALUES else range(panels // 2, panels)
     mine = [own[at : at + size] for at in range(0, len(own), size)]
-    before: Any = backward_common.dq_position(tile, step.i) if turns else None
-    ended: Any = backward_common.semaphore_value(tile, step, jnp.int32(warpgroup)) if turns else None
+    before: Any = backward_common.dq_position(tile, step.i) if ordered else None
+    ended: Any = backward_common.semaphore_value(tile, step, jnp.int32(warpgroup)) if ordered else None
     ds = refs.ds_smem.at[here, 0]
     parts = [wgmma.multiply_columns([ds], [refs.key_smem.at[here, pl.ds(at.start, len(at))]]) for at in mine]
     if at_first is not None:
@@ -385,7 +374,7 @@ def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, mea
         plgpu.wgmma_wait(len(mine))
         at_first()
     later, issued = meanwhile() if meanwhile is not None else (0, None)
-    if turns:
+    if ordered:
         backward_common.acquire_dq(tile, step, jnp.int32(warpgroup), before, ended)
     for i, (part, at) in enumerate(zip(parts, mine, strict=True)):
         numbers = wgmma.wait(part, pending=len(mine) - 1 - i + later)

@@ -232,9 +232,8 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 
     @pipeline.when(tile.steps > 0)
     def _():
-        full, to = cta.query_full.at[warpgroup], cta.query_smem.at[warpgroup]
-        pipeline.expect(full, pipeline.size(to))
-        pipeline.copy_rows(cta.query, _rows_of(_own(tile, warpgroup)), to, full)
+        copy = cta.query, _rows_of(_own(tile, warpgroup)), cta.query_smem.at[warpgroup]
+        pipeline.issue(cta.query_full.at[warpgroup], copy)
 
 
 def _own(tile: _Tile, warpgroup: Any) -> TileCoord:
@@ -257,8 +256,7 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
     def _():
         if cta.problem.key_lengths:
             pipeline.expect(cta.partial_full.at[0], 0)
-        pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
-        pipeline.copy_rows(cta.key, _rows(cta, step), to, cta.stage_full.at[0])
+        pipeline.issue(cta.stage_full.at[0], (cta.key, _rows(cta, step), to))
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -327,8 +325,7 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
     stage = pipeline.stage(n, cta.config.stages)
     to, partial_full = cta.value_smem.at[stage], cta.partial_full.at[stage]
-    pipeline.expect(partial_full, pipeline.size(to))
-    pipeline.copy_rows(cta.value, _rows(cta, step), to, partial_full)
+    pipeline.issue(partial_full, (cta.value, _rows(cta, step), to))
     pipeline.wait(cta.partial_full, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
@@ -346,9 +343,8 @@ def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
 
     def copy(step: _Step) -> None:
         batch, head = gather.broadcast_index((step.batch, step.head), problem.bias)
-        pipeline.expect(full, pipeline.size(to))
         at = batch, head, pl.ds(step.row, config.block_q), pl.ds(step.key, config.block_kv)
-        pipeline.copy(cta.bias, at, to, full)
+        pipeline.issue(full, (cta.bias, at, to))
 
     def copy_later() -> None:
         found, j = _tile_with_step(cta, tile, i)

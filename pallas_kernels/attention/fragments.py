@@ -5,6 +5,8 @@ meets another's bank, no address is computed, and a copy takes a warp's or all a
 swizzled tiles, and are stored by the four registers of which an instruction multiplies, so that none has to be moved.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -136,54 +138,58 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
 
 def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
     """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes."""
-    (_, heads, queries), packed = target.shape, place.heads
+    _, heads, queries = target.shape
 
-    def store_row_values(ctx, target, values, batch, head, row):
+    def store_row_values(ctx, target, values, *coord):
         lane, warp = _lane_and_warp(once=True)
-        line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
         first = ptx.equals(arith.remui(lane, ptx.c32(4)), 0)
-        of_pack = arith.addi(arith.muli(ptx.scalar(batch), ptx.c32(heads // packed)), ptx.scalar(head))
         for r, value in enumerate(values.registers.flat):
-            at = arith.addi(line, ptx.c32(8 * r))
-            query = arith.addi(ptx.scalar(row), arith.divui(at, ptx.c32(packed)))
-            of_head = arith.addi(arith.muli(of_pack, ptx.c32(packed)), arith.remui(at, ptx.c32(packed)))
-            stored = arith.andi(first, arith.cmpi(arith.CmpIPredicate.ult, query, ptx.c32(queries)))
+            batch, head, query, exists = _row_coord(lane, warp, r, coord, place.heads, queries)
+            of_head = arith.addi(arith.muli(batch, ptx.c32(heads)), head)
             index = arith.muli(arith.extui(ptx.i64(), of_head), ptx.c64(queries))
             index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), query)), ptx.c64(4))
             address = arith.addi(ptx.global_address(target), index)
-            ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", [address, _number(value), stored])
+            operands = [address, _number(value), arith.andi(first, exists)]
+            ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", operands)
 
-    arguments = plgpu.RefType(), ROW, *[SPLAT] * 3
     at = jnp.int32(place.batch), jnp.int32(place.head), jnp.int32(place.row)
-    plgpu.inline_mgpu(arg_types=arguments)(store_row_values)(target, values, *at)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, *[SPLAT] * 3))(store_row_values)(target, values, *at)
 
 
 def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
     """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
-    (_, queries, heads, columns), packed = target.shape, place.heads
+    _, queries, heads, columns = target.shape
 
-    def store_row_sums(ctx, target, sums, batch, head, row):
+    def store_row_sums(ctx, target, sums, *coord):
         lane, warp = _lane_and_warp(once=True)
-        line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
         within = arith.addi(arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2)), ptx.c32(column))
         addresses, stored = [], []
         for r in range(2):
-            at = arith.addi(line, ptx.c32(8 * r))
-            query = arith.addi(ptx.scalar(row), arith.divui(at, ptx.c32(packed)))
-            of_head = arith.addi(arith.muli(ptx.scalar(head), ptx.c32(packed)), arith.remui(at, ptx.c32(packed)))
-            index = ptx.scalar(batch)
-            for extent, i in ((queries, query), (heads, of_head)):
+            index, head, query, exists = _row_coord(lane, warp, r, coord, place.heads, queries)
+            for extent, i in ((queries, query), (heads, head)):
                 index = arith.addi(arith.muli(index, ptx.c32(extent)), i)
             index = arith.muli(arith.extui(ptx.i64(), index), ptx.c64(columns))
             index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), within)), ptx.c64(4))
             addresses.append(arith.addi(ptx.global_address(target), index))
-            stored.append(arith.cmpi(arith.CmpIPredicate.ult, query, ptx.c32(queries)))
+            stored.append(exists)
         for i, pair in enumerate(sums.registers.flat):
             text = f"@$3 st.global.v2.f32 [$0+{i // 2 * 32}], {{$1, $2}};"
             ptx.asm(text, "l,f,f,b,~{memory}", [addresses[i % 2], *ptx.elements(pair), stored[i % 2]])
 
     at = jnp.int32(place.batch), jnp.int32(place.head), jnp.int32(place.row)
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, *[SPLAT] * 3))(store_row_sums)(target, sums, *at)
+
+
+def _row_coord(
+    lane: ir.Value, warp: ir.Value, r: int, coord: tuple[Any, ...], packed: int, queries: int
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Batch, head and query of a thread's row `r`, of two, in a tile of `packed` heads, and whether there is one."""
+    batch, head, row = map(ptx.scalar, coord)
+    line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
+    line = arith.addi(line, ptx.c32(8 * r))
+    query = arith.addi(row, arith.divui(line, ptx.c32(packed)))
+    head = arith.addi(arith.muli(head, ptx.c32(packed)), arith.remui(line, ptx.c32(packed)))
+    return batch, head, query, arith.cmpi(arith.CmpIPredicate.ult, query, ptx.c32(queries))
 
 
 def _number(value: ir.Value) -> ir.Value:

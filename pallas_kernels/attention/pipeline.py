@@ -135,6 +135,16 @@ def size(ref: Any) -> int:
     return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
 
 
+Copy = tuple[Any, tuple[Any, ...], Any]  # array, place, shared memory
+
+
+def issue(full: jax.Ref, *copies: Copy) -> None:
+    """The calling warp announces the bytes of copies at `full`, and issues them: of rows into panels, or of tiles."""
+    expect(full, sum(size(to) for *_, to in copies))
+    for source, at, to in copies:
+        (copy_rows if len(to.shape) == 3 else copy)(source, at, to, full)
+
+
 def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
     """The calling warp issues a TMA copy of `source[at]` into shared memory; the copy counts its bytes at `full`.
 

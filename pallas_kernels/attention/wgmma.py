@@ -164,9 +164,6 @@ def pin_wait_after(x: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=(WGMMA,))(wait_for_numbers)(x)
 
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
-
 def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
     """Columns of the widest swizzled tile, of 128 bytes at most, that divides `size` columns."""
     return next(c for c in (n // dtype.itemsize for n in (128, 64, 32)) if size % c == 0)
