@@ -8,7 +8,7 @@ probabilities, and the cotangents; the next step's probabilities say that warpgr
 So warpgroup 0 alone releases cotangents, and warpgroup 1 queries; the last warp to do so issues the next copies.
 
 A step of 64 queries and heads of 256: 10.5 MFLOP in five products, 2560 cycles of the tensor cores. Through shared
-memory: copies 64 KiB, factors of products 240 KiB, P and dS 40 KiB, 2750 cycles. dQ is added to device memory in
+memory: copies 64 KiB, factors of products 240 KiB, P and dS 40 KiB, 2750 cycles. dQ is added to global memory in
 float32, 64 KiB, from registers; if ordered, by copies from shared memory, 128 KiB more.
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608, for the overlap of products and exponentials.
 """
@@ -385,7 +385,7 @@ def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, mea
 
 
 def _add_square(tile: Tile, step: Step, warpgroup: int, square: Any, column: int, before: Any, is_first: bool) -> None:
-    """Adds 64 columns of dQ to the sum in device memory."""
+    """Adds 64 columns of dQ to the sum in global memory."""
     target = tile.refs.dq_sum.at[tile.batch, step.head, step.i, column]
     if tile.config.squares == 1:
         return fragments.reduce(target, square)

@@ -199,7 +199,7 @@ def _number(value: ir.Value) -> ir.Value:
 def commit() -> None:
     """Orders what this thread has stored to shared memory before products and copies that a barrier lets begin later.
 
-    `commit_smem` also waits for the warpgroup's other threads, which nobody need where each arrives at that barrier.
+    `commit_smem` also waits for the warpgroup's other threads, which is not needed where each arrives at that barrier.
     """
 
     def fence_shared(ctx):
