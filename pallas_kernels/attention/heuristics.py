@@ -48,6 +48,7 @@ class Thresholds:
         64: Rates(0.27, 0.81, 0.78), 128: Rates(0.4, 1.86, 0.75), 256: Rates(0.95, 2.2, 1.0),
     })  # fmt: skip
     paired_rates: Rates = _PAIRED  # of two CTAs of two warpgroups an SM, for heads up to 64
+    two_warpgroups: float = 0.78  # of a tile's time with three warpgroups
     favoured: float = 0.97  # of the modelled time, for the config for long sequences
     merge_us: float = 6.0  # of a kernel that merges splits, besides its bytes
     bytes_per_us: float = 2.5e6  # that XLA's kernels behind ours read and write
@@ -94,7 +95,7 @@ def forward(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
         return (_with_bias(problem, device),)
     whole, figures = _whole(problem), thresholds(device)
     if problem.batch_invariant or problem.query_length > figures.modelled_queries:
-        return (whole,)
+        return (_filling(problem, whole, device),)
     rates = {c: r for c, r in _short(problem, figures).items() if _fits(problem, c, device)}
     narrow = {c: r for c, r in rates.items() if c.warpgroups == 1}
     narrow |= {c: r for config, r in narrow.items() for c in _packed(problem, config)}
@@ -117,6 +118,22 @@ def _whole(problem: Attention) -> ForwardConfig:
         # Only the device knows how many tiles of keys are skipped.
         return dataclasses.replace(config, scheduler="dynamic")
     return dataclasses.replace(config, prefetch_query=config.early_exp_columns > 0)
+
+
+def _filling(problem: Attention, config: ForwardConfig, device: Device) -> ForwardConfig:
+    """`config`, or tiles of two warpgroups in the place of three where those leave SMs idle."""
+    if config.warpgroups < 3 or problem.has_data_mask or problem.batch_invariant:
+        return config
+    two = dataclasses.replace(config, block_kv=128, warpgroups=2, early_exp_columns=48, overlap_pv=True)
+
+    def rounds(config: ForwardConfig) -> float:
+        each = _tiles(problem, config) / device.sm_count
+        # Tiles of which some skip keys are half as long as the longest on average, and fill gaps.
+        return max(each / 2, 1) if _skips_tiles(problem) else -(-each // 1)
+
+    if rounds(two) * thresholds(device).two_warpgroups < rounds(config):
+        return dataclasses.replace(two, prefetch_query=True)
+    return config
 
 
 def _widest(problem: Attention) -> ForwardConfig:
