@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import attention_cases, cases, impls, timing, trees, truth, verdict
+from benchmarks import attention_cases, cases, impls, timing, trees, truth
 from benchmarks import results as measured
 
 _CPU_ELEMENTS = 1 << 18
@@ -84,7 +84,7 @@ class RowCall:
     def truths(self, program: Any, operands: impls.Buffers, baselines: Mapping[str, Any]) -> Any:
         return program, baselines["xla"]
 
-    def judge(self, operands: tuple[jax.Array, ...], got: Any, truths: Any) -> verdict.RowVerdict:
+    def judge(self, operands: tuple[jax.Array, ...], got: Any, truths: Any) -> measured.RowVerdict:
         check, xla = truths
         if "axis" in self.case.options:
             got, xla = jax.tree.map(jnp.transpose, (got, xla))
@@ -187,12 +187,12 @@ class AttentionCall:
     def truths(self, program: Any, operands: impls.Buffers, baselines: Mapping[str, Any]) -> Any:
         return program(*operands[0])
 
-    def judge(self, operands: tuple[Any, ...], got: Any, truths: Any) -> verdict.Verdict:
+    def judge(self, operands: tuple[Any, ...], got: Any, truths: Any) -> measured.Verdict:
         return truth.judge_attention(self.shape, got, truths)
 
     def entry(self, name: str, verdicts: Sequence[Any], found: Mapping[str, Any]) -> dict[str, Any]:
         memory = {program: ready.compiled.memory_analysis().temp_size_in_bytes for program, ready in found.items()}
-        entry = verdict.worst(verdicts).entry() | {"temp_bytes": memory}
+        entry = measured.worst(verdicts).entry() | {"temp_bytes": memory}
         if name == "ours" and _on_gpu():
             entry["kernels"] = {program: _mosaic_kernels(ready.compiled) for program, ready in found.items()}
             if "standard" in self.case.tags and not all(entry["kernels"].values()):
@@ -226,7 +226,7 @@ class AttentionCall:
 
     def speeds(self, timings: Timings, record: Mapping[str, Any]) -> dict[str, Any]:
         times = {program: taken.as_json() for program, taken in timings.items()}
-        return verdict.speeds(self.case.pass_, times, record["flops"])
+        return measured.speeds(self.case.pass_, times, record["flops"])
 
     def summary(self, record: Mapping[str, Any]) -> dict[str, Any]:
         return {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}

@@ -5,8 +5,6 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything b
 
 import argparse
 import dataclasses
-import itertools
-import math
 import pathlib
 import re
 import statistics
@@ -14,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_cases, cases, plot, report, targets, training
+from benchmarks import cases, plot, report, training
 from benchmarks import results as measured
-from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Run
+from benchmarks.results import KERNEL, NOT_MEASURED, Record, Results, Run
 from benchmarks.targets import TARGETS, Target
 from pallas_kernels.softmax.dispatch import KERNELS
 
@@ -77,26 +75,29 @@ def promises(results: Results) -> str:
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
-    """Rungs against row length: the traffic each needs, and the time it took."""
+    """Kernels against row length: the traffic each needs, and the time it took."""
 
     def make(results: Results) -> str:
         widths = sorted(cases.select(passes=[pass_], dtypes=[dtype], tags=["ladder"]), key=lambda case: case.cols)
-        found = [(case, record) for case in widths if (record := results.rungs(case.name)) is not None]
+        found = [(case, record) for case in widths if (record := results.kernels(case.name)) is not None]
         if not found:
             return NOT_MEASURED
-        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(RUNG) in KERNELS)
+        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(KERNEL) in KERNELS)
         rows = []
         for name in names:
             entries = [record["impls"].get(name, {}) for _, record in found]
             if any("us" in entry for entry in entries):
-                rows.append([name.removeprefix(RUNG), _traffic(found, name), *map(_time_and_speed, entries)])
+                rows.append([name.removeprefix(KERNEL), _traffic(found, name), *map(_time_and_speed, entries)])
         if any("xla" in record["impls"] for _, record in found):
             rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["kernel", "traffic", *(f"N = {case.cols}" for case, _ in found)]
-        when = report.when((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
         caption = _caption([record for _, record in found])
-        return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {when}."
+        when: dict[str, list[str]] = {}
+        for case, record in found:
+            when.setdefault(record["run"]["when"], []).append(f"N = {case.cols}")
+        days = "; ".join(f"{day}: {', '.join(names)}" for day, names in when.items())
+        return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {days}."
 
     return make
 
@@ -134,7 +135,7 @@ def summary(results: Results) -> str:
     rows = [_summary_row(line.label, records) for line, records in zip(LINES, shown, strict=True)]
     for run in _newest_jax(measured.attention_runs(results.folder)):
         for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
-            rows.append(_attention_row(f"{label}, {run.card}, {run.label}", run, pass_))
+            rows.append(_attention_row(f"{label}, {run.label}", run, pass_))
     rows = [row for row in rows if row]
     if not rows:
         return NOT_MEASURED
@@ -269,7 +270,7 @@ def _unrounded(worst: float, target: Target) -> str:
 
 
 def _traffic(found: Iterable[tuple[cases.Case, Mapping[str, Any]]], name: str) -> str:
-    """Bytes that the rung says it moves, in units of the operand's size."""
+    """Bytes that the kernel says it moves, in units of the operand's size."""
     units = set()
     for case, record in found:
         moved = record["impls"].get(name, {}).get("bytes_moved")
@@ -295,115 +296,6 @@ def _error(value: float | None) -> str:
     return report.number(value, ".0f" if value and value >= 100 else ".1f")
 
 
-PASSES = {"fwd": "forward", "bwd": "backward"}
-
-
-def attention_runs(results: Results) -> str:
-    """What each run of attention was made of."""
-    rows = []
-    for run in measured.attention_runs(results.folder):
-        header, records = run.header, run.records.values()
-        products = [record["matmul"]["tflop_per_s"] for record in records]
-        linkers = dict.fromkeys(pathlib.Path(r["nvjitlink"]).name if r.get("nvjitlink") else "none" for r in records)
-        facts = [
-            run.card,
-            header["device"].get("driver_version"),
-            header["versions"].get("cudnn"),
-            " and ".join(linkers),
-        ]
-        day, commit = header["timestamp"][:10], str(header["commit"])[:12]
-        span = f"{min(products):.0f} to {max(products):.0f}"
-        missing = ", ".join(header.get("left_out", ())) or "none"
-        rows.append([run.label, *(str(fact or "-") for fact in facts), span, day, commit, missing])
-    heads = ["run", "card", "driver", "cuDNN", "nvJitLink", "matmul 8192³, TFLOP/s", "day", "commit", "left out"]
-    return report.markdown(heads, rows) if rows else NOT_MEASURED
-
-
-def attention_promises(results: Results) -> str:
-    """What was promised of attention, beside what each run measured."""
-    rows = []
-    runs = measured.attention_runs(results.folder)
-    for run, pass_ in itertools.product(runs, targets.PASSES):
-        found = [promise.judge(run, pass_) for promise in targets.PROMISES]
-        slower = [f"{_floored(ratio)} at {call(case)}" for ratio, case in targets.below(run, pass_)]
-        rows.append([f"{run.label}, {PASSES[pass_]}", *map(_judged, found), "; ".join(slower) or "none"])
-    heads = ["", *(promise.describe() for promise in targets.PROMISES), "cells below 1.00"]
-    return f"{report.markdown(heads, rows)}\n\n{_versions(runs)}".strip() if rows else NOT_MEASURED
-
-
-def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
-    """The runs to compare: on one card with two versions of JAX, the newer first, both the first or both repeated."""
-    pairs = itertools.combinations(runs, 2)
-    return [(a, b) for a, b in pairs if (a.card, a.repeat) == (b.card, b.repeat) and a.jax != b.jax]
-
-
-def _versions(runs: Sequence[Run]) -> str:
-    """How many times faster the same source is with the newer JAX, in the geometric mean."""
-    found = []
-    for (newer, older), pass_ in itertools.product(_pairs(runs), targets.PASSES):
-        names = [case.name for case in attention_cases.select(tags=[targets.CELLS], passes=[pass_])]
-        ratios = [ratio for name in names if (ratio := targets.speed(newer, older, name)) is not None]
-        if ratios:
-            verdict = _judged((*targets.VERSIONS.word(ratios), len(ratios), len(names)))
-            found.append([f"{newer.label} over {older.label}, {PASSES[pass_]}", verdict, _floored(min(ratios))])
-    return report.markdown(["times faster", targets.VERSIONS.describe(), "worst"], found) if found else ""
-
-
-def _judged(verdict: tuple[float, str, int, int] | None) -> str:
-    if verdict is None:
-        return "-"
-    value, word, count, wanted = verdict
-    return f"{_floored(value)} {word}" + ("" if count == wanted else f" ({count} of {wanted} cells)")
-
-
-def attention_cells(pass_: str) -> Callable[[Results], str]:
-    """Every cell of a pass: ours, cuDNN and the ratio in each run, and the two versions of JAX beside each other."""
-
-    def make(results: Results) -> str:
-        runs = measured.attention_runs(results.folder)
-        order = {case.name: i for i, case in enumerate(attention_cases.all_cases())}
-        names = dict.fromkeys(n for run in runs for n, r in run.records.items() if r["case"]["pass"] == pass_)
-        names = sorted(names, key=lambda name: order.get(name, len(order)))
-        rows = []
-        for name in names:
-            records = [run.records.get(name) for run in runs]
-            case = next(record["case"] for record in records if record)
-            row = [f"{call(case)}"]
-            for run, record in zip(runs, records, strict=True):
-                row += _cell(record, pass_) if not run.repeat else _cell(record, pass_)[-1:]
-            rows.append(row + [_floored(targets.speed(new, old, name)) for new, old in _pairs(runs)])
-        heads = ["cell"]
-        for run in runs:
-            own = ["ours, us", *(["direct, us"] if pass_ == "bwd" else []), "cuDNN, us", "x cuDNN"]
-            heads += [f"{run.label}: {head}" for head in (own if not run.repeat else own[-1:])]
-        heads += [f"{new.label} over {old.label}" for new, old in _pairs(runs)]
-        return report.markdown(heads, rows) if rows else NOT_MEASURED
-
-    return make
-
-
-def _cell(record: Record | None, pass_: str) -> list[str]:
-    """Ours, its backward pass alone, cuDNN and the ratio."""
-    ours, cudnn = (record["impls"].get(name, {}) if record else {} for name in ("ours", "cudnn"))
-    us = [report.number(x.get("us"), ".1f") if x.get("status", "ok") == "ok" else x["status"] for x in (ours, cudnn)]
-    direct = [report.number(ours.get("direct_us"), ".1f")] if pass_ == "bwd" else []
-    return [us[0], *direct, us[1], _floored(measured.ratio(record, "cudnn") if record else None)]
-
-
-def call(case: Mapping[str, Any]) -> str:
-    """A call of attention in words: "D 128, S 2048, causal"."""
-    dim, value = case["head_dim"], case["value_dim"]
-    heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
-    span = f" {case['span']}" if case["span"] else ""
-    dims = f"{dim}" if dim == value else f"{dim}/{value}"
-    return f"D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
-
-
-def _floored(value: float | None) -> str:
-    """Three digits that do not look better than the value is."""
-    return "-" if value is None else format(math.floor(value * 1000) / 1000, ".3f")
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "everything": of_ops(("softmax", "log_softmax", "logsumexp")),
@@ -421,10 +313,13 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_forward_f16": ladder("fwd", "f16"),
     "ladder_forward_f32": ladder("fwd", "f32"),
     "ladder_backward_f16": ladder("bwd", "f16"),
-    "attention_runs": attention_runs,
-    "attention_promises": attention_promises,
-    "attention_forward": attention_cells("fwd"),
-    "attention_backward": attention_cells("bwd"),
+    "attention_runs": report.attention_runs,
+    "attention_promises": report.attention_promises,
+    "attention_forward": report.attention_cells("fwd"),
+    "attention_backward": report.attention_cells("bwd"),
+    "attention_sample": report.attention_sample,
+    "attention_short": report.attention_short,
+    "attention_odd": report.attention_odd,
     "models": lambda results: training.table(results.about("models")),
 }
 
@@ -441,7 +336,7 @@ def main(arguments: list[str]) -> None:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
     if pictures:
-        print("\n".join(map(str, plot.draw(results, measured.attention_runs()[:1], PICTURES))))
+        print("\n".join(map(str, plot.draw(results, PICTURES))))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from benchmarks.results import Record, Results, Run
 
 Metric = Callable[[Record, Results], float | None]
 Case = Mapping[str, Any]
-PASSES = ("fwd", "bwd")
 CELLS = "standard"  # the benchmark's 32 of each pass of attention
 
 

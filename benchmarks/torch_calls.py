@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import verdict
+from benchmarks import results as verdict
 
 _LOSSES = ("cross_entropy", "top_k")
 _LIGER = {"label_smoothing": "label_smoothing", "z_loss": "lse_square_scale", "logits_soft_cap": "softcap"}

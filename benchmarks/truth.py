@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.attention_cases import Shape
 from benchmarks.cases import Case
 from benchmarks.impls import LOSSES
-from benchmarks.verdict import NAMES, ROW_WEIGHT, RowVerdict, Verdict, errors, oracle, worst_head
+from benchmarks.results import NAMES, ROW_WEIGHT, RowVerdict, Verdict, errors, oracle, worst_head
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import attention_cases, calls, cases, impls, report, runner, truth, verdict
+from benchmarks import attention_cases, calls, cases, impls, report, runner, truth
 from benchmarks import results as measured
 from benchmarks.attention_cases import Case, Shape
 from benchmarks.calls import Options
@@ -260,8 +260,8 @@ def test_a_row_is_not_lost_in_the_mean():
     faults = near, near.at[0, 9].set(0), near.at[0, 9].set(want[0, 8])
     plain, missing, another = (float(truth._head_error(x, want)[0]) for x in faults)
     assert plain < 2.0**-7
-    assert not verdict.Verdict("out", missing, plain).right
-    assert not verdict.Verdict("out", another, plain).right
+    assert not measured.Verdict("out", missing, plain).right
+    assert not measured.Verdict("out", another, plain).right
 
 
 def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
