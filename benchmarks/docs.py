@@ -56,7 +56,7 @@ def of_ops(
     """Every measured case of some operations; `facts` are the columns between the time and the peers."""
 
     def make(results: Results) -> str:
-        order = {case.name: i for i, case in enumerate(cases.all_cases())}
+        order = {case.name: i for i, case in enumerate(cases.TABLE.cases)}
         records = [record for record in results.records() if record["case"]["op"] in ops]
         records.sort(key=lambda r: order.get(r["case"]["name"], len(order)))
         return _comparison(records, _SPEED if facts is None else facts, errors_of)
@@ -269,7 +269,7 @@ def _unrounded(worst: float, target: Target) -> str:
     return next((text for text in texts if [target.reached(float(text), b) for b in bounds] == kept), str(worst))
 
 
-def _traffic(found: Iterable[tuple[cases.Case, Mapping[str, Any]]], name: str) -> str:
+def _traffic(found: Iterable[tuple[cases.RowCase, Mapping[str, Any]]], name: str) -> str:
     """Bytes that the kernel says it moves, in units of the operand's size."""
     units = set()
     for case, record in found:

@@ -34,7 +34,7 @@ class Target:
     op: str = "softmax"
     at_most: bool = False
 
-    def select(self) -> tuple[cases.Case, ...]:
+    def select(self) -> tuple[cases.RowCase, ...]:
         chosen = cases.select(ops=[self.op], passes=self.passes, dtypes=self.dtypes, tags=self.tags)
         return tuple(case for case in chosen if self.cols(case.cols))
 

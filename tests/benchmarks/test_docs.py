@@ -20,7 +20,7 @@ FULL, CAUSAL = attention_cases.select(tags=["core"], passes=["fwd"], patterns=["
 
 
 def _record(name, ours=None, **others):
-    (case,) = [case for case in cases.all_cases() if case.name == name]
+    (case,) = [case for case in cases.TABLE.cases if case.name == name]
     copy = {"method": "copy:torch", "us": 31.0, "tb_per_s": 4.2}
     impls = {name.replace("kernel_", "rung:"): entry for name, entry in others.items()}
     impls |= {"ours": ours} if ours else {}
@@ -173,7 +173,7 @@ def test_what_is_missed_does_not_look_reached(folder):
 
 def test_every_promise_and_every_line_of_the_summary_selects_cases():
     assert all(target.select() for target in TARGETS)
-    everything = [case.describe() for case in cases.all_cases()]
+    everything = [case.describe() for case in cases.TABLE.cases]
     assert all(any(map(line.takes, everything)) for line in docs.LINES)
     assert not any(line.takes(case) for line in docs.LINES for case in everything if "extended" in case["tags"])
     wanted = [len(attention_cases.select(tags=[promise.tag], passes=["bwd"])) for promise in targets.PROMISES]

@@ -1,6 +1,6 @@
 """Torch's side: torch, quack, Liger and flash-attn-4, in a process of their own, by CUDA events.
 
-`python -m benchmarks` starts `python -m benchmarks.peers`, which never imports JAX: cases come as JSON lines on
+`python -m benchmarks` starts `python -m benchmarks.torch_peers`, which never imports JAX: cases come as JSON lines on
 standard input, each answered by one line on standard output. The programs of a case, from `benchmarks.torch_calls`,
 interleave round-robin, ten launches to a pair of events (short ones as a CUDA graph, so that the host's pace does not
 count), with buffers rotated as on JAX's side. This process measures its own copy or matrix product, so that shares
@@ -34,7 +34,7 @@ class Peers:
         self._child: subprocess.Popen | None = None
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a case, as `measure` has it: `calls.for_peers` says what the process is told."""
+        """The answer to a case, as `measure` has it: `told` of a case is what the process is told."""
         if self._child is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)

@@ -10,6 +10,7 @@ each head: the error is at most twice that of XLA in 16 bits, plus half a unit o
 squares, relative to the truth's; the worst row counts by a sixteenth, lest it be lost in the mean of thousands.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.attention_cases import Shape
-from benchmarks.cases import Case
+from benchmarks import impls
+from benchmarks.attention_cases import AttentionCase, Shape
+from benchmarks.cases import RowCase
 from benchmarks.impls import LOSSES
 from benchmarks.results import NAMES, ROW_WEIGHT, RowVerdict, Verdict, errors, oracle, worst_head
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -30,11 +32,36 @@ _SAMPLED_ELEMENTS = 1 << 20
 _CHECKED_ELEMENTS = 1 << 28  # at once, in float32
 _LOSS_ULPS = 64.0
 _SCORES = 1 << 28  # of attention at once, in float32: a head of 16384 tokens
+# The truth is not timed: XLA need not try which of its products are fast, which takes most of the time to compile it.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _LOOSE_ULPS = {"float32": 64.0, "float16": 8.0, "bfloat16": 8.0}
 
 
+def compiler(case: RowCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Callable[[], Any]:
+    """Compiles what knows the truth of a case: the check of every row, or attention, with its gradients if `graded`."""
+    if isinstance(case, AttentionCase):
+        program = functools.partial(attention, case.shape, gradients=graded)
+        return functools.partial(jax.jit(program).lower(*specs).compile, compiler_options=_UNTUNED)
+    program = impls.build(case, "xla")
+    prepare = program.prepare or (lambda *operands: operands)
+    outputs = jax.eval_shape(lambda *operands: widened(program.function(*prepare(*operands))), *specs)
+    if "axis" in case.options:
+        outputs = [specs[0]]
+    return every_row(case).lower(specs, outputs).compile
+
+
+def judged(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> RowVerdict | Verdict:
+    """The verdict on outputs; `truths` are attention's, or the compiled check of rows and XLA's outputs."""
+    if isinstance(case, AttentionCase):
+        return judge_attention(case.shape, got, truths)
+    check, xla = truths
+    if "axis" in case.options:
+        got, xla = jax.tree.map(jnp.transpose, (got, xla))
+    return judge(case, operands, got, xla, check)
+
+
 def judge(
-    case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any, check: Callable[..., jax.Array]
+    case: RowCase, operands: tuple[jax.Array, ...], got: Any, xla: Any, check: Callable[..., jax.Array]
 ) -> RowVerdict:
     """Compares `got` with the truth, and with how far `xla` is from it.
 
@@ -55,10 +82,10 @@ def judge(
     return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
 
 
-def widened(outputs: Any) -> Any:
+def widened(outputs: Any) -> list[jax.Array]:
     """One number a row, or one in all, in float32: what XLA gives in the logits' dtype, ours may give so."""
     is_small = lambda y: y.ndim < 2 and jnp.issubdtype(y.dtype, jnp.floating)
-    return jax.tree.map(lambda y: y.astype(jnp.float32) if is_small(y) else y, outputs)
+    return [y.astype(jnp.float32) if is_small(y) else y for y in jax.tree.leaves(outputs)]
 
 
 def _error(got: np.ndarray, true: np.ndarray, magnitude: np.ndarray | None) -> float:
@@ -68,7 +95,7 @@ def _error(got: np.ndarray, true: np.ndarray, magnitude: np.ndarray | None) -> f
     return errors.max_error(got, true, magnitude=magnitude)
 
 
-def _sampled_rows(case: Case) -> np.ndarray:
+def _sampled_rows(case: RowCase) -> np.ndarray:
     count = min(case.rows, max(2, _SAMPLED_ELEMENTS // case.cols))
     inner = np.random.default_rng(0).choice(case.rows, count, replace=False)
     return np.unique(np.concatenate([[0, case.rows - 1], inner[2:]]))
@@ -79,7 +106,7 @@ def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
     return leaf[rows]
 
 
-def _truths(case: Case, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def _truths(case: RowCase, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """(true value, size of the terms it is a difference of) of each output."""
     if case.op in LOSSES:
         return _truths_of_loss(case, operands, case.rows)
@@ -100,7 +127,7 @@ def _truths(case: Case, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np
     return [gradient] if case.pass_ == "bwd" else [forward(), gradient]
 
 
-def every_row(case: Case) -> Any:
+def every_row(case: RowCase) -> Any:
     """A jitted function of (operands, outputs): the largest deviation from the float32 reference, 1 being tolerated."""
     if case.op in LOSSES:
         return jax.jit(_every_row_of_loss(case, _LOOSE_ULPS[case.dtype]))
@@ -127,19 +154,19 @@ def every_row(case: Case) -> Any:
     return jax.jit(rows if case.rows * case.cols <= _CHECKED_ELEMENTS else blocks)
 
 
-def _forward32(case: Case, x: jax.Array) -> list[jax.Array]:
+def _forward32(case: RowCase, x: jax.Array) -> list[jax.Array]:
     if case.op == "logsumexp":
         return [log_normalizer(reference.stats(x, axes=(1,)))]
     return [getattr(reference, case.op)(x, axes=(1,))]
 
 
-def _backward32(case: Case, x: jax.Array, t: jax.Array) -> jax.Array:
+def _backward32(case: RowCase, x: jax.Array, t: jax.Array) -> jax.Array:
     if case.op == "softmax":
         return reference.softmax_tangent(reference.softmax(x, axes=(1,)), t, axes=(1,))
     return reference.log_softmax_cotangent(x, t, axes=(1,))
 
 
-def _truths_of_loss(case: Case, operands: list[np.ndarray], rows: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def _truths_of_loss(case: RowCase, operands: list[np.ndarray], rows: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """(true value, size of the terms) of each output that has rows, for the rows given of a case's `rows`."""
     if case.op == "top_k":
         (x,) = operands
@@ -153,7 +180,7 @@ def _truths_of_loss(case: Case, operands: list[np.ndarray], rows: int) -> list[t
     return [(true.loss, true.loss_terms + np.abs(true.lse) + (_row(case)["soft_cap"] or 0.0))]
 
 
-def _every_row_of_loss(case: Case, ulps: float) -> Any:
+def _every_row_of_loss(case: RowCase, ulps: float) -> Any:
     """A function of (operands, outputs): the largest deviation from float32, `ulps` of a gradient being tolerated."""
     row = _top_k_row(case, ulps) if case.op == "top_k" else _loss_row(case, ulps)
 
@@ -168,13 +195,13 @@ def _every_row_of_loss(case: Case, ulps: float) -> Any:
     return check
 
 
-def _row(case: Case) -> dict[str, Any]:
+def _row(case: RowCase) -> dict[str, Any]:
     """The options as the kernels' layer names them."""
     names = {"label_smoothing": ("smoothing", 0.0), "z_loss": ("z_loss", 0.0), "logits_soft_cap": ("soft_cap", None)}
     return {name: case.options.get(option, default) for option, (name, default) in names.items()}
 
 
-def _loss_row(case: Case, ulps: float) -> Any:
+def _loss_row(case: RowCase, ulps: float) -> Any:
     options = _row(case)
     cap, smoothing, z_loss = (options[name] for name in ("soft_cap", "smoothing", "z_loss"))
 
@@ -198,7 +225,7 @@ def _loss_row(case: Case, ulps: float) -> Any:
     return row
 
 
-def _top_k_row(case: Case, ulps: float) -> Any:
+def _top_k_row(case: RowCase, ulps: float) -> Any:
     """The k-th has k - 1 before it, and each is before the next: what `lax.top_k` of the logits means."""
 
     def row(x: jax.Array, got: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
