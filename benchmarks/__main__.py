@@ -22,6 +22,7 @@ import ctypes
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,10 +33,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, cases, impls, report, runner, torch_peers, trees
+from benchmarks import attention_cases, cases, impls, report, runner, trees
 from benchmarks import results as measured
 
 ATTENTION = "attention"
+_ROOT = pathlib.Path(__file__).parents[1]
 OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
 ROW_IMPLS = (*impls.ROWS, *measured.ROW_LIBRARIES)
 ATTENTION_IMPLS = (*impls.ATTENTION, *measured.ATTENTION_LIBRARIES)
@@ -124,6 +126,41 @@ def selected() -> Sequence[runner.Case]:
     return _table(attends).select(tags=tags, count=_COUNT.value, seed=_SEED.value, **filters)
 
 
+class Peers:
+    """The process that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
+
+    def __init__(self, names: Sequence[str], rounds: int, path: str, module: str = "benchmarks.torch_peers"):
+        self._names = tuple(names)
+        self._command = [sys.executable, "-m", module, ",".join(names), str(rounds)]
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
+        self._child: subprocess.Popen | None = None
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a case, as `torch_peers.measure` has it: `told` of a case is what the process is told."""
+        if self._child is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps(case) + "\n")
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        self.close()
+        failed = {"status": "failed", "reason": "the peers' process died; its last words are above"}
+        return {"name": case["name"], "impls": {name: failed for name in self._names}}
+
+    def close(self) -> None:
+        """Ends the process; the next case starts another."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.communicate()
+
+
 class Session:
     """One run of the binary: what it has measured, and where it writes it.
 
@@ -136,7 +173,7 @@ class Session:
         chosen: Sequence[runner.Case],
         options: impls.Options,
         *,
-        process: torch_peers.Peers | None = None,
+        process: Peers | None = None,
         path: pathlib.Path | None = None,
         commit: str | None = None,
         budget_s: float | None = None,
@@ -254,7 +291,7 @@ def main() -> None:
     ours = tuple(impls.expand([name for name in _IMPL.value if name not in libraries]))
     config = json.loads(_CONFIG.value) if _CONFIG.value else None
     options = impls.Options(ours, FLAGS.rounds, _SEED.value, _KERNEL.value, config, _folders())
-    process = torch_peers.Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
+    process = Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
     path = pathlib.Path(_JSON.value) if _JSON.value else None
     limits = {"budget_s": _BUDGET.value, "processes": _PROCESSES.value}
     records = Session(chosen, options, process=process, path=path, commit=_COMMIT.value, **limits).measure()

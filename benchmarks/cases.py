@@ -1,10 +1,11 @@
 """What is measured: a table of named cases, how to select among them, and the cases of rows.
 
-`benchmarks.attention_cases` has those of attention, in a table of the same kind. Tags of rows: `core` (under two minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes),
-`smoke` (what a CPU runs by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the
-working set fits in L2 and buffers are not rotated: launch and latency show, not bandwidth), `cross_entropy` and `top_k`
-(a run each, beside `standard`), and one per source. `invariance` (what `jaxsoftmax.batch_invariant()` costs) is
-measured only where it is asked for.
+`benchmarks.attention_cases` has those of attention, in a table of the same kind. Tags of rows: `core` (under two
+minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes), `smoke` (what a CPU runs
+by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the working set fits in L2
+and buffers are not rotated: launch and latency show, not bandwidth), `cross_entropy` and `top_k` (a run each, beside
+`standard`), and one per source. `invariance` (what `jaxsoftmax.batch_invariant()` costs) is measured only where it is
+asked for.
 """
 
 import dataclasses
@@ -72,9 +73,9 @@ _BACKWARD_FLOPS = {"softmax": 4, "log_softmax": 6, "cross_entropy": 2}
 class Table[C]:
     """The cases of a topic; those of the tags in `apart` are made and measured only where they are asked for.
 
-    A case has an `op`, a `pass_`, `tags` and a `name`; `about`, a word for `--list`; `key`, what is computed; `buffers`,
-    how many sets of operands rotate; `operands(count, seed)`; `sizes()`, the bytes and arithmetic that a result file
-    has; `shrunk()`, the case for a machine without a GPU, and `as_measured()`, what a result file says of that;
+    A case has an `op`, a `pass_`, `tags` and a `name`; `about`, a word for `--list`; `key`, what is computed;
+    `buffers`, how many sets of operands rotate; `operands(count, seed)`; `sizes()`, the bytes and arithmetic that a
+    result file has; `shrunk()`, the case for a machine without a GPU, and `as_measured()`, what a file says of that;
     `describe()`, the case as JSON; and `told()`, what torch's process is told of it.
     """
 

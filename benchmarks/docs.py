@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import cases, plot, report, training
+from benchmarks import attention_cases, cases, report, training
 from benchmarks import results as measured
 from benchmarks.results import KERNEL, NOT_MEASURED, Record, Results, Run
 from benchmarks.targets import TARGETS, Target
@@ -20,6 +20,7 @@ from pallas_kernels.softmax.dispatch import KERNELS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
+_RATIOS = (0.5, 1, 2, 5, 10)  # ticks of the picture of random calls
 PEERS = {
     "xla": "XLA",
     "xla_f32": "XLA, float32",
@@ -66,12 +67,25 @@ def of_ops(
 
 def promises(results: Results) -> str:
     """What was promised, beside the worst case measured."""
-    rows = [_target_row(target, results) for target in TARGETS]
-    if not any(row[-1] != "-" for row in rows):
-        return NOT_MEASURED
+    rows, shown = [], []
+    for target in TARGETS:
+        found = target.measured(results)
+        row = [target.label, *(report.number(bound, ".3g") for bound in (target.must, target.goal))]
+        if found is None:
+            rows.append([*row, *["-"] * 5])
+            continue
+        worst, record, count = found
+        shown.append(record)
+        facts = [f"`{record['case']['name']}`", str(count), record["run"]["when"]]
+        rows.append([*row, _unrounded(worst, target), target.word(worst), *facts])
     heads = ["promise", "must", "goal", "worst", "", "at", "cases", "measured"]
-    shown = [record for target in TARGETS if (record := _worst(target, results)) is not None]
-    return report.markdown(heads, rows) + "\n\n" + _caption(shown, measured.ROW_LIBRARIES)
+    return f"{report.markdown(heads, rows)}\n\n{_caption(shown, measured.ROW_LIBRARIES)}" if shown else NOT_MEASURED
+
+
+def _unrounded(worst: float, target: Target) -> str:
+    """With as many digits as it takes not to look better than it is beside what was promised."""
+    texts = (format(worst, f".{digits}f") for digits in range(3, 8))
+    return next((text for text in texts if target.word(float(text)) == target.word(worst)), str(worst))
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
@@ -133,7 +147,8 @@ def summary(results: Results) -> str:
     """One row for each operation, and where the figures come from."""
     shown = [[r for r in results.records() if line.takes(r["case"])] for line in LINES]
     rows = [_summary_row(line.label, records) for line, records in zip(LINES, shown, strict=True)]
-    for run in _newest_jax(measured.attention_runs(results.folder)):
+    newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}  # of JAX, on each card
+    for run in reversed(newest.values()):
         for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
             rows.append(_attention_row(f"{label}, {run.label}", run, pass_))
     rows = [row for row in rows if row]
@@ -149,14 +164,6 @@ def summary(results: Results) -> str:
         "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, which gets "
         "packed documents as a dense mask."
     )
-
-
-def _newest_jax(runs: Iterable[Run]) -> list[Run]:
-    """On each card, the first run with the newest JAX that was measured there."""
-    found: dict[str, Run] = {}
-    for run in runs:
-        found.setdefault(run.card, run)
-    return list(found.values())
 
 
 def _summary_row(label: str, records: Sequence[Record]) -> list[str]:
@@ -241,34 +248,6 @@ def _against(record: Mapping[str, Any], peer: str) -> str:
     return "refuses" if status == "declined" else "-" if status == "ok" else status
 
 
-def _target_row(target: Target, results: Results) -> list[str]:
-    must, goal = report.number(target.must, ".3g"), report.number(target.goal, ".3g")
-    measured, record = target.measured(results), _worst(target, results)
-    if measured is None or record is None:
-        return [target.label, must, goal, "-", "-", "-", "-", "-"]
-    worst, name, count = measured
-    if target.must is not None and not target.reached(worst, target.must):
-        verdict = "**missed**"
-    else:
-        verdict = "goal" if target.reached(worst, target.goal) else "kept" if target.must else "below goal"
-    found = [_unrounded(worst, target), verdict, f"`{name}`", str(count), record["run"]["when"]]
-    return [target.label, must, goal, *found]
-
-
-def _worst(target: Target, results: Results) -> Mapping[str, Any] | None:
-    """The record of a promise's worst case."""
-    measured = target.measured(results)
-    return None if measured is None else results.case(measured[1])
-
-
-def _unrounded(worst: float, target: Target) -> str:
-    """With as many digits as it takes not to look better than it is beside what was promised."""
-    bounds = (target.must, target.goal)
-    kept = [target.reached(worst, bound) for bound in bounds]
-    texts = (format(worst, f".{digits}f") for digits in range(3, 8))
-    return next((text for text in texts if [target.reached(float(text), b) for b in bounds] == kept), str(worst))
-
-
 def _traffic(found: Iterable[tuple[cases.RowCase, Mapping[str, Any]]], name: str) -> str:
     """Bytes that the kernel says it moves, in units of the operand's size."""
     units = set()
@@ -324,6 +303,94 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 
+def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Draws what there are results of, and returns the paths; nothing without matplotlib."""
+    pyplot = _pyplot()
+    if pyplot is None:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    records = [r for r in results.records() if "sweep" in r["case"]["tags"] and r["case"]["op"] == "softmax"]
+    for pass_ in ("fwd", "bwd"):
+        series = [r for r in records if (r["case"]["pass"], r["case"]["dtype"]) == (pass_, "float16")]
+        if len(series) > 2:
+            title = f"softmax {pass_}, float16, {results.headers()[0]['device']['name']}"
+            figure = _bandwidth(pyplot, sorted(series, key=lambda record: record["case"]["cols"]), title)
+            drawn.append(_saved(pyplot, figure, folder / f"bandwidth_softmax_{pass_}_float16.svg"))
+    runs = measured.attention_runs(results.folder)
+    if runs:
+        samples = measured.attention_runs(results.folder, "attention sample")
+        drawn.append(_saved(pyplot, _attention(pyplot, runs[0], samples), folder / "attention.svg"))
+    return drawn
+
+
+def _attention(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
+    """TFLOP/s of each implementation in the core cases, and the ratios of random calls in order."""
+    names = [case.name for case in attention_cases.select(tags=["core"]) if case.name in run.records]
+    records = [run.records[name] for name in names]
+    size = 13, 0.42 * len(records) + 1.5
+    figure, (axes, drawn) = pyplot.subplots(1, 2, figsize=size, width_ratios=(3, 2), layout="constrained")
+    impls = dict.fromkeys(name for record in records for name, entry in record["impls"].items() if "us" in entry)
+    thickness = 0.8 / max(1, len(impls))
+    for i, name in enumerate(impls):
+        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
+        where = [row + (i - (len(impls) - 1) / 2) * thickness for row in range(len(records))]
+        axes.barh(where, speeds, thickness, label=name)
+    axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
+    axes.set_yticks(range(len(records)), [name.removeprefix("attention_") for name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {run.label}")
+    axes.legend(fontsize=8)
+    for one in samples:
+        ratios = [ratio for ratio, _ in report.against_libraries(one.records.values())]
+        shares = [100 * (i + 0.5) / len(ratios) for i in range(len(ratios))]
+        drawn.plot(shares, ratios, ".-", label=f"{one.label}, seed {one.seed}, {len(ratios)} calls")
+    drawn.axhline(1, color="k", linestyle="--")
+    drawn.set(xlabel="% of random calls", ylabel="times faster", title="Random calls x the better of cuDNN and XLA")
+    drawn.set_yscale("log")
+    drawn.set_yticks(_RATIOS, map(str, _RATIOS))
+    drawn.grid(alpha=0.3)
+    if samples:
+        drawn.legend(fontsize=8)
+    return figure
+
+
+def _bandwidth(pyplot: Any, records: Sequence[Record], title: str) -> Any:
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name in dict.fromkeys(name for record in records for name in record["impls"]):
+        speeds = [record["impls"].get(name, {}).get("tb_per_s") for record in records]
+        points = [(r["case"]["cols"], speed) for r, speed in zip(records, speeds, strict=True) if speed is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+    copies = [(record["case"]["cols"], record["copy"]["tb_per_s"]) for record in records if record["copy"]]
+    axes.plot(*zip(*copies, strict=True), "k--", label="copy, same run")
+    axes.set(xlabel="N (row length)", ylabel="TB/s of the least traffic", title=title, ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _pyplot() -> Any:
+    """Matplotlib's pyplot, set to draw the same picture from the same results; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no pictures: matplotlib is not installed")
+        return None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "jaxsoftmax"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _saved(pyplot: Any, figure: Any, path: pathlib.Path) -> pathlib.Path:
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", action="store_true", help="draw the pictures too; needs matplotlib")
@@ -336,7 +403,7 @@ def main(arguments: list[str]) -> None:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
     if pictures:
-        print("\n".join(map(str, plot.draw(results, PICTURES))))
+        print("\n".join(map(str, draw(results, PICTURES))))
 
 
 if __name__ == "__main__":

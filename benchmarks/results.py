@@ -132,6 +132,14 @@ def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]], dtype:
     )
 
 
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and percentiles of microseconds."""
+    import numpy as np
+
+    low, p20, p50, p80, high = np.percentile(samples, (0, 20, 50, 80, 100)).round(3).tolist()
+    return {"us": p50, "min_us": low, "max_us": high, "p20_us": p20, "p80_us": p80}
+
+
 def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) -> dict[str, Any]:
     """Microseconds and TFLOP/s from each program's times; of a backward pass, each round's difference of medians.
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks import attention_cases, cases, docs, plot, report, targets
+from benchmarks import attention_cases, cases, docs, report, targets
 from benchmarks import results as measured
 from benchmarks.results import FOLDER, Results
 from benchmarks.targets import TARGETS
@@ -126,7 +126,8 @@ def test_a_wrong_result_has_no_time_and_keeps_no_promise(folder):
     wrong = {"status": "WRONG", "reason": "off", "max_error_ulp": 900.0}
     results = Results(folder("run", "2026-11-02", _record(SHORT, wrong, xla=_entry(45.0))))
     assert "| WRONG | - | - |" in docs.TABLES["everything"](results)
-    assert TARGETS[0].measured(results) == (0.0, SHORT, 1)
+    worst, record, count = TARGETS[0].measured(results)
+    assert (worst, record["case"]["name"], count) == (0.0, SHORT, 1)
     assert "**missed**" in docs.promises(results)
 
 
@@ -157,7 +158,7 @@ def test_what_must_be_at_most_something_is_missed_above_it(folder):
     (target,) = [target for target in TARGETS if target.label.startswith("cross entropy, value")]
     for fraction, extra, verdict in ((0.95, 0, "goal"), (0.8, 2**21, "kept"), (0.7, 2**23, "**missed**")):
         results = Results(folder("run", "2026-11-02", _loss(fraction, extra)))
-        assert docs._target_row(target, results)[4] == verdict
+        assert target.word(target.measured(results)[0]) == verdict
         row = next(line for line in docs.promises(results).splitlines() if "memory beyond the gradient" in line)
         assert ("missed" in row) == (verdict == "**missed**")
     wrong = _loss(0.8)
@@ -168,7 +169,7 @@ def test_what_must_be_at_most_something_is_missed_above_it(folder):
 def test_what_is_missed_does_not_look_reached(folder):
     (target,) = [target for target in TARGETS if target.label == "no memory beyond the output"]
     results = Results(folder("run", "2026-11-02", _record(SHORT, _entry(30.0, temp_bytes=1024))))
-    assert docs._target_row(target, results)[3:5] == ["0.99999", "**missed**"]
+    assert f"| {target.label} | 1 | - | 0.99999 | **missed** |" in docs.promises(results)
 
 
 def test_every_promise_and_every_line_of_the_summary_selects_cases():
@@ -296,6 +297,6 @@ def test_pictures_are_drawn_from_results(folder, attend, tmp_path):
     sweep = [case.name for case in cases.select(ops=["softmax"], passes=["fwd"], dtypes=["f16"], tags=["sweep"])]
     results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) for name in sweep)))
     attend("1", {FULL: {"ours": 100.0, "cudnn": 110.0}}, topic="attention sample")
-    drawn = plot.draw(results, tmp_path / "pictures")
+    drawn = docs.draw(results, tmp_path / "pictures")
     assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "attention.svg"]
     assert all(path.read_text().startswith("<?xml") for path in drawn)

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import attention_cases, cases, torch_calls, torch_peers
+from benchmarks import __main__ as program
+from benchmarks import attention_cases, cases, torch_peers
 from benchmarks import results as measured
 from tests import attention_oracle
 from tests.benchmarks import fake_cuda
@@ -94,7 +95,7 @@ def _names(**found):
 
 @pytest.fixture
 def torch(monkeypatch):
-    monkeypatch.setattr(torch_calls, "_MATMUL_SIZE", 8)
+    monkeypatch.setattr(torch_peers, "_MATMUL_SIZE", 8)
     rng = np.random.default_rng(0)
     made = lambda x: np.asarray(x).view(Tensor)
     backward = lambda t, y, axis, dtype: _softmax(y)
@@ -195,7 +196,7 @@ def _attention(pass_="fwd", kind="full", **changes):
 @pytest.mark.parametrize("graphed", [True, False])
 def test_every_peer_is_timed_or_says_why_not(torch, installed, monkeypatch, graphed):
     if not graphed:
-        monkeypatch.setattr(torch_calls, "_GRAPHED_BYTES", 0)
+        monkeypatch.setattr(torch_peers, "_GRAPHED_BYTES", 0)
     answer = torch_peers.measure(torch, _rows("fwd"), measured.ROW_LIBRARIES, rounds=2)
     assert answer["copy"]["us"] == 1.0
     assert answer["impls"].pop("liger") == {"status": "declined", "reason": "RuntimeError: rows too long"}
@@ -245,8 +246,8 @@ def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(torch, ins
 def test_peers_give_the_mean_loss_and_its_gradient(torch, installed, pass_):
     case = _rows(pass_, op="cross_entropy")
     for name in measured.ROW_LIBRARIES:
-        function, prepare = torch_calls._peer(torch, name, case)
-        (operands, *_) = torch_calls._row_operands(torch, case)
+        function, prepare = torch_peers._peer(torch, name, case)
+        (operands, *_) = torch_peers._row_operands(torch, case)
         value, gradient = function(*prepare(*operands))
         in_one = (name, pass_) == ("quack", "value_and_grad")
         assert value == pytest.approx(_cross_entropy(*operands) * (case["rows"] if in_one else 1))
@@ -310,7 +311,7 @@ def test_what_flash_attention_refuses_is_no_failure(torch, installed, monkeypatc
 
 
 def test_the_process_survives_being_killed():
-    process = torch_peers.Peers(["quack"], 1, "")
+    process = program.Peers(["quack"], 1, "")
     case = {"name": "any"}
     assert process.measure(case)["impls"]["quack"]["status"] == "not installed"
     process._child.kill()
@@ -336,7 +337,7 @@ torch_peers.serve(measure, ["quack"], 1)
 
 def test_what_libraries_print_is_no_answer(tmp_path):
     (tmp_path / "noisy.py").write_text(_NOISY)
-    process = torch_peers.Peers(["quack"], 1, str(tmp_path), "noisy")
+    process = program.Peers(["quack"], 1, str(tmp_path), "noisy")
     for name in ("one", "two"):
         assert process.measure({"name": name}) == {"name": name, "impls": {"quack": {"status": "ok"}}}
     process.close()
