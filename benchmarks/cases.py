@@ -263,17 +263,11 @@ def _case(op: str, pass_: str, rows: int, cols: int, dtype: str, source: str, *t
 
 
 def _declared() -> Iterator[RowCase]:
-    yield from _forward_sweep()
-    yield from _published()
-    yield from _vocabularies()
-    yield from _extremes()
-    yield from _backward()
-    yield from _other_ops()
-    yield from _cross_entropy()
-    yield from _top_k()
+    yield from _softmax()
+    yield from _losses()
 
 
-def _forward_sweep() -> Iterator[RowCase]:
+def _softmax() -> Iterator[RowCase]:
     for dtype in SHORT_DTYPES:
         for cols, rows in SWEEP.items():
             tags = ["sweep"]
@@ -281,18 +275,12 @@ def _forward_sweep() -> Iterator[RowCase]:
             tags += ["ladder"] if cols in LADDER_COLS and dtype != "bfloat16" else []
             tags += ["smoke"] if cols == 1024 else []
             yield _case("softmax", "fwd", rows, cols, dtype, "powers of two", *tags)
-
-
-def _published() -> Iterator[RowCase]:
     for rows, cols in HTILE:
         yield _case("softmax", "fwd", rows, cols, "float16", "HTile", "htile")
     yield _case("softmax", "fwd", 8765, 4096, "float32", "MSRA", "msra", "core")
     for cols in (1024, 16384):
         yield _case("softmax", "fwd", 128, cols, "float32", "FastSoftmax", "fastsoftmax", "hot")
     yield _case("softmax", "fwd", 128, 131072, "float32", "FastSoftmax", "fastsoftmax")
-
-
-def _vocabularies() -> Iterator[RowCase]:
     for cols, (model, rows) in VOCABULARIES.items():
         core = ("core",) if cols in (50257, 128256) else ()
         yield _case("softmax", "fwd", rows, cols, "bfloat16", f"{model} vocabulary", "vocab", "smoke", *core)
@@ -302,18 +290,12 @@ def _vocabularies() -> Iterator[RowCase]:
     for dtype in ("float16", "float32"):
         for cols in (1000, 1001):
             yield _case("softmax", "fwd", 65536, cols, dtype, "odd widths", "ragged")
-
-
-def _extremes() -> Iterator[RowCase]:
     yield _case("softmax", "fwd", 64, 1048576, "float16", "one-million rows", "long", "core")
     yield _case("softmax", "fwd", 64, 1048576, "float32", "one-million rows", "long")
     yield _case("softmax", "fwd", 4096, 1048576, "float16", "one-million rows", "long")
     for rows in (1, 16, 64):
         yield _case("softmax", "fwd", rows, 131072, "float32", "few rows", "few_rows", "hot", "core")
     yield _case("softmax", "call", 8, 128, "float32", "call overhead", "latency", "hot", "core", "smoke")
-
-
-def _backward() -> Iterator[RowCase]:
     for dtype in SHORT_DTYPES:
         for cols, rows in SWEEP.items():
             if cols < 1024:
@@ -328,7 +310,7 @@ def _backward() -> Iterator[RowCase]:
         yield _case("softmax", "value_and_vjp", rows, cols, "bfloat16", "training step", "training", *tags)
 
 
-def _other_ops() -> Iterator[RowCase]:
+def _losses() -> Iterator[RowCase]:
     for op in ("log_softmax", "logsumexp"):
         for cols in (4096, 128256):
             tags = ("smoke", "core") if cols == 4096 else ()
@@ -336,9 +318,6 @@ def _other_ops() -> Iterator[RowCase]:
         yield _case(op, "fwd", 4096, 131072, "float32", "losses", "losses")
     yield _case("log_softmax", "bwd", 8192, 128256, "bfloat16", "losses", "losses")
     yield _case("log_softmax", "value_and_vjp", 32768, 4096, "bfloat16", "losses", "losses")
-
-
-def _cross_entropy() -> Iterator[RowCase]:
     case = functools.partial(_case, "cross_entropy")
     source = "losses over vocabularies"
     for pass_ in ("fwd", "value_and_grad", "value_and_grad_mean"):
@@ -351,9 +330,6 @@ def _cross_entropy() -> Iterator[RowCase]:
         for variant in ("smoothed_capped", "half_ignored"):
             yield case(pass_, 8192, 128256, "bfloat16", source, "extended", variant=variant)
         yield case(pass_, 64, 128256, "bfloat16", "few rows", "extended", "hot")
-
-
-def _top_k() -> Iterator[RowCase]:
     for cols, most in ((32000, 8192), (128256, 8192), (262144, 4096)):
         for rows in (1, 64, most):
             tags = ("top_k", "hot") if rows <= 64 else ("top_k",)

@@ -253,16 +253,19 @@ def _beside_libraries(records: Iterable[Record]) -> str:
 
 
 def attention_odd(results: Results) -> str:
-    """The rate at a length that is one less, over the rate at the length, in each run that has both."""
+    """The rate at a length that is one less, over the rate at the length, of one source on one card."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
+    runs: dict[str, dict[tuple[Any, ...], Record]] = {}
     for run in measured.attention_runs(results.folder, "attention odd"):
-        rates = {_cell_of(r["case"]): r["impls"]["ours"].get("tflop_per_s") for r in run.records.values()}
-        records = sorted(run.records.values(), key=lambda r: (r["case"]["head_dim"], r["case"]["length"]))
-        for case in (record["case"] for record in records):
-            here, there = (rates.get(_cell_of(case | {"length": case["length"] + more})) for more in (0, 1))
-            if here and there:
-                row = rows.setdefault((run.label, call(case | {"length": case["length"] + 1})), {})
-                row[case["pass"]] = f"{here / there:.3f} ({here:.0f} / {there:.0f})"
+        where = runs.setdefault(f"{run.card}, JAX {run.jax}, {run.commit}", {})
+        where |= {_cell_of(record["case"]): record for record in run.records.values()}
+    for where, found in runs.items():
+        for record in sorted(found.values(), key=lambda r: (r["case"]["head_dim"], r["case"]["length"])):
+            longer = record["case"] | {"length": record["case"]["length"] + 1}
+            pair = [r["impls"]["ours"].get("tflop_per_s") for r in (record, found.get(_cell_of(longer))) if r]
+            if len(pair) == 2 and all(pair):
+                words = f"{pair[0] / pair[1]:.3f} ({pair[0]:.0f} / {pair[1]:.0f})"
+                rows.setdefault((where, call(longer)), {})[longer["pass"]] = words
     heads = ["run", "cell of S", *(f"{words}, S - 1 over S (TFLOP/s)" for words in PASSES.values())]
     cells = [[*where, *(found.get(pass_, "-") for pass_ in PASSES)] for where, found in rows.items()]
     return markdown(heads, cells) if cells else NOT_MEASURED

@@ -56,64 +56,37 @@ oracle, errors = _load("oracle"), _load("errors")
 
 
 @dataclasses.dataclass(frozen=True)
-class RowVerdict:
-    """The errors of rows, in units of the last place, relative to the true value."""
+class Verdict:
+    """An error and XLA's, of an output of attention relative to its size, of rows in units of the last place."""
 
     error: float
     xla_error: float
-    every_row: float
+    slack: float
+    output: str = ""  # of attention
+    place: str = ""  # its sequence and head
+    every_row: float = 0.0  # of rows, the largest deviation on the device as a share of the bound
 
     @property
     def allowed(self) -> float:
-        """Where XLA itself overflows, as much as if it were off by one."""
-        return 2 * (self.xla_error if math.isfinite(self.xla_error) else 1.0) + 1
+        return 2 * self.xla_error + self.slack
 
     @property
     def right(self) -> bool:
-        return self.error <= self.allowed and self.every_row <= 1.0
+        return self.error <= self.allowed and self.every_row <= 1.0  # false for NaN
 
     def describe(self) -> str:
+        if self.output:
+            return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e} in {self.place}"
         return f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; every row: {self.every_row:.3g} of the bound"
 
     def entry(self) -> dict[str, Any]:
         """What a result file says of an implementation with this verdict; it is timed if "ok"."""
-        found = {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
-        return _status(self) | found
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The relative error of an output of attention, and that of the plain program's in 16 bits."""
-
-    output: str
-    error: float
-    plain_error: float
-    place: str = ""  # the sequence and the head
-    slack: float = SLACK["bfloat16"]
-
-    @property
-    def allowed(self) -> float:
-        return 2 * self.plain_error + self.slack
-
-    @property
-    def right(self) -> bool:
-        return self.error <= self.allowed  # false for NaN
-
-    def describe(self) -> str:
-        place = f" in {self.place}" if self.place else ""
-        return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e}{place}"
-
-    def as_json(self) -> dict[str, Any]:
+        status = {"status": "ok"} if self.right else {"status": "WRONG", "reason": self.describe()}
+        if not self.output:
+            return status | {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
         error = self.error if math.isfinite(self.error) else None
-        return {"output": self.output, "error": error, "plain_error": self.plain_error, "allowed_error": self.allowed}
-
-    def entry(self) -> dict[str, Any]:
-        """What a result file says of an implementation with this verdict; it is timed if "ok"."""
-        return _status(self) | self.as_json()
-
-
-def _status(verdict: RowVerdict | Verdict) -> dict[str, Any]:
-    return {"status": "ok"} if verdict.right else {"status": "WRONG", "reason": verdict.describe()}
+        errors = {"error": error, "plain_error": self.xla_error, "allowed_error": self.allowed}
+        return status | {"output": self.output} | errors
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -125,10 +98,10 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]], dtype: str) -> Verdict:
     """The verdict on `[2, batch, heads]` of each output: the errors of what is judged and of the plain program's."""
     return worst(
-        Verdict(name, error, plain_error, f"sequence {b}, head {h}", SLACK[dtype])
+        Verdict(error, xla_error, SLACK[dtype], name, f"sequence {b}, head {h}")
         for name, both in errors.items()
         for b, of_sequence in enumerate(zip(*both, strict=True))
-        for h, (error, plain_error) in enumerate(zip(*of_sequence, strict=True))
+        for h, (error, xla_error) in enumerate(zip(*of_sequence, strict=True))
     )
 
 

@@ -275,15 +275,16 @@ def test_random_calls_stand_by_run_with_the_worst_and_short_ones_all(attend):
     assert short[4] == f"| `{BACKWARD.name.removeprefix('attention_')}` | 100.0 | - | - | - |"
 
 
-def test_an_odd_length_is_compared_with_the_length_in_its_own_run(attend):
+def test_an_odd_length_is_compared_with_the_length_of_the_same_source(attend):
     less = {
         case: dataclasses.replace(case, shape=dataclasses.replace(case.shape, length=2047)) for case in (FULL, BACKWARD)
     }
-    times = {FULL: 100.0, less[FULL]: 200.0, BACKWARD: 80.0, less[BACKWARD]: 100.0, CAUSAL: 10.0}
-    attend("1", {case: {"ours": us} for case, us in times.items()}, topic="attention odd")
-    results = attend("1", {less[FULL]: {"ours": 10.0}}, topic="attention odd")
+    topic = {"topic": "attention odd"}
+    attend("1", {case: {"ours": us} for case, us in ((FULL, 100.0), (CAUSAL, 10.0), (BACKWARD, 80.0))}, **topic)
+    attend("1", {less[FULL]: {"ours": 200.0}, less[BACKWARD]: {"ours": 100.0}}, **topic)
+    results = attend("1", {less[FULL]: {"ours": 10.0}}, commit="other", **topic)
     _, _, *rows = report.attention_odd(results).splitlines()
-    assert rows == ["| H100, JAX 1 | D 128, S 2048, full | 0.500 (200 / 400) | 0.800 (400 / 500) |"]
+    assert rows == ["| H100, JAX 1, abc | D 128, S 2048, full | 0.500 (200 / 400) | 0.800 (400 / 500) |"]
 
 
 def test_committed_results_lie_in_the_folder_of_their_card():

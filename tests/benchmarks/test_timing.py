@@ -108,15 +108,11 @@ def test_statistics_are_of_all_launches():
     assert result["p20_us"] <= result["us"] <= result["p80_us"]
 
 
-def test_buffers_defeat_the_cache_unless_the_case_is_hot():
+def test_buffers_defeat_the_cache_unless_the_case_is_hot_and_long_kernels_are_launched_less():
     assert timing.buffers_needed(64 * 2**20, hot=False) * 64 * 2**20 >= timing.ROTATED_BYTES
     assert timing.buffers_needed(2**30, hot=False) == 1
     assert timing.buffers_needed(4096, hot=True) == 1
-
-
-def test_long_kernels_are_launched_less():
-    assert timing.launches_per_round(2**20) == 10
-    assert timing.launches_per_round(2**34) == 2
+    assert [timing.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]
 
 
 def test_the_best_copy_is_the_fastest_by_bandwidth():
