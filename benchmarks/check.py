@@ -131,41 +131,37 @@ def _truths(case: RowCase, operands: list[np.ndarray]) -> list[tuple[np.ndarray,
 
 def every_row(case: RowCase) -> Any:
     """A jitted function of (operands, outputs): the largest deviation from the float32 reference, 1 being tolerated."""
-    if case.op in LOSSES:
-        return jax.jit(_every_row_of_loss(case, _LOOSE_ULPS[case.dtype]))
-    eps = _LOOSE_ULPS[case.dtype] * float(jnp.finfo(case.dtype).eps)
-    tiny = float(jnp.finfo(case.dtype).tiny)
+    row = {"top_k": _top_k_row, "cross_entropy": _loss_row}.get(case.op, _plain_row)(case, _LOOSE_ULPS[case.dtype])
 
-    def deviation(got: jax.Array, want: jax.Array, *, of_row: bool) -> jax.Array:
-        size = jnp.abs(want).max(-1, keepdims=True) if of_row else jnp.abs(want)
-        off = jnp.abs(got.astype(jnp.float32) - want) / (eps * jnp.maximum(size, tiny))
-        return jnp.where(jnp.isnan(off), jnp.inf, off).max()
+    def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
+        leaves = jax.tree.leaves(got)
+        batch = max(1, _CHECKED_ELEMENTS // case.cols)
+        rows = (*operands, *(leaf for leaf in leaves if leaf.ndim))
+        off, losses = jax.lax.map(lambda leaves: row(*leaves), rows, batch_size=batch)
+        values = [_off(leaf, losses.mean(), jnp.abs(losses).mean(), _LOSS_ULPS) for leaf in leaves if not leaf.ndim]
+        return jnp.stack([off.max(), *values]).max()
 
-    def rows(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
-        x, *rest = (leaf.astype(jnp.float32) for leaf in operands)
-        wants = [(want, case.op != "softmax") for want in _forward32(case, x)] if case.pass_ != "bwd" else []
-        if rest:
-            wants.append((_backward32(case, x, *rest), True))
-        pairs = zip(jax.tree.leaves(got), wants, strict=True)
-        return jnp.stack([deviation(out, want, of_row=of_row) for out, (want, of_row) in pairs]).max()
-
-    def blocks(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
-        one = lambda leaves: rows(*jax.tree.map(lambda leaf: leaf[None], leaves))
-        return jax.lax.map(one, (operands, got), batch_size=max(1, _CHECKED_ELEMENTS // case.cols)).max()
-
-    return jax.jit(rows if case.rows * case.cols <= _CHECKED_ELEMENTS else blocks)
+    return jax.jit(check)
 
 
-def _forward32(case: RowCase, x: jax.Array) -> list[jax.Array]:
-    if case.op == "logsumexp":
-        return [log_normalizer(reference.stats(x, axes=(1,)))]
-    return [getattr(reference, case.op)(x, axes=(1,))]
+def _plain_row(case: RowCase, ulps: float) -> Any:
+    """A probability is compared with itself, what may be a difference of larger terms with the largest of its row."""
 
+    def row(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, got, wants = x.astype(jnp.float32)[None], list(rest), []
+        forward = getattr(reference, "stats" if case.op == "logsumexp" else case.op)(x, axes=(1,))
+        if case.pass_ != "bwd":
+            y = log_normalizer(forward) if case.op == "logsumexp" else forward
+            wants.append((y, jnp.abs(y) if case.op == "softmax" else jnp.abs(y).max()))
+        if case.pass_ in ("bwd", "value_and_vjp"):
+            t = got.pop(0)
+            gradient = {"softmax": reference.softmax_tangent, "log_softmax": reference.log_softmax_cotangent}[case.op]
+            dx = gradient(forward if case.op == "softmax" else x, t.astype(jnp.float32)[None], axes=(1,))
+            wants.append((dx, jnp.abs(dx).max()))
+        offs = [_off(y[None], want, size, ulps, case.dtype) for y, (want, size) in zip(got, wants, strict=True)]
+        return jnp.stack(offs).max(), jnp.zeros(())
 
-def _backward32(case: RowCase, x: jax.Array, t: jax.Array) -> jax.Array:
-    if case.op == "softmax":
-        return reference.softmax_tangent(reference.softmax(x, axes=(1,)), t, axes=(1,))
-    return reference.log_softmax_cotangent(x, t, axes=(1,))
+    return row
 
 
 def _truths_of_loss(case: RowCase, operands: list[np.ndarray], rows: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
@@ -180,21 +176,6 @@ def _truths_of_loss(case: RowCase, operands: list[np.ndarray], rows: int) -> lis
         return [(true.gradient, true.gradient_terms)]
     # The label's logit is taken from the logsumexp; a capped one errs by as much as the cap would.
     return [(true.loss, true.loss_terms + np.abs(true.lse) + (_row(case)["soft_cap"] or 0.0))]
-
-
-def _every_row_of_loss(case: RowCase, ulps: float) -> Any:
-    """A function of (operands, outputs): the largest deviation from float32, `ulps` of a gradient being tolerated."""
-    row = _top_k_row(case, ulps) if case.op == "top_k" else _loss_row(case, ulps)
-
-    def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
-        leaves = jax.tree.leaves(got)
-        batch = max(1, _CHECKED_ELEMENTS // case.cols)
-        rows = (*operands, *(leaf for leaf in leaves if leaf.ndim))
-        off, losses = jax.lax.map(lambda leaves: row(*leaves), rows, batch_size=batch)
-        values = [_off(leaf, losses.mean(), jnp.abs(losses).mean(), _LOSS_ULPS) for leaf in leaves if not leaf.ndim]
-        return jnp.stack([off.max(), *values]).max()
-
-    return check
 
 
 def _row(case: RowCase) -> dict[str, Any]:
