@@ -121,21 +121,20 @@ class Call:
         if self.case.pass_ == "call":
             return self._time_calls(schedule)
         n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
-        launches, torch_times = 1, []
+        launches = _LAUNCHES if self.on_gpu or "cpu" in self.case.tags else 1
+        probes = functools.partial(_attention_probes, n, size)
         if isinstance(self.case, RowCase):
             size = self.case.copied_bytes
-            probes = [timing.copy_variant(size, self.buffers)]
             launches = timing.launches_per_round(size) if self.on_gpu else 1
-            torch_times = self._torch_copy(size)
-        else:
-            probes = _attention_probes(n, size)
-            launches = _LAUNCHES if self.on_gpu or "cpu" in self.case.tags else 1
+            probes = lambda: [timing.copy_variant(size, self.buffers)]
+        torch_times = self._torch_copy(size)
         facts = {"buffers": self.buffers, "rounds": self.options.rounds, "launches": launches}
-        clock, timings = timing.measure([*schedule, *probes], device_clock=self.on_gpu, **facts)
+        clock, timings = timing.measure([*schedule, *probes()], device_clock=self.on_gpu, **facts)
+        torch_times += self._torch_copy(size)
         moved = timing.moved_bytes(size)
         copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
         if torch_times:
-            copies["copy:torch"] = (min(torch_times + self._torch_copy(size)), 8 * max(1, size // 8))
+            copies["copy:torch"] = (min(torch_times), 8 * max(1, size // 8))
         ceilings = {"copy": timing.best_copy(copies)}
         if not self.is_row:
             us = timings["matmul"].median
@@ -152,8 +151,8 @@ class Call:
         return "wall", timings, {"copy": None}
 
     def _torch_copy(self, size: int) -> list[float]:
-        """Torch's copy; nothing where torch or the GPU is missing."""
-        if not self.on_gpu:
+        """Torch's copy; nothing beside attention, or where torch or the GPU is missing."""
+        if not self.on_gpu or not self.is_row:
             return []
         try:
             return [timing.torch_copy_us(size, self.buffers, self.options.rounds)]
@@ -298,9 +297,8 @@ class Bench:
         with caught(entry):
             for program, ready in found.items():
                 launch = ready.bound(operands)
-                got = jax.block_until_ready(launch(0))
                 if program != "loop":
-                    verdicts.append(check.judged(call.case, operands[0], got, truths))
+                    verdicts.append(check.judged(call.case, operands[0], jax.block_until_ready(launch(0)), truths))
                 # A difference of two programs, as of attention, needs all rounds of both.
                 slow = call.is_row and call.case.pass_ != "call" and _is_slow(launch)
                 variants.append(timing.Variant(f"{name}:{program}", launch, slow))
