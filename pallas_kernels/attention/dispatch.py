@@ -51,7 +51,7 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
     If kernels are `named`, the user asked for one, even where XLA is faster.
     """
     declined = []
-    xla = None if named or config is not None else heuristics.xla_is_faster(problem)
+    xla = None if named or config is not None else heuristics.xla_is_faster(problem, device)
     for name, kernel in KERNELS[problem.op].items():
         why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device) or xla
         if why is not None:
