@@ -11,7 +11,7 @@ Examples:
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks --op=attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=FILE
   python -m benchmarks --op=attention --tag=sample --seed=1 --count=60 --processes=16 --json=FILE
-  python -m benchmarks --op=attention --tree=before=../before --impl=before,now,now:together=8:tiles=drawn \
+  python -m benchmarks --op=attention --tree=before=../before --impl=before,now,now:stages=1:scheduler=dynamic \
       --case=bwd_causal_d64_s8192_b2_h32 --processes=12
   python -m benchmarks --op=attention --tag=invariance
   JAX_PLATFORMS=cpu python -m benchmarks --op=attention --tag=cpu

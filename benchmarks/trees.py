@@ -1,8 +1,8 @@
 """Attention's kernels as several source trees have them, and with other configs: implementations that `--tree` adds.
 
-`--tree=before=../before --impl=before,now,now:together=8:tiles=drawn` measures three: a tree as it is, this one, and
-this one with other knobs. What is timed is the kernel with XLA's share before and after it, and of a backward pass that
-from the residuals of a forward pass of the same tree.
+`--tree=before=../before --impl=before,now,now:stages=1:scheduler=dynamic` measures three: a tree as it is, this one,
+and this one with other knobs. What is timed is the kernel with XLA's share before and after it, and of a backward pass
+that from the residuals of a forward pass of the same tree.
 """
 
 import ast

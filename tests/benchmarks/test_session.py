@@ -229,6 +229,13 @@ def test_every_case_is_in_one_share_beside_the_other_passes_of_its_shape(process
     assert max(map(len, shapes)) - min(map(len, shapes)) <= 1
 
 
+def test_an_odd_length_is_measured_beside_the_even_one():
+    shares = runner.deal(attention_cases.select(tags=["odd", "grid"], passes=["fwd", "bwd"]), 8)
+    even = lambda shape: dataclasses.replace(shape, length=shape.length + shape.length % 2)
+    found = [{even(case.shape) for case in share} for share in shares]
+    assert len(set.union(*found)) == sum(map(len, found)) == 27
+
+
 def test_processes_measure_what_one_would_and_the_end_of_one_does_not_end_the_run(rows, tmp_path):
     chosen = [_case(), _case(BROKEN), _case(TINY, "bwd"), rows(SOFTMAX)]  # the second process has the broken one alone
     path = tmp_path / "attention.json"
