@@ -11,7 +11,7 @@ Examples:
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
   python -m benchmarks --op=attention --tag=standard --pass=fwd,bwd --impl=ours,cudnn --processes=8 --json=FILE
   python -m benchmarks --op=attention --tag=sample --seed=1 --count=60 --processes=16 --json=FILE
-  python -m benchmarks --op=attention --tree=before=../before --impl=before,now,now:together=8:tiles=drawn \
+  python -m benchmarks --op=attention --tree=before=../before --impl=before,now,now:stages=1:scheduler=dynamic \
       --case=bwd_causal_d64_s8192_b2_h32 --processes=12
   python -m benchmarks --op=attention --tag=invariance
   JAX_PLATFORMS=cpu python -m benchmarks --op=attention --tag=cpu
@@ -22,6 +22,7 @@ import ctypes
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,12 +33,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, calls, cases, impls, peers, report, runner, trees
+from benchmarks import attention_cases, cases, impls, report, runner, trees
 from benchmarks import results as measured
 
 ATTENTION = "attention"
-OPS = tuple(dict.fromkeys(case.op for case in cases.all_cases()))
-TAGS = tuple(sorted({tag for case in cases.all_cases() for tag in case.tags} | {"invariance"}))
+_ROOT = pathlib.Path(__file__).parents[1]
+OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
 ROW_IMPLS = (*impls.ROWS, *measured.ROW_LIBRARIES)
 ATTENTION_IMPLS = (*impls.ATTENTION, *measured.ATTENTION_LIBRARIES)
 
@@ -50,9 +51,9 @@ _TAG = flags.DEFINE_list(
     "tag", [], "Tags; default 'core' of attention; of rows, without a filter, 'standard' on a GPU, 'smoke' elsewhere."
 )
 _IMPL = flags.DEFINE_list(
-    "impl", [], f"Of rows: {', '.join(ROW_IMPLS)}, rung:NAME. Of attention: {', '.join(ATTENTION_IMPLS)}."
+    "impl", [], f"Of rows: {', '.join(ROW_IMPLS)}, kernel:NAME. Of attention: {', '.join(ATTENTION_IMPLS)}."
 )
-_KERNEL = flags.DEFINE_string("kernel", None, "The rung that 'ours' must use on rows.")
+_KERNEL = flags.DEFINE_string("kernel", None, "The kernel that 'ours' must use on rows.")
 _CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
 _ROUNDS = flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
@@ -79,10 +80,9 @@ def check_flags() -> None:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
     folders = _folders()
     allowed = (*ATTENTION_IMPLS, *folders) if attends else ROW_IMPLS
-    given = [
-        name for name in _IMPL.value if not (trees.is_tree(name, folders) if attends else name.startswith("rung:"))
-    ]
-    known = {"op": (*OPS, ATTENTION), "impl": allowed, "tag": attention_cases.TAGS if attends else TAGS}
+    is_other = lambda name: trees.is_tree(name, folders) if attends else name.startswith(measured.KERNEL)
+    given = [name for name in _IMPL.value if not is_other(name)]
+    known = {"op": (*OPS, ATTENTION), "impl": allowed, "tag": _table(attends).tags}
     known |= {"pass": attention_cases.PASSES if attends else cases.PASSES, "kind": attention_cases.KINDS}
     known["dtype"] = (*cases.SHORT_DTYPES, *cases.SHORT_DTYPES.values())
     for flag, names in known.items():
@@ -106,6 +106,10 @@ def check_flags() -> None:
     FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
 
 
+def _table(attends: bool) -> cases.Table[Any]:
+    return attention_cases.TABLE if attends else cases.TABLE
+
+
 def _folders() -> dict[str, str]:
     """The trees that `--tree` names, and this one."""
     return trees.HERE | dict(tree.split("=", 1) for tree in FLAGS.tree)
@@ -113,15 +117,48 @@ def _folders() -> dict[str, str]:
 
 def selected() -> Sequence[runner.Case]:
     """The cases that the flags name."""
-    filters: dict[str, Any] = {"passes": _PASS.value, "patterns": _CASE.value}
-    if ATTENTION in _OP.value:
-        filters |= {"kinds": _KIND.value, "count": _COUNT.value, "seed": _SEED.value}
-        return attention_cases.select(tags=_TAG.value or ["core"], **filters)
+    attends = ATTENTION in _OP.value
+    filters: dict[str, Any] = {"passes": _PASS.value, "patterns": _CASE.value, "kinds": _KIND.value}
     filters |= {"ops": _OP.value, "dtypes": _DTYPE.value}
-    tags = _TAG.value
+    tags = _TAG.value or ["core"] * attends
     if not tags and not any(filters.values()):
         tags = ["standard" if jax.default_backend() == "gpu" else "smoke"]
-    return cases.select(tags=tags, **filters)
+    return _table(attends).select(tags=tags, count=_COUNT.value, seed=_SEED.value, **filters)
+
+
+class Peers:
+    """The process that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
+
+    def __init__(self, names: Sequence[str], rounds: int, path: str, module: str = "benchmarks.torch_peers"):
+        self._names = tuple(names)
+        self._command = [sys.executable, "-m", module, ",".join(names), str(rounds)]
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
+        self._child: subprocess.Popen | None = None
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a case, as `torch_peers.measure` has it: `told` of a case is what the process is told."""
+        if self._child is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps(case) + "\n")
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        self.close()
+        failed = {"status": "failed", "reason": "the peers' process died; its last words are above"}
+        return {"name": case["name"], "impls": {name: failed for name in self._names}}
+
+    def close(self) -> None:
+        """Ends the process; the next case starts another."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.communicate()
 
 
 class Session:
@@ -134,9 +171,9 @@ class Session:
     def __init__(
         self,
         chosen: Sequence[runner.Case],
-        options: calls.Options,
+        options: impls.Options,
         *,
-        process: peers.Peers | None = None,
+        process: Peers | None = None,
         path: pathlib.Path | None = None,
         commit: str | None = None,
         budget_s: float | None = None,
@@ -180,7 +217,7 @@ class Session:
     def _add_peers(self, record: dict[str, Any]) -> None:
         """Measures torch's side, and puts it into the record."""
         assert self.process is not None
-        answer = self.process.measure(calls.for_peers(self._by_name[record["case"]["name"]]))
+        answer = self.process.measure(self._by_name[record["case"]["name"]].told())
         record |= {f"peers_{probe}": answer[probe] for probe in ("copy", "matmul") if probe in answer}
         record["impls"] |= answer["impls"]
         if _attends(self.chosen):
@@ -200,13 +237,13 @@ class Session:
 
 
 def _attends(chosen: Sequence[runner.Case]) -> bool:
-    return any(isinstance(case, attention_cases.Case) for case in chosen)
+    return any(case.op == ATTENTION for case in chosen)
 
 
-def _topic(chosen: Sequence[runner.Case], options: calls.Options) -> str | None:
+def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
     tags = {tag for case in chosen for tag in case.tags}
-    words = [ATTENTION] * _attends(chosen) + [tag for tag in attention_cases.APART if tag in tags]
+    words = [ATTENTION] * _attends(chosen) + [tag for tag in attention_cases.TABLE.apart if tag in tags]
     words += ["trees"] * any(trees.is_tree(name, options.trees) for name in options.impls)
     return " ".join(words) or None
 
@@ -214,7 +251,7 @@ def _topic(chosen: Sequence[runner.Case], options: calls.Options) -> str | None:
 def red(name: str, records: Sequence[dict[str, Any]], folders: Mapping[str, str]) -> list[str]:
     """The cases in which an implementation of ours is wrong or failed; a tree is to have a time in every case."""
     is_tree = trees.is_tree(name, folders)
-    if not is_tree and name not in ("ours", impls.INVARIANT) and not name.startswith("rung:"):
+    if not is_tree and name not in ("ours", impls.INVARIANT) and not name.startswith(measured.KERNEL):
         return []
     bad = ("WRONG", "failed", "declined") if is_tree else ("WRONG", "failed")
     return [r["case"]["name"] for r in records if r["impls"].get(name, {}).get("status", "failed") in bad]
@@ -234,8 +271,7 @@ def _cudnn_version() -> dict[str, str]:
 
 def _list(chosen: Sequence[runner.Case]) -> None:
     for case in chosen:
-        about = case.source if isinstance(case, cases.Case) else f"{case.flops / 1e12:.3f} TFLOP"
-        print(f"{case.name:<50} {about:<40} {','.join(sorted(case.tags))}")
+        print(f"{case.name:<50} {case.about:<40} {','.join(sorted(case.tags))}")
 
 
 def main() -> None:
@@ -254,8 +290,8 @@ def main() -> None:
     theirs = [name for name in _IMPL.value if name in libraries]
     ours = tuple(impls.expand([name for name in _IMPL.value if name not in libraries]))
     config = json.loads(_CONFIG.value) if _CONFIG.value else None
-    options = calls.Options(ours, FLAGS.rounds, _SEED.value, _KERNEL.value, config, _folders())
-    process = peers.Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
+    options = impls.Options(ours, FLAGS.rounds, _SEED.value, _KERNEL.value, config, _folders())
+    process = Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
     path = pathlib.Path(_JSON.value) if _JSON.value else None
     limits = {"budget_s": _BUDGET.value, "processes": _PROCESSES.value}
     records = Session(chosen, options, process=process, path=path, commit=_COMMIT.value, **limits).measure()

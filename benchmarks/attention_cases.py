@@ -13,15 +13,15 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-TAGS = ("core", "grid", "rest", "standard", "odd", "sample", "short", "cpu", "invariance")
-APART = ("odd", "sample", "short", "cpu", "invariance")  # measured only where they are asked for
+from benchmarks.cases import Buffers, Table
+
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
@@ -135,65 +135,58 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One measurement: a call, and "fwd", "bwd" (residuals and cotangent given) or "value_and_vjp" (both)."""
+class AttentionCase:
+    """A call, and "fwd", "bwd" (residuals and cotangent given) or "value_and_vjp" (both)."""
 
     shape: Shape
     pass_: str
     tags: frozenset[str]
+    op = "attention"
+    buffers = 1
 
     @property
     def name(self) -> str:
         return f"attention_{self.pass_}_{self.shape.name}"
 
     @property
+    def about(self) -> str:
+        return f"{self.flops / 1e12:.3f} TFLOP"
+
+    @property
+    def key(self) -> Shape:
+        """The call without the pass, because passes have programs in common."""
+        return self.shape
+
+    @property
+    def kind(self) -> str:
+        return self.shape.kind
+
+    @property
     def flops(self) -> float:
         return self.shape.flops(self.pass_)
 
+    def shrunk(self) -> "AttentionCase":
+        return self if "cpu" in self.tags else dataclasses.replace(self, shape=self.shape.shrunk())
+
+    def as_measured(self) -> dict[str, Any]:
+        return {} if "cpu" in self.tags else {"measured": dataclasses.asdict(self.shape)}
+
+    def operands(self, count: int, seed: int) -> Buffers:
+        return [(self.shape.operands(seed),)] * count
+
+    def sizes(self) -> dict[str, Any]:
+        return {"flops": self.flops}
+
     def describe(self) -> dict[str, Any]:
-        """The case as JSON."""
         facts = {"name": self.name, "pass": self.pass_, "tags": sorted(self.tags)}
         return facts | dataclasses.asdict(self.shape)
 
-
-def all_cases() -> tuple[Case, ...]:
-    """Every case once, those that decide first."""
-    found = [Case(shape, pass_, _tags(shape, pass_)) for shape, pass_ in itertools.product(_shapes(), PASSES)]
-    return tuple(sorted(found, key=lambda case: "core" not in case.tags))
+    def told(self) -> dict[str, Any]:
+        documents = self.shape.documents().tolist() if self.kind == "documents" else []
+        return self.describe() | {"flops": self.flops, "documents": documents}
 
 
-def select(
-    *,
-    tags: Iterable[str] = (),
-    passes: Iterable[str] = (),
-    kinds: Iterable[str] = (),
-    patterns: Iterable[str] = (),
-    count: int = 60,
-    seed: int = 0,
-) -> tuple[Case, ...]:
-    """Cases that match every filter given; `patterns` are searched in names, or name calls that no table has.
-
-    `count` and `seed` decide the calls of the tag `sample`.
-    """
-    tags, passes, kinds, patterns = frozenset(tags), frozenset(passes), frozenset(kinds), tuple(patterns)
-    drawn = sample(count, seed) if "sample" in tags else ()
-    table = (*all_cases(), *(case for case in _apart() if case.tags & tags), *drawn)
-    known = {case.name for case in table}
-    named = [case for case in map(parse, patterns) if case is not None and case.name not in known]
-    return (
-        *named,
-        *(
-            case
-            for case in table
-            if (not tags or case.tags & tags)
-            and (not passes or case.pass_ in passes)
-            and (not kinds or case.shape.kind in kinds)
-            and (not patterns or any(re.search(p, case.name) for p in patterns))
-        ),
-    )
-
-
-def parse(name: str) -> Case | None:
+def parse(name: str) -> AttentionCase | None:
     """The case of a name, in the table or not: `attention_bwd_causal_d64_s8192_b2_h32`; None if it is no such name."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -203,10 +196,10 @@ def parse(name: str) -> Case | None:
     spans = int(span or SPAN) if kind in ("window", "documents") else 0
     dtype = next(dtype for dtype, short in DTYPES.items() if short == (end or ""))
     shape = Shape(b, n, k, s, d, v, kind, spans, int(queries or 0), dtype)
-    return Case(shape, pass_, _tags(shape, pass_) if shape in set(_shapes()) else frozenset())
+    return AttentionCase(shape, pass_, _tags(shape, pass_) if shape in set(_shapes()) else frozenset())
 
 
-def sample(count: int, seed: int) -> tuple[Case, ...]:
+def sample(count: int, seed: int) -> tuple[AttentionCase, ...]:
     """Random calls, the same for the same seed; more of them begin with the fewer."""
     rng, found = random.Random(seed), {}
     while len(found) < count:
@@ -215,7 +208,7 @@ def sample(count: int, seed: int) -> tuple[Case, ...]:
     return tuple(found.values())
 
 
-def _drawn(rng: random.Random) -> Case:
+def _drawn(rng: random.Random) -> AttentionCase:
     """A call whose sizes are log-uniform, scores and arrays being bounded.
 
     Gradients are not drawn of fewer than 8 queries or keys: they may be too small a sum for the gate, or zero.
@@ -236,7 +229,7 @@ def _drawn(rng: random.Random) -> Case:
     shape = Shape(
         batch, key_heads * group, key_heads, keys, dim, dim, kind, 0, queries if queries != keys else 0, dtype
     )
-    return Case(shape, pass_, frozenset({"sample"}))
+    return AttentionCase(shape, pass_, frozenset({"sample"}))
 
 
 def square(length: int, dim: int, kind: str, span: int = 0) -> Shape:
@@ -258,27 +251,34 @@ def _shapes() -> Iterator[Shape]:
     yield square(2048, 128, "bias")
 
 
-def _apart() -> Iterator[Case]:
-    """The cases of tags that are measured only where they are asked for."""
+def _cpu(*_: int) -> Iterator[AttentionCase]:
     sizes = ((8, 256, 256, 4, 4, 32), (2, 512, 512, 8, 8, 64), (2, 512, 512, 8, 2, 64))
     sizes += ((8, 1, 4096, 8, 8, 64), (8, 1, 4096, 8, 2, 64), (1, 2048, 2048, 4, 4, 64))
     for (b, t, s, n, k, d), dtype, kind, pass_ in itertools.product(
         sizes, ("float32", "bfloat16"), ("full", "causal"), ("fwd", "value_and_vjp")
     ):
         if kind == "full" or t > 1:
-            yield Case(Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0, dtype), pass_, frozenset({"cpu"}))
+            shape = Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0, dtype)
+            yield AttentionCase(shape, pass_, frozenset({"cpu"}))
+
+
+def _odd(*_: int) -> Iterator[AttentionCase]:
     for length, dim, kind, pass_ in itertools.product(LENGTHS, DIMS, ("full", "causal"), ("fwd", "bwd")):
         shape = dataclasses.replace(square(length, dim, kind), length=length - 1)
-        yield Case(shape, pass_, frozenset({"odd"}))
+        yield AttentionCase(shape, pass_, frozenset({"odd"}))
+
+
+def _short(*_: int) -> Iterator[AttentionCase]:
     for shape, pass_ in itertools.product(_SHORT, ("fwd", "value_and_vjp")):
-        yield Case(shape, pass_, frozenset({"short"}))
-    for kind, length, dim, queries in (
-        *(("causal", 4096, dim, 0) for dim in DIMS),
-        ("full", 4096, 64, 0),
-        ("full", 4096, 128, 1),
-        ("bias", 2048, 128, 0),
-    ):
-        yield Case(Shape(2, 16, 16, length, dim, dim, kind, 0, queries), "fwd", frozenset({"invariance"}))
+        yield AttentionCase(shape, pass_, frozenset({"short"}))
+
+
+def _invariance(*_: int) -> Iterator[AttentionCase]:
+    calls = [("causal", 4096, dim, 0) for dim in DIMS]
+    calls += [("full", 4096, 64, 0), ("full", 4096, 128, 1), ("bias", 2048, 128, 0)]
+    for kind, length, dim, queries in calls:
+        shape = Shape(2, 16, 16, length, dim, dim, kind, 0, queries)
+        yield AttentionCase(shape, "fwd", frozenset({"invariance"}))
 
 
 _SHORT = tuple(
@@ -309,3 +309,20 @@ def _tags(shape: Shape, pass_: str) -> frozenset[str]:
             if is_square and shape.length in (512, 4096):
                 tags.add("rest")
     return frozenset(tags)
+
+
+def _declared() -> list[AttentionCase]:
+    """Those that decide first."""
+    found = [AttentionCase(shape, pass_, _tags(shape, pass_)) for shape, pass_ in itertools.product(_shapes(), PASSES)]
+    return sorted(found, key=lambda case: "core" not in case.tags)
+
+
+TABLE = Table(
+    _declared, {"odd": _odd, "sample": sample, "short": _short, "cpu": _cpu, "invariance": _invariance}, parse
+)
+select = TABLE.select
+
+
+def all_cases() -> tuple[AttentionCase, ...]:
+    """Every case once, those that decide first."""
+    return TABLE.cases

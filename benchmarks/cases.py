@@ -1,25 +1,30 @@
-"""The one list of what is measured: named cases, where each comes from, and how to select among them.
+"""What is measured: a table of named cases, how to select among them, and the cases of rows.
 
-Tags: `core` (under two minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes),
-`smoke` (what a CPU runs by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the
-working set fits in L2 and buffers are not rotated: launch and latency show, not bandwidth), `cross_entropy` and `top_k`
-(a run each, beside `standard`), and one per source. `invariance` (what `jaxsoftmax.batch_invariant()` costs) is
-measured only where it is asked for.
+`benchmarks.attention_cases` has those of attention, in a table of the same kind. Tags of rows: `core` (under two
+minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes), `smoke` (what a CPU runs
+by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the working set fits in L2
+and buffers are not rotated: launch and latency show, not bandwidth), `cross_entropy` and `top_k` (a run each, beside
+`standard`), and one per source. `invariance` (what `jaxsoftmax.batch_invariant()` costs) is measured only where it is
+asked for.
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 
+from benchmarks import timing
 from pallas_kernels.softmax.problem import Op, Problem
 
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 PASSES = ("fwd", "bwd", "value_and_vjp", "call", "value_and_grad", "value_and_grad_mean")
+Buffers = list[tuple[Any, ...]]  # operands of a call, as often as they rotate
 _OWN_RUNS = frozenset({"cross_entropy", "top_k", "extended", "invariance"})
+_CPU_ELEMENTS = 1 << 18  # of a case where there is no GPU
 
 # Rows that give every width at least 64 MB in 16 bits (128 MB moved).
 SWEEP = {
@@ -65,8 +70,81 @@ _BACKWARD_FLOPS = {"softmax": 4, "log_softmax": 6, "cross_entropy": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One measurement: an operation on `[rows, cols]`, along the columns.
+class Table[C]:
+    """The cases of a topic; those of the tags in `apart` are made and measured only where they are asked for.
+
+    A case has an `op`, a `pass_`, `tags` and a `name`; `about`, a word for `--list`; `key`, what is computed;
+    `buffers`, how many sets of operands rotate; `operands(count, seed)`; `sizes()`, the bytes and arithmetic that a
+    result file has; `shrunk()`, the case for a machine without a GPU, and `as_measured()`, what a file says of that;
+    `describe()`, the case as JSON; and `told()`, what torch's process is told of it.
+    """
+
+    declared: Callable[[], Iterable[C]]
+    apart: Mapping[str, Callable[[int, int], Iterable[C]]]  # of a count and a seed, which decide what is drawn
+    parse: Callable[[str], C | None] = lambda name: None  # names of cases that are not in the table
+
+    @functools.cached_property
+    def cases(self) -> tuple[C, ...]:
+        """What is declared, each once."""
+        return _merged(self.declared())
+
+    @functools.cached_property
+    def tags(self) -> tuple[str, ...]:
+        cases: tuple[Any, ...] = self.cases
+        return (*sorted({tag for case in cases for tag in case.tags} - self.apart.keys()), *self.apart)
+
+    def select(
+        self,
+        *,
+        ops: Iterable[str] = (),
+        passes: Iterable[str] = (),
+        dtypes: Iterable[str] = (),
+        kinds: Iterable[str] = (),
+        tags: Iterable[str] = (),
+        patterns: Iterable[str] = (),
+        count: int = 60,
+        seed: int = 0,
+    ) -> tuple[C, ...]:
+        """Cases that match every filter given; a filter without entries passes all.
+
+        `patterns` are searched in names, or name cases that are not in the table. `count` and `seed` decide what is
+        drawn.
+        """
+        tags, patterns = frozenset(tags), tuple(patterns)
+        apart: list[Any] = [case for tag in self.apart if tag in tags for case in self.apart[tag](count, seed)]
+        table: tuple[Any, ...] = _merged((*self.cases, *apart)) if apart else self.cases
+        long_names = {short: long for long, short in SHORT_DTYPES.items()}
+        fields = {"op": ops, "pass_": passes, "kind": kinds, "dtype": [long_names.get(name, name) for name in dtypes]}
+        wanted = {field: frozenset(values) for field, values in fields.items()}
+        known = {case.name for case in table}
+        parsed: list[Any] = [self.parse(pattern) for pattern in patterns]
+        named = [case for case in parsed if case is not None and case.name not in known]
+        chosen = [
+            case
+            for case in table
+            if (not tags or case.tags & tags)
+            and all(not values or getattr(case, field) in values for field, values in wanted.items())
+            and (not patterns or any(re.search(pattern, case.name) for pattern in patterns))
+        ]
+        return (*named, *chosen)
+
+
+def _merged[C](cases: Iterable[C]) -> tuple[C, ...]:
+    """Every case once; one that several sources name carries all their names and tags."""
+    found: dict[str, Any] = {}
+    for case in cast(Iterable[Any], cases):
+        known = found.setdefault(case.name, case)
+        if known is not case:
+            changes = {"tags": known.tags | case.tags}
+            if isinstance(case, RowCase):
+                changes["source"] = "; ".join(dict.fromkeys((*known.source.split("; "), case.source)))
+            found[case.name] = dataclasses.replace(known, **changes)
+    return tuple(found.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCase:
+    """An operation on `[rows, cols]`, along the columns.
 
     `pass_` is "fwd", "bwd" (residual and cotangent to gradient), "value_and_vjp" (both, in one jitted function), "call"
     (what one small call costs), or for a loss "value_and_grad" (of the sum of losses weighted by 1 / rows) or
@@ -88,13 +166,16 @@ class Case:
         return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}{end}"
 
     @property
-    def options(self) -> dict[str, Any]:
-        return OPTIONS[self.variant]
+    def about(self) -> str:
+        return self.source
 
     @property
-    def hot(self) -> bool:
-        """Whether the case is meant to run out of L2, or too small for bandwidth to matter."""
-        return "hot" in self.tags
+    def key(self) -> "RowCase":
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return OPTIONS[self.variant]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -105,102 +186,88 @@ class Case:
         chosen = ops.get(self.pass_, (Op.CROSS_ENTROPY_GRADIENT,))
         return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in chosen)
 
+    @property
+    def operand_bytes(self) -> int:
+        """The size of one operand."""
+        problem = self.problems[0]
+        return problem.elements * problem.dtype.itemsize
+
+    @property
+    def least_bytes(self) -> int:
+        """The traffic no implementation can go below: every operand read once, every result written once."""
+        unread = self.operand_bytes // 2 if self.variant == "half_ignored" else 0
+        return sum(problem.least_bytes for problem in self.problems) - unread
+
+    @property
+    def copied_bytes(self) -> int:
+        """The traffic of the copy beside it: as much, and for a loss the logits read and written once."""
+        return 2 * self.operand_bytes if self.op == "cross_entropy" else self.least_bytes
+
+    @property
+    def flops(self) -> int:
+        """Arithmetic of the algorithm, not of any implementation of it."""
+        forward = _FLOPS[self.op] if self.pass_ != "bwd" else 0
+        backward = 0 if self.pass_ in ("fwd", "call") else _BACKWARD_FLOPS[self.op]
+        return self.rows * self.cols * (forward + backward)
+
+    @property
+    def buffers(self) -> int:
+        """As many as L2 cannot hold, unless the case is meant to run out of L2."""
+        return timing.buffers_needed(self.operand_bytes, hot="hot" in self.tags)
+
+    def shrunk(self) -> "RowCase":
+        """The case with as many rows as a CPU has time for, one at least."""
+        return dataclasses.replace(self, rows=max(1, min(self.rows, _CPU_ELEMENTS // self.cols)))
+
+    def as_measured(self) -> dict[str, Any]:
+        return {"rows_measured": self.rows}
+
+    def sizes(self) -> dict[str, Any]:
+        return {"least_bytes": self.least_bytes, "operand_bytes": self.operand_bytes, "flops": self.flops}
+
     def describe(self) -> dict[str, Any]:
-        """The case as JSON."""
         fields = dataclasses.asdict(self) | {"name": self.name, "tags": sorted(self.tags), "pass": self.pass_}
         del fields["pass_"], fields["variant"]
         return fields | {"options": self.options}
 
-    def shrunk(self, elements: int) -> "Case":
-        """The case with as many rows as fit in `elements` (one at least): for machines without the memory or speed."""
-        return dataclasses.replace(self, rows=max(1, min(self.rows, elements // self.cols)))
+    def told(self) -> dict[str, Any]:
+        sizes = {"least_bytes": self.least_bytes, "copied_bytes": self.copied_bytes}
+        return self.describe() | sizes | {"buffers": self.buffers}
+
+    def operands(self, count: int, seed: int) -> Buffers:
+        """Standard-normal logits, and labels, or for a gradient its cotangent."""
+        arrays = 1 if self.pass_ in ("fwd", "call") and self.op != "cross_entropy" else 2
+        keys = jax.random.split(jax.random.key(seed), (count, arrays))
+        normal = lambda key: _normal(key, (self.rows, self.cols), self.dtype)
+        if self.op == "cross_entropy":
+            return [(normal(of_logits), self.labels(of_labels)) for of_logits, of_labels in keys]
+        return [tuple(map(normal, of_set)) for of_set in keys]
+
+    def labels(self, key: jax.Array) -> jax.Array:
+        """Random ones, the first and the last column among them; with an `ignore_index`, half of the rows have that."""
+        y = jax.random.randint(key, (self.rows,), 0, self.cols, jnp.int32).at[0].set(0).at[-1].set(self.cols - 1)
+        if "ignore_index" not in self.options:
+            return y
+        is_ignored = jax.random.permutation(key, self.rows) < self.rows // 2
+        return jnp.where(is_ignored, self.options["ignore_index"], y)
 
 
-def least_bytes(case: Case) -> int:
-    """The traffic no implementation can go below: every operand read once, every result written once."""
-    unread = operand_bytes(case) // 2 if case.variant == "half_ignored" else 0
-    return sum(problem.least_bytes for problem in case.problems) - unread
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
 
 
-def copied_bytes(case: Case) -> int:
-    """The traffic of the copy beside it: as much, and for a loss the logits read and written once."""
-    return 2 * operand_bytes(case) if case.op == "cross_entropy" else least_bytes(case)
+def _case(op: str, pass_: str, rows: int, cols: int, dtype: str, source: str, *tags: str, variant: str = "") -> RowCase:
+    standard = () if _OWN_RUNS & {*tags} else ("standard",)
+    return RowCase(op, pass_, rows, cols, dtype, source, frozenset((*tags, *standard)), variant)
 
 
-def operand_bytes(case: Case) -> int:
-    """The size of one operand."""
-    problem = case.problems[0]
-    return problem.elements * problem.dtype.itemsize
+def _declared() -> Iterator[RowCase]:
+    yield from _softmax()
+    yield from _losses()
 
 
-def flops(case: Case) -> int:
-    """Arithmetic of the algorithm, not of any implementation of it."""
-    forward = _FLOPS[case.op] if case.pass_ != "bwd" else 0
-    backward = 0 if case.pass_ in ("fwd", "call") else _BACKWARD_FLOPS[case.op]
-    return case.rows * case.cols * (forward + backward)
-
-
-def all_cases() -> tuple[Case, ...]:
-    """Every case once; a shape that several sources name carries all their names and tags."""
-    return _merged()
-
-
-@functools.cache
-def _merged(tags: frozenset[str] = frozenset()) -> tuple[Case, ...]:
-    """The cases of every run, and those of the tags that are measured only where they are asked for."""
-    merged: dict[str, Case] = {}
-    for case in (*_declared(), *(_invariance() if "invariance" in tags else ())):
-        known = merged.get(case.name)
-        if known is not None:
-            sources = dict.fromkeys((*known.source.split("; "), case.source))
-            case = dataclasses.replace(known, source="; ".join(sources), tags=known.tags | case.tags)
-        merged[case.name] = case
-    return tuple(
-        case if case.tags & _OWN_RUNS else dataclasses.replace(case, tags=case.tags | {"standard"})
-        for case in merged.values()
-    )
-
-
-def select(
-    *,
-    ops: Iterable[str] = (),
-    passes: Iterable[str] = (),
-    dtypes: Iterable[str] = (),
-    patterns: Iterable[str] = (),
-    tags: Iterable[str] = (),
-) -> tuple[Case, ...]:
-    """Cases that match every filter given; a filter without entries passes all. `patterns` are searched in names."""
-    ops, passes, tags = frozenset(ops), frozenset(passes), frozenset(tags)
-    long_names = {short: long for long, short in SHORT_DTYPES.items()}
-    dtypes = frozenset(long_names.get(d, d) for d in dtypes)
-    patterns = tuple(patterns)
-    return tuple(
-        case
-        for case in _merged(tags & {"invariance"})
-        if (not ops or case.op in ops)
-        and (not passes or case.pass_ in passes)
-        and (not dtypes or case.dtype in dtypes)
-        and (not tags or case.tags & tags)
-        and (not patterns or any(re.search(p, case.name) for p in patterns))
-    )
-
-
-def _case(op: str, pass_: str, rows: int, cols: int, dtype: str, source: str, *tags: str, variant: str = "") -> Case:
-    return Case(op, pass_, rows, cols, dtype, source, frozenset(tags), variant)
-
-
-def _declared() -> Iterator[Case]:
-    yield from _forward_sweep()
-    yield from _published()
-    yield from _vocabularies()
-    yield from _extremes()
-    yield from _backward()
-    yield from _other_ops()
-    yield from _cross_entropy()
-    yield from _top_k()
-
-
-def _forward_sweep() -> Iterator[Case]:
+def _softmax() -> Iterator[RowCase]:
     for dtype in SHORT_DTYPES:
         for cols, rows in SWEEP.items():
             tags = ["sweep"]
@@ -208,18 +275,12 @@ def _forward_sweep() -> Iterator[Case]:
             tags += ["ladder"] if cols in LADDER_COLS and dtype != "bfloat16" else []
             tags += ["smoke"] if cols == 1024 else []
             yield _case("softmax", "fwd", rows, cols, dtype, "powers of two", *tags)
-
-
-def _published() -> Iterator[Case]:
     for rows, cols in HTILE:
         yield _case("softmax", "fwd", rows, cols, "float16", "HTile", "htile")
     yield _case("softmax", "fwd", 8765, 4096, "float32", "MSRA", "msra", "core")
     for cols in (1024, 16384):
         yield _case("softmax", "fwd", 128, cols, "float32", "FastSoftmax", "fastsoftmax", "hot")
     yield _case("softmax", "fwd", 128, 131072, "float32", "FastSoftmax", "fastsoftmax")
-
-
-def _vocabularies() -> Iterator[Case]:
     for cols, (model, rows) in VOCABULARIES.items():
         core = ("core",) if cols in (50257, 128256) else ()
         yield _case("softmax", "fwd", rows, cols, "bfloat16", f"{model} vocabulary", "vocab", "smoke", *core)
@@ -229,18 +290,12 @@ def _vocabularies() -> Iterator[Case]:
     for dtype in ("float16", "float32"):
         for cols in (1000, 1001):
             yield _case("softmax", "fwd", 65536, cols, dtype, "odd widths", "ragged")
-
-
-def _extremes() -> Iterator[Case]:
     yield _case("softmax", "fwd", 64, 1048576, "float16", "one-million rows", "long", "core")
     yield _case("softmax", "fwd", 64, 1048576, "float32", "one-million rows", "long")
     yield _case("softmax", "fwd", 4096, 1048576, "float16", "one-million rows", "long")
     for rows in (1, 16, 64):
         yield _case("softmax", "fwd", rows, 131072, "float32", "few rows", "few_rows", "hot", "core")
     yield _case("softmax", "call", 8, 128, "float32", "call overhead", "latency", "hot", "core", "smoke")
-
-
-def _backward() -> Iterator[Case]:
     for dtype in SHORT_DTYPES:
         for cols, rows in SWEEP.items():
             if cols < 1024:
@@ -255,7 +310,7 @@ def _backward() -> Iterator[Case]:
         yield _case("softmax", "value_and_vjp", rows, cols, "bfloat16", "training step", "training", *tags)
 
 
-def _other_ops() -> Iterator[Case]:
+def _losses() -> Iterator[RowCase]:
     for op in ("log_softmax", "logsumexp"):
         for cols in (4096, 128256):
             tags = ("smoke", "core") if cols == 4096 else ()
@@ -263,9 +318,6 @@ def _other_ops() -> Iterator[Case]:
         yield _case(op, "fwd", 4096, 131072, "float32", "losses", "losses")
     yield _case("log_softmax", "bwd", 8192, 128256, "bfloat16", "losses", "losses")
     yield _case("log_softmax", "value_and_vjp", 32768, 4096, "bfloat16", "losses", "losses")
-
-
-def _cross_entropy() -> Iterator[Case]:
     case = functools.partial(_case, "cross_entropy")
     source = "losses over vocabularies"
     for pass_ in ("fwd", "value_and_grad", "value_and_grad_mean"):
@@ -278,9 +330,6 @@ def _cross_entropy() -> Iterator[Case]:
         for variant in ("smoothed_capped", "half_ignored"):
             yield case(pass_, 8192, 128256, "bfloat16", source, "extended", variant=variant)
         yield case(pass_, 64, 128256, "bfloat16", "few rows", "extended", "hot")
-
-
-def _top_k() -> Iterator[Case]:
     for cols, most in ((32000, 8192), (128256, 8192), (262144, 4096)):
         for rows in (1, 64, most):
             tags = ("top_k", "hot") if rows <= 64 else ("top_k",)
@@ -289,7 +338,7 @@ def _top_k() -> Iterator[Case]:
                 yield _case("top_k", "fwd", rows, cols, "bfloat16", "sampling", *tags, *smoke, variant=f"k{k}")
 
 
-def _invariance() -> Iterator[Case]:
+def _invariance(*_: int) -> Iterator[RowCase]:
     """Few rows and many of the same length, where the choice without it differs."""
     case = lambda op, rows, cols, pass_="fwd", variant="": _case(
         op, pass_, rows, cols, "bfloat16", "batch invariance", "invariance", variant=variant
@@ -302,3 +351,7 @@ def _invariance() -> Iterator[Case]:
     for rows in (1, 256):
         yield case("top_k", rows, 128256, variant="k8")
     yield case("softmax", 4096, 4096, variant="axis0")
+
+
+TABLE = Table(_declared, {"invariance": _invariance})
+select = TABLE.select

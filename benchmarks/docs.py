@@ -5,8 +5,6 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything b
 
 import argparse
 import dataclasses
-import itertools
-import math
 import pathlib
 import re
 import statistics
@@ -14,14 +12,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import attention_cases, cases, plot, report, targets, training
+from benchmarks import attention_cases, cases, report, training
 from benchmarks import results as measured
-from benchmarks.results import NOT_MEASURED, RUNG, Record, Results, Run
+from benchmarks.results import KERNEL, NOT_MEASURED, Record, Results, Run
 from benchmarks.targets import TARGETS, Target
 from pallas_kernels.softmax.dispatch import KERNELS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
+_RATIOS = (0.5, 1, 2, 5, 10)  # ticks of the picture of random calls
 PEERS = {
     "xla": "XLA",
     "xla_f32": "XLA, float32",
@@ -58,7 +57,7 @@ def of_ops(
     """Every measured case of some operations; `facts` are the columns between the time and the peers."""
 
     def make(results: Results) -> str:
-        order = {case.name: i for i, case in enumerate(cases.all_cases())}
+        order = {case.name: i for i, case in enumerate(cases.TABLE.cases)}
         records = [record for record in results.records() if record["case"]["op"] in ops]
         records.sort(key=lambda r: order.get(r["case"]["name"], len(order)))
         return _comparison(records, _SPEED if facts is None else facts, errors_of)
@@ -68,35 +67,51 @@ def of_ops(
 
 def promises(results: Results) -> str:
     """What was promised, beside the worst case measured."""
-    rows = [_target_row(target, results) for target in TARGETS]
-    if not any(row[-1] != "-" for row in rows):
-        return NOT_MEASURED
+    rows, shown = [], []
+    for target in TARGETS:
+        found = target.measured(results)
+        row = [target.label, *(report.number(bound, ".3g") for bound in (target.must, target.goal))]
+        if found is None:
+            rows.append([*row, *["-"] * 5])
+            continue
+        worst, record, count = found
+        shown.append(record)
+        facts = [f"`{record['case']['name']}`", str(count), record["run"]["when"]]
+        rows.append([*row, _unrounded(worst, target), target.word(worst), *facts])
     heads = ["promise", "must", "goal", "worst", "", "at", "cases", "measured"]
-    shown = [record for target in TARGETS if (record := _worst(target, results)) is not None]
-    return report.markdown(heads, rows) + "\n\n" + _caption(shown, measured.ROW_LIBRARIES)
+    return f"{report.markdown(heads, rows)}\n\n{_caption(shown, measured.ROW_LIBRARIES)}" if shown else NOT_MEASURED
+
+
+def _unrounded(worst: float, target: Target) -> str:
+    """With as many digits as it takes not to look better than it is beside what was promised."""
+    texts = (format(worst, f".{digits}f") for digits in range(3, 8))
+    return next((text for text in texts if target.word(float(text)) == target.word(worst)), str(worst))
 
 
 def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
-    """Rungs against row length: the traffic each needs, and the time it took."""
+    """Kernels against row length: the traffic each needs, and the time it took."""
 
     def make(results: Results) -> str:
         widths = sorted(cases.select(passes=[pass_], dtypes=[dtype], tags=["ladder"]), key=lambda case: case.cols)
-        found = [(case, record) for case in widths if (record := results.rungs(case.name)) is not None]
+        found = [(case, record) for case in widths if (record := results.kernels(case.name)) is not None]
         if not found:
             return NOT_MEASURED
-        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(RUNG) in KERNELS)
+        names = dict.fromkeys(name for _, r in found for name in r["impls"] if name.removeprefix(KERNEL) in KERNELS)
         rows = []
         for name in names:
             entries = [record["impls"].get(name, {}) for _, record in found]
             if any("us" in entry for entry in entries):
-                rows.append([name.removeprefix(RUNG), _traffic(found, name), *map(_time_and_speed, entries)])
+                rows.append([name.removeprefix(KERNEL), _traffic(found, name), *map(_time_and_speed, entries)])
         if any("xla" in record["impls"] for _, record in found):
             rows.append(["XLA", "", *(_time_and_speed(record["impls"].get("xla", {})) for _, record in found)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"] or {}) for _, record in found)])
         heads = ["kernel", "traffic", *(f"N = {case.cols}" for case, _ in found)]
-        when = report.when((record for _, record in found), lambda record: f"N = {record['case']['cols']}")
         caption = _caption([record for _, record in found])
-        return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {when}."
+        when: dict[str, list[str]] = {}
+        for case, record in found:
+            when.setdefault(record["run"]["when"], []).append(f"N = {case.cols}")
+        days = "; ".join(f"{day}: {', '.join(names)}" for day, names in when.items())
+        return f"{report.markdown(heads, rows)}\n\nMicroseconds (TB/s of the least traffic). {caption} {days}."
 
     return make
 
@@ -132,9 +147,10 @@ def summary(results: Results) -> str:
     """One row for each operation, and where the figures come from."""
     shown = [[r for r in results.records() if line.takes(r["case"])] for line in LINES]
     rows = [_summary_row(line.label, records) for line, records in zip(LINES, shown, strict=True)]
-    for run in _newest_jax(measured.attention_runs(results.folder)):
+    newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}  # of JAX, on each card
+    for run in reversed(newest.values()):
         for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
-            rows.append(_attention_row(f"{label}, {run.card}, {run.label}", run, pass_))
+            rows.append(_attention_row(f"{label}, {run.label}", run, pass_))
     rows = [row for row in rows if row]
     if not rows:
         return NOT_MEASURED
@@ -148,14 +164,6 @@ def summary(results: Results) -> str:
         "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, which gets "
         "packed documents as a dense mask."
     )
-
-
-def _newest_jax(runs: Iterable[Run]) -> list[Run]:
-    """On each card, the first run with the newest JAX that was measured there."""
-    found: dict[str, Run] = {}
-    for run in runs:
-        found.setdefault(run.card, run)
-    return list(found.values())
 
 
 def _summary_row(label: str, records: Sequence[Record]) -> list[str]:
@@ -240,36 +248,8 @@ def _against(record: Mapping[str, Any], peer: str) -> str:
     return "refuses" if status == "declined" else "-" if status == "ok" else status
 
 
-def _target_row(target: Target, results: Results) -> list[str]:
-    must, goal = report.number(target.must, ".3g"), report.number(target.goal, ".3g")
-    measured, record = target.measured(results), _worst(target, results)
-    if measured is None or record is None:
-        return [target.label, must, goal, "-", "-", "-", "-", "-"]
-    worst, name, count = measured
-    if target.must is not None and not target.reached(worst, target.must):
-        verdict = "**missed**"
-    else:
-        verdict = "goal" if target.reached(worst, target.goal) else "kept" if target.must else "below goal"
-    found = [_unrounded(worst, target), verdict, f"`{name}`", str(count), record["run"]["when"]]
-    return [target.label, must, goal, *found]
-
-
-def _worst(target: Target, results: Results) -> Mapping[str, Any] | None:
-    """The record of a promise's worst case."""
-    measured = target.measured(results)
-    return None if measured is None else results.case(measured[1])
-
-
-def _unrounded(worst: float, target: Target) -> str:
-    """With as many digits as it takes not to look better than it is beside what was promised."""
-    bounds = (target.must, target.goal)
-    kept = [target.reached(worst, bound) for bound in bounds]
-    texts = (format(worst, f".{digits}f") for digits in range(3, 8))
-    return next((text for text in texts if [target.reached(float(text), b) for b in bounds] == kept), str(worst))
-
-
-def _traffic(found: Iterable[tuple[cases.Case, Mapping[str, Any]]], name: str) -> str:
-    """Bytes that the rung says it moves, in units of the operand's size."""
+def _traffic(found: Iterable[tuple[cases.RowCase, Mapping[str, Any]]], name: str) -> str:
+    """Bytes that the kernel says it moves, in units of the operand's size."""
     units = set()
     for case, record in found:
         moved = record["impls"].get(name, {}).get("bytes_moved")
@@ -295,115 +275,6 @@ def _error(value: float | None) -> str:
     return report.number(value, ".0f" if value and value >= 100 else ".1f")
 
 
-PASSES = {"fwd": "forward", "bwd": "backward"}
-
-
-def attention_runs(results: Results) -> str:
-    """What each run of attention was made of."""
-    rows = []
-    for run in measured.attention_runs(results.folder):
-        header, records = run.header, run.records.values()
-        products = [record["matmul"]["tflop_per_s"] for record in records]
-        linkers = dict.fromkeys(pathlib.Path(r["nvjitlink"]).name if r.get("nvjitlink") else "none" for r in records)
-        facts = [
-            run.card,
-            header["device"].get("driver_version"),
-            header["versions"].get("cudnn"),
-            " and ".join(linkers),
-        ]
-        day, commit = header["timestamp"][:10], str(header["commit"])[:12]
-        span = f"{min(products):.0f} to {max(products):.0f}"
-        missing = ", ".join(header.get("left_out", ())) or "none"
-        rows.append([run.label, *(str(fact or "-") for fact in facts), span, day, commit, missing])
-    heads = ["run", "card", "driver", "cuDNN", "nvJitLink", "matmul 8192³, TFLOP/s", "day", "commit", "left out"]
-    return report.markdown(heads, rows) if rows else NOT_MEASURED
-
-
-def attention_promises(results: Results) -> str:
-    """What was promised of attention, beside what each run measured."""
-    rows = []
-    runs = measured.attention_runs(results.folder)
-    for run, pass_ in itertools.product(runs, targets.PASSES):
-        found = [promise.judge(run, pass_) for promise in targets.PROMISES]
-        slower = [f"{_floored(ratio)} at {call(case)}" for ratio, case in targets.below(run, pass_)]
-        rows.append([f"{run.label}, {PASSES[pass_]}", *map(_judged, found), "; ".join(slower) or "none"])
-    heads = ["", *(promise.describe() for promise in targets.PROMISES), "cells below 1.00"]
-    return f"{report.markdown(heads, rows)}\n\n{_versions(runs)}".strip() if rows else NOT_MEASURED
-
-
-def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
-    """The runs to compare: on one card with two versions of JAX, the newer first, both the first or both repeated."""
-    pairs = itertools.combinations(runs, 2)
-    return [(a, b) for a, b in pairs if (a.card, a.repeat) == (b.card, b.repeat) and a.jax != b.jax]
-
-
-def _versions(runs: Sequence[Run]) -> str:
-    """How many times faster the same source is with the newer JAX, in the geometric mean."""
-    found = []
-    for (newer, older), pass_ in itertools.product(_pairs(runs), targets.PASSES):
-        names = [case.name for case in attention_cases.select(tags=[targets.CELLS], passes=[pass_])]
-        ratios = [ratio for name in names if (ratio := targets.speed(newer, older, name)) is not None]
-        if ratios:
-            verdict = _judged((*targets.VERSIONS.word(ratios), len(ratios), len(names)))
-            found.append([f"{newer.label} over {older.label}, {PASSES[pass_]}", verdict, _floored(min(ratios))])
-    return report.markdown(["times faster", targets.VERSIONS.describe(), "worst"], found) if found else ""
-
-
-def _judged(verdict: tuple[float, str, int, int] | None) -> str:
-    if verdict is None:
-        return "-"
-    value, word, count, wanted = verdict
-    return f"{_floored(value)} {word}" + ("" if count == wanted else f" ({count} of {wanted} cells)")
-
-
-def attention_cells(pass_: str) -> Callable[[Results], str]:
-    """Every cell of a pass: ours, cuDNN and the ratio in each run, and the two versions of JAX beside each other."""
-
-    def make(results: Results) -> str:
-        runs = measured.attention_runs(results.folder)
-        order = {case.name: i for i, case in enumerate(attention_cases.all_cases())}
-        names = dict.fromkeys(n for run in runs for n, r in run.records.items() if r["case"]["pass"] == pass_)
-        names = sorted(names, key=lambda name: order.get(name, len(order)))
-        rows = []
-        for name in names:
-            records = [run.records.get(name) for run in runs]
-            case = next(record["case"] for record in records if record)
-            row = [f"{call(case)}"]
-            for run, record in zip(runs, records, strict=True):
-                row += _cell(record, pass_) if not run.repeat else _cell(record, pass_)[-1:]
-            rows.append(row + [_floored(targets.speed(new, old, name)) for new, old in _pairs(runs)])
-        heads = ["cell"]
-        for run in runs:
-            own = ["ours, us", *(["direct, us"] if pass_ == "bwd" else []), "cuDNN, us", "x cuDNN"]
-            heads += [f"{run.label}: {head}" for head in (own if not run.repeat else own[-1:])]
-        heads += [f"{new.label} over {old.label}" for new, old in _pairs(runs)]
-        return report.markdown(heads, rows) if rows else NOT_MEASURED
-
-    return make
-
-
-def _cell(record: Record | None, pass_: str) -> list[str]:
-    """Ours, its backward pass alone, cuDNN and the ratio."""
-    ours, cudnn = (record["impls"].get(name, {}) if record else {} for name in ("ours", "cudnn"))
-    us = [report.number(x.get("us"), ".1f") if x.get("status", "ok") == "ok" else x["status"] for x in (ours, cudnn)]
-    direct = [report.number(ours.get("direct_us"), ".1f")] if pass_ == "bwd" else []
-    return [us[0], *direct, us[1], _floored(measured.ratio(record, "cudnn") if record else None)]
-
-
-def call(case: Mapping[str, Any]) -> str:
-    """A call of attention in words: "D 128, S 2048, causal"."""
-    dim, value = case["head_dim"], case["value_dim"]
-    heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
-    span = f" {case['span']}" if case["span"] else ""
-    dims = f"{dim}" if dim == value else f"{dim}/{value}"
-    return f"D {dims}{heads}, S {case['length']}, {case['kind']}{span}"
-
-
-def _floored(value: float | None) -> str:
-    """Three digits that do not look better than the value is."""
-    return "-" if value is None else format(math.floor(value * 1000) / 1000, ".3f")
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "everything": of_ops(("softmax", "log_softmax", "logsumexp")),
@@ -421,12 +292,103 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_forward_f16": ladder("fwd", "f16"),
     "ladder_forward_f32": ladder("fwd", "f32"),
     "ladder_backward_f16": ladder("bwd", "f16"),
-    "attention_runs": attention_runs,
-    "attention_promises": attention_promises,
-    "attention_forward": attention_cells("fwd"),
-    "attention_backward": attention_cells("bwd"),
+    "attention_runs": report.attention_runs,
+    "attention_promises": report.attention_promises,
+    "attention_forward": report.attention_cells("fwd"),
+    "attention_backward": report.attention_cells("bwd"),
+    "attention_sample": report.attention_sample,
+    "attention_short": report.attention_short,
+    "attention_odd": report.attention_odd,
     "models": lambda results: training.table(results.about("models")),
 }
+
+
+def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Draws what there are results of, and returns the paths; nothing without matplotlib."""
+    pyplot = _pyplot()
+    if pyplot is None:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    records = [r for r in results.records() if "sweep" in r["case"]["tags"] and r["case"]["op"] == "softmax"]
+    for pass_ in ("fwd", "bwd"):
+        series = [r for r in records if (r["case"]["pass"], r["case"]["dtype"]) == (pass_, "float16")]
+        if len(series) > 2:
+            title = f"softmax {pass_}, float16, {results.headers()[0]['device']['name']}"
+            figure = _bandwidth(pyplot, sorted(series, key=lambda record: record["case"]["cols"]), title)
+            drawn.append(_saved(pyplot, figure, folder / f"bandwidth_softmax_{pass_}_float16.svg"))
+    runs = measured.attention_runs(results.folder)
+    if runs:
+        samples = measured.attention_runs(results.folder, "attention sample")
+        drawn.append(_saved(pyplot, _attention(pyplot, runs[0], samples), folder / "attention.svg"))
+    return drawn
+
+
+def _attention(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
+    """TFLOP/s of each implementation in the core cases, and the ratios of random calls in order."""
+    names = [case.name for case in attention_cases.select(tags=["core"]) if case.name in run.records]
+    records = [run.records[name] for name in names]
+    size = 13, 0.42 * len(records) + 1.5
+    figure, (axes, drawn) = pyplot.subplots(1, 2, figsize=size, width_ratios=(3, 2), layout="constrained")
+    impls = dict.fromkeys(name for record in records for name, entry in record["impls"].items() if "us" in entry)
+    thickness = 0.8 / max(1, len(impls))
+    for i, name in enumerate(impls):
+        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
+        where = [row + (i - (len(impls) - 1) / 2) * thickness for row in range(len(records))]
+        axes.barh(where, speeds, thickness, label=name)
+    axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
+    axes.set_yticks(range(len(records)), [name.removeprefix("attention_") for name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {run.label}")
+    axes.legend(fontsize=8)
+    for one in samples:
+        ratios = [ratio for ratio, _ in report.against_libraries(one.records.values())]
+        shares = [100 * (i + 0.5) / len(ratios) for i in range(len(ratios))]
+        drawn.plot(shares, ratios, ".-", label=f"{one.label}, seed {one.seed}, {len(ratios)} calls")
+    drawn.axhline(1, color="k", linestyle="--")
+    drawn.set(xlabel="% of random calls", ylabel="times faster", title="Random calls x the better of cuDNN and XLA")
+    drawn.set_yscale("log")
+    drawn.set_yticks(_RATIOS, map(str, _RATIOS))
+    drawn.grid(alpha=0.3)
+    if samples:
+        drawn.legend(fontsize=8)
+    return figure
+
+
+def _bandwidth(pyplot: Any, records: Sequence[Record], title: str) -> Any:
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name in dict.fromkeys(name for record in records for name in record["impls"]):
+        speeds = [record["impls"].get(name, {}).get("tb_per_s") for record in records]
+        points = [(r["case"]["cols"], speed) for r, speed in zip(records, speeds, strict=True) if speed is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+    copies = [(record["case"]["cols"], record["copy"]["tb_per_s"]) for record in records if record["copy"]]
+    axes.plot(*zip(*copies, strict=True), "k--", label="copy, same run")
+    axes.set(xlabel="N (row length)", ylabel="TB/s of the least traffic", title=title, ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _pyplot() -> Any:
+    """Matplotlib's pyplot, set to draw the same picture from the same results; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no pictures: matplotlib is not installed")
+        return None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "jaxsoftmax"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _saved(pyplot: Any, figure: Any, path: pathlib.Path) -> pathlib.Path:
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
 
 
 def main(arguments: list[str]) -> None:
@@ -441,7 +403,7 @@ def main(arguments: list[str]) -> None:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
     if pictures:
-        print("\n".join(map(str, plot.draw(results, measured.attention_runs()[:1], PICTURES))))
+        print("\n".join(map(str, draw(results, PICTURES))))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
-from benchmarks.attention_cases import Shape
-from benchmarks.cases import Case
+from benchmarks.attention_cases import AttentionCase, Shape
+from benchmarks.cases import RowCase
+from benchmarks.results import KERNEL
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
@@ -20,27 +21,38 @@ from pallas_kernels.softmax import dispatch
 LOSSES = ("cross_entropy", "top_k")
 INVARIANT = "batch_invariant"
 ROWS = ("ours", INVARIANT, "xla", "xla_f32", "ladder")
-BASELINES = ("xla", "xla_f32")  # right by definition: what ours is compared with
-
-Buffers = list[tuple[Any, ...]]  # operands of a call, as often as they rotate
-
-Operands = Mapping[str, jax.Array]
-
-ATTENTION_PROGRAMS = {"fwd": ("fwd",), "bwd": ("fwd", "value_and_vjp"), "value_and_vjp": ("value_and_vjp",)}
+BASELINES = ("xla", "xla_f32")  # of rows, right by definition: what ours is compared with
+ITERATIONS = 1000  # of a loop over one small call
 
 # The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
 _MGPU_BLOCK_KV = {64: 256, 128: 128, 256: 64}
 
-_OURS = {
-    "softmax": jaxsoftmax.softmax,
-    "log_softmax": jaxsoftmax.log_softmax,
-    "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
+_OPS: dict[str, dict[str, Callable[..., Any]]] = {
+    "ours": {
+        "softmax": jaxsoftmax.softmax,
+        "log_softmax": jaxsoftmax.log_softmax,
+        "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
+    },
+    "xla": {
+        "softmax": jax.nn.softmax,
+        "log_softmax": jax.nn.log_softmax,
+        "logsumexp": functools.partial(jax.scipy.special.logsumexp, axis=-1),
+    },
 }
-_XLA = {
-    "softmax": jax.nn.softmax,
-    "log_softmax": jax.nn.log_softmax,
-    "logsumexp": functools.partial(jax.scipy.special.logsumexp, axis=-1),
-}
+
+Operands = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a run is made; `kernel` and `config` replace the choice for "ours" on rows, `trees` are folders by name."""
+
+    impls: Sequence[str] = ("ours", "xla")
+    rounds: int = 5
+    seed: int = 0
+    kernel: str | None = None
+    config: Mapping[str, Any] | None = None
+    trees: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,47 +72,36 @@ class NotInstalled(Exception):
     """An implementation is missing on this machine."""
 
 
-def make_operands(case: Case, count: int, seed: int) -> Buffers:
-    """`count` sets of operands: standard-normal logits, and labels, or for a gradient its cotangent."""
-    arrays = 1 if case.pass_ in ("fwd", "call") and case.op != "cross_entropy" else 2
-    keys = jax.random.split(jax.random.key(seed), count * arrays)
-    if case.op == "cross_entropy":
-        pairs = zip(keys[::2], keys[1::2], strict=True)
-        return [(_normal(k, (case.rows, case.cols), jnp.dtype(case.dtype)), labels(case, y)) for k, y in pairs]
-    flat = [_normal(key, (case.rows, case.cols), jnp.dtype(case.dtype)) for key in keys]
-    return [tuple(flat[i * arrays : (i + 1) * arrays]) for i in range(count)]
+def names(case: RowCase | AttentionCase, name: str) -> tuple[str, ...]:
+    """The names of the programs in which a pass of an implementation is timed.
+
+    Without a difference of two programs, "direct" is a backward pass from the residuals of a forward pass; "loop" has
+    one small call many times.
+    """
+    if isinstance(case, RowCase):
+        return (case.pass_, "loop") if case.pass_ == "call" else (case.pass_,)
+    both = ("fwd", "value_and_vjp") if case.pass_ == "bwd" else (case.pass_,)
+    return (*both, "direct") if case.pass_ == "bwd" and name == "ours" else both
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jax.random.normal(key, shape, dtype)
-
-
-def build(case: Case, impl: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
-    """The program of `impl`: one of `ROWS`, but for "ladder", or "rung:NAME" for one rung of the ladder.
+def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict[str, Program]:
+    """The programs of a pass of an implementation, by name; those of attention take the operands by name.
 
     Raises:
-      Declined: `impl` does not take the case.
+      Declined: the implementation does not take the case.
     """
-    if "axis" in case.options and impl in ("ours", INVARIANT, "xla"):
-        op = functools.partial((_XLA if impl == "xla" else _OURS)[case.op], **case.options)
-        program = Program(lambda x: op(x), lambda x: (x.T,))
-        return program if impl != INVARIANT else dataclasses.replace(program, function=invariant(program.function))
-    if impl == "xla":
-        return _xla(case)
-    if impl == INVARIANT:
-        program = build(case, "ours")
-        return Program(invariant(program.function), program.prepare and invariant(program.prepare))
-    if impl == "xla_f32":
-        if case.op != "cross_entropy":
-            raise Declined("only a loss is compared in float32 too")
-        return Program(xla_of_loss(case, wide=True))
-    if impl.startswith("rung:"):
-        return _rung(case, impl.removeprefix("rung:"), config)
-    if kernel is not None:
-        return _rung(case, kernel, config)
-    program = Program(ours_of_loss(case)) if case.op in LOSSES else _public(case, _OURS[case.op])
-    return dataclasses.replace(program, facts={**program.facts, **_explained(case)})
+    if isinstance(case, RowCase):
+        program = build(case, name, kernel=options.kernel, config=options.config)
+        found = {case.pass_: program, "loop": Program(_loop(program.function))}
+    else:
+        found = _attention_programs(case, ATTENTION[name])
+    return {program: found[program] for program in names(case, name)}
+
+
+def expand(impls: Sequence[str]) -> Iterator[str]:
+    """Replaces "ladder" by its kernels."""
+    for impl in impls:
+        yield from (f"{KERNEL}{name}" for name in dispatch.KERNELS) if impl == "ladder" else (impl,)
 
 
 def invariant(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,36 +114,63 @@ def invariant(function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def expand(impls: list[str]) -> Iterator[str]:
-    """Replaces "ladder" by its rungs."""
-    for impl in impls:
-        yield from (f"rung:{name}" for name in dispatch.KERNELS) if impl == "ladder" else (impl,)
+def _passes(
+    forward: Callable[..., Any], split: Callable[..., Any], prepare: Callable[..., Any] | None = None
+) -> dict[str, Program]:
+    """The passes of a function; `split` makes of its operands a function of some of them, those, and the cotangent."""
+
+    def value_and_vjp(*operands: Any) -> Any:
+        function, inputs, cotangent = split(*operands)
+        out, pull = jax.vjp(function, *inputs)
+        return out, *pull(cotangent.astype(out.dtype))
+
+    def residuals(*operands: Any) -> Any:
+        function, inputs, cotangent = split(*(prepare(*operands) if prepare else operands))
+        return jax.vjp(function, *inputs)[1], cotangent
+
+    direct = Program(lambda pull, cotangent: pull(cotangent), residuals)
+    return {"fwd": Program(forward, prepare), "value_and_vjp": Program(value_and_vjp, prepare), "direct": direct}
 
 
-def _public(case: Case, op: Callable[[jax.Array], jax.Array]) -> Program:
-    """The case through a public function and `jax.vjp`, as a user has it."""
+def build(case: RowCase, name: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
+    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME".
+
+    Raises:
+      Declined: the implementation does not take the case.
+    """
+    if name == INVARIANT:
+        program = build(case, "ours")
+        return Program(invariant(program.function), program.prepare and invariant(program.prepare))
+    if name.startswith(KERNEL):
+        return _kernel(case, name.removeprefix(KERNEL), config)
+    if name == "ours" and kernel is not None:
+        return _kernel(case, kernel, config)
+    if name == "xla_f32" and case.op != "cross_entropy":
+        raise Declined("only a loss is compared in float32 too")
+    if case.op in LOSSES:
+        program = Program(loss_of(case, name))
+    else:
+        op = functools.partial(_OPS[name][case.op], **case.options)
+        program = _of_pass(case, lambda x: op(x))
+        if name == "xla" and case.pass_ == "bwd":  # in its leanest form, from the saved output
+            program = Program(_XLA_BACKWARD[case.op], lambda x, t: (op(x), t))
+        if "axis" in case.options:
+            return dataclasses.replace(program, prepare=lambda x: (x.T,))
+    return dataclasses.replace(program, facts={**program.facts, **_explained(case)}) if name == "ours" else program
+
+
+def _of_pass(case: RowCase, op: Callable[[jax.Array], jax.Array]) -> Program:
+    """The case through a function and `jax.vjp`, as a user has it."""
+    program = _passes(op, lambda x, t: (op, (x,), t))[{"bwd": "direct", "call": "fwd"}.get(case.pass_, case.pass_)]
     if case.pass_ in ("fwd", "call"):
-        return Program(lambda x: op(x))
+        return program
     kept = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype))
     facts = {"residual_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))}
-    if case.pass_ == "value_and_vjp":
-
-        def value_and_vjp(x, t):
-            y, pull = jax.vjp(op, x)
-            return y, pull(t)[0]
-
-        return Program(value_and_vjp, facts=facts)
-    return Program(lambda pull, t: pull(t)[0], lambda x, t: (jax.vjp(op, x)[1], t), facts)
+    return dataclasses.replace(program, facts=facts)
 
 
-def _xla(case: Case) -> Program:
-    """As `jax.nn` has it; the backward pass alone in its leanest form, from the saved output."""
-    if case.op in LOSSES:
-        return Program(xla_of_loss(case))
-    op = _XLA[case.op]
-    if case.pass_ != "bwd":
-        return _public(case, op)
-    return Program(_XLA_BACKWARD[case.op], lambda x, t: (op(x), t))
+def _loop(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: function(y), x)
 
 
 def _softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
@@ -158,14 +186,14 @@ def _log_softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
 _XLA_BACKWARD = {"softmax": _softmax_backward, "log_softmax": _log_softmax_backward}
 
 
-def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
-    """One rung, straight through the dispatcher, without the primitive around it."""
+def _kernel(case: RowCase, kernel: str, config: Mapping[str, Any] | None) -> Program:
+    """One kernel, straight through the dispatcher, without the primitive around it."""
     if jax.default_backend() != "gpu":
         raise Declined("kernels need a GPU")
     if len(case.problems) != 1:
-        raise Declined("a rung runs one problem; this case has two")
+        raise Declined("a kernel runs one problem; this case has two")
     if case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
-        raise Declined("a rung runs plain operations")
+        raise Declined("a kernel runs plain operations")
     (problem,) = case.problems
     device = hardware.present() or hardware.H200
     decision = dispatch.decide(problem, device, kernel=kernel)
@@ -176,7 +204,7 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
     facts = {"kernel": decision.kernel, "config": repr(decision.config), "bytes_moved": decision.bytes_moved}
     if case.op == "cross_entropy":
-        labelled, taken = rung_of_loss(case, decision)
+        labelled, taken = kernel_of_loss(case, decision)
         return Program(labelled, taken, facts)
 
     def run(*operands: jax.Array) -> jax.Array:
@@ -188,7 +216,7 @@ def _rung(case: Case, kernel: str, config: Mapping[str, Any] | None) -> Program:
     return Program(run, facts=facts)
 
 
-def _explained(case: Case) -> dict[str, Any]:
+def _explained(case: RowCase) -> dict[str, Any]:
     """The kernels that the public functions choose here."""
     if case.op == "top_k":
         return {}
@@ -206,36 +234,24 @@ def _explained(case: Case) -> dict[str, Any]:
     }
 
 
-def labels(case: Case, key: jax.Array) -> jax.Array:
-    """Random labels, the first and the last column among them; with an `ignore_index`, half of the rows have that."""
-    y = jax.random.randint(key, (case.rows,), 0, case.cols, jnp.int32).at[0].set(0).at[-1].set(case.cols - 1)
-    if "ignore_index" not in case.options:
-        return y
-    return jnp.where(jax.random.permutation(key, case.rows) < case.rows // 2, case.options["ignore_index"], y)
+def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
+    """Ours by the public functions; XLA's is `optax`'s formula and `.mean()`, or `lax.top_k` of `jax.nn.softmax`.
 
-
-def ours_of_loss(case: Case) -> Callable[..., Any]:
-    """The public functions."""
-    if case.op == "top_k":
-        return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
-    loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, **case.options)
-    if case.pass_ == "fwd":
-        return lambda x, y: loss(x, y)
-    if case.pass_ == "value_and_grad":
-        return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())
-    return jax.value_and_grad(lambda x, y: loss(x, y).mean())
-
-
-def xla_of_loss(case: Case, *, wide: bool = False) -> Callable[..., Any]:
-    """`optax`'s formula and `.mean()`, or `lax.top_k` of `jax.nn.softmax`; `wide`: of logits cast to float32 first.
-
-    The cast is what is written where a 16-bit loss will not do: the loss is then as accurate as ours.
+    "xla_f32" casts logits to float32 first, which is what is written where a 16-bit loss will not do: the loss is then
+    as accurate as ours.
     """
+    if case.op == "top_k" and name == "ours":
+        return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
     if case.op == "top_k":
         return lambda x: tuple(jax.lax.top_k(jax.nn.softmax(x, -1), **case.options))
-    formula = functools.partial(_optax, **case.options)
-    loss = (lambda x, y: formula(x.astype(jnp.float32), y)) if wide else formula
-    return loss if case.pass_ == "fwd" else jax.value_and_grad(lambda x, y: loss(x, y).mean())
+    formula = jaxsoftmax.softmax_cross_entropy_with_integer_labels if name == "ours" else _optax
+    loss = functools.partial(formula, **case.options)
+    if case.pass_ == "value_and_grad" and name == "ours":
+        return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())
+    widened = lambda x: x.astype(jnp.float32) if name == "xla_f32" else x
+    if case.pass_ == "fwd":
+        return lambda x, y: loss(widened(x), y)
+    return jax.value_and_grad(lambda x, y: loss(widened(x), y).mean())
 
 
 def _optax(
@@ -261,8 +277,8 @@ def _optax(
     return loss if ignored is None else jnp.where(ignored, 0, loss)
 
 
-def rung_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """One rung's program and its operands, with XLA's small part of the loss after it."""
+def kernel_of_loss(case: RowCase, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """One kernel's program and its operands, with XLA's small part of the loss after it."""
     weights = () if case.pass_ == "fwd" else (jnp.full(case.rows, 1 / case.rows),)
 
     def run(x: jax.Array, y: jax.Array, *weights: jax.Array) -> Any:
@@ -286,17 +302,9 @@ class Impl:
     note: str = ""
 
 
-def attention_programs(shape: Shape, pass_: str, name: str) -> dict[str, Program]:
-    """The programs in which a pass of an implementation is timed; each takes the operands by name.
-
-    "direct" is a backward pass from the residuals of a forward pass.
-
-    Raises:
-      Declined: the implementation does not take the call.
-    """
-    impl = ATTENTION[name]
-    impl.check(shape, pass_)
-    prepared = lambda operands: impl.prepare(shape, operands) if impl.prepare else operands
+def _attention_programs(case: AttentionCase, impl: Impl) -> dict[str, Program]:
+    shape = case.shape
+    impl.check(shape, case.pass_)
 
     def call(operands: Operands) -> jax.Array:
         try:
@@ -304,28 +312,14 @@ def attention_programs(shape: Shape, pass_: str, name: str) -> dict[str, Program
         except NotImplementedError as reason:
             raise Declined(" ".join(str(reason).split())[:300]) from reason
 
-    def vjp(operands: Operands) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    def split(operands: Operands) -> Any:
         attend = lambda query, key, value: call({**operands, "query": query, "key": key, "value": value})
-        return jax.vjp(attend, operands["query"], operands["key"], operands["value"])
+        return attend, [operands[name] for name in ("query", "key", "value")], operands["d_out"]
 
-    def value_and_vjp(operands: Operands) -> Any:
-        out, pull = vjp(operands)
-        return (out, *pull(operands["d_out"].astype(out.dtype)))
-
-    prepare = (lambda operands: (prepared(operands),)) if impl.prepare else None
-    found = {
-        "fwd": Program(lambda operands: (call(operands),), prepare),
-        "value_and_vjp": Program(value_and_vjp, prepare),
-        "direct": Program(
-            lambda pull, d_out: pull(d_out), lambda operands: (vjp(prepared(operands))[1], operands["d_out"])
-        ),
-    }
-    return {program: found[program] for program in attention_names(pass_, name)}
-
-
-def attention_names(pass_: str, name: str) -> tuple[str, ...]:
-    """The names of the programs of a pass."""
-    return ATTENTION_PROGRAMS[pass_] + (("direct",) if pass_ == "bwd" and name == "ours" else ())
+    prepare = impl.prepare
+    return _passes(
+        lambda operands: (call(operands),), split, prepare and (lambda operands: (prepare(shape, operands),))
+    )
 
 
 def _common(shape: Shape, operands: Operands) -> dict[str, Any]:

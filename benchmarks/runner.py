@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -19,35 +20,173 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from benchmarks import cases, timing
-from benchmarks.attention_cases import Case as AttentionCase
-from benchmarks.calls import AttentionCall, Options, RowCall, latency
-from benchmarks.impls import Declined, NotInstalled, Program
+from benchmarks import check, impls, timing, trees
+from benchmarks import results as measured
+from benchmarks.attention_cases import AttentionCase
+from benchmarks.cases import RowCase
+from benchmarks.impls import Declined, NotInstalled, Options, Program
 
-Case = cases.Case | AttentionCase
-Call = RowCall | AttentionCall
+Case = RowCase | AttentionCase
 _TOGETHER = 5  # cases that are compiled at once
+_CALLS = 200  # of one small call in a round
+_LAUNCHES = 4  # of each program of attention in a round
+_COPIED_BYTES = 2**30  # read and written beside attention
+_UNKNOWN = dict.fromkeys(("kernel", "config", "bytes_moved", "residual_bytes"))
 
 Key = tuple[Any, str, str]  # what is computed, the implementation and the program
+Timings = Mapping[str, timing.Timing]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """A compiled program, and the one that makes its operands."""
+    """A compiled program, the one that makes its operands, and what is launched."""
 
     program: Program
     compiled: Any
     prepare: Callable[..., Any] | None
+    launched: Callable[..., Any]
 
     def bound(self, operands: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
         """The launch on the k-th set of operands."""
         own = [self.prepare(*each) for each in operands] if self.prepare else operands
-        return lambda k: self.compiled(*own[k])
+        return lambda k: self.launched(*own[k])
+
+
+class Call:
+    """A case as this machine measures it."""
+
+    def __init__(self, case: Case, options: Options):
+        self.on_gpu = jax.default_backend() == "gpu"
+        self.case: Case = case if self.on_gpu else case.shrunk()
+        self.small = {} if self.on_gpu else self.case.as_measured()
+        self.key, self.options = self.case.key, options
+        self.buffers = self.case.buffers if self.on_gpu else 1
+        self.is_row = isinstance(case, RowCase)
+        self.has_gradients = not self.is_row and case.pass_ != "fwd"
+        # XLA's result is a part of the truth of rows.
+        self.baselines = ("xla",) if self.is_row else ()
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        return jax.eval_shape(lambda: self.case.operands(1, 0))[0]
+
+    def operands(self) -> list[tuple[Any, ...]]:
+        return self.case.operands(self.buffers, self.options.seed)
+
+    def _source(self, name: str) -> Any:
+        return trees if trees.is_tree(name, self.options.trees) and not self.is_row else impls
+
+    def names(self, name: str) -> tuple[str, ...]:
+        return self._source(name).names(self.case, name)
+
+    def programs(self, name: str) -> dict[str, Program]:
+        return self._source(name).programs(self.case, name, self.options)
+
+    def truth_key(self, graded: bool) -> Any:
+        return self.key, graded and not self.is_row
+
+    def entry(self, name: str, verdicts: Sequence[Any], found: Mapping[str, _Ready]) -> dict[str, Any]:
+        """What is known of an implementation; those of rows that ours is compared with are right by definition."""
+        entry = measured.worst(verdicts).entry()
+        memory = {program: ready.compiled.memory_analysis() for program, ready in found.items()}
+        if self.is_row:
+            if name in impls.BASELINES:
+                entry = {key: value for key, value in entry.items() if key != "reason"} | {"status": "ok"}
+            ready, sizes = found[self.case.pass_], memory[self.case.pass_]
+            entry |= {"temp_bytes": sizes.temp_size_in_bytes, "output_bytes": sizes.output_size_in_bytes}
+            return entry | {"process": "jax"} | _UNKNOWN | dict(ready.program.facts)
+        entry["temp_bytes"] = {program: sizes.temp_size_in_bytes for program, sizes in memory.items()}
+        if name == "ours" and self.on_gpu:
+            entry["kernels"] = {program: _mosaic_kernels(ready.compiled) for program, ready in found.items()}
+            if "standard" in self.case.tags and not all(entry["kernels"].values()):
+                entry |= {"status": "failed", "reason": "no kernel took the call, and XLA must not be timed as ours"}
+        return entry
+
+    def note(self, name: str) -> dict[str, str]:
+        """A remark on an implementation of attention."""
+        impl = None if self.is_row else impls.ATTENTION.get(name)
+        return {"note": impl.note} if impl and impl.note else {}
+
+    def time(self, schedule: Sequence[timing.Variant]) -> tuple[str, Timings, dict[str, Any]]:
+        """Times implementations and a copy together, and for attention a large matrix product.
+
+        Beside rows, torch's copy comes once before and once after them.
+        """
+        if self.case.pass_ == "call":
+            return self._time_calls(schedule)
+        n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
+        launches = _LAUNCHES if self.on_gpu or "cpu" in self.case.tags else 1
+        probes = functools.partial(_attention_probes, n, size)
+        if isinstance(self.case, RowCase):
+            size = self.case.copied_bytes
+            launches = timing.launches_per_round(size) if self.on_gpu else 1
+            probes = lambda: [timing.copy_variant(size, self.buffers)]
+        torch_times = self._torch_copy(size)
+        facts = {"buffers": self.buffers, "rounds": self.options.rounds, "launches": launches}
+        clock, timings = timing.measure([*schedule, *probes()], device_clock=self.on_gpu, **facts)
+        torch_times += self._torch_copy(size)
+        moved = timing.moved_bytes(size)
+        copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
+        if torch_times:
+            copies["copy:torch"] = (min(torch_times), 8 * max(1, size // 8))
+        ceilings = {"copy": timing.best_copy(copies)}
+        if not self.is_row:
+            us = timings["matmul"].median
+            ceilings["matmul"] = {"size": n, "us": round(us, 3), "tflop_per_s": round(2 * n**3 / us / 1e6, 2)}
+        return clock, timings, ceilings
+
+    def _time_calls(self, schedule: Sequence[timing.Variant]) -> tuple[str, Timings, dict[str, Any]]:
+        """What one small call costs on the host, and then in a loop, both by wall clock."""
+        timings: dict[str, timing.Timing] = {}
+        for program, launches in (("call", _CALLS), ("loop", 1)):
+            mine = [variant for variant in schedule if variant.name.endswith(f":{program}")]
+            facts = {"buffers": 1, "rounds": self.options.rounds, "launches": launches}
+            timings |= timing.measure(mine, device_clock=False, **facts)[1]
+        return "wall", timings, {"copy": None}
+
+    def _torch_copy(self, size: int) -> list[float]:
+        """Torch's copy; nothing beside attention, or where torch or the GPU is missing."""
+        if not self.on_gpu or not self.is_row:
+            return []
+        try:
+            return [timing.torch_copy_us(size, self.buffers, self.options.rounds)]
+        except (ImportError, RuntimeError) as error:
+            print(f"  no torch copy beside JAX: {type(error).__name__}: {error}", flush=True)
+            return []
+
+    def sizes(self) -> dict[str, Any]:
+        return self.case.sizes() | ({"buffers": self.buffers} if self.is_row else {})
+
+    def speeds(self, timings: Timings, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The times and, of rows, the bandwidth of the least traffic and its share of the copy's."""
+        if not self.is_row:
+            times = {program: taken.as_json() for program, taken in timings.items()}
+            return measured.speeds(self.case.pass_, times, record["flops"])
+        taken = timings[self.case.pass_]
+        if "loop" in timings:
+            return taken.as_json() | {"us_per_iteration": round(timings["loop"].median / impls.ITERATIONS, 4)}
+        speed = record["least_bytes"] / taken.median / 1e6
+        share = {"fraction_of_copy": round(speed / record["copy"]["tb_per_s"], 4)} if record["copy"] else {}
+        return taken.as_json() | {"tb_per_s": round(speed, 4)} | share
+
+
+def _mosaic_kernels(compiled: Any) -> int:
+    """How many calls of Mosaic kernels a compiled program has."""
+    return compiled.as_text().count('custom_call_target="mosaic_gpu')
+
+
+@functools.cache
+def _attention_probes(n: int, copied: int) -> list[timing.Variant]:
+    a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(jax.random.key(3)))
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(a, b))
+    return [timing.Variant("matmul", lambda _: product(a, b)), timing.copy_variant(copied, 1)]
 
 
 class Bench:
@@ -64,21 +203,23 @@ class Bench:
 
         Tracing stays in this thread, because Mosaic's is not known to be safe in others.
         """
-        calls = [_call(case, self.options) for case in chosen if case.pass_ != "call"]
+        calls = [Call(case, self.options) for case in chosen]
         graded = {call.key for call in calls if call.has_gradients}
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            waiting: dict[Key, tuple[Program, list[Any]]] = {}
+            waiting: dict[Key, tuple[Program, Any, list[Any]]] = {}
             truths: dict[Any, Any] = {}
             for call in calls:
                 for name in dict.fromkeys((*call.baselines, *self.options.impls)):
                     self._start(pool, call, name, waiting)
                 key = call.truth_key(call.key in graded)
                 if not {key, call.truth_key(True)} & (self._truths.keys() | truths.keys()):
-                    truths[key] = pool.submit(call.truth_compiler(call.key in graded))
-            for key, (program, futures) in waiting.items():
-                with self._recorded(key):
+                    truths[key] = pool.submit(check.compiler(call.case, call.specs, call.key in graded))
+            for key, (program, called, futures) in waiting.items():
+                entry: dict[str, Any] = {}
+                with caught(entry):
                     *first, compiled = [future.result() for future in futures]
-                    self._compiled[key] = _Ready(program, compiled, first[0] if first else None)
+                    ready = _Ready(program, compiled, first[0] if first else None, called or compiled)
+                self._compiled[key] = entry or ready  # one program that does not compile must not hide the others
             self._truths |= {key: future.result() for key, future in truths.items()}
 
     def _start(self, pool: Any, call: Call, name: str, waiting: dict[Key, Any]) -> None:
@@ -95,31 +236,34 @@ class Bench:
                 if program.prepare is not None:
                     stages.append(jax.jit(program.prepare).lower(*specs))
                     specs = stages[0].out_info
-                stages.append(jax.jit(program.function).lower(*specs))
-                waiting[key] = program, [pool.submit(stage.compile) for stage in stages]
+                function = jax.jit(program.function)
+                stages.append(function.lower(*specs))
+                # One small call is timed with the way through jit.
+                called = function if call.case.pass_ == "call" else None
+                waiting[key] = program, called, [pool.submit(stage.compile) for stage in stages]
         if entry:
             self._compiled |= dict.fromkeys([key for key in missing if key not in waiting], entry)
 
     def run(self, case: Case) -> dict[str, Any]:
         """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
         started = time.perf_counter()
-        call = _call(case, self.options)
-        record = {"case": case.describe(), **call.shrunk()}
-        if isinstance(call, RowCall) and case.pass_ == "call":
-            return record | latency(call, self.options)
+        call = Call(case, self.options)
+        record: dict[str, Any] = {"case": case.describe(), **call.small}
         operands, truths = self._made(call)
-        impls, schedule = {}, []
+        entries, schedule = {}, []
         for name in self.options.impls:
-            impls[name], variants = self._checked(call, name, operands, truths)
+            entries[name], variants = self._checked(call, name, operands, truths)
             schedule += variants
         clock, timings, ceilings = call.time(schedule)
         record |= {**call.sizes(), "clock": clock, **ceilings}
-        for name, entry in impls.items():
+        for name, entry in entries.items():
             if entry["status"] == "ok":
                 mine = {program: timings[f"{name}:{program}"] for program in call.names(name)}
                 entry |= call.speeds(mine, record)
-        record["impls"] = impls
-        return record | call.summary(record) | {"seconds": round(time.perf_counter() - started, 2)}
+        record["impls"] = entries
+        if not call.is_row:
+            record |= {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}
+        return record | {"seconds": round(time.perf_counter() - started, 2)}
 
     def _made(self, call: Call) -> tuple[Any, Any]:
         """The operands and the truth of a call, kept until those of another one, or with gradients, are wanted."""
@@ -127,28 +271,16 @@ class Bench:
         if self._held[0] is not truth:
             self._held = (None, None, None)  # frees the memory first
             operands = call.operands()
-            self._held = (truth, operands, call.truths(truth, operands, self._baselines(call, operands)))
+            baselines = [self._baseline(call, name, operands) for name in call.baselines]
+            self._held = (truth, operands, (truth, *baselines) if baselines else truth(*operands[0]))
         return self._held[1:]
 
-    def _baselines(self, call: Call, operands: Any) -> dict[str, Any]:
-        """The outputs of the implementations that decide what is right."""
-        found = {}
-        for name in call.baselines:
-            for program in call.names(name):
-                ready = self._compiled[call.key, name, program]
-                if isinstance(ready, dict):
-                    raise RuntimeError(f"{name}: {ready['reason']}")
-                found[name] = jax.block_until_ready(ready.bound(operands[:1])(0))
-        return found
-
-    @contextlib.contextmanager
-    def _recorded(self, key: Key) -> Iterator[None]:
-        """Turns an exception into an entry: one program that does not compile must not hide the others' results."""
-        entry: dict[str, Any] = {}
-        with caught(entry):
-            yield
-        if entry:
-            self._compiled[key] = entry
+    def _baseline(self, call: Call, name: str, operands: Any) -> Any:
+        """The output of an implementation that decides what is right."""
+        ready = self._compiled[call.key, name, call.case.pass_]
+        if isinstance(ready, dict):
+            raise RuntimeError(f"{name}: {ready['reason']}")
+        return jax.block_until_ready(ready.bound(operands[:1])(0))
 
     def _checked(
         self, call: Call, name: str, operands: Any, truths: Any
@@ -165,17 +297,15 @@ class Bench:
         with caught(entry):
             for program, ready in found.items():
                 launch = ready.bound(operands)
-                verdicts.append(call.judge(operands[0], jax.block_until_ready(launch(0)), truths))
-                slow = call.may_be_slow and _is_slow(launch)
+                if program != "loop":
+                    verdicts.append(check.judged(call.case, operands[0], jax.block_until_ready(launch(0)), truths))
+                # A difference of two programs, as of attention, needs all rounds of both.
+                slow = call.is_row and call.case.pass_ != "call" and _is_slow(launch)
                 variants.append(timing.Variant(f"{name}:{program}", launch, slow))
             entry_of_right = call.entry(name, verdicts, found)
         if entry:
             return entry | call.note(name), []
         return entry_of_right | call.note(name), variants if entry_of_right["status"] == "ok" else []
-
-
-def _call(case: Case, options: Options) -> Call:
-    return RowCall(case, options) if isinstance(case, cases.Case) else AttentionCall(case, options)
 
 
 def _is_slow(launch: Callable[[int], Any]) -> bool:
@@ -221,7 +351,7 @@ def _failed(case: Case, reason: str) -> dict[str, Any]:
 
 def _empty(case: Case) -> dict[str, Any]:
     """The record of a case that torch's side alone measures."""
-    return {"case": case.describe(), "impls": {}, "clock": "cuda events", **_call(case, Options()).sizes()}
+    return {"case": case.describe(), "impls": {}, "clock": "cuda events", **Call(case, Options()).sizes()}
 
 
 def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
@@ -232,7 +362,7 @@ def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
     """
     calls: dict[Any, list[Case]] = {}
     for case in chosen:
-        key: Any = case
+        key: Any = case.key
         if isinstance(case, AttentionCase):
             key = dataclasses.replace(case.shape, length=case.shape.length + case.shape.length % 2)
         calls.setdefault(key, []).append(case)

@@ -13,8 +13,14 @@ from benchmarks.results import Record, Results, Run
 
 Metric = Callable[[Record, Results], float | None]
 Case = Mapping[str, Any]
-PASSES = ("fwd", "bwd")
 CELLS = "standard"  # the benchmark's 32 of each pass of attention
+
+
+def _word(value: float, must: float | None, goal: float | None, at_most: bool = False) -> str:
+    reached = lambda bound: bound is not None and (value <= bound if at_most else value >= bound)
+    if must is not None and not reached(must):
+        return "**missed**"
+    return "goal" if reached(goal) else "kept" if must is not None else "below goal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +41,24 @@ class Target:
     op: str = "softmax"
     at_most: bool = False
 
-    def select(self) -> tuple[cases.Case, ...]:
+    def select(self) -> tuple[cases.RowCase, ...]:
         chosen = cases.select(ops=[self.op], passes=self.passes, dtypes=self.dtypes, tags=self.tags)
         return tuple(case for case in chosen if self.cols(case.cols))
 
-    def measured(self, results: Results) -> tuple[float, str, int] | None:
-        """The worst value, the case that has it, and how many cases were measured."""
+    def measured(self, results: Results) -> tuple[float, Record, int] | None:
+        """The worst value, the record that has it, and how many cases were measured."""
         records = [record for case in self.select() if (record := results.case(case.name)) is not None]
         values, wrong = [], math.inf if self.at_most else 0.0
         for record in records:
             value = self.metric(record, results) if record["impls"]["ours"]["status"] == "ok" else wrong
             if value is not None:
-                values.append((value, record["case"]["name"]))
+                values.append((value, record))
         worst = max if self.at_most else min
-        return (*worst(values), len(values)) if values else None
+        return (*worst(values, key=lambda pair: (pair[0], pair[1]["case"]["name"])), len(values)) if values else None
 
-    def reached(self, value: float, bound: float | None) -> bool:
-        """Whether `value` is as good as `bound`; False without one."""
-        return bound is not None and (value <= bound if self.at_most else value >= bound)
+    def word(self, value: float) -> str:
+        """Whether a value is as good as promised."""
+        return _word(value, self.must, self.goal, self.at_most)
 
 
 def of_ours(name: str) -> Metric:
@@ -162,11 +168,7 @@ class Promise:
     def word(self, ratios: Sequence[float]) -> tuple[float, str]:
         """The value of some ratios, and whether it is as good as promised."""
         value = statistics.geometric_mean(ratios) if self.mean and min(ratios) else min(ratios)
-        if self.must is not None and value < self.must:
-            return value, "**missed**"
-        if self.goal is not None and value >= self.goal:
-            return value, "goal"
-        return value, "kept" if self.must is not None else "below goal"
+        return value, _word(value, self.must, self.goal)
 
     def _ratio(self, record: Record) -> float | None:
         ratios = [measured.ratio(record, rival) for rival in self.rivals if "us" in record["impls"].get(rival, {})]

@@ -37,6 +37,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.results import summary
+
 _COLS = 8192  # int32 elements of a block of the copy kernel: 64 registers per thread
 ROTATED_BYTES = 150 * 10**6
 SLOW_SECONDS = 0.02
@@ -66,18 +68,9 @@ class Timing:
         return statistics.median(itertools.chain(*self.rounds))
 
     def as_json(self) -> dict[str, Any]:
-        samples = np.asarray(list(itertools.chain(*self.rounds)))
-        p20, p80 = np.percentile(samples, (20, 80))
-        return {
-            "us": round(self.median, 3),
-            "min_us": round(float(samples.min()), 3),
-            "max_us": round(float(samples.max()), 3),
-            "p20_us": round(float(p20), 3),
-            "p80_us": round(float(p80), 3),
-            "rounds_us": [round(statistics.median(r), 3) for r in self.rounds if r],
-            "launches": len(samples),
-            "kernels": list(self.kernels),
-        }
+        samples = list(itertools.chain(*self.rounds))
+        rounds = [round(statistics.median(r), 3) for r in self.rounds if r]
+        return summary(samples) | {"rounds_us": rounds, "launches": len(samples), "kernels": list(self.kernels)}
 
 
 def buffers_needed(operand_bytes: int, *, hot: bool) -> int:

@@ -1,8 +1,8 @@
 """Attention's kernels as several source trees have them, and with other configs: implementations that `--tree` adds.
 
-`--tree=before=../before --impl=before,now,now:together=8:tiles=drawn` measures three: a tree as it is, this one, and
-this one with other knobs. What is timed is the kernel with XLA's share before and after it, and of a backward pass that
-from the residuals of a forward pass of the same tree.
+`--tree=before=../before --impl=before,now,now:stages=1:scheduler=dynamic` measures three: a tree as it is, this one,
+and this one with other knobs. What is timed is the kernel with XLA's share before and after it, and of a backward pass
+that from the residuals of a forward pass of the same tree.
 """
 
 import ast
@@ -17,12 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.attention_cases import Shape
-from benchmarks.impls import Declined, Program
+from benchmarks.attention_cases import AttentionCase, Shape
+from benchmarks.impls import Declined, Options, Program
 
 HERE = {"now": "."}
-
-Load = Callable[[str], Any]
 
 
 def is_tree(impl: str, trees: Mapping[str, str]) -> bool:
@@ -30,19 +28,20 @@ def is_tree(impl: str, trees: Mapping[str, str]) -> bool:
     return impl.partition(":")[0] in trees
 
 
-def names(pass_: str) -> tuple[str, ...]:
-    """The names of the programs of a pass."""
-    return ("direct",) if pass_ == "bwd" else (pass_,)
+def names(case: AttentionCase, impl: str) -> tuple[str, ...]:
+    """The name of the program of a pass."""
+    return ("direct",) if case.pass_ == "bwd" else (case.pass_,)
 
 
-def programs(shape: Shape, pass_: str, impl: str, trees: Mapping[str, str]) -> dict[str, Program]:
+def programs(case: AttentionCase, impl: str, options: Options) -> dict[str, Program]:
     """The program of a tree's kernel, by the pass's name for it."""
+    shape, pass_ = case.shape, case.pass_
     if pass_ == "value_and_vjp":
         raise Declined("a tree is measured forward or backward, not both at once")
     tree, *knobs = impl.split(":")
     changed = {name: _value(value) for name, _, value in (knob.partition("=") for knob in knobs)}
-    (name,) = names(pass_)
-    with imported(trees[tree]) as load:
+    (name,) = names(case, impl)
+    with imported(options.trees[tree]) as load:
         kernel = _decided(load, shape, pass_ == "bwd", changed)
         forward = _decided(load, shape, False, {}) if pass_ == "bwd" else kernel
     if pass_ == "fwd":
@@ -64,7 +63,7 @@ def _value(text: str) -> Any:
 
 
 @contextlib.contextmanager
-def imported(tree: str) -> Iterator[Load]:
+def imported(tree: str) -> Iterator[Callable[[str], Any]]:
     """A function that imports modules of the tree's `pallas_kernels`, and of no other tree's."""
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "pallas_kernels"}
     for name in before:
@@ -79,7 +78,7 @@ def imported(tree: str) -> Iterator[Load]:
         sys.modules.update(before)
 
 
-def _decided(load: Load, shape: Shape, backward: bool, knobs: Mapping[str, Any]) -> Callable[..., Any]:
+def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, knobs: Mapping[str, Any]) -> Callable[..., Any]:
     """The kernel that a tree decides for, with other knobs."""
     problems, dispatch, hardware = map(load, ("attention.problem", "attention.dispatch", "hardware"))
     facts: dict[str, Any] = {"causal_offset": 0} if shape.is_causal else {}

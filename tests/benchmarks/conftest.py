@@ -1,24 +1,36 @@
-"""How tests run the binary."""
+"""How tests run the binary, and what they name cases by."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from absl.testing import flagsaver
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import __main__ as program
+from benchmarks import cases
 
 
 @pytest.fixture
-def binary():
-    """Runs `python -m benchmarks` on the CPU with these flags, and returns what it prints."""
+def binary(monkeypatch, capsys):
+    """Runs the binary's `main` with these flags, and returns what it prints."""
 
     def run(*flags, expect=0):
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "benchmarks", *flags]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-        assert done.returncode == expect, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *flags])
+        with flagsaver.flagsaver():
+            try:
+                program.main()
+                code = 0
+            except SystemExit as end:
+                code = end.code
+        found = capsys.readouterr()
+        text = found.out + found.err + (code if isinstance(code, str) else "")
+        assert (code if isinstance(code, int) else 1) == expect, text
+        return text
 
     return run
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """The case of rows of a name."""
+    known = {case.name: case for case in cases.TABLE.cases}
+    return known.__getitem__

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention_cases, cases, impls
+from benchmarks import attention_cases, cases
 from benchmarks.attention_cases import Shape, square
 
 MIB = 2**20
@@ -16,13 +16,8 @@ TINY = Shape(2, 4, 2, 16, 8, 8, "full")
 MANY = attention_cases.sample(400, seed=5)
 
 
-def _named(name):
-    (case,) = [case for case in cases.all_cases() if case.name == name]
-    return case
-
-
 def test_names_are_unique_and_say_what_is_measured():
-    names = [case.name for case in cases.all_cases()]
+    names = [case.name for case in cases.TABLE.cases]
     assert len(set(names)) == len(names)
     ops, passes = "softmax|log_softmax|logsumexp|cross_entropy|top_k", "|".join(cases.PASSES)
     pattern = rf"({ops})_({passes})_(f16|bf16|f32)_\d+x\d+(_({'|'.join(filter(None, cases.OPTIONS))}))?"
@@ -41,7 +36,7 @@ def test_every_shape_of_the_claims_is_there():
     assert {("float32", m, 131072) for m in (1, 16, 64)} <= forward
     assert {c.cols for c in cases.select(passes=["bwd"], tags=["standard"])} >= {2**k for k in range(10, 19)}
     assert [c.name for c in cases.select(passes=["call"])] == ["softmax_call_f32_8x128"]
-    assert all(cases.operand_bytes(case) >= 64 * MIB for case in cases.select(tags=["sweep"]))  # more than the cache
+    assert all(case.operand_bytes >= 64 * MIB for case in cases.select(tags=["sweep"]))  # more than the cache
 
 
 def test_every_loss_and_selection_is_there():
@@ -49,8 +44,8 @@ def test_every_loss_and_selection_is_there():
     losses = {(c.pass_, c.rows, c.cols) for c in cases.select(tags=["cross_entropy"])}
     assert losses == {(p, *shape) for p in ("fwd", "value_and_grad", "value_and_grad_mean") for shape in shapes}
     selections = {(c.rows, c.cols, c.options["k"]) for c in cases.select(tags=["top_k"])}
-    rows = {32000: (1, 64, 8192), 128256: (1, 64, 8192), 262144: (1, 64, 4096)}
-    assert selections == {(m, n, k) for n, some in rows.items() for m in some for k in (1, 8, 64)}
+    most = {32000: 8192, 128256: 8192, 262144: 4096}
+    assert selections == {(m, n, k) for n in most for m in (1, 64, most[n]) for k in (1, 8, 64)}
     extended = {(c.dtype, c.rows, c.variant) for c in cases.select(ops=["cross_entropy"], tags=["extended"])}
     assert extended >= {("bfloat16", 8192, "smoothed_capped"), ("bfloat16", 8192, "half_ignored"), ("bfloat16", 64, "")}
     assert not {c.op for c in cases.select(tags=["standard"])} & {"cross_entropy", "top_k"}
@@ -68,30 +63,24 @@ def test_the_cells_of_attention_are_of_equal_work_and_core_and_rest_are_most_of_
 
 
 def test_what_is_measured_apart_is_in_no_other_run():
-    found = cases.select(tags=["invariance"])
-    assert {case.op for case in found} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
-    assert len({case.name for case in found}) == 13
-    assert not {*found} & {*cases.all_cases()}
-    apart = {tag: attention_cases.select(tags=[tag]) for tag in attention_cases.APART}
-    assert {tag: len({case.name for case in found}) for tag, found in apart.items()} == {
-        "odd": 48, "sample": 60, "cpu": 40, "invariance": 6,
-    }  # fmt: skip
-    assert not {case for found in apart.values() for case in found} & {*attention_cases.all_cases()}
+    of_attention = {"odd": 48, "sample": 60, "short": 28, "cpu": 40, "invariance": 6}
+    for table, wanted in ((cases.TABLE, {"invariance": 13}), (attention_cases.TABLE, of_attention)):
+        apart = {tag: table.select(tags=[tag]) for tag in table.apart}
+        assert {tag: len({case.name for case in found}) for tag, found in apart.items()} == wanted
+        assert not {case for found in apart.values() for case in found} & {*table.cases}
+    assert {case.op for case in cases.select(tags=["invariance"])} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
     assert {case.shape.length for case in apart["odd"]} == {511, 2047, 4095, 16383}
-    assert {case.shape.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
+    assert {case.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
 
 
-def test_filters_are_conjunctions():
+def test_filters_are_conjunctions_and_a_shape_of_two_sources_is_one_case(rows):
     chosen = cases.select(ops=["softmax"], passes=["bwd"], dtypes=["f16"], tags=["core"], patterns=["x4096$"])
     assert [case.name for case in chosen] == ["softmax_bwd_f16_32768x4096"]
     assert not cases.select(patterns=["no such case"])
     chosen = attention_cases.select(tags=["sample"], passes=["fwd"], kinds=["causal"], count=400, seed=5)
-    assert chosen == tuple(case for case in MANY if (case.pass_, case.shape.kind) == ("fwd", "causal"))
-
-
-def test_a_shape_of_two_sources_is_one_case():
-    assert _named("softmax_fwd_f16_32768x4096").source == "powers of two; HTile"
-    assert {"sweep", "htile", "core", "standard"} <= _named("softmax_fwd_f16_4096x32768").tags
+    assert chosen == tuple(case for case in MANY if (case.pass_, case.kind) == ("fwd", "causal"))
+    assert rows("softmax_fwd_f16_32768x4096").source == "powers of two; HTile"
+    assert {"sweep", "htile", "core", "standard"} <= rows("softmax_fwd_f16_4096x32768").tags
 
 
 @pytest.mark.parametrize(
@@ -109,19 +98,19 @@ def test_a_shape_of_two_sources_is_one_case():
         ("top_k_fwd_bf16_64x128256_k8", 64 * 128256 * 2),
     ],
 )
-def test_least_bytes_match_a_hand_count(name, least):
-    assert cases.least_bytes(_named(name)) == least
+def test_least_bytes_match_a_hand_count(rows, name, least):
+    assert rows(name).least_bytes == least
 
 
-def test_copies_flops_and_small_cases_match_a_hand_count():
+def test_copies_flops_and_small_cases_match_a_hand_count(rows):
     for name in ("cross_entropy_fwd_f32_8192x128256", "cross_entropy_value_and_grad_f32_8192x128256"):
-        assert cases.copied_bytes(_named(name)) == 2 * 8192 * 128256 * 4  # of the logits
-    assert cases.copied_bytes(_named("softmax_bwd_f32_32768x4096")) == 3 * 512 * MIB
-    assert cases.flops(_named("cross_entropy_value_and_grad_bf16_8192x50257")) == 6 * 8192 * 50257
-    assert cases.flops(_named("softmax_fwd_f16_32768x1024")) == 5 * 32768 * 1024
-    assert cases.flops(_named("softmax_value_and_vjp_bf16_32768x4096")) == 9 * 32768 * 4096
-    case = _named("softmax_fwd_bf16_8192x50257")
-    assert [(small.rows, small.cols) for small in map(case.shrunk, (2**18, 1))] == [(5, 50257), (1, 50257)]
+        assert rows(name).copied_bytes == 2 * 8192 * 128256 * 4  # of the logits
+    assert rows("softmax_bwd_f32_32768x4096").copied_bytes == 3 * 512 * MIB
+    assert rows("cross_entropy_value_and_grad_bf16_8192x50257").flops == 6 * 8192 * 50257
+    assert rows("softmax_fwd_f16_32768x1024").flops == 5 * 32768 * 1024
+    assert rows("softmax_value_and_vjp_bf16_32768x4096").flops == 9 * 32768 * 4096
+    small = [rows(f"softmax_fwd_{name}").shrunk() for name in ("bf16_8192x50257", "f16_4096x1048576")]
+    assert [(case.rows, case.cols) for case in small] == [(5, 50257), (1, 1048576)]
 
 
 def test_the_arithmetic_of_attention_by_hand():
@@ -140,29 +129,28 @@ def test_the_arithmetic_of_attention_by_hand():
     assert dataclasses.replace(causal, kind="mask").pairs == 24
 
 
-def test_documents_fill_the_sequence():
-    shape = square(16384, 128, "documents", 1024)
-    assert shape.documents().sum() == 16384
+def test_documents_fill_the_sequence_and_torch_is_told_of_them(rows):
+    (case,) = attention_cases.select(tags=["standard"], passes=["fwd"], kinds=["documents"])
+    shape, told = case.shape, case.told()
+    assert (sum(told["documents"]), told["flops"]) == (16384, case.flops)
     assert 512 <= shape.documents()[:-1].min() <= shape.documents().max() <= 1536
     np.testing.assert_array_equal(np.bincount(shape.segments()[0]), shape.documents())
+    assert rows("softmax_fwd_f16_32768x1024").told()["buffers"] == 3
 
 
-def test_labels_are_of_every_kind():
-    case = _named("cross_entropy_fwd_bf16_8192x32000")
-    y = impls.labels(case, jax.random.key(0))
+def test_labels_are_of_every_kind(rows):
+    case = rows("cross_entropy_fwd_bf16_8192x32000")
+    y = case.labels(jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
     assert len(set(y.tolist())) > 7000
-    y = impls.labels(_named("cross_entropy_fwd_bf16_8192x128256_half_ignored"), jax.random.key(0))
+    y = rows("cross_entropy_fwd_bf16_8192x128256_half_ignored").labels(jax.random.key(0))
     assert (y == -100).sum() == 4096
 
 
-def test_a_seed_decides_the_sample_and_its_size_only_the_end():
+def test_a_sample_has_every_size_and_is_bounded_and_a_seed_decides_it():
     assert attention_cases.sample(20, seed=5) == MANY[:20]
     assert attention_cases.sample(20, seed=6) != MANY[:20]
     assert len({case.name for case in MANY}) == 400
-
-
-def test_a_sample_has_every_size_and_is_bounded():
     shapes = [case.shape for case in MANY]
     for many in (
         lambda s: s.query_length == s.length,
@@ -177,9 +165,8 @@ def test_a_sample_has_every_size_and_is_bounded():
         assert sum(map(bool, map(many, shapes))) >= 20
     assert sum(s.query_length == s.length for s in shapes) > 200
     assert {s.head_dim for s in shapes} == {s.value_dim for s in shapes} == set(range(32, 257, 8))
-    assert {(case.shape.kind, case.pass_) for case in MANY} == set(
-        itertools.product(("full", "causal"), ("fwd", "value_and_vjp"))
-    )
+    kinds = {(case.kind, case.pass_) for case in MANY}
+    assert kinds == set(itertools.product(("full", "causal"), ("fwd", "value_and_vjp")))
     assert max(s.batch * s.heads * s.query_length * s.length for s in shapes) <= 2**28
     assert max(s.batch * s.heads * max(s.query_length, s.length) * s.head_dim for s in shapes) <= 2**27
     assert max(case.flops for case in MANY) < 1e12  # 2 ms of 500 TFLOP/s

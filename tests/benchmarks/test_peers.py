@@ -3,6 +3,7 @@
 A launch takes a microsecond; of attention a forward pass takes 2, and a backward pass 5.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -13,11 +14,37 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import attention_cases, calls, cases, peers, torch_calls
+from benchmarks import __main__ as program
+from benchmarks import attention_cases, cases, torch_peers
 from benchmarks import results as measured
 from tests import attention_oracle
-from tests.benchmarks import fake_cuda
-from tests.benchmarks.fake_cuda import Clock
+
+
+class Clock:
+    """An event of `torch.cuda`; the clock goes on by what each launch says that it takes, in microseconds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) / 1e3
+
+
+class Graph:
+    def replay(self):
+        Clock.now += self.us
+
+
+@contextlib.contextmanager
+def _capturing(graph):
+    before = Clock.now
+    yield
+    graph.us, Clock.now = Clock.now - before, before
 
 
 class Tensor(np.ndarray):
@@ -94,18 +121,19 @@ def _names(**found):
 
 @pytest.fixture
 def torch(monkeypatch):
-    monkeypatch.setattr(torch_calls, "_MATMUL_SIZE", 8)
+    monkeypatch.setattr(torch_peers, "_MATMUL_SIZE", 8)
     rng = np.random.default_rng(0)
     made = lambda x: np.asarray(x).view(Tensor)
+    nothing = lambda *_: None
     backward = lambda t, y, axis, dtype: _softmax(y)
     return _names(
-        cuda=fake_cuda.cuda(),
-        compiler=_names(reset=lambda: None),
+        cuda=_names(Event=Clock, CUDAGraph=Graph, graph=_capturing, synchronize=nothing, empty_cache=nothing),
+        compiler=_names(reset=nothing),
         ops=_names(aten=_names(_softmax_backward_data=backward, _log_softmax_backward_data=None)),
         autograd=_names(grad=_gradients),
         nn=_names(functional=_names(cross_entropy=_cross_entropy)),
         compile=lambda f, dynamic: f,
-        manual_seed=lambda seed: None,
+        manual_seed=nothing,
         randn=lambda shape, device, dtype: made(rng.standard_normal(shape).astype(dtype)),
         randint=lambda low, high, shape, device: made(rng.integers(low, high, shape)),
         empty=lambda size, device, dtype: made(np.zeros(size, dtype)),
@@ -183,20 +211,20 @@ def installed(monkeypatch):
 
 
 def _rows(pass_, rows=4, cols=256, op="softmax", variant=""):
-    case = cases.Case(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
-    return calls.for_peers(case) | {"buffers": 3}
+    case = cases.RowCase(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
+    return case.told() | {"buffers": 3}
 
 
 def _attention(pass_="fwd", kind="full", **changes):
     shape = dataclasses.replace(attention_cases.Shape(2, 4, 2, 16, 8, 4, "full", 5), kind=kind, **changes)
-    return calls.for_peers(attention_cases.Case(shape, pass_, frozenset()))
+    return attention_cases.AttentionCase(shape, pass_, frozenset()).told()
 
 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_every_peer_is_timed_or_says_why_not(torch, installed, monkeypatch, graphed):
     if not graphed:
-        monkeypatch.setattr(torch_calls, "_GRAPHED_BYTES", 0)
-    answer = peers.measure(torch, _rows("fwd"), measured.ROW_LIBRARIES, rounds=2)
+        monkeypatch.setattr(torch_peers, "_GRAPHED_BYTES", 0)
+    answer = torch_peers.measure(torch, _rows("fwd"), measured.ROW_LIBRARIES, rounds=2)
     assert answer["copy"]["us"] == 1.0
     assert answer["impls"].pop("liger") == {"status": "declined", "reason": "RuntimeError: rows too long"}
     assert set(answer["impls"]) == {"torch", "torch_compile", "quack"}
@@ -211,13 +239,13 @@ def test_every_peer_is_timed_or_says_why_not(torch, installed, monkeypatch, grap
 ])  # fmt: skip
 def test_what_is_not_installed_says_so(torch, installed, name, case, module):
     del installed[module]
-    answer = peers.measure(torch, case, [name], rounds=1)
+    answer = torch_peers.measure(torch, case, [name], rounds=1)
     assert answer["impls"][name] == {"status": "not installed", "reason": f"No module named {module!r}"}
     assert answer[{"quack": "copy", "fa4": "matmul"}[name]]["us"] == 1.0
 
 
 def test_the_backward_pass_starts_from_the_saved_output(torch, installed):
-    impls = peers.measure(torch, _rows("bwd"), ["torch", "quack", "liger"], rounds=1)["impls"]
+    impls = torch_peers.measure(torch, _rows("bwd"), ["torch", "quack", "liger"], rounds=1)["impls"]
     assert [entry["status"] for entry in impls.values()] == ["ok", "ok", "declined"]
     assert impls["torch"]["max_error_ulp"] is None
 
@@ -227,14 +255,14 @@ def test_a_graph_that_cannot_be_captured_is_launched_one_by_one(torch, installed
         raise RuntimeError("capture failed")
 
     torch.cuda.graph = refuse
-    assert peers.measure(torch, _rows("fwd"), ["torch"], rounds=1)["impls"]["torch"]["us"] == 1.0
+    assert torch_peers.measure(torch, _rows("fwd"), ["torch"], rounds=1)["impls"]["torch"]["us"] == 1.0
     assert "capture failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variant", ["", "half_ignored"])
 def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(torch, installed, variant):
     case = _rows("fwd", rows=2**12, op="cross_entropy", variant=variant)
-    for entry in peers.measure(torch, case, measured.ROW_LIBRARIES[::-1], rounds=1)["impls"].values():
+    for entry in torch_peers.measure(torch, case, measured.ROW_LIBRARIES[::-1], rounds=1)["impls"].values():
         assert (entry["status"], entry["us"]) == ("ok", 1.0)
         assert entry["max_error_ulp"] < 4
         # The copy beside it moves twice the logits' bytes, as many as it takes microseconds.
@@ -245,8 +273,8 @@ def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(torch, ins
 def test_peers_give_the_mean_loss_and_its_gradient(torch, installed, pass_):
     case = _rows(pass_, op="cross_entropy")
     for name in measured.ROW_LIBRARIES:
-        function, prepare = torch_calls._peer(torch, name, case)
-        (operands, *_) = torch_calls._row_operands(torch, case)
+        function, prepare = torch_peers._peer(torch, name, case)
+        (operands, *_) = torch_peers._row_operands(torch, case)
         value, gradient = function(*prepare(*operands))
         in_one = (name, pass_) == ("quack", "value_and_grad")
         assert value == pytest.approx(_cross_entropy(*operands) * (case["rows"] if in_one else 1))
@@ -254,16 +282,18 @@ def test_peers_give_the_mean_loss_and_its_gradient(torch, installed, pass_):
 
 
 def test_what_a_peer_lacks_is_declined(torch, installed):
-    impls = peers.measure(torch, _rows("fwd", op="cross_entropy", variant="smoothed_capped"), ["quack"], 1)["impls"]
+    impls = torch_peers.measure(torch, _rows("fwd", op="cross_entropy", variant="smoothed_capped"), ["quack"], 1)[
+        "impls"
+    ]
     reason = "NotImplementedError: quack has no label_smoothing, z_loss, logits_soft_cap together"
     assert impls["quack"] == {"status": "declined", "reason": reason}
-    impls = peers.measure(torch, _rows("fwd", op="top_k", variant="k8"), measured.ROW_LIBRARIES, 1)["impls"]
+    impls = torch_peers.measure(torch, _rows("fwd", op="top_k", variant="k8"), measured.ROW_LIBRARIES, 1)["impls"]
     assert [impls[name]["status"] for name in measured.ROW_LIBRARIES] == ["ok", "ok", "declined", "declined"]
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
 def test_flash_attention_is_called_as_each_kind_means_and_is_right(torch, installed, kind):
-    answer = peers.measure(torch, _attention("fwd", kind), ["fa4"], rounds=2)
+    answer = torch_peers.measure(torch, _attention("fwd", kind), ["fa4"], rounds=2)
     entry = answer["impls"]["fa4"]
     assert (entry["status"], entry["us"], entry["version"], entry["process"]) == ("ok", 2.0, "4.0", "torch")
     assert entry["error"] < entry["allowed_error"] < 0.02
@@ -273,11 +303,11 @@ def test_flash_attention_is_called_as_each_kind_means_and_is_right(torch, instal
 
 def test_the_backward_pass_is_what_value_and_vjp_takes_longer(torch, installed):
     case = _attention("bwd", "causal")
-    entry = peers.measure(torch, case, ["fa4"], rounds=3)["impls"]["fa4"]
+    entry = torch_peers.measure(torch, case, ["fa4"], rounds=3)["impls"]["fa4"]
     assert (entry["status"], entry["us"], entry["direct_us"]) == ("ok", 5.0, 5.0)
     assert set(entry["programs"]) == {"fwd", "value_and_vjp", "direct"}
     assert entry["tflop_per_s"] == round(case["flops"] / 5e6, 2)
-    assert peers.measure(torch, _attention("value_and_vjp"), ["fa4"], rounds=1)["impls"]["fa4"]["us"] == 7.0
+    assert torch_peers.measure(torch, _attention("value_and_vjp"), ["fa4"], rounds=1)["impls"]["fa4"]["us"] == 7.0
 
 
 @pytest.mark.parametrize(
@@ -285,7 +315,7 @@ def test_the_backward_pass_is_what_value_and_vjp_takes_longer(torch, installed):
 )
 def test_a_wrong_output_has_no_time(torch, installed, fault, kind):
     installed["flash_attn.cute.interface"].fault = fault
-    entry = peers.measure(torch, _attention("bwd", kind), ["fa4"], rounds=1)["impls"]["fa4"]
+    entry = torch_peers.measure(torch, _attention("bwd", kind), ["fa4"], rounds=1)["impls"]["fa4"]
     assert entry["status"] == "WRONG"
     assert entry["reason"].startswith(f"{fault}: relative error")
     assert entry["reason"].endswith(" in sequence 0, head 0")
@@ -301,14 +331,14 @@ def test_what_flash_attention_refuses_is_no_failure(torch, installed, monkeypatc
 
     for call, status in ((refuse, "declined"), (crash, "failed")):
         monkeypatch.setattr(FlashAttention, "flash_attn_func", call)
-        answer = peers.measure(torch, _attention(), ["fa4"], rounds=1)
+        answer = torch_peers.measure(torch, _attention(), ["fa4"], rounds=1)
         assert answer["impls"]["fa4"]["status"] == status
         assert answer["matmul"]["us"] == 1.0
-    assert peers.measure(torch, _attention(kind="bias"), ["fa4"], 1)["impls"]["fa4"]["status"] == "declined"
+    assert torch_peers.measure(torch, _attention(kind="bias"), ["fa4"], 1)["impls"]["fa4"]["status"] == "declined"
 
 
 def test_the_process_survives_being_killed():
-    process = peers.Peers(["quack"], 1, "")
+    process = program.Peers(["quack"], 1, "")
     case = {"name": "any"}
     assert process.measure(case)["impls"]["quack"]["status"] == "not installed"
     process._child.kill()
@@ -320,7 +350,7 @@ def test_the_process_survives_being_killed():
 
 _NOISY = """
 import os, sys, types
-from benchmarks import peers
+from benchmarks import torch_peers
 
 def measure(torch, case, names, rounds):
     print("by Python")
@@ -328,13 +358,13 @@ def measure(torch, case, names, rounds):
     return {"impls": {name: {"status": "ok"} for name in names}}
 
 sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
-peers.serve(measure, ["quack"], 1)
+torch_peers.serve(measure, ["quack"], 1)
 """
 
 
 def test_what_libraries_print_is_no_answer(tmp_path):
     (tmp_path / "noisy.py").write_text(_NOISY)
-    process = peers.Peers(["quack"], 1, str(tmp_path), "noisy")
+    process = program.Peers(["quack"], 1, str(tmp_path), "noisy")
     for name in ("one", "two"):
         assert process.measure({"name": name}) == {"name": name, "impls": {"quack": {"status": "ok"}}}
     process.close()

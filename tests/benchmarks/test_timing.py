@@ -41,7 +41,7 @@ class FakeDevice:
         )
 
 
-def test_device_time_goes_to_the_variant_that_launched_the_kernel(monkeypatch):
+def test_device_time_goes_to_the_variant_that_launched_the_kernel_while_buffers_rotate(monkeypatch):
     device = FakeDevice(monkeypatch)
     clock, timings = device.time()
     assert clock == "cupti"
@@ -49,46 +49,33 @@ def test_device_time_goes_to_the_variant_that_launched_the_kernel(monkeypatch):
     assert timings["two"].rounds == ((5000.0, 5000.0), (5000.0, 5000.0))
     assert timings["two"].kernels == ("b", "c")
     assert device.sessions == 3  # one to learn each variant's kernels, one for the whole schedule
-
-
-def test_variants_interleave_and_buffers_rotate(monkeypatch):
-    device = FakeDevice(monkeypatch)
-    device.time()
     names, buffers = zip(*device.launches[-8:], strict=True)
     assert names == ("one", "one", "two", "two", "two", "two", "one", "one")
     assert buffers == (0, 1, 2, 0, 1, 2, 0, 1)
 
 
-@pytest.mark.parametrize("fault", ["lost kernel", "stray kernel", "kernels out of order"])
-def test_kernels_in_doubt_are_measured_apart(monkeypatch, fault):
+def _busy():
+    raise RuntimeError("CUPTI is busy")
+
+
+@pytest.mark.parametrize(
+    "alone, together, clock",
+    [
+        pytest.param(list, lambda found: found[1:], "cupti, each round apart", id="lost kernel"),
+        pytest.param(list, lambda found: [*found, ("stray", 1.0)], "cupti, each round apart", id="stray kernel"),
+        pytest.param(list, lambda found: found[::-1], "cupti, each round apart", id="kernels out of order"),
+        pytest.param(lambda found: [], lambda found: [], "wall", id="no kernel"),
+        pytest.param(lambda found: _busy(), lambda found: _busy(), "wall", id="profiler fails"),
+    ],
+)
+def test_kernels_in_doubt_are_measured_apart_and_without_a_profile_by_wall_clock(monkeypatch, alone, together, clock):
     device = FakeDevice(monkeypatch)
-
-    def kernels(launched):
-        found = [kernel for name in launched for kernel in KERNELS[name]]
-        if len(set(launched)) == 1:
-            return found
-        return {"lost kernel": found[1:], "stray kernel": [*found, ("stray", 1.0)]}.get(fault, found[::-1])
-
-    device.kernels = kernels
-    with pytest.warns(UserWarning, match="CUPTI saw"):
-        clock, timings = device.time()
-    assert clock == "cupti, each round apart"
-    assert timings["two"].rounds == ((5000.0,), (5000.0,))
-
-
-@pytest.mark.parametrize("fault", ["no kernel", "profiler fails"])
-def test_without_a_profile_time_is_wall_clock(monkeypatch, fault):
-    device = FakeDevice(monkeypatch)
-
-    def kernels(_):
-        if fault == "profiler fails":
-            raise RuntimeError("CUPTI is busy")
-        return []
-
-    device.kernels = kernels
+    kernels = device.kernels
+    device.kernels = lambda launched: (alone if len(set(launched)) == 1 else together)(kernels(launched))
     with pytest.warns(UserWarning, match="no time by cupti"):
-        clock, timings = device.time()
-    assert clock == "wall"
+        found, timings = device.time()
+    assert found == clock
+    assert clock == "wall" or timings["two"].rounds == ((5000.0,), (5000.0,))
     assert timings["one"].kernels == ()
 
 
@@ -108,15 +95,11 @@ def test_statistics_are_of_all_launches():
     assert result["p20_us"] <= result["us"] <= result["p80_us"]
 
 
-def test_buffers_defeat_the_cache_unless_the_case_is_hot():
+def test_buffers_defeat_the_cache_unless_the_case_is_hot_and_long_kernels_are_launched_less():
     assert timing.buffers_needed(64 * 2**20, hot=False) * 64 * 2**20 >= timing.ROTATED_BYTES
     assert timing.buffers_needed(2**30, hot=False) == 1
     assert timing.buffers_needed(4096, hot=True) == 1
-
-
-def test_long_kernels_are_launched_less():
-    assert timing.launches_per_round(2**20) == 10
-    assert timing.launches_per_round(2**34) == 2
+    assert [timing.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]
 
 
 def test_the_best_copy_is_the_fastest_by_bandwidth():

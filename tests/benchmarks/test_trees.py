@@ -8,8 +8,7 @@ import pytest
 import pallas_kernels
 from benchmarks import __main__ as program
 from benchmarks import attention_cases, runner, trees
-from benchmarks.calls import Options
-from benchmarks.impls import Declined
+from benchmarks.impls import Declined, Options
 
 STAND_IN = {
     "__init__": "",
@@ -71,7 +70,7 @@ def test_the_programs_of_a_tree(pass_, program, tree):
     case = attention_cases.parse(f"{pass_}_causal_d64_s64_b1_h2")
     operands = case.shape.operands(0)
     for knobs, shift in (("", 0.0), (":shift=8.0", 8.0)):
-        (found,) = trees.programs(case.shape, pass_, f"other{knobs}", {"other": tree}).items()
+        (found,) = trees.programs(case, f"other{knobs}", Options(trees={"other": tree})).items()
         assert found[0] == program
         got = found[1].function(*found[1].prepare(operands))
         assert len(got) == (1 if pass_ == "fwd" else 3)
@@ -95,4 +94,4 @@ def test_a_tree_that_is_wrong_or_fails_has_no_time_and_the_run_is_red(tree):
 def test_what_no_tree_takes_is_declined(name, words):
     case = attention_cases.parse(name)
     with pytest.raises(Declined, match=words):
-        trees.programs(case.shape, case.pass_, "now", trees.HERE)
+        trees.programs(case, "now", Options(trees=trees.HERE))

@@ -10,6 +10,7 @@ each head: the error is at most twice that of XLA in 16 bits, plus half a unit o
 squares, relative to the truth's; the worst row counts by a sixteenth, lest it be lost in the mean of thousands.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.attention_cases import Shape
-from benchmarks.cases import Case
+from benchmarks import impls
+from benchmarks.attention_cases import AttentionCase, Shape
+from benchmarks.cases import RowCase
 from benchmarks.impls import LOSSES
-from benchmarks.verdict import NAMES, ROW_WEIGHT, RowVerdict, Verdict, errors, oracle, worst_head
+from benchmarks.results import NAMES, ROW_WEIGHT, Verdict, errors, oracle, worst_head
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
@@ -30,12 +32,37 @@ _SAMPLED_ELEMENTS = 1 << 20
 _CHECKED_ELEMENTS = 1 << 28  # at once, in float32
 _LOSS_ULPS = 64.0
 _SCORES = 1 << 28  # of attention at once, in float32: a head of 16384 tokens
+# The truth is not timed: XLA need not try which of its products are fast, which takes most of the time to compile it.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _LOOSE_ULPS = {"float32": 64.0, "float16": 8.0, "bfloat16": 8.0}
 
 
+def compiler(case: RowCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Callable[[], Any]:
+    """Compiles what knows the truth of a case: the check of every row, or attention, with its gradients if `graded`."""
+    if isinstance(case, AttentionCase):
+        program = functools.partial(attention, case.shape, gradients=graded)
+        return functools.partial(jax.jit(program).lower(*specs).compile, compiler_options=_UNTUNED)
+    program = impls.build(case, "xla")
+    prepare = program.prepare or (lambda *operands: operands)
+    outputs = jax.eval_shape(lambda *operands: widened(program.function(*prepare(*operands))), *specs)
+    if "axis" in case.options:
+        outputs = [specs[0]]
+    return every_row(case).lower(specs, outputs).compile
+
+
+def judged(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
+    """The verdict on outputs; `truths` are attention's, or the compiled check of rows and XLA's outputs."""
+    if isinstance(case, AttentionCase):
+        return judge_attention(case.shape, got, truths)
+    check, xla = truths
+    if "axis" in case.options:
+        got, xla = jax.tree.map(jnp.transpose, (got, xla))
+    return judge(case, operands, got, xla, check)
+
+
 def judge(
-    case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any, check: Callable[..., jax.Array]
-) -> RowVerdict:
+    case: RowCase, operands: tuple[jax.Array, ...], got: Any, xla: Any, check: Callable[..., jax.Array]
+) -> Verdict:
     """Compares `got` with the truth, and with how far `xla` is from it.
 
     Args:
@@ -51,14 +78,16 @@ def judge(
     outputs = [jax.device_get([_take(leaf, rows) for leaf in jax.tree.leaves(out) if leaf.ndim]) for out in (got, xla)]
     ours, xlas = ([_error(o, t, m) for o, (t, m) in zip(out, truths, strict=True)] for out in outputs)
     deviation = float(check(operands, widened(got)))
-    verdicts = [RowVerdict(a, b, deviation) for a, b in zip(ours, xlas, strict=True)]
+    # Where XLA itself overflows, as much is allowed as if it were off by one.
+    known = [error if math.isfinite(error) else 1.0 for error in xlas]
+    verdicts = [Verdict(a, b, 1.0, every_row=deviation) for a, b in zip(ours, known, strict=True)]
     return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
 
 
-def widened(outputs: Any) -> Any:
+def widened(outputs: Any) -> list[jax.Array]:
     """One number a row, or one in all, in float32: what XLA gives in the logits' dtype, ours may give so."""
     is_small = lambda y: y.ndim < 2 and jnp.issubdtype(y.dtype, jnp.floating)
-    return jax.tree.map(lambda y: y.astype(jnp.float32) if is_small(y) else y, outputs)
+    return [y.astype(jnp.float32) if is_small(y) else y for y in jax.tree.leaves(outputs)]
 
 
 def _error(got: np.ndarray, true: np.ndarray, magnitude: np.ndarray | None) -> float:
@@ -68,7 +97,7 @@ def _error(got: np.ndarray, true: np.ndarray, magnitude: np.ndarray | None) -> f
     return errors.max_error(got, true, magnitude=magnitude)
 
 
-def _sampled_rows(case: Case) -> np.ndarray:
+def _sampled_rows(case: RowCase) -> np.ndarray:
     count = min(case.rows, max(2, _SAMPLED_ELEMENTS // case.cols))
     inner = np.random.default_rng(0).choice(case.rows, count, replace=False)
     return np.unique(np.concatenate([[0, case.rows - 1], inner[2:]]))
@@ -79,7 +108,7 @@ def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
     return leaf[rows]
 
 
-def _truths(case: Case, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def _truths(case: RowCase, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """(true value, size of the terms it is a difference of) of each output."""
     if case.op in LOSSES:
         return _truths_of_loss(case, operands, case.rows)
@@ -100,46 +129,42 @@ def _truths(case: Case, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np
     return [gradient] if case.pass_ == "bwd" else [forward(), gradient]
 
 
-def every_row(case: Case) -> Any:
+def every_row(case: RowCase) -> Any:
     """A jitted function of (operands, outputs): the largest deviation from the float32 reference, 1 being tolerated."""
-    if case.op in LOSSES:
-        return jax.jit(_every_row_of_loss(case, _LOOSE_ULPS[case.dtype]))
-    eps = _LOOSE_ULPS[case.dtype] * float(jnp.finfo(case.dtype).eps)
-    tiny = float(jnp.finfo(case.dtype).tiny)
+    row = {"top_k": _top_k_row, "cross_entropy": _loss_row}.get(case.op, _plain_row)(case, _LOOSE_ULPS[case.dtype])
 
-    def deviation(got: jax.Array, want: jax.Array, *, of_row: bool) -> jax.Array:
-        size = jnp.abs(want).max(-1, keepdims=True) if of_row else jnp.abs(want)
-        off = jnp.abs(got.astype(jnp.float32) - want) / (eps * jnp.maximum(size, tiny))
-        return jnp.where(jnp.isnan(off), jnp.inf, off).max()
+    def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
+        leaves = jax.tree.leaves(got)
+        batch = max(1, _CHECKED_ELEMENTS // case.cols)
+        rows = (*operands, *(leaf for leaf in leaves if leaf.ndim))
+        off, losses = jax.lax.map(lambda leaves: row(*leaves), rows, batch_size=batch)
+        values = [_off(leaf, losses.mean(), jnp.abs(losses).mean(), _LOSS_ULPS) for leaf in leaves if not leaf.ndim]
+        return jnp.stack([off.max(), *values]).max()
 
-    def rows(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
-        x, *rest = (leaf.astype(jnp.float32) for leaf in operands)
-        wants = [(want, case.op != "softmax") for want in _forward32(case, x)] if case.pass_ != "bwd" else []
-        if rest:
-            wants.append((_backward32(case, x, *rest), True))
-        pairs = zip(jax.tree.leaves(got), wants, strict=True)
-        return jnp.stack([deviation(out, want, of_row=of_row) for out, (want, of_row) in pairs]).max()
-
-    def blocks(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
-        one = lambda leaves: rows(*jax.tree.map(lambda leaf: leaf[None], leaves))
-        return jax.lax.map(one, (operands, got), batch_size=max(1, _CHECKED_ELEMENTS // case.cols)).max()
-
-    return jax.jit(rows if case.rows * case.cols <= _CHECKED_ELEMENTS else blocks)
+    return jax.jit(check)
 
 
-def _forward32(case: Case, x: jax.Array) -> list[jax.Array]:
-    if case.op == "logsumexp":
-        return [log_normalizer(reference.stats(x, axes=(1,)))]
-    return [getattr(reference, case.op)(x, axes=(1,))]
+def _plain_row(case: RowCase, ulps: float) -> Any:
+    """A probability is compared with itself, what may be a difference of larger terms with the largest of its row."""
+
+    def row(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, got, wants = x.astype(jnp.float32)[None], list(rest), []
+        forward = getattr(reference, "stats" if case.op == "logsumexp" else case.op)(x, axes=(1,))
+        if case.pass_ != "bwd":
+            y = log_normalizer(forward) if case.op == "logsumexp" else forward
+            wants.append((y, jnp.abs(y) if case.op == "softmax" else jnp.abs(y).max()))
+        if case.pass_ in ("bwd", "value_and_vjp"):
+            t = got.pop(0)
+            gradient = {"softmax": reference.softmax_tangent, "log_softmax": reference.log_softmax_cotangent}[case.op]
+            dx = gradient(forward if case.op == "softmax" else x, t.astype(jnp.float32)[None], axes=(1,))
+            wants.append((dx, jnp.abs(dx).max()))
+        offs = [_off(y[None], want, size, ulps, case.dtype) for y, (want, size) in zip(got, wants, strict=True)]
+        return jnp.stack(offs).max(), jnp.zeros(())
+
+    return row
 
 
-def _backward32(case: Case, x: jax.Array, t: jax.Array) -> jax.Array:
-    if case.op == "softmax":
-        return reference.softmax_tangent(reference.softmax(x, axes=(1,)), t, axes=(1,))
-    return reference.log_softmax_cotangent(x, t, axes=(1,))
-
-
-def _truths_of_loss(case: Case, operands: list[np.ndarray], rows: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def _truths_of_loss(case: RowCase, operands: list[np.ndarray], rows: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """(true value, size of the terms) of each output that has rows, for the rows given of a case's `rows`."""
     if case.op == "top_k":
         (x,) = operands
@@ -153,28 +178,13 @@ def _truths_of_loss(case: Case, operands: list[np.ndarray], rows: int) -> list[t
     return [(true.loss, true.loss_terms + np.abs(true.lse) + (_row(case)["soft_cap"] or 0.0))]
 
 
-def _every_row_of_loss(case: Case, ulps: float) -> Any:
-    """A function of (operands, outputs): the largest deviation from float32, `ulps` of a gradient being tolerated."""
-    row = _top_k_row(case, ulps) if case.op == "top_k" else _loss_row(case, ulps)
-
-    def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
-        leaves = jax.tree.leaves(got)
-        batch = max(1, _CHECKED_ELEMENTS // case.cols)
-        rows = (*operands, *(leaf for leaf in leaves if leaf.ndim))
-        off, losses = jax.lax.map(lambda leaves: row(*leaves), rows, batch_size=batch)
-        values = [_off(leaf, losses.mean(), jnp.abs(losses).mean(), _LOSS_ULPS) for leaf in leaves if not leaf.ndim]
-        return jnp.stack([off.max(), *values]).max()
-
-    return check
-
-
-def _row(case: Case) -> dict[str, Any]:
+def _row(case: RowCase) -> dict[str, Any]:
     """The options as the kernels' layer names them."""
     names = {"label_smoothing": ("smoothing", 0.0), "z_loss": ("z_loss", 0.0), "logits_soft_cap": ("soft_cap", None)}
     return {name: case.options.get(option, default) for option, (name, default) in names.items()}
 
 
-def _loss_row(case: Case, ulps: float) -> Any:
+def _loss_row(case: RowCase, ulps: float) -> Any:
     options = _row(case)
     cap, smoothing, z_loss = (options[name] for name in ("soft_cap", "smoothing", "z_loss"))
 
@@ -198,7 +208,7 @@ def _loss_row(case: Case, ulps: float) -> Any:
     return row
 
 
-def _top_k_row(case: Case, ulps: float) -> Any:
+def _top_k_row(case: RowCase, ulps: float) -> Any:
     """The k-th has k - 1 before it, and each is before the next: what `lax.top_k` of the logits means."""
 
     def row(x: jax.Array, got: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
