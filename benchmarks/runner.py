@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from benchmarks import check, impls, timing, trees
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase
-from benchmarks.cases import RowCase
+from benchmarks.cases import PASSES, RowCase
 from benchmarks.impls import Declined, NotInstalled, Options, Program
 
 Case = RowCase | AttentionCase
@@ -358,7 +358,7 @@ def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
     """Shares of about as many calls each.
 
     The passes of a call of attention stay together, as they have programs in common, and so do a length and the one
-    before it, as they are compared.
+    before it: the same pass of both in turn, as the one before heats the card.
     """
     calls: dict[Any, list[Case]] = {}
     for case in chosen:
@@ -366,7 +366,7 @@ def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
         if isinstance(case, AttentionCase):
             key = dataclasses.replace(case.shape, length=case.shape.length + case.shape.length % 2)
         calls.setdefault(key, []).append(case)
-    found = list(calls.values())
+    found = [sorted(group, key=lambda case: PASSES.index(case.pass_)) for group in calls.values()]
     return [list(itertools.chain(*found[first::processes])) for first in range(min(processes, len(found)))]
 
 
