@@ -25,8 +25,7 @@ from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
 from pallas_kernels.attention.operands import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.derivatives import RULES
-from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.problem import RULES, Op
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
 

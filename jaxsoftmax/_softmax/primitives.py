@@ -40,8 +40,7 @@ from jaxsoftmax._softmax import sharding as row_sharding
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import reference
-from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
-from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.problem import RULES, TRANSPOSE, Op
 
 SAVED_NAME = "softmax_out"
 
