@@ -11,6 +11,7 @@ import pytest
 
 import jaxsoftmax
 from pallas_kernels import hardware
+from pallas_kernels.softmax import vjp
 from tests import errors, oracle
 
 pytestmark = pytest.mark.gpu

@@ -11,6 +11,7 @@ from jax import export
 
 import jaxsoftmax
 from jaxsoftmax._softmax import layout
+from pallas_kernels.softmax import vjp
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
 
