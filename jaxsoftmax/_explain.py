@@ -16,7 +16,7 @@ from jaxsoftmax._attention.api import flash_attention
 from jaxsoftmax._attention.primitives import BY_PART, Call, Part
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._core.lowering import Plan
+from jaxsoftmax._core.primitives import Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax import api
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._attention.operands import OPERANDS, QUERY_HEADS, problem_fields
-from jaxsoftmax._core.lowering import Plan
+from jaxsoftmax._core.primitives import Plan
 from pallas_kernels.attention.operands import RANK, Rules
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
@@ -132,9 +132,8 @@ def plan(
     dtypes: Mapping[str, Any],
     rules: Rules,
     device: Device,
-    *,
     bias_gradient: bool,
-    named: bool,
+    named: bool = False,
 ) -> Plan:
     """Asks `dispatch.decide` about the folded call."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.

@@ -1,12 +1,12 @@
 """Shardings: reads them from types, reshards operands, and defines what `lowering` asks of a sharded operation.
 
-Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each
-(`_softmax.sharding`).
+Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each (`all_gather`).
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -132,6 +132,19 @@ def inside(shardings: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | N
             exists = jnp.expand_dims(at < sharding.extent, [d for d in range(len(shape)) if d != axis])
             mask = exists if mask is None else mask & exists
     return mask
+
+
+def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
+    """The parts of all devices, stacked in front, by one all-reduce of their bits, each device's in its own slot."""
+    words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+    mine = jnp.concatenate([word.ravel() for word in words])
+    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
+    ends = list(itertools.accumulate(word.size for word in words))
+    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
+    return [
+        jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
+        for all_words, word, part in zip(everyone, words, parts, strict=True)
+    ]
 
 
 def spec_of(aval: Any) -> Spec:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import AxisShardings, mesh_axes, names_of, spec_of
-from jaxsoftmax._softmax.sharding import all_gather
+from jaxsoftmax._core.sharding import AxisShardings, all_gather, mesh_axes, names_of, spec_of
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op

@@ -24,8 +24,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.lowering import lower_plain
-from jaxsoftmax._core.primitives import higher_jvp, zeros
+from jaxsoftmax._core.primitives import higher_jvp, lower_plain, zeros
 from jaxsoftmax._core.sharding import AxisShardings, on_mesh_of, settings_for, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement

@@ -25,9 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import AxisShardings, names_of
+from jaxsoftmax._core.sharding import AxisShardings, all_gather, names_of
 from jaxsoftmax._softmax.primitives import bind
-from jaxsoftmax._softmax.sharding import all_gather
 from pallas_kernels.monoid import Stats, combine, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op

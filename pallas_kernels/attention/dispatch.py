@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_kernels.attention import backward, backward_wide, forward, heuristics
 from pallas_kernels.attention.problem import Attention, Op
-from pallas_kernels.dispatch import Decision, Kernel, decision, refusals
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
 
 

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from pallas_kernels.dispatch import Decision, Kernel, decision, refusals
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import grid, heuristics, naive, online, staged, warp
 from pallas_kernels.softmax.problem import Problem

@@ -10,7 +10,7 @@ import pytest
 from jax import export
 
 import jaxsoftmax
-from jaxsoftmax._softmax import layout
+from jaxsoftmax._softmax import primitives as layout
 from pallas_kernels.softmax import vjp
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
