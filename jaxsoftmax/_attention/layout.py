@@ -1,4 +1,8 @@
-"""The layout of operands for attention kernels, which have one batch axis and one axis of heads.
+"""The operand table of attention, and the layout of operands for kernels, which have one batch axis and one of heads.
+
+Sharding and the kernels' problem are derived from the table too. Its names, order and ranks are those of
+`pallas_kernels.attention.operands`. An operand that is added there has a row here and a check in `checks.CHECKS`; what
+else it needs in this package is an argument of `flash_attention`.
 
 Leading axes become the batch. Axes along which keys and values are shared (as when only the query is mapped) become
 more query heads to each key head instead, so that keys and values are not copied. Head dimensions that are no
@@ -7,15 +11,14 @@ multiple of 8 are padded with zeros.
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._attention.operands import OPERANDS, QUERY_HEADS, problem_fields
 from jaxsoftmax._core.primitives import Plan
-from pallas_kernels.attention.operands import RANK, Rules
+from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Rules
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
@@ -23,6 +26,55 @@ Shape = tuple[int, ...]
 
 _OF_REFERENCES = ("precision", "is_local")  # rules that no kernel supports
 _DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
+
+
+class Operand(NamedTuple):
+    """An operand, or a result, by the axes that follow its leading ones."""
+
+    heads: Literal["query", "key"] | None = None  # whose heads it has
+    head_axis: int = 0
+    padded: Literal["head_dim", "value_dim"] | None = None  # what its last axis is, which kernels want in multiples
+    broadcasts: bool = False  # whether a kernel takes extents of 1 for any
+    has_batch: bool = True  # whether a kernel takes one for each element of the batch
+    dtype: Any = None  # a kernel's; None for the operand's own
+    problem_field: str | None = None  # what the kernels' problem calls it
+    field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
+    gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
+    argument: str | None = None  # what `flash_attention` calls it; None for the operand's own name
+
+
+OPERANDS = {
+    "query": Operand("query", 1, padded="head_dim"),
+    "key": Operand("key", 1, padded="head_dim"),
+    "value": Operand("key", 1, padded="value_dim"),
+    "bias": Operand("query", broadcasts=True, problem_field="bias", field_is_shape=True, gradient_on_request=True),
+    "mask": Operand("query", broadcasts=True, dtype=jnp.int8, problem_field="mask", field_is_shape=True),
+    "query_lengths": Operand(problem_field="query_lengths", argument="query_seq_lengths"),
+    "key_lengths": Operand(problem_field="key_lengths", argument="key_value_seq_lengths"),
+    "query_segments": Operand(problem_field="segments", argument="query_segment_ids"),
+    "key_segments": Operand(problem_field="segments", argument="key_value_segment_ids"),
+    "sinks": Operand("query", broadcasts=True, has_batch=False, problem_field="sinks"),
+    "out": Operand("query", 1, padded="value_dim"),
+    "lse": Operand("query"),
+}
+
+QUERY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if operand.heads == "query"}
+KEY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if operand.heads == "key"}
+
+
+def problem_fields(shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the kernels' problem for the operands of a call, from their shapes in the kernel."""
+    fields: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        field, is_shape = OPERANDS[name].problem_field, OPERANDS[name].field_is_shape
+        if field is not None:
+            fields[field] = shape if is_shape else True
+    return fields
+
+
+def kernel_gradients(names: Collection[str], wanted: Collection[str]) -> list[str]:
+    """The operands whose gradients the backward kernel returns, in its order."""
+    return [n for n in DIFFERENTIABLE if n in wanted or (n in names and not OPERANDS[n].gradient_on_request)]
 
 
 @dataclasses.dataclass(frozen=True)

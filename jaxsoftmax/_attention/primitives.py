@@ -24,8 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._attention.checks import NAME
-from jaxsoftmax._attention.layout import Shape, plan
-from jaxsoftmax._attention.operands import kernel_gradients
+from jaxsoftmax._attention.layout import Shape, kernel_gradients, plan
 from jaxsoftmax._attention.sharding import Heads, layout_of, unify_shardings
 from jaxsoftmax._core.primitives import (
     Plan,

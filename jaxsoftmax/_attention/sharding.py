@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._attention.operands import KEY_HEADS, OPERANDS, QUERY_HEADS
+from jaxsoftmax._attention.layout import KEY_HEADS, OPERANDS, QUERY_HEADS
 from jaxsoftmax._core.sharding import (
     Entry,
     Names,

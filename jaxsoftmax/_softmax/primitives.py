@@ -233,10 +233,11 @@ def _plan(
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.softmax import dispatch
 
-    shapes, dtype = [x.shape for x in operands], jnp.dtype(operands[0].dtype)
+    shapes: list[Shape] = [x.shape for x in operands]
+    dtype = jnp.dtype(operands[0].dtype)
     if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
         return Plan((("every kernel", "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
-    shape = tuple(jnp.broadcast_shapes(*shapes))
+    shape: Shape = tuple(jnp.broadcast_shapes(*shapes))
     full = 2 if op.is_linear else 1
     unmasked = full + len(op.row_operands)
     where = shapes[unmasked] if len(shapes) > unmasked else None
