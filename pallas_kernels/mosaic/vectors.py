@@ -24,7 +24,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mosaic.ptx import (
-    SPLAT,
     WARPGROUP,
     Index,
     asm,
@@ -35,6 +34,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
+    inline,
     load_if,
     row_value,
     scalar,
@@ -291,11 +291,8 @@ def load(
             registers.flat[v.register] = value
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=tile.layout)
-    of_rows = () if labels is None else (labels,)
-    types = (plgpu.RefType(), SPLAT, SPLAT, *[tile.layout.reduce(1)] * len(of_rows))
-    operation = plgpu.inline_mgpu(arg_types=types, return_type=result)
-    return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first), *of_rows)
+    of_rows = () if labels is None else ((labels, tile.layout.reduce(1)),)
+    return inline(load_vectors, ref, row, first, *of_rows, result=(tile.shape, dtype, tile.layout))
 
 
 def store(
@@ -338,9 +335,7 @@ def store(
                 [v.address, *elements(vector.bitcast(words, register)), *operands],
             )
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout, SPLAT, SPLAT))(store_vectors)(
-        ref, value, jnp.int32(row), jnp.int32(first)
-    )
+    inline(store_vectors, ref, (value, tile.layout), row, first)
 
 
 def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
@@ -374,9 +369,7 @@ def select_inside(
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
-    operation = plgpu.inline_mgpu(arg_types=(tile.layout, SPLAT, SPLAT), return_type=result)
-    return operation(keep_inside)(z, jnp.int32(row), jnp.int32(first))
+    return inline(keep_inside, (z, tile.layout), row, first, result=(tile.shape, jnp.float32, tile.layout))
 
 
 def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
@@ -405,6 +398,4 @@ def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Register
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=result)
-    return operation(load_mask)(ref, jnp.int32(row), jnp.int32(first))
+    return inline(load_mask, ref, row, first, result=(tile.shape, jnp.float32, tile.layout))
