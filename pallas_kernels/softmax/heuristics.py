@@ -6,7 +6,8 @@ them, under the figures' names.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Container, Mapping
+from typing import ClassVar
 
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import Op, Problem
@@ -15,24 +16,24 @@ KIB, MIB = 1024, 1024**2
 MAX_CLUSTER = 16  # the most CTAs that a cluster can have
 
 
-def _check(config: Any, **expected: bool) -> None:
-    """Raises an error that names the first of these fields whose value is not what was expected."""
-    for name, holds in expected.items():
-        if not holds:
-            raise ValueError(f"{name} cannot be {getattr(config, name)!r} in {config}")
+class _Config:
+    """Checks its fields: some have the values that are `allowed`, the others are positive."""
 
+    allowed: ClassVar[Mapping[str, Container[int]]] = {}
 
-def _check_positive(config: Any, *names: str) -> None:
-    _check(config, **{name: getattr(config, name) > 0 for name in names})
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value in self.allowed[name] if name in self.allowed else value > 0):
+                raise ValueError(f"{name} cannot be {value!r} in {self}")
 
 
 @dataclasses.dataclass(frozen=True)
-class NaiveConfig:
+class NaiveConfig(_Config):
     """A thread handles a row: there is nothing to choose."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WarpConfig:
+class WarpConfig(_Config):
     """Rows are held in registers: `lanes` threads of a warp share a row, `registers` vectors in each.
 
     A thread loads `tiles` of its rows before it reduces the first.
@@ -42,13 +43,11 @@ class WarpConfig:
     registers: int
     tiles: int = 1
 
-    def __post_init__(self) -> None:
-        _check(self, lanes=self.lanes in (1, 2, 4, 8, 16, 32))
-        _check_positive(self, "registers", "tiles")
+    allowed: ClassVar = {"lanes": (1, 2, 4, 8, 16, 32)}
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedConfig:
+class SharedConfig(_Config):
     """Rows are staged in shared memory: `ctas` CTAs share a row, and each has `warpgroups` warpgroups.
 
     A thread handles `registers` vectors at a time.
@@ -60,9 +59,6 @@ class SharedConfig:
 
     register_chunks = 0
     interleaved = False
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "ctas", "warpgroups", "registers")
 
     @property
     def no_unroll(self) -> bool:
@@ -96,10 +92,7 @@ class StagedConfig(SharedConfig):
     register_chunks: int = 0
     interleaved: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_positive(self, "stages", "rows")
-        _check(self, ctas=self.ctas <= MAX_CLUSTER, register_chunks=self.register_chunks >= 0)
+    allowed: ClassVar = {"ctas": range(1, MAX_CLUSTER + 1), "register_chunks": range(256), "interleaved": (False, True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,20 +101,13 @@ class GridConfig(SharedConfig):
 
     lookahead: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_positive(self, "lookahead")
-
 
 @dataclasses.dataclass(frozen=True)
-class OnlineConfig:
+class OnlineConfig(_Config):
     """A CTA of `warpgroups` warpgroups handles a row, `registers` vectors in each thread at a time."""
 
     warpgroups: int
     registers: int
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "warpgroups", "registers")
 
 
 # Rows of (bytes, dtype) for which another config than that of `cluster`'s fit is faster.
