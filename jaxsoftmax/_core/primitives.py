@@ -134,11 +134,11 @@ def _by_plain(*operands: jax.Array, plain: Callable[..., Any], params: Any, spec
 
 def define_over_rows(primitive: Primitive, results: Results, *, many: bool) -> None:
     """Registers the rules of a primitive over rows; `results` says which of the operands' axes each result has."""
-    avals, batch = (functools.partial(rule, primitive, results) for rule in (_avals, _batch))
+    avals, batch = (functools.partial(rule, primitive, results) for rule in (_row_avals, _batch_rows))
     define(primitive, avals, batch, many=many)
 
 
-def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
+def _row_avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
     """The types of the outputs: the operands' common shape, or one number a row in the dtype of accumulation.
 
     Weak types, and the mesh axes over which a result varies, are those of the first operand.
@@ -153,7 +153,7 @@ def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[i
     return avals if primitive.multiple_results else avals[0]
 
 
-def _batch(
+def _batch_rows(
     primitive: Primitive,
     results: Results,
     _: Any,

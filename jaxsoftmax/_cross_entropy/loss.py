@@ -33,13 +33,32 @@ def kernel_args(
     operands: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **row: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The operands and parameters that `cross_entropy` passes to its row operation: all but the weights."""
-    x, labels, *rest = operands
-    return [x, labels, *_split(rest, weighted)[1]], row
+    return [*operands[:2], *operands[2 + weighted :]], row
 
 
-def cross_entropy(
-    pick: Pick,
-    rows: Rows,
+def cross_entropy(pick: Pick, rows: Rows, *operands: jax.Array, **row: Any) -> list[jax.Array]:
+    """Each row's loss, times its weight if `weighted`; with `stats` its state, also of ignored rows if `all_rows`."""
+
+    def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
+        numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
+        return _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
+
+    return _losses(terms_of, *operands, **row)
+
+
+def cross_entropy_across(
+    shardings: AxisShardings, inside: jax.Array | None, rows: Rows, *operands: jax.Array, **row: Any
+) -> list[jax.Array]:
+    """The losses of sharded rows; this device has the columns that are `inside`."""
+
+    def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
+        return _exchange(shardings, rows, x, labels, _within(inside, where), all_rows, **row)[0]
+
+    return _losses(terms_of, *operands, **row)
+
+
+def _losses(
+    terms_of: Callable[..., RowTerms],
     x: jax.Array,
     labels: jax.Array,
     *rest: jax.Array,
@@ -48,11 +67,12 @@ def cross_entropy(
     all_rows: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """Each row's loss, times its weight if `weighted`; with `stats` its state, also of ignored rows if `all_rows`."""
-    weights, where = _split(rest, weighted)
-    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
-    terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
-    return _results(terms, labels, weights, stats, **row)
+    weights, where = rest[:weighted], rest[weighted:]
+    terms = terms_of(x, labels, where, all_rows, **row)
+    loss = _loss(terms, labels, **row)
+    for weight in weights:
+        loss = weight.squeeze(row["axes"]) * loss
+    return [loss, *terms.stats] if stats else [loss]
 
 
 def cross_entropy_gradient(
@@ -62,24 +82,6 @@ def cross_entropy_gradient(
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
     terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
     return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
-
-
-def cross_entropy_across(
-    shardings: AxisShardings,
-    inside: jax.Array | None,
-    rows: Rows,
-    x: jax.Array,
-    labels: jax.Array,
-    *rest: jax.Array,
-    weighted: bool,
-    stats: bool,
-    all_rows: bool,
-    **row: Any,
-) -> list[jax.Array]:
-    """The losses of sharded rows; this device has the columns that are `inside`."""
-    weights, where = _split(rest, weighted)
-    terms, _ = _exchange(shardings, rows, x, labels, _within(inside, where), all_rows, **row)
-    return _results(terms, labels, weights, stats, **row)
 
 
 def cross_entropy_gradient_across(
@@ -154,11 +156,6 @@ def label_logit(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row
     return (label_logit_gathered if movable else label_logit_summed)(x, labels, axes=axes, **row)
 
 
-def _split(rest: Sequence[Any], weighted: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Splits the operands into the weights and the mask, if there are any."""
-    return rest[:weighted], rest[weighted:]
-
-
 def _reading(labels: jax.Array, all_rows: bool) -> jax.Array:
     """The labels for an operation that uses them only to skip ignored rows."""
     return jnp.maximum(labels, 0) if all_rows else labels
@@ -195,15 +192,6 @@ def _loss(
     if z_loss:
         loss = loss + z_loss * jnp.square(log_normalizer(terms.stats))
     return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
-
-
-def _results(
-    terms: RowTerms, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any
-) -> list[jax.Array]:
-    loss = _loss(terms, labels, **row)
-    for weight in weights:
-        loss = weight.squeeze(row["axes"]) * loss
-    return [loss, *terms.stats] if stats else [loss]
 
 
 def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:

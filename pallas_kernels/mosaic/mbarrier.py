@@ -102,8 +102,7 @@ def copy_row(
 
     L2 keeps them as `cache` says. Nothing of a row with a negative label is copied.
     """
-    itemsize = jnp.dtype(ref.dtype).itemsize
-    row_pred = RowPredicate(RegisterTile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
+    row_pred = RowPredicate.of(ref, RegisterTile(jnp.dtype(ref.dtype), 1))
     hint, policy = (".L2::cache_hint", ", policy") if cache else ("", "")
 
     def copy_vectors(ctx, ref, row, first, to, barrier, label):
@@ -135,7 +134,7 @@ def fill_outside(
     Only vector 0 and vectors `start` ... `stop` of the piece may hold such elements.
     """
     dtype = jnp.dtype(gmem.dtype)
-    row_pred = RowPredicate(RegisterTile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    row_pred = RowPredicate.of(gmem, RegisterTile(dtype, 1))
     bits = 8 * dtype.itemsize
 
     def fill_elements(ctx, gmem, row, first, to):
@@ -173,7 +172,7 @@ def wrap(
     The vector behind the piece is `tail`, or consists of `fill`.
     """
     dtype = jnp.dtype(gmem.dtype)
-    row_pred = RowPredicate(tile, gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    row_pred = RowPredicate.of(gmem, tile)
     fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
     vectors = math.prod(staged.shape) // tile.vector
 

@@ -110,9 +110,8 @@ def store_element(
     The thread that wrote the element as part of a vector writes it again, so that the two stores need no order. The
     CTA's `warpgroups` alternate along a row, tile by tile, and write `vectors` vectors (None: all) from `first` on.
     """
-    rows, cols = ref.shape
-    itemsize = jnp.dtype(ref.dtype).itemsize
-    row_pred, bits = RowPredicate(tile, rows, cols, itemsize), 8 * itemsize
+    row_pred, cols, itemsize = RowPredicate.of(ref, tile), ref.shape[1], jnp.dtype(ref.dtype).itemsize
+    bits = 8 * itemsize
 
     def store_over(ctx, ref, column, value, row, first):
         at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), row_value(column)
@@ -167,8 +166,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
     end it.
     """
     layout, lanes, v = tile.layout.reduce(1), tile.lanes_in_warp, tile.vector
-    rows, cols = ref.shape
-    row_pred = RowPredicate(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
+    row_pred = RowPredicate.of(ref, tile)
     if row_pred.aligned:
         return z.sum(axis=1)
 

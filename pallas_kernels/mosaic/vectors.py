@@ -112,7 +112,6 @@ class RowPredicate:
     tile: RegisterTile
     rows: int
     cols: int
-    itemsize: int
     static_limit: int | None = None
     interior: bool = False  # whether no vector can touch an end of the row
 
@@ -144,9 +143,10 @@ class RowPredicate:
         return (register + 1) * self.tile.lanes_in_warp <= self.cols // self.tile.vector
 
     @classmethod
-    def of(cls, ref: jax.Ref, tile: RegisterTile, at_start: bool, interior: bool = False) -> "RowPredicate":
+    def of(cls, ref: jax.Ref, tile: RegisterTile, at_start: bool = False, interior: bool = False) -> "RowPredicate":
         static_limit = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
-        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, static_limit, interior)
+        rows, cols = ref.shape
+        return cls(tile, rows, cols, static_limit, interior)
 
     def vectors(
         self, base: ir.Value, row: ir.Value, first: ir.Value, wanted: ir.Value | None = None
@@ -214,11 +214,11 @@ class RowPredicate:
 
     def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
-        address = arith.addi(base, arith.muli(arith.extsi(i64(), row), c64(self.cols * self.itemsize)))
+        address = arith.addi(base, arith.muli(arith.extsi(i64(), row), c64(self.cols * self.tile.dtype.itemsize)))
         if self.aligned:
             return address, c32(0), c32(self.cols // self.tile.vector)
         overhang = arith.andi(address, c64(VECTOR_BYTES - 1))
-        head = arith.divui(arith.trunci(i32(), overhang), c32(self.itemsize))
+        head = arith.divui(arith.trunci(i32(), overhang), c32(self.tile.dtype.itemsize))
         count = arith.divui(arith.addi(head, c32(self.cols + self.tile.vector - 1)), c32(self.tile.vector))
         return arith.subi(address, overhang), head, count
 
@@ -357,8 +357,7 @@ def select_inside(
     shape: tuple[int, int], row: Index, first: Index, tile: RegisterTile, z: jax.Array, other: float
 ) -> jax.Array:
     """Selects `z` in the row of a `[rows, cols]` array, and `other` where the tile crosses the row's ends."""
-    rows, cols = shape
-    row_pred = RowPredicate(tile, rows, cols, tile.dtype.itemsize)
+    row_pred = RowPredicate(tile, shape[0], shape[1])
 
     def keep_inside(ctx, z, row, first):
         registers, f32 = z.registers.copy(), ir.F32Type.get()
@@ -375,7 +374,7 @@ def select_inside(
 def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
     """Loads the mask's bytes as float32, 0 outside the row."""
     mask_rows, cols = ref.shape
-    row_pred, layout = RowPredicate(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()
+    row_pred, layout = RowPredicate(tile, rows, cols), tile.layout.to_mgpu()
 
     def load_mask(ctx, ref, row, first):
         f32, i8 = ir.F32Type.get(), ir.IntegerType.get_signless(8)
