@@ -225,10 +225,17 @@ def _empty(case: Case) -> dict[str, Any]:
 
 
 def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
-    """Shares of about as many calls each. The passes of attention stay together, as they have programs in common."""
+    """Shares of about as many calls each.
+
+    The passes of a call of attention stay together, as they have programs in common, and so do a length and the one
+    before it, as they are compared.
+    """
     calls: dict[Any, list[Case]] = {}
     for case in chosen:
-        calls.setdefault(case.shape if isinstance(case, AttentionCase) else case, []).append(case)
+        key: Any = case
+        if isinstance(case, AttentionCase):
+            key = dataclasses.replace(case.shape, length=case.shape.length + case.shape.length % 2)
+        calls.setdefault(key, []).append(case)
     found = list(calls.values())
     return [list(itertools.chain(*found[first::processes])) for first in range(min(processes, len(found)))]
 

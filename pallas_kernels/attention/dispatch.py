@@ -31,7 +31,7 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
     If kernels are `named`, the user asked for one, even where XLA is faster.
     """
     kernels = KERNELS[problem.op]
-    xla = None if named or config is not None else heuristics.xla_is_faster(problem)
+    xla = None if named or config is not None else heuristics.xla_is_faster(problem, device)
     refused: list[tuple[str, Any]] = [(name, why or xla) for name, why in refusals(kernels, problem, device).items()]
     invariant = problem.batch_invariant and problem.op is Op.FORWARD
     return decision(
