@@ -24,8 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._attention.checks import NAME
-from jaxsoftmax._attention.layout import Shape, kernel_gradients, plan
-from jaxsoftmax._attention.sharding import Heads, layout_of, unify_shardings
+from jaxsoftmax._attention.layout import Heads, Shape, kernel_gradients, plan, sharding_of, unify_shardings
 from jaxsoftmax._core.primitives import (
     Plan,
     batch_leading,
@@ -194,7 +193,7 @@ def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[s
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
-    sharded, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
+    sharded, mesh = sharding_of(_kinds(primitive, **params), avals), mesh_of(avals)
     length, heads, _ = query.shape[-3:]
     out, lse = (*sharded.full, length, heads, value.shape[-1]), (*sharded.full, heads, length)
     return [
@@ -211,7 +210,7 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
-    sharded, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
+    sharded, mesh = sharding_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = gradient_shapes(names, avals, wrt, kept)
     return [
         typed(avals[names.index(name)], mesh, shape, sharded.spec(name, shape, axes), avals[names.index(name)].dtype)
