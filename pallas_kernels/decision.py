@@ -1,4 +1,4 @@
-"""What the dispatchers of rows and of attention have in common: kernels as they see them, and what they decide."""
+"""What the dispatchers of rows and of attention share: a kernel as they see it, and what they decide."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,17 +29,21 @@ class Decision:
 
     problem: Any
     device: Device
-    kernel: str | None  # the kernel's name; None: no kernel takes the problem
+    chosen: Kernel | None  # None: no kernel takes the problem
     config: Any
     reason: str
     declined: Declined
-    launch: Callable[..., Any] | None = None
     bytes_moved: int | None = None  # None: not counted
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel's name."""
+        return self.chosen and self.chosen.name
 
     def run(self, *operands: jax.Array) -> Any:
         """Runs the chosen kernel on operands in the order that `problem` gives."""
-        assert self.launch is not None, self.reason
-        return self.launch(self.problem, self.config, *operands)
+        assert self.chosen is not None, self.reason
+        return self.chosen.run(self.problem, self.config, *operands)
 
 
 def refusals(kernels: Mapping[str, Kernel], problem: Any, device: Device) -> dict[str, str | None]:
@@ -70,5 +74,4 @@ def decision(
         config, source = chosen.configs(problem, device)[0], "by the heuristic"
         if invariant is not None:
             source += f"; batch invariant: {invariant}"
-    reason = f"{reason}; config {source}"
-    return Decision(problem, device, chosen.name, config, reason, declined, chosen.run, bytes_moved)
+    return Decision(problem, device, chosen, config, f"{reason}; config {source}", declined, bytes_moved)

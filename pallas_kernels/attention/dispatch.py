@@ -11,6 +11,7 @@ from pallas_kernels.hardware import Device
 
 
 def _kernel(name: str, module: Any, configs: Callable[[Attention, Device], tuple[Any, ...]]) -> Kernel:
+    # `run` is looked up when it is called, for tests that put faulty code in a module.
     return Kernel(name, module.unsupported, configs, lambda *arguments: module.run(*arguments))
 
 
