@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import AxisShardings, all_gather, mesh_axes, names_of, spec_of
+from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, spec_of
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
@@ -46,13 +46,11 @@ def cross_entropy(pick: Pick, rows: Rows, *operands: jax.Array, **row: Any) -> l
     return _losses(terms_of, *operands, **row)
 
 
-def cross_entropy_across(
-    shardings: AxisShardings, inside: jax.Array | None, rows: Rows, *operands: jax.Array, **row: Any
-) -> list[jax.Array]:
-    """The losses of sharded rows; this device has the columns that are `inside`."""
+def cross_entropy_across(columns: Columns, rows: Rows, *operands: jax.Array, **row: Any) -> list[jax.Array]:
+    """The losses of sharded rows, of which this device has some columns."""
 
     def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
-        return _exchange(shardings, rows, x, labels, _within(inside, where), all_rows, **row)[0]
+        return _exchange(columns, rows, x, labels, _within(columns.inside, where), all_rows, **row)[0]
 
     return _losses(terms_of, *operands, **row)
 
@@ -85,18 +83,11 @@ def cross_entropy_gradient(
 
 
 def cross_entropy_gradient_across(
-    shardings: AxisShardings,
-    inside: jax.Array | None,
-    rows: Rows,
-    x: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-    *where: jax.Array,
-    **row: Any,
+    columns: Columns, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
-    """The losses of sharded rows, and the gradient of this device's columns, which are `inside`."""
-    masks = _within(inside, where)
-    terms, local = _exchange(shardings, rows, x, labels, masks, False, **row)
+    """The losses of sharded rows, and the gradient of this device's columns."""
+    masks = _within(columns.inside, where)
+    terms, local = _exchange(columns, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
     of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
     count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
@@ -106,25 +97,20 @@ def cross_entropy_gradient_across(
 
 
 def of_this_device(
-    shardings: AxisShardings,
-    inside: jax.Array | None,
-    x: jax.Array,
-    labels: jax.Array,
-    where: Sequence[jax.Array],
-    **row: Any,
+    columns: Columns, x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], **row: Any
 ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
-    """Labels and mask for this device's columns, which are `inside`, and the whole row's count of columns.
+    """Labels and mask for this device's columns, and the whole row's count of columns.
 
     It exchanges nothing, or the count where a mask decides which columns share smoothed labels.
     """
-    axes, where = row["axes"], _within(inside, where)
+    axes, where = row["axes"], _within(columns.inside, where)
     count = _count(x, where, **row)
     if isinstance(count, int):
-        count *= jax.lax.axis_size(names_of(shardings))
+        count *= jax.lax.axis_size(columns.names)
     else:
-        (counts,) = all_gather(names_of(shardings), count)
+        (counts,) = all_gather(columns.names, count)
         count = jnp.expand_dims(counts.sum(0), axes)
-    return _local_labels(shardings, x, labels, axes), where, count
+    return _local_labels(columns, x, labels, axes), where, count
 
 
 def label_logit_gathered(
@@ -207,7 +193,7 @@ def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[ja
 
 
 def _exchange(
-    shardings: AxisShardings,
+    columns: Columns,
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
@@ -216,8 +202,8 @@ def _exchange(
     **row: Any,
 ) -> tuple[RowTerms, jax.Array]:
     """The whole rows' terms, by one exchange, and the labels as this device's columns."""
-    axes, names = row["axes"], names_of(shardings)
-    local, cols = _local_labels(shardings, x, labels, axes), math.prod(x.shape[d] for d in axes)
+    axes, names = row["axes"], columns.names
+    local, cols = _local_labels(columns, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
     label = jnp.where(here.squeeze(axes), label_logit_gathered(x, jnp.where(here, local, 0), **row), 0.0)
@@ -229,10 +215,10 @@ def _exchange(
     return _terms((*merge_over(Stats(maximum, total), 0), *sums), label.sum(0), whole), local
 
 
-def _local_labels(shardings: AxisShardings, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _local_labels(columns: Columns, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Labels as columns of this device's part, or past its last column if another device has them."""
     flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
-    for axis, sharding in reversed(list(zip(axes, shardings, strict=True))):
+    for axis, sharding in reversed(list(zip(axes, columns.shardings, strict=True))):
         n = x.shape[axis]
         flat, at = jnp.divmod(flat, sharding.extent)
         at = at - n * jax.lax.axis_index(sharding.names) if sharding.names else at

@@ -26,13 +26,12 @@ from jax.interpreters import ad, mlir
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.primitives import Plan, define_over_rows, higher_jvp, lower_plain, register, zeros
 from jaxsoftmax._core.sharding import (
-    AxisShardings,
+    Columns,
     Names,
     Result,
     RowOp,
     Shape,
     all_gather,
-    names_of,
     unify_shardings,
     unify_varying,
 )
@@ -72,7 +71,7 @@ def _as_given(operands: Sequence[Any], **row: Any) -> KernelArgs:
 class Computation:
     """How a primitive is computed by row operations; `rows(op, *operands, **row)` runs one.
 
-    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(shardings, inside, rows, ...)`
+    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(columns, rows, ...)`
     for this device's part of sharded ones. A kernel takes the call if it takes `op` with the `kernel_args`; `results`
     says what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or
     the `function` among a primitive's parameters.
@@ -108,10 +107,10 @@ class Computation:
         def whole(*xs: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
 
-        def across(shardings: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+        def across(columns: Columns, *shards: jax.Array) -> list[jax.Array]:
             if named and "full" in results:
                 raise checks.no_kernel(named, _SHARDED_ROWS)
-            return jax.tree.leaves(self.across(shardings, inside, rows, *shards, **params))
+            return jax.tree.leaves(self.across(columns, rows, *shards, **params))
 
         return RowOp(params["axes"], results, whole, across)
 
@@ -310,11 +309,9 @@ def _log_softmax_cotangent_across(
     return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
 
 
-def _across(
-    op: Op, shardings: AxisShardings, inside: jax.Array | None, rows: Callable[..., Any], *shards: jax.Array, **row: Any
-) -> jax.Array | Stats:
-    """This device's part of an operation; columns that are not `inside` are padding."""
-    return _ACROSS[op](names_of(shardings), functools.partial(rows, Op.STATS), *_neutral(op, inside, shards), **row)
+def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:
+    """This device's part of an operation."""
+    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns.inside, shards), **row)
 
 
 def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
