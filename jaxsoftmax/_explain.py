@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxsoftmax._attention.api import flash_attention
 from jaxsoftmax._attention.primitives import BY_PART, Call, Part
 from jaxsoftmax._core import batch_invariance, checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
-from jaxsoftmax._core.lowering import Plan
+from jaxsoftmax._core.primitives import Lowerable, Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax import api
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
@@ -25,10 +25,10 @@ from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
 from pallas_kernels.attention.operands import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.derivatives import RULES
-from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.problem import RULES, Op
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
+Target = tuple[Device, bool]  # the device to explain for, and whether it is one of this process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +126,8 @@ def explain(
         why: implementation='xla'
         moves: nothing can move less than 32.0 kB
     """
-    if not isinstance(op, str) or op not in _CALLS:
-        raise ValueError(f"explain: op={op!r}, expected one of {', '.join(_CALLS)}.")
-    if not isinstance(device, Device | None):
-        raise TypeError(f"explain: device is {device!r}, expected a pallas_kernels.hardware.Device or None.")
+    expected = f" is {device!r}, expected a pallas_kernels.hardware.Device or None."
+    target = _target("explain", op, _CALLS, device, expected)
     found, call = _CALLS[op]
     arrays: dict[str, Any] = {} if where is None else {"where": where}
     if op == "logsumexp" and options.get("b") is not None:
@@ -145,17 +143,15 @@ def explain(
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
     jaxpr = jax.make_jaxpr(lambda x, arrays: call(x, **static, **arrays))(x, arrays)
-    present = hardware.present()
-    target = device or present or hardware.H200
     if op == "top_k":
-        return _selection(jaxpr, axis, target, target == present, notes)
+        return _selection(jaxpr, axis, target, notes)
     if "b" in arrays or jnp.iscomplexobj(jaxpr.in_avals[0]):
         theirs = "jax.scipy.special.logsumexp" if op == "logsumexp" else "jax.nn"
         return Explanation(
             f"{op} of {jaxpr.in_avals[0].str_short()}" + (" with weights b" if "b" in arrays else ""),
             "xla",
-            target == present,
-            target,
+            target[1],
+            target[0],
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
             (NOT_INVARIANT,) if batch_invariance.enabled() else (),
@@ -165,14 +161,25 @@ def explain(
     if eqn.primitive is not BY_OP[found]:
         results = [*results, *jaxpr.out_avals]
         notes += (_GRADIENT_APART,)
-    return _explanation(op, eqn, results, target, target == present, notes)
+    return _of_rows(op, eqn, results, target, notes)
+
+
+def _target(function: str, op: Any, known: Iterable[str], device: Any, expected: str) -> Target:
+    """Checks an operation and a device; the device to explain for, and whether this process has it."""
+    if not isinstance(op, str) or op not in known:
+        raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(known)}.")
+    if not isinstance(device, Device | None):
+        raise TypeError(f"{function}: device{expected}")
+    present = hardware.present()
+    target = device or present or hardware.H200
+    return target, target == present
 
 
 def _eqn(jaxpr: Any, *primitives: Primitive) -> Any:
     return next(eqn for eqn in jaxpr.eqns if eqn.primitive in primitives)
 
 
-def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[str, ...]) -> Explanation:
+def _selection(jaxpr: Any, axis: Any, target: Target, notes: tuple[str, ...]) -> Explanation:
     """Explains the k largest of rows: the kernel is for the statistics of the rows, or of their chunks."""
     (logits, *_), eqn = jaxpr.in_avals, _eqn(jaxpr, TOP_K)
     along, k = operator.index(axis) % logits.ndim, eqn.params["k"]
@@ -190,58 +197,71 @@ def _selection(jaxpr: Any, axis: Any, device: Device, here: bool, notes: tuple[s
     if n < chunks * c:
         notes += (f"the logits are filled up to {chunks * c} columns: an extra copy",)
     results = [var.aval for var in inside.outvars]
-    found = _explanation("top_k", inside, results, device, here, notes)
+    found = _of_rows("top_k", inside, results, target, notes)
     return dataclasses.replace(
         found, call=_call("top_k", logits, (along,)), least_bytes=_bytes(*jaxpr.in_avals, *jaxpr.out_avals)
     )
 
 
-def _explanation(
-    name: str, eqn: Any, results: Sequence[Any], device: Device, here: bool, notes: tuple[str, ...]
-) -> Explanation:
-    """Explains one application of a primitive, from which come the call's `results`."""
-    avals = [var.aval for var in eqn.invars]
-    params = dict(eqn.params)
-    implementation, invariant, axes = params.pop("implementation"), params.get("batch_invariant", False), params["axes"]
-    say = functools.partial(
-        Explanation,
-        call=_call(name, avals[0], axes),
-        here=here,
-        device=device,
-        least_bytes=_bytes(*avals, *results),
-    )
-    if implementation == "xla":
-        notes += (NOT_INVARIANT,) * invariant
-        return say(implementation="xla", reason="implementation='xla'", notes=notes)
-    named = implementation == "mosaic_gpu"
-    choose = functools.partial(COMPUTATIONS[eqn.primitive].plan, avals, device, **params)
-    chosen = choose(name if named else None)
-    if chosen.decision is None:
-        notes += (NOT_INVARIANT,) * invariant
-        if choose(name).decision is not None:
-            notes += ("implementation='mosaic_gpu' would run a kernel, between two transposed copies",)
-        return say(**_choice(chosen, named), notes=notes)
+def _of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: tuple[str, ...]) -> Explanation:
+    """Explains one application of a primitive over rows, from which come the call's `results`."""
+    computation, avals = COMPUTATIONS[eqn.primitive], [var.aval for var in eqn.invars]
+    call, invariant = _call(name, avals[0], eqn.params["axes"]), eqn.params.get("batch_invariant", False)
+    found, plan = _explanation(call, eqn, computation, results, target, notes, invariant)
+    if plan is None:
+        return found
+    if plan.decision is None:
+        params = {key: value for key, value in eqn.params.items() if key != "implementation"}
+        if computation.plan(avals, target[0], name, **params).decision is not None:
+            found = _noting(found, "implementation='mosaic_gpu' would run a kernel, between two transposed copies")
+        return found
     shape = avals[0].shape
-    rows = math.prod(n for d, n in enumerate(shape) if d not in axes)
+    rows = math.prod(n for d, n in enumerate(shape) if d not in eqn.params["axes"])
     streams = [*avals[1:], *(var.aval for var in eqn.outvars)]
     of_rows = [a for a in streams if a.size == rows < math.prod(shape) and a.dtype != bool]
-    moved = chosen.decision.bytes_moved + _bytes(*of_rows)  # the plan leaves out numbers of a row
-    return say(**_choice(chosen, named), notes=chosen.notes + notes, bytes_moved=moved)
+    moved = plan.decision.bytes_moved + _bytes(*of_rows)  # the plan leaves out numbers of a row
+    return dataclasses.replace(found, bytes_moved=moved)
 
 
-def _choice(plan: Plan, named: bool) -> dict[str, Any]:
-    """The kernel of a plan; without one it is an error if the call asks for a kernel."""
-    decision = plan.decision
-    if decision is None:
-        runs = "error" if named else "xla"
-        return {"implementation": runs, "reason": "no kernel takes the call", "declined": plan.declined}
-    return {
-        "implementation": "mosaic_gpu",
-        "reason": decision.reason,
-        "declined": plan.declined,
-        "kernel": decision.kernel,
-        "config": decision.config,
-    }
+def _explanation(
+    call: str,
+    eqn: Any,
+    computation: Lowerable,
+    results: Sequence[Any],
+    target: Target,
+    notes: tuple[str, ...],
+    invariant: bool,
+    why_xla: str = "implementation='xla'",
+) -> tuple[Explanation, Plan | None]:
+    """Explains one application of a primitive, and returns its plan if a kernel could take it."""
+    avals, params = [var.aval for var in eqn.invars], dict(eqn.params)
+    implementation, (device, here) = params.pop("implementation"), target
+    by_xla = Explanation(
+        call, "xla", here, device, why_xla, _bytes(*avals, *results), notes + (NOT_INVARIANT,) * invariant
+    )
+    if not computation.has_kernel:
+        return dataclasses.replace(by_xla, reason="forward mode has no kernel"), None
+    if implementation == "xla":
+        return by_xla, None
+    named = computation.name(**params) if implementation == "mosaic_gpu" else None
+    plan = computation.plan(avals, device, named, **params)
+    if (decision := plan.decision) is None:
+        runs, reason = "error" if named else "xla", "no kernel takes the call"
+        return dataclasses.replace(by_xla, implementation=runs, reason=reason, declined=plan.declined), plan
+    found = dataclasses.replace(
+        by_xla,
+        implementation="mosaic_gpu",
+        reason=decision.reason,
+        notes=plan.notes + notes,
+        declined=plan.declined,
+        kernel=decision.kernel,
+        config=decision.config,
+    )
+    return found, plan
+
+
+def _noting(explanation: Explanation, note: str) -> Explanation:
+    return dataclasses.replace(explanation, notes=(*explanation.notes, note))
 
 
 def _call(name: str, operand: Any, axes: tuple[int, ...]) -> str:
@@ -359,13 +379,8 @@ def explain_attention(
         why: implementation='xla'
         moves: nothing can move less than 16.8 MB
     """
-    if not isinstance(op, str) or op not in _PARTS:
-        raise ValueError(f"explain_attention: op={op!r}, expected one of {', '.join(_PARTS)}.")
-    if not isinstance(device, Device | None):
-        raise TypeError(
-            f"explain_attention: device={device!r}, expected a pallas_kernels.hardware.Device, or None for the first "
-            "CUDA device."
-        )
+    expected = f"={device!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
+    target = _target("explain_attention", op, _PARTS, device, expected)
     part, traced = _PARTS[op]
     # NumPy's numbers and dtypes have shapes too, but stay numbers and dtypes.
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {
@@ -382,44 +397,18 @@ def explain_attention(
     }
     rest = {name: x for name, x in given.items() if name not in floats}
     call = lambda floats, rest: flash_attention(**floats, **rest, **static)
-    jaxpr = jax.make_jaxpr(traced(call))(floats, rest)
-    present = hardware.present()
-    return _attention_explanation(
-        op, part, _eqn(jaxpr, BY_PART[part]), device or present or hardware.H200, present, static
+    eqn = _eqn(jax.make_jaxpr(traced(call))(floats, rest), BY_PART[part])
+    avals = [var.aval for var in eqn.invars]
+    operands = zip(eqn.params["names"], avals, strict=False)
+    shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in operands)
+    name = "flash_attention" if op == "forward" else f"{op} of flash_attention"
+    asked = static.get("implementation") == "xla"
+    why_xla = "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
+    results, invariant = [var.aval for var in eqn.outvars], eqn.params["rules"].batch_invariant
+    found, _ = _explanation(
+        f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, (), invariant, why_xla
     )
-
-
-def _attention_explanation(
-    op: str, part: Part, eqn: Any, device: Device, present: Device | None, static: dict[str, Any]
-) -> Explanation:
-    call, avals = Call(part), [var.aval for var in eqn.invars]
-    names = eqn.params["names"]
-    params = {key: value for key, value in eqn.params.items() if key != "implementation"}
-    implementation = eqn.params["implementation"]
-    shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in zip(names, avals, strict=False))
-    chosen = Plan(())
-    choice: dict[str, Any]
-    if not call.has_kernel:
-        choice = {"implementation": "xla", "reason": "forward mode has no kernel"}
-    elif implementation == "xla":
-        asked = static.get("implementation") == "xla"
-        reason = "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
-        choice = {"implementation": "xla", "reason": reason}
-    else:
-        named = implementation == "mosaic_gpu"
-        chosen = call.plan(avals, device, call.name() if named else None, **params)
-        choice = _choice(chosen, named)
-    notes = chosen.notes
-    if params["rules"].batch_invariant and (chosen.decision is None or part is not Part.FORWARD):
-        notes += (NOT_INVARIANT if chosen.decision is None else _GRADIENTS_VARY,)
-    return Explanation(
-        call=f"{'flash_attention' if op == 'forward' else f'{op} of flash_attention'} of {avals[0].dtype}: {shown}",
-        here=device == present,
-        device=device,
-        least_bytes=_bytes(*avals, *(var.aval for var in eqn.outvars)),
-        notes=notes,
-        **choice,
-    )
+    return _noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
 
 
 _GRADIENTS_VARY = (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxsoftmax._attention import checks
 from jaxsoftmax._attention.checks import CausalAlignment
+from jaxsoftmax._attention.layout import unify_shardings
 from jaxsoftmax._attention.primitives import attend
-from jaxsoftmax._attention.sharding import unify_shardings
 from jaxsoftmax._core import batch_invariance
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._attention.operands import OPERANDS
+from jaxsoftmax._attention.layout import OPERANDS
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
 from pallas_kernels.softmax.reference import accumulator_dtype

@@ -1,28 +1,98 @@
-"""The layout of operands for attention kernels, which have one batch axis and one axis of heads.
+"""The operand table of attention, and the layout of operands that follows from it: for kernels, and over devices.
 
-Leading axes become the batch. Axes along which keys and values are shared (as when only the query is mapped) become
-more query heads to each key head instead, so that keys and values are not copied. Head dimensions that are no
-multiple of 8 are padded with zeros.
+Its names, order and ranks are those of `pallas_kernels.attention.operands`. An operand that is added there has a row
+here and a check in `checks.CHECKS`; what else it needs in this package is an argument of `flash_attention`.
+
+Kernels have one batch axis and one axis of heads. Leading axes become the batch. Axes along which keys and values are
+shared (as when only the query is mapped) become more query heads to each key head instead, so that keys and values are
+not copied. Head dimensions that are no multiple of 8 are padded with zeros.
+
+Devices share batch and heads. The forward pass communicates nothing. The backward pass sums gradients of operands that
+devices share: of keys and values that heads on several devices read, of a bias that is broadcast along a sharded axis,
+and of sinks.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._attention.operands import OPERANDS, QUERY_HEADS, problem_fields
-from jaxsoftmax._core.lowering import Plan
-from pallas_kernels.attention.operands import RANK, Rules
+from jaxsoftmax._core.primitives import Plan
+from jaxsoftmax._core.sharding import (
+    Entry,
+    Names,
+    Shape,
+    Shard,
+    Spec,
+    common_spec,
+    is_explicit,
+    mesh_axes,
+    mesh_of,
+    reshard,
+    sharding_rule,
+    spec_of,
+)
+from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Rules
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import Device
 
-Shape = tuple[int, ...]
-
 _OF_REFERENCES = ("precision", "is_local")  # rules that no kernel supports
 _DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
+
+
+class Operand(NamedTuple):
+    """An operand, or a result, by the axes that follow its leading ones."""
+
+    heads: Literal["query", "key"] | None = None  # whose heads it has
+    head_axis: int = 0
+    padded: Literal["head_dim", "value_dim"] | None = None  # what its last axis is, which kernels want in multiples
+    broadcasts: bool = False  # whether a kernel takes extents of 1 for any
+    has_batch: bool = True  # whether a kernel takes one for each element of the batch
+    dtype: Any = None  # a kernel's; None for the operand's own
+    problem_field: str | None = None  # what the kernels' problem calls it
+    field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
+    gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
+    argument: str | None = None  # what `flash_attention` calls it; None for the operand's own name
+
+
+OPERANDS = {
+    "query": Operand("query", 1, padded="head_dim"),
+    "key": Operand("key", 1, padded="head_dim"),
+    "value": Operand("key", 1, padded="value_dim"),
+    "bias": Operand("query", broadcasts=True, problem_field="bias", field_is_shape=True, gradient_on_request=True),
+    "mask": Operand("query", broadcasts=True, dtype=jnp.int8, problem_field="mask", field_is_shape=True),
+    "query_lengths": Operand(problem_field="query_lengths", argument="query_seq_lengths"),
+    "key_lengths": Operand(problem_field="key_lengths", argument="key_value_seq_lengths"),
+    "query_segments": Operand(problem_field="segments", argument="query_segment_ids"),
+    "key_segments": Operand(problem_field="segments", argument="key_value_segment_ids"),
+    "sinks": Operand("query", broadcasts=True, has_batch=False, problem_field="sinks"),
+    "out": Operand("query", 1, padded="value_dim"),
+    "lse": Operand("query"),
+}
+
+QUERY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if operand.heads == "query"}
+KEY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if operand.heads == "key"}
+
+
+def problem_fields(shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the kernels' problem for the operands of a call, from their shapes in the kernel."""
+    fields: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        field, is_shape = OPERANDS[name].problem_field, OPERANDS[name].field_is_shape
+        if field is not None:
+            fields[field] = shape if is_shape else True
+    return fields
+
+
+def kernel_gradients(names: Collection[str], wanted: Collection[str]) -> list[str]:
+    """The operands whose gradients the backward kernel returns, in its order."""
+    return [n for n in DIFFERENTIABLE if n in wanted or (n in names and not OPERANDS[n].gradient_on_request)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +202,8 @@ def plan(
     dtypes: Mapping[str, Any],
     rules: Rules,
     device: Device,
-    *,
     bias_gradient: bool,
-    named: bool,
+    named: bool = False,
 ) -> Plan:
     """Asks `dispatch.decide` about the folded call."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
@@ -184,3 +253,143 @@ def _notes(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> tuple[str
     if "query_segments" in shapes:
         notes.append("which tiles have segments in common is found first, and the kernel skips the others")
     return tuple(notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a call is sharded: leading axes, the query's heads and the key's, and whether devices share a key head."""
+
+    full: Shape
+    lead: Spec
+    heads: Entry
+    key_heads: Entry
+    shares: bool
+
+    def spec(self, kind: str, shape: Shape, kept: Sequence[int] | None = None) -> P:
+        """The sharding of an operand, or of a result that keeps only some of the leading axes."""
+        rank = len(shape) - RANK[kind]
+        lead = tuple(
+            entry if shape[d] != 1 and (kept is None or d in kept) else None for d, entry in enumerate(self.lead)
+        )
+        core: list[Entry] = [None] * RANK[kind]
+        if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
+            core[QUERY_HEADS[kind]] = self.heads
+        if kind in KEY_HEADS:
+            core[KEY_HEADS[kind]] = self.key_heads
+        return P(*lead, *core)
+
+
+def sharding(
+    kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]
+) -> Sharding:
+    """The sharding of a call from its operands': leading axes and heads stay sharded, other axes do not."""
+    ranks = [len(shape) - RANK[kind] for kind, shape in zip(kinds, shapes, strict=True)]
+    full = tuple(jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True))))
+    lead = common_spec([spec[:rank] for spec, rank in zip(specs, ranks, strict=True)])
+    heads = specs[kinds.index("query")][-2]
+    queries, keys = (shapes[kinds.index(name)][-2] for name in ("query", "key"))
+    taken = {name for entry in lead for name in mesh_axes(entry)}
+    if heads is None or not taken.isdisjoint(mesh_axes(heads)):
+        return Sharding(full, lead, None, None, False)
+    parts = math.prod(sizes[name] for name in mesh_axes(heads))
+    if keys % parts == 0:
+        return Sharding(full, lead, heads, heads, False)
+    if queries % parts == 0 and (queries // keys) % (queries // parts) == 0:
+        return Sharding(full, lead, heads, None, True)
+    return Sharding(full, lead, None, None, False)
+
+
+def sharding_of(kinds: Sequence[str], avals: Sequence[Any]) -> Sharding:
+    """The sharding of a call on operands of these types."""
+    return sharding(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], mesh_of(avals).shape)
+
+
+def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
+    """Reshards arrays whose types have shardings to their `sharding`, so that a gradient has its operand's type.
+
+    Without `in_parts`, arrays whose types name no mesh are resharded too. Devices cannot share a key head then: heads
+    that are sharded more finely than the key's are gathered.
+    """
+    avals = [jax.typeof(x) for x in arrays]
+    if not is_explicit(avals):
+        return list(arrays)
+    sharded = sharding_of(kinds, avals)
+    if sharded.shares and not in_parts:
+        sharded = dataclasses.replace(sharded, heads=None, shares=False)
+    mesh = None if in_parts else mesh_of(avals)
+    return [reshard(x, sharded.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """A part of an attention call to be sharded. `kept[i]`: the leading axes of result i, None for all of them."""
+
+    kinds: tuple[str, ...]
+    results: tuple[str, ...]
+    kept: tuple[tuple[int, ...] | None, ...]
+    result_shapes: tuple[Shape, ...]
+    run: Callable[..., Any]
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """Everything on one device."""
+        return list(self.run(*operands))
+
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
+        """One device's part."""
+        sharded = sharding(self.kinds, shapes, specs, sizes)
+        ins = [sharded.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
+        results = list(zip(self.results, self.result_shapes, self.kept, strict=True))
+        outs = [sharded.spec(kind, shape, kept) for kind, shape, kept in results]
+        heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
+        sums = [self._sums(sharded, *result) for result in results]
+        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums))
+
+    def _sums(self, sharded: Sharding, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
+        """The mesh axes over which a result is to be added up."""
+        if kept is None:
+            return ()
+        names = [name for d, entry in enumerate(sharded.lead) if d not in kept for name in mesh_axes(entry)]
+        at = len(shape) - RANK[kind] + OPERANDS[kind].head_axis
+        is_shared = sharded.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
+        return (*names, *(mesh_axes(sharded.heads) if is_shared else ()))
+
+    def _part(
+        self, sharded: Sharding, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
+    ) -> list[jax.Array]:
+        if sharded.shares:
+            local = operands[self.kinds.index("query")].shape[-2]
+            mine = jax.lax.axis_index(mesh_axes(sharded.heads)) * local // (heads[0] // heads[1])
+            found = self.whole(*map(functools.partial(_own_head, mine), self.kinds, operands))
+            found = list(map(functools.partial(_among_heads, mine, heads[1]), self.results, found))
+        else:
+            found = self.whole(*operands)
+        return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """A factor for each leading axis and one for the heads; other axes are not sharded."""
+        lead = tuple(f"lead{d}" for d in range(len(shapes[0]) - RANK[self.kinds[0]]))
+        same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
+        factors = Sharding((), lead, "heads", "heads" if same else "key_heads", False).spec
+        operands = map(factors, self.kinds, shapes)
+        return sharding_rule(list(operands), list(map(factors, self.results, self.result_shapes, self.kept)))
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Whether only the leading axes are sharded, equally for all operands."""
+        leads = {piece[: len(piece) - RANK[kind]] for kind, piece in zip(self.kinds, pieces, strict=True)}
+        uncut = all(
+            n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]
+        )
+        return len(leads) == 1 and uncut
+
+
+def _own_head(head: jax.Array, kind: str, x: jax.Array) -> jax.Array:
+    """The one key head of an operand that this device reads."""
+    return jax.lax.dynamic_slice_in_dim(x, head, 1, x.ndim - 2) if kind in KEY_HEADS else x
+
+
+def _among_heads(head: jax.Array, heads: int, kind: str, x: jax.Array) -> jax.Array:
+    """Puts a result of one key head among all key heads; the others are 0."""
+    if kind not in KEY_HEADS:
+        return x
+    whole = jnp.zeros((*x.shape[:-2], heads, x.shape[-1]), x.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, x, head, x.ndim - 2)

@@ -24,11 +24,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._attention.checks import NAME
-from jaxsoftmax._attention.layout import Shape, plan
-from jaxsoftmax._attention.operands import kernel_gradients
-from jaxsoftmax._attention.sharding import Heads, layout_of, unify_shardings
-from jaxsoftmax._core.lowering import Plan, is_local, lower, lower_plain, register
-from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed
+from jaxsoftmax._attention.layout import Heads, Shape, kernel_gradients, plan, sharding_of, unify_shardings
+from jaxsoftmax._core.primitives import (
+    Plan,
+    batch_leading,
+    define,
+    higher_jvp,
+    is_local,
+    lower,
+    lower_plain,
+    register,
+    typed,
+)
 from jaxsoftmax._core.sharding import is_explicit, mesh_of, unify_varying
 from pallas_kernels import hardware
 from pallas_kernels.attention import reference
@@ -186,7 +193,7 @@ def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[s
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """The types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
-    sharded, mesh = layout_of(_kinds(primitive, **params), avals), mesh_of(avals)
+    sharded, mesh = sharding_of(_kinds(primitive, **params), avals), mesh_of(avals)
     length, heads, _ = query.shape[-3:]
     out, lse = (*sharded.full, length, heads, value.shape[-1]), (*sharded.full, heads, length)
     return [
@@ -203,7 +210,7 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """The types of the gradients: an operand's own, but for the leading axes that are kept."""
-    sharded, mesh = layout_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
+    sharded, mesh = sharding_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = gradient_shapes(names, avals, wrt, kept)
     return [
         typed(avals[names.index(name)], mesh, shape, sharded.spec(name, shape, axes), avals[names.index(name)].dtype)
@@ -211,20 +218,8 @@ def _gradient_avals(
     ]
 
 
-def _batch(
-    primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
-) -> tuple[Any, Any]:
-    """Adds a leading dimension, in place for the first operand if it is mapped; extent 1 for what is not mapped."""
-    if all(d is None for d in dims):
-        out = primitive.bind(*unify_varying(*operands), **params)
-        return out, [None] * len(out)
-    ranks = [RANK[kind] for kind in _kinds(primitive, **params)]
-    mapped = list(zip(operands, dims, strict=True))
-    at = next((d for (x, d), rank in zip(mapped, ranks, strict=True) if d is not None and d < x.ndim - rank), 0)
-    if primitive is GRADIENTS:
-        params["kept"] = tuple((*(d + (d >= at) for d in axes), at) for axes in params["kept"])
-    out = primitive.bind(*aligned(operands, dims, at), **params)
-    return out, [at] * len(out)
+def _ranks(primitive: Primitive, **params: Any) -> list[int]:
+    return [RANK[kind] for kind in _kinds(primitive, **params)]
 
 
 def _residuals_jvp(
@@ -273,7 +268,7 @@ _AVALS = {
 }
 
 for _primitive, _avals in _AVALS.items():
-    define(_primitive, _avals, functools.partial(_batch, _primitive))
+    define(_primitive, _avals, functools.partial(batch_leading, _primitive, functools.partial(_ranks, _primitive)))
 for _part, _primitive in BY_PART.items():
     register(_primitive, Call(_part))
 mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])

@@ -1,12 +1,12 @@
 """Shardings: reads them from types, reshards operands, and defines what `lowering` asks of a sharded operation.
 
-Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each
-(`_softmax.sharding`).
+Rows are sharded without communication. Rows that are themselves sharded exchange a few numbers each (`all_gather`).
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -31,7 +31,16 @@ class AxisSharding(NamedTuple):
     extent: int
 
 
-AxisShardings = tuple[AxisSharding, ...]
+class Columns(NamedTuple):
+    """One device's columns of sharded rows: how each of the rows' axes is sharded, and what is not padding."""
+
+    shardings: tuple[AxisSharding, ...]
+    inside: jax.Array | None  # None: all of them
+
+    @property
+    def names(self) -> Names:
+        """The mesh axes of all shardings."""
+        return tuple(name for sharding in self.shardings for name in sharding.names)
 
 
 class Shard(NamedTuple):
@@ -66,7 +75,7 @@ class Partitionable(Protocol):
 class RowOp:
     """A row operation to be sharded: `whole` computes whole rows, `across` this device's part of sharded ones.
 
-    `across(shardings, inside, ...)` gets the sharding of each of `axes`, and which of its elements are not padding.
+    `across(columns, ...)` gets the device's columns.
     """
 
     axes: Shape
@@ -79,8 +88,8 @@ class RowOp:
         full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
         ins = [broadcast_spec(full, shape) for shape in shapes]
         outs = [P(*self._of(result, full, None)) for result in self.results]
-        shardings = tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes)
-        return Shard(ins, outs, functools.partial(self._across, shardings) if names_of(shardings) else self.whole)
+        columns = Columns(tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes), None)
+        return Shard(ins, outs, functools.partial(self._across, columns) if columns.names else self.whole)
 
     def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
         """A result's entries out of those of the operands' axes, with `selected` for the axis of a selection."""
@@ -90,9 +99,9 @@ class RowOp:
             selected if d in self.axes else x for d, x in enumerate(axes) if result == "top_k" or d not in self.axes
         ]
 
-    def _across(self, shardings: AxisShardings, *shards: jax.Array) -> list[jax.Array]:
+    def _across(self, columns: Columns, *shards: jax.Array) -> list[jax.Array]:
         shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
-        return self.across(shardings, inside(shardings, self.axes, shape), *shards)
+        return self.across(columns._replace(inside=_inside(columns.shardings, self.axes, shape)), *shards)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Whether only the batch of rows is sharded, equally for all operands."""
@@ -114,12 +123,7 @@ def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[
     return SdyShardingRule(tuple(mappings[: len(operands)]), tuple(mappings[len(operands) :]))
 
 
-def names_of(shardings: AxisShardings) -> Names:
-    """The mesh axes of all shardings."""
-    return tuple(name for sharding in shardings for name in sharding.names)
-
-
-def inside(shardings: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | None:
+def _inside(shardings: Sequence[AxisSharding], axes: Shape, shape: Shape) -> jax.Array | None:
     """Which elements of this device's part, of `shape`, are not padding; None for all of them.
 
     XLA pads an axis that does not divide into equal parts, with undefined values.
@@ -132,6 +136,19 @@ def inside(shardings: AxisShardings, axes: Shape, shape: Shape) -> jax.Array | N
             exists = jnp.expand_dims(at < sharding.extent, [d for d in range(len(shape)) if d != axis])
             mask = exists if mask is None else mask & exists
     return mask
+
+
+def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
+    """The parts of all devices, stacked in front, by one all-reduce of their bits, each device's in its own slot."""
+    words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+    mine = jnp.concatenate([word.ravel() for word in words])
+    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
+    ends = list(itertools.accumulate(word.size for word in words))
+    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
+    return [
+        jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
+        for all_words, word, part in zip(everyone, words, parts, strict=True)
+    ]
 
 
 def spec_of(aval: Any) -> Spec:

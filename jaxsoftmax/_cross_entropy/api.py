@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,18 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 Shape = Sequence[int]
 
 
+class _Options(TypedDict, total=False):
+    """The keywords that every overload has."""
+
+    label_smoothing: float
+    z_loss: float
+    logits_soft_cap: float | None
+    scale: ArrayLike
+    ignore_index: int | None
+    weights: ArrayLike | None
+    implementation: Implementation | None
+
+
 @overload
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
@@ -29,14 +41,8 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    scale: ArrayLike = 1.0,
-    ignore_index: int | None = None,
-    weights: ArrayLike | None = None,
     return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def softmax_cross_entropy_with_integer_labels(
@@ -45,14 +51,8 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    scale: ArrayLike = 1.0,
-    ignore_index: int | None = None,
-    weights: ArrayLike | None = None,
     return_lse: Literal[True],
-    implementation: Implementation | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def softmax_cross_entropy_with_integer_labels(
@@ -61,14 +61,8 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    scale: ArrayLike = 1.0,
-    ignore_index: int | None = None,
-    weights: ArrayLike | None = None,
-    return_lse: bool = False,
-    implementation: Implementation | None = None,
+    return_lse: bool,
+    **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,

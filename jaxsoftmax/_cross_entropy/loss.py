@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import AxisShardings, mesh_axes, names_of, spec_of
-from jaxsoftmax._softmax.sharding import all_gather
+from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, spec_of
 from pallas_kernels.monoid import Stats, log_normalizer, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
@@ -34,13 +33,30 @@ def kernel_args(
     operands: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **row: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The operands and parameters that `cross_entropy` passes to its row operation: all but the weights."""
-    x, labels, *rest = operands
-    return [x, labels, *_split(rest, weighted)[1]], row
+    return [*operands[:2], *operands[2 + weighted :]], row
 
 
-def cross_entropy(
-    pick: Pick,
-    rows: Rows,
+def cross_entropy(pick: Pick, rows: Rows, *operands: jax.Array, **row: Any) -> list[jax.Array]:
+    """Each row's loss, times its weight if `weighted`; with `stats` its state, also of ignored rows if `all_rows`."""
+
+    def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
+        numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
+        return _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
+
+    return _losses(terms_of, *operands, **row)
+
+
+def cross_entropy_across(columns: Columns, rows: Rows, *operands: jax.Array, **row: Any) -> list[jax.Array]:
+    """The losses of sharded rows, of which this device has some columns."""
+
+    def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
+        return _exchange(columns, rows, x, labels, _within(columns.inside, where), all_rows, **row)[0]
+
+    return _losses(terms_of, *operands, **row)
+
+
+def _losses(
+    terms_of: Callable[..., RowTerms],
     x: jax.Array,
     labels: jax.Array,
     *rest: jax.Array,
@@ -49,11 +65,12 @@ def cross_entropy(
     all_rows: bool,
     **row: Any,
 ) -> list[jax.Array]:
-    """Each row's loss, times its weight if `weighted`; with `stats` its state, also of ignored rows if `all_rows`."""
-    weights, where = _split(rest, weighted)
-    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
-    terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
-    return _results(terms, labels, weights, stats, **row)
+    weights, where = rest[:weighted], rest[weighted:]
+    terms = terms_of(x, labels, where, all_rows, **row)
+    loss = _loss(terms, labels, **row)
+    for weight in weights:
+        loss = weight.squeeze(row["axes"]) * loss
+    return [loss, *terms.stats] if stats else [loss]
 
 
 def cross_entropy_gradient(
@@ -65,37 +82,12 @@ def cross_entropy_gradient(
     return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
 
 
-def cross_entropy_across(
-    shardings: AxisShardings,
-    inside: jax.Array | None,
-    rows: Rows,
-    x: jax.Array,
-    labels: jax.Array,
-    *rest: jax.Array,
-    weighted: bool,
-    stats: bool,
-    all_rows: bool,
-    **row: Any,
-) -> list[jax.Array]:
-    """The losses of sharded rows; this device has the columns that are `inside`."""
-    weights, where = _split(rest, weighted)
-    terms, _ = _exchange(shardings, rows, x, labels, _within(inside, where), all_rows, **row)
-    return _results(terms, labels, weights, stats, **row)
-
-
 def cross_entropy_gradient_across(
-    shardings: AxisShardings,
-    inside: jax.Array | None,
-    rows: Rows,
-    x: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-    *where: jax.Array,
-    **row: Any,
+    columns: Columns, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
-    """The losses of sharded rows, and the gradient of this device's columns, which are `inside`."""
-    masks = _within(inside, where)
-    terms, local = _exchange(shardings, rows, x, labels, masks, False, **row)
+    """The losses of sharded rows, and the gradient of this device's columns."""
+    masks = _within(columns.inside, where)
+    terms, local = _exchange(columns, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
     of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
     count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
@@ -105,25 +97,20 @@ def cross_entropy_gradient_across(
 
 
 def of_this_device(
-    shardings: AxisShardings,
-    inside: jax.Array | None,
-    x: jax.Array,
-    labels: jax.Array,
-    where: Sequence[jax.Array],
-    **row: Any,
+    columns: Columns, x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], **row: Any
 ) -> tuple[jax.Array, Sequence[jax.Array], Any]:
-    """Labels and mask for this device's columns, which are `inside`, and the whole row's count of columns.
+    """Labels and mask for this device's columns, and the whole row's count of columns.
 
     It exchanges nothing, or the count where a mask decides which columns share smoothed labels.
     """
-    axes, where = row["axes"], _within(inside, where)
+    axes, where = row["axes"], _within(columns.inside, where)
     count = _count(x, where, **row)
     if isinstance(count, int):
-        count *= jax.lax.axis_size(names_of(shardings))
+        count *= jax.lax.axis_size(columns.names)
     else:
-        (counts,) = all_gather(names_of(shardings), count)
+        (counts,) = all_gather(columns.names, count)
         count = jnp.expand_dims(counts.sum(0), axes)
-    return _local_labels(shardings, x, labels, axes), where, count
+    return _local_labels(columns, x, labels, axes), where, count
 
 
 def label_logit_gathered(
@@ -153,11 +140,6 @@ def label_logit(x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], **row
     """The labels' logits, by the way that does not move `x` between devices."""
     movable = len(axes) == 1 and x.shape[axes[0]] != 0 and not mesh_axes(spec_of(jax.typeof(x))[axes[0]])
     return (label_logit_gathered if movable else label_logit_summed)(x, labels, axes=axes, **row)
-
-
-def _split(rest: Sequence[Any], weighted: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Splits the operands into the weights and the mask, if there are any."""
-    return rest[:weighted], rest[weighted:]
 
 
 def _reading(labels: jax.Array, all_rows: bool) -> jax.Array:
@@ -198,15 +180,6 @@ def _loss(
     return jnp.where(labels.squeeze(axes) == IGNORED, 0.0, loss)
 
 
-def _results(
-    terms: RowTerms, labels: jax.Array, weights: Sequence[jax.Array], stats: bool, **row: Any
-) -> list[jax.Array]:
-    loss = _loss(terms, labels, **row)
-    for weight in weights:
-        loss = weight.squeeze(row["axes"]) * loss
-    return [loss, *terms.stats] if stats else [loss]
-
-
 def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Broadcasts a row's number to the weights' shape, which is larger where only the weights are mapped."""
     return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
@@ -220,7 +193,7 @@ def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[ja
 
 
 def _exchange(
-    shardings: AxisShardings,
+    columns: Columns,
     rows: Rows,
     x: jax.Array,
     labels: jax.Array,
@@ -229,8 +202,8 @@ def _exchange(
     **row: Any,
 ) -> tuple[RowTerms, jax.Array]:
     """The whole rows' terms, by one exchange, and the labels as this device's columns."""
-    axes, names = row["axes"], names_of(shardings)
-    local, cols = _local_labels(shardings, x, labels, axes), math.prod(x.shape[d] for d in axes)
+    axes, names = row["axes"], columns.names
+    local, cols = _local_labels(columns, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
     numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
     label = jnp.where(here.squeeze(axes), label_logit_gathered(x, jnp.where(here, local, 0), **row), 0.0)
@@ -242,10 +215,10 @@ def _exchange(
     return _terms((*merge_over(Stats(maximum, total), 0), *sums), label.sum(0), whole), local
 
 
-def _local_labels(shardings: AxisShardings, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _local_labels(columns: Columns, x: jax.Array, labels: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Labels as columns of this device's part, or past its last column if another device has them."""
     flat, inside, stride, local = labels, labels != IGNORED, 1, jnp.zeros_like(labels)
-    for axis, sharding in reversed(list(zip(axes, shardings, strict=True))):
+    for axis, sharding in reversed(list(zip(axes, columns.shardings, strict=True))):
         n = x.shape[axis]
         flat, at = jnp.divmod(flat, sharding.extent)
         at = at - n * jax.lax.axis_index(sharding.names) if sharding.names else at

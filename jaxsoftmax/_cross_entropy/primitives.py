@@ -24,9 +24,8 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.lowering import lower_plain
-from jaxsoftmax._core.primitives import higher_jvp, zeros
-from jaxsoftmax._core.sharding import AxisShardings, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._core.primitives import higher_jvp, lower_plain, zeros
+from jaxsoftmax._core.sharding import Columns, on_mesh_of, settings_for, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -211,11 +210,9 @@ def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.A
     return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
 
 
-def _to_logits_across(
-    shardings: AxisShardings, inside: jax.Array | None, _: Any, *operands: jax.Array, **row: Any
-) -> jax.Array:
+def _to_logits_across(columns: Columns, _: Any, *operands: jax.Array, **row: Any) -> jax.Array:
     x, labels, weights, maximum, total, *where = operands
-    labels, mask, count = row_losses.of_this_device(shardings, inside, x, labels, where, **row)
+    labels, mask, count = row_losses.of_this_device(columns, x, labels, where, **row)
     return _to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)
 
 

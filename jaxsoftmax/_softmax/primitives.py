@@ -6,11 +6,14 @@ linear primitive: its JVP rule is the forward half of a custom_vjp and its trans
 both there is forward mode and every higher order too.
 
 A `Computation` says how a primitive is lowered: its reference, its kernel, and its form for sharded rows. Other topics
-implement their own primitives by the same row operations.
+implement their own primitives by the same row operations. A kernel takes operands as `[rows, cols]`, or as
+`[rows, cols, inner]`: a `View` lays them out. The devices of sharded rows merge their states, which are elements of the
+monoid, by one all-reduce.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,33 +22,28 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.lowering import Plan, lower_plain, register
-from jaxsoftmax._core.primitives import aligned, define, higher_jvp, typed, zeros
+from jaxsoftmax._core.primitives import Plan, define_over_rows, higher_jvp, lower_plain, register, zeros
 from jaxsoftmax._core.sharding import (
-    AxisShardings,
+    Columns,
+    Names,
     Result,
     RowOp,
-    common_spec,
-    mesh_of,
-    spec_of,
+    Shape,
+    all_gather,
     unify_shardings,
     unify_varying,
 )
-from jaxsoftmax._softmax import layout
-from jaxsoftmax._softmax import sharding as row_sharding
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
+from pallas_kernels.monoid import Stats, merge_over
 from pallas_kernels.softmax import reference
-from pallas_kernels.softmax.derivatives import RULES, TRANSPOSE
-from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.problem import RULES, TRANSPOSE, Op, Problem
 
 SAVED_NAME = "softmax_out"
 
-Results = Callable[..., Sequence[Result]]
+LocalStats = Callable[..., Stats]
 KernelArgs = tuple[Sequence[Any], dict[str, Any]]
 
 BY_OP: dict[Op, Primitive] = {}  # the primitives that are a row operation, or a loss computed from one
@@ -73,7 +71,7 @@ def _as_given(operands: Sequence[Any], **row: Any) -> KernelArgs:
 class Computation:
     """How a primitive is computed by row operations; `rows(op, *operands, **row)` runs one.
 
-    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(shardings, inside, rows, ...)`
+    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(columns, rows, ...)`
     for this device's part of sharded ones. A kernel takes the call if it takes `op` with the `kernel_args`; `results`
     says what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or
     the `function` among a primitive's parameters.
@@ -109,10 +107,10 @@ class Computation:
         def whole(*xs: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
 
-        def across(shardings: AxisShardings, inside: jax.Array | None, *shards: jax.Array) -> list[jax.Array]:
+        def across(columns: Columns, *shards: jax.Array) -> list[jax.Array]:
             if named and "full" in results:
                 raise checks.no_kernel(named, _SHARDED_ROWS)
-            return jax.tree.leaves(self.across(shardings, inside, rows, *shards, **params))
+            return jax.tree.leaves(self.across(columns, rows, *shards, **params))
 
         return RowOp(params["axes"], results, whole, across)
 
@@ -120,22 +118,6 @@ class Computation:
 def _of_row(params: dict[str, Any]) -> dict[str, Any]:
     """A primitive's parameters without those that say how it is lowered."""
     return {name: value for name, value in params.items() if name not in ("batch_invariant", "function")}
-
-
-def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
-    """A row operation in `jax.numpy`."""
-    return REFERENCE[op](*operands, **row)
-
-
-def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
-    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
-    chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
-    return by_reference(op, *operands, **row) if chosen.decision is None else layout.launch(chosen, *operands)
-
-
-def _plan(op: Op, operands: Sequence[Any], device: Device, named: str | None, **row: Any) -> Plan:
-    shapes, dtype = [x.shape for x in operands], operands[0].dtype
-    return layout.plan(op, shapes, dtype, device, may_transpose=named is not None, **row)
 
 
 def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
@@ -147,47 +129,209 @@ def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
     return primitive
 
 
-def define_over_rows(primitive: Primitive, results: Results, *, many: bool) -> None:
-    """Registers the rules of a primitive over rows; `results` says which of the operands' axes each result has."""
-    avals, batch = (functools.partial(rule, primitive, results) for rule in (_avals, _batch))
-    define(primitive, avals, batch, many=many)
+def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
+    """A row operation in `jax.numpy`."""
+    return REFERENCE[op](*operands, **row)
 
 
-def _avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
-    """The types of the outputs: the operands' common shape, or one number a row in the dtype of accumulation.
-
-    Weak types, and the mesh axes over which a result varies, are those of the first operand.
-    """
-    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    spec, mesh = common_spec([spec_of(x) for x in operands]), mesh_of(operands)
-    row = operands[0].update(shape=shape, sharding=NamedSharding(mesh, P(*spec)))
-    kept = [d for d in range(len(shape)) if d not in axes]
-    kept_shape, kept_spec = (tuple(full[d] for d in kept) for full in (shape, spec))
-    number = typed(row, mesh, kept_shape, kept_spec, reference.accumulator_dtype(row.dtype))
-    avals = [row if result == "full" else number for result in results(**params)]
-    return avals if primitive.multiple_results else avals[0]
+def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
+    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
+    if chosen.decision is None:
+        return by_reference(op, *operands, **row)
+    problem, seen = chosen.decision.problem, chosen.layout
+    first, last = problem.operands, problem.operands + len(op.row_operands)
+    mask = seen.shared_mask if problem.where == "shared" else seen.to_rows
+    rows, numbers = map(seen.to_rows, operands[:first]), map(seen.to_numbers, operands[first:last])
+    return jax.tree.map(seen.from_kernel, chosen.launch(*rows, *numbers, *map(mask, operands[last:])))
 
 
-def _batch(
-    primitive: Primitive,
-    results: Results,
-    _: Any,
-    operands: Sequence[jax.Array],
-    dims: Sequence[int | None],
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How operands of the broadcast shape `shape` become rows; `order` is None if a reshape suffices."""
+
+    shape: Shape
+    axes: Shape
+    order: Shape | None
+    rows: int
+    cols: int
+    inner: int
+
+    def to_rows(self, x: jax.Array) -> jax.Array:
+        """Lays out an operand for the kernel."""
+        x = jnp.broadcast_to(x, self.shape)
+        x = x if self.order is None else x.transpose(self.order)
+        return x.reshape((self.rows, self.cols) if self.inner == 1 else (self.rows, self.cols, self.inner))
+
+    def to_numbers(self, x: jax.Array) -> jax.Array:
+        """Lays out an operand of one number a row, with extent 1 along the axes."""
+        x = jnp.broadcast_to(x, [1 if d in self.axes else n for d, n in enumerate(self.shape)])
+        x = x if self.order is None else x.transpose(self.order)
+        return x.reshape((self.rows,) if self.inner == 1 else (self.rows, self.inner))
+
+    def shared_mask(self, where: jax.Array) -> jax.Array:
+        """Lays out a mask that is the same for all rows as `[cols]`."""
+        reduced = tuple(n if d in self.axes else 1 for d, n in enumerate(self.shape))
+        return jnp.broadcast_to(where, reduced).reshape(self.cols)
+
+    def from_rows(self, y: jax.Array) -> jax.Array:
+        """Gives a kernel's output of the operands' size their shape."""
+        if self.order is None:
+            return y.reshape(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return y.reshape([self.shape[d] for d in self.order]).transpose(inverse)
+
+    def from_numbers(self, y: jax.Array) -> jax.Array:
+        """Gives a kernel's output of one number a row the operands' shape without the axes."""
+        return y.reshape([n for d, n in enumerate(self.shape) if d not in self.axes])
+
+    def from_kernel(self, y: jax.Array) -> jax.Array:
+        """Gives any output of a kernel its shape."""
+        return self.from_rows(y) if y.ndim == (2 if self.inner == 1 else 3) else self.from_numbers(y)
+
+
+def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
+    """The view of rows along `axes`. It transposes if other axes lie between them, or if asked to."""
+    significant = [d for d, n in enumerate(shape) if n != 1]
+    reduced = [d for d in significant if d in axes]
+    kept = [d for d in significant if d not in axes]
+    cols = math.prod(shape[d] for d in reduced)
+    outer = [d for d in kept if not reduced or d < reduced[0]]
+    inner = [d for d in kept if reduced and d > reduced[-1]]
+    if len(outer) + len(inner) < len(kept) or (transpose and inner):
+        order = tuple(d for d in range(len(shape)) if d not in axes) + axes
+        return View(shape, axes, order, math.prod(shape[d] for d in kept), cols, 1)
+    return View(shape, axes, None, math.prod(shape[d] for d in outer), cols, math.prod(shape[d] for d in inner))
+
+
+def _mask_forms(where: Shape | None, seen: View) -> list[str]:
+    """The forms in which a kernel can take a mask, cheapest first."""
+    if where is None:
+        return ["none"]
+    one_for_all = all(n == 1 for d, n in enumerate(where) if d not in seen.axes)
+    return ["shared", "full"] if one_for_all and seen.inner == 1 and seen.rows > 1 else ["full"]
+
+
+def _plan(
+    op: Op,
+    operands: Sequence[Any],
+    device: Device,
+    named: str | None,
     *,
-    axes: tuple[int, ...],
-    **params: Any,
-) -> tuple[Any, Any]:
-    """Maps the axis of the first mapped operand; data moves only if another operand is mapped along another axis."""
-    at = next((d for d in dims if d is not None), None)
-    if at is None:
-        out = primitive.bind(*operands, axes=axes, **params)
-        return out, [None] * len(out) if primitive.multiple_results else None
-    axes = tuple(a + (a >= at) for a in axes)
-    out = primitive.bind(*aligned(operands, dims, at), axes=axes, **params)
-    below = at - sum(a < at for a in axes)
-    ats = [at if result == "full" else below for result in results(**params)]
-    return out, ats if primitive.multiple_results else at
+    axes: Shape,
+    batch_invariant: bool = False,
+    **facts: Any,
+) -> Plan:
+    """Asks `dispatch.decide` about each layout of the call, cheapest first, and takes the first that has a kernel.
+
+    `facts` are fields of a `Problem`.
+
+    Rows along inner axes are transposed only for a call that is `named`, because two copies cost more than XLA's
+    strided reads, or if `batch_invariant`, because XLA's sums depend on the number of rows.
+    """
+    # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
+    from pallas_kernels.softmax import dispatch
+
+    shapes: list[Shape] = [x.shape for x in operands]
+    dtype = jnp.dtype(operands[0].dtype)
+    if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
+        return Plan((("every kernel", "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
+    shape: Shape = tuple(jnp.broadcast_shapes(*shapes))
+    full = 2 if op.is_linear else 1
+    unmasked = full + len(op.row_operands)
+    where = shapes[unmasked] if len(shapes) > unmasked else None
+    declined: tuple[tuple[str, str], ...] = ()
+    for transpose in (False, True) if named or batch_invariant else (False,):
+        seen = view(shape, axes, transpose=transpose)
+        for form in _mask_forms(where, seen):
+            problem = Problem(
+                op, seen.rows, seen.cols, dtype, seen.inner, form, batch_invariant=batch_invariant, **facts
+            )
+            decision = dispatch.decide(problem, device)
+            if decision.kernel is not None:
+                return Plan(decision.declined, decision, seen, _notes(shapes[:full], where, seen, form))
+            declined = declined or decision.declined
+    return Plan(declined)
+
+
+def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:
+    """Describes the work before and after the kernel, beyond a reshape, on large operands and on a mask."""
+    notes: list[str] = []
+    if seen.order is not None:
+        notes.append(f"operands are transposed by {seen.order} into rows, and the result back: two extra copies")
+    if where is not None and form == "full" and where != seen.shape:
+        notes.append(f"where, of shape {where}, is broadcast to {seen.shape}")
+    notes += [f"an operand of shape {s} is broadcast to {seen.shape}" for s in full if s != seen.shape]
+    return tuple(notes)
+
+
+# Rows that are sharded: all that crosses the wire is a few numbers per row and device, in one exchange.
+
+
+def _by_stats(
+    whole: Callable[..., jax.Array], names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any
+) -> jax.Array:
+    """This device's columns of a function of an element and its row's state."""
+    return whole(*operands, **row, known=_stats_across(names, local_stats, *operands, **row))
+
+
+def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
+    """The states of the whole rows."""
+    return merge_over(Stats(*all_gather(names, *local_stats(*operands, **row))), 0)
+
+
+def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+    """This device's columns of softmax's (co)tangent."""
+    slope = jax.lax.psum(reference.row_dot(y, t, axes=row["axes"]), names)
+    return reference.softmax_tangent(y, t, **row, slope=slope)
+
+
+def _log_softmax_tangent_across(
+    names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, *, axes: tuple[int, ...], scale: float
+) -> jax.Array:
+    """This device's columns of log_softmax's tangent."""
+    local = local_stats(x, axes=axes, scale=scale)
+    slope = reference.stats_tangent(x, None, t, local.max, axes=axes, scale=scale)
+    maximum, total, slope = all_gather(names, *local, slope)
+    merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
+    slope = merged.sum[..., 1] / merged.sum[..., 0]
+    # The scale is in the slope already.
+    return reference.log_softmax_tangent(x, reference.logits(t, scale), axes=axes, slope=slope).astype(t.dtype)
+
+
+def _log_softmax_cotangent_across(
+    names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any
+) -> jax.Array:
+    """This device's columns of log_softmax's cotangent."""
+    local = local_stats(x, **row)
+    maximum, total, incoming = all_gather(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
+    known = merge_over(Stats(maximum, total), 0)
+    return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
+
+
+def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:
+    """This device's part of an operation."""
+    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns.inside, shards), **row)
+
+
+def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The operands with neutral elements in place of padding."""
+    if inside is None:
+        return shards
+    first, *others = shards
+    fill = 0.0 if op is Op.SOFTMAX_TANGENT else -jnp.inf
+    first = jnp.where(inside, first, jnp.asarray(fill, first.dtype))
+    return [first, *(x if x.dtype == bool else jnp.where(inside, x, jnp.zeros_like(x)) for x in others)]
+
+
+_ACROSS: dict[Op, Callable[..., jax.Array | Stats]] = {
+    Op.SOFTMAX: functools.partial(_by_stats, reference.softmax),
+    Op.LOG_SOFTMAX: functools.partial(_by_stats, reference.log_softmax),
+    Op.STATS: _stats_across,
+    Op.SOFTMAX_TANGENT: _softmax_tangent_across,
+    Op.LOG_SOFTMAX_TANGENT: _log_softmax_tangent_across,
+    Op.LOG_SOFTMAX_COTANGENT: _log_softmax_cotangent_across,
+}
 
 
 def _keep(where: Sequence[jax.Array], x: jax.Array) -> jax.Array:
@@ -241,9 +385,7 @@ def _computation(op: Op, called: str) -> Computation:
     """The computation of a primitive that is a row operation."""
     results = ("reduced", "reduced") if op is Op.STATS else ("full",)
     whole = lambda rows, *operands, **row: rows(op, *operands, **row)
-    return Computation(
-        op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(row_sharding.across, op)
-    )
+    return Computation(op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(_across, op))
 
 
 # Callers of the statistics name the public function.

@@ -16,9 +16,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import batch_invariance, checks, lowering, sharding
+from jaxsoftmax._core import batch_invariance, checks, primitives, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
-from jaxsoftmax._core.primitives import define, typed, zeros
+from jaxsoftmax._core.primitives import batch_leading, define, typed, zeros
 from jaxsoftmax._core.sharding import mesh_axes, mesh_of, spec_of, unify_varying
 from jaxsoftmax._softmax.api import scaled
 from jaxsoftmax._softmax.primitives import bind
@@ -138,16 +138,7 @@ def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: 
     """Lowers to the selection, sharded like the operand; the statistics are lowered by themselves."""
     avals: Sequence[Any] = ctx.avals_in
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
-    return lowering.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
-
-
-def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
-    """Maps a leading axis in place, and moves the last one to the front."""
-    (x,), (at,) = operands, dims
-    if at is not None and at == x.ndim - 1:
-        x, at = jnp.moveaxis(x, at, 0), 0
-    out = TOP_K.bind(x, **params)
-    return out, [at] * len(out)
+    return primitives.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float, **params: Any) -> tuple[Any, Any]:
@@ -183,7 +174,7 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
     return jax.shard_map(own, mesh=mesh, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
 
 
-define(TOP_K, _avals, _batch)
+define(TOP_K, _avals, functools.partial(batch_leading, TOP_K, lambda **_: [1]))
 mlir.register_lowering(TOP_K, lower)
 mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True), platform="cuda")
 ad.primitive_jvps[TOP_K] = _jvp

@@ -25,9 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import AxisShardings, names_of
+from jaxsoftmax._core.sharding import Columns, all_gather
 from jaxsoftmax._softmax.primitives import bind
-from jaxsoftmax._softmax.sharding import all_gather
 from pallas_kernels.monoid import Stats, combine, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
@@ -149,13 +148,11 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
     return [*selected, probabilities(values, maximum, total, dtype)] if normalizes else selected
 
 
-def select_across(
-    shardings: AxisShardings, inside: jax.Array | None, x: jax.Array, *, k: int, normalizes: bool, **params: Any
-) -> list[jax.Array]:
+def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, **params: Any) -> list[jax.Array]:
     """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
-    local, names = x.shape[-1], names_of(shardings)
+    local, names = x.shape[-1], columns.names
     first = jax.lax.axis_index(names) * local
-    x = x if inside is None else jnp.where(inside, x, -jnp.inf)
+    x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
     mine[1] += first
     values, indices, *stats = all_gather(names, *mine)

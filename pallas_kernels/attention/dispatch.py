@@ -1,48 +1,29 @@
 """The one place that chooses: whether a kernel runs an attention call, with which config, and why."""
 
-import dataclasses
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
-from pallas_kernels import hardware
 from pallas_kernels.attention import backward, backward_wide, forward, heuristics
 from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
 
 
-class Kernel(NamedTuple):
-    """A kernel: a module with `unsupported(problem, device)` and `run(problem, config, *operands)`, and its configs."""
-
-    module: Any
-    configs: Callable[[Attention, Device], tuple[Any, ...]]  # the best first
+def _kernel(name: str, module: Any, configs: Callable[[Attention, Device], tuple[Any, ...]]) -> Kernel:
+    # `run` is looked up when it is called, for tests that put faulty code in a module.
+    return Kernel(name, module.unsupported, configs, lambda *arguments: module.run(*arguments))
 
 
-KERNELS = {
-    Op.FORWARD: {"attention": Kernel(forward, heuristics.forward)},
-    Op.BACKWARD: {
-        "attention_gradients": Kernel(backward, heuristics.backward),
-        "attention_gradients_wide": Kernel(backward_wide, heuristics.backward_wide),
-    },
+# The first that accepts a problem runs it.
+_ALL = {
+    Op.FORWARD: [_kernel("attention", forward, heuristics.forward)],
+    Op.BACKWARD: [
+        _kernel("attention_gradients", backward, heuristics.backward),
+        _kernel("attention_gradients_wide", backward_wide, heuristics.backward_wide),
+    ],
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The kernel a problem gets, or none, and the reasons in words."""
-
-    problem: Attention
-    device: Device
-    kernel: str | None  # None: no kernel takes the problem
-    config: Any
-    reason: str
-    declined: tuple[tuple[str, str], ...]  # (kernel, why not)
-
-    def run(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs the chosen kernel on operands in the order that `problem` gives."""
-        assert self.kernel is not None, self.reason
-        return tuple(KERNELS[self.problem.op][self.kernel].module.run(self.problem, self.config, *operands))
+KERNELS = {op: {kernel.name: kernel for kernel in kernels} for op, kernels in _ALL.items()}
 
 
 def decide(problem: Attention, device: Device, *, config: Any = None, named: bool = False) -> Decision:
@@ -50,18 +31,16 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
 
     If kernels are `named`, the user asked for one, even where XLA is faster.
     """
-    declined = []
+    kernels = KERNELS[problem.op]
     xla = None if named or config is not None else heuristics.xla_is_faster(problem, device)
-    for name, kernel in KERNELS[problem.op].items():
-        why = hardware.supports_kernels(device) or kernel.module.unsupported(problem, device) or xla
-        if why is not None:
-            declined.append((name, why))
-            continue
-        source = "asked for"
-        if config is None:
-            config, source = kernel.configs(problem, device)[0], "by the heuristic"
-        if problem.batch_invariant and problem.op is Op.FORWARD and source == "by the heuristic":
-            source += "; batch invariant: chosen by the heads' sizes and the kind of call alone"
-        reason = f"it takes the problem; config {source}"
-        return Decision(problem, device, name, config, reason, tuple(declined))
-    return Decision(problem, device, None, None, "no kernel takes the problem", tuple(declined))
+    refused: list[tuple[str, Any]] = [(name, why or xla) for name, why in refusals(kernels, problem, device).items()]
+    invariant = problem.batch_invariant and problem.op is Op.FORWARD
+    return decision(
+        problem,
+        device,
+        next((kernels[name] for name, why in refused if why is None), None),
+        tuple(itertools.takewhile(lambda pair: pair[1], refused)),
+        config,
+        reason="it takes the problem",
+        invariant="chosen by the heads' sizes and the kind of call alone" if invariant else None,
+    )

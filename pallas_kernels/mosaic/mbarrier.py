@@ -17,7 +17,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.mosaic.ptx import (
-    SPLAT,
     Index,
     asm,
     c32,
@@ -25,6 +24,7 @@ from pallas_kernels.mosaic.ptx import (
     equals,
     global_address,
     i32,
+    inline,
     scalar,
     shared_address,
     thread_in_warpgroup,
@@ -52,7 +52,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
         text = makes + "@$1 fence.mbarrier_init.release.cluster;"
         asm(text, "r,b", [shared_address(ref), equals(utils.thread_idx(), 0)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(make_barriers)(ref)
+    inline(make_barriers, ref)
 
 
 def expect_bytes(ref: jax.Ref, count: int) -> None:
@@ -62,7 +62,7 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
         text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
         asm(text, "r,b", [shared_address(ref), _leader()])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(announce)(ref)
+    inline(announce, ref)
 
 
 def arrive_each(ref: jax.Ref) -> None:
@@ -72,7 +72,7 @@ def arrive_each(ref: jax.Ref) -> None:
     def arrive_threads(ctx, ref):
         asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(arrive_threads)(ref)
+    inline(arrive_threads, ref)
 
 
 def wait(ref: jax.Ref, parity: jax.Array) -> None:
@@ -85,7 +85,7 @@ def wait(ref: jax.Ref, parity: jax.Array) -> None:
         )
         asm(text, "r,r,~{memory}", [shared_address(ref), scalar(parity)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(ref, jnp.int32(parity))
+    inline(wait_barrier, ref, parity)
 
 
 def copy_row(
@@ -102,8 +102,7 @@ def copy_row(
 
     L2 keeps them as `cache` says. Nothing of a row with a negative label is copied.
     """
-    itemsize = jnp.dtype(ref.dtype).itemsize
-    row_pred = RowPredicate(RegisterTile(jnp.dtype(ref.dtype), 1), ref.shape[0], ref.shape[1], itemsize)
+    row_pred = RowPredicate.of(ref, RegisterTile(jnp.dtype(ref.dtype), 1))
     hint, policy = (".L2::cache_hint", ", policy") if cache else ("", "")
 
     def copy_vectors(ctx, ref, row, first, to, barrier, label):
@@ -124,9 +123,7 @@ def copy_row(
         operands = [shared_address(barrier), shared_address(to), address, size, _leader(), some]
         asm(text, "r,r,l,r,b,b", operands)
 
-    arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType(), plgpu.RefType(), SPLAT)
-    operands = (ref, jnp.int32(row), jnp.int32(first), to, barrier, jnp.int32(label))
-    plgpu.inline_mgpu(arg_types=arguments)(copy_vectors)(*operands)
+    inline(copy_vectors, ref, row, first, to, barrier, label)
 
 
 def fill_outside(
@@ -137,7 +134,7 @@ def fill_outside(
     Only vector 0 and vectors `start` ... `stop` of the piece may hold such elements.
     """
     dtype = jnp.dtype(gmem.dtype)
-    row_pred = RowPredicate(RegisterTile(dtype, 1), gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    row_pred = RowPredicate.of(gmem, RegisterTile(dtype, 1))
     bits = 8 * dtype.itemsize
 
     def fill_elements(ctx, gmem, row, first, to):
@@ -157,8 +154,7 @@ def fill_outside(
                 kind, at = "h" if bits == 16 else "r", arith.addi(address, c32(e * dtype.itemsize))
                 asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, arith.andi(owned, outside)])
 
-    arguments = (plgpu.RefType(), SPLAT, SPLAT, plgpu.RefType())
-    plgpu.inline_mgpu(arg_types=arguments)(fill_elements)(gmem, jnp.int32(row), jnp.int32(first), to)
+    inline(fill_elements, gmem, row, first, to)
 
 
 def wrap(
@@ -176,7 +172,7 @@ def wrap(
     The vector behind the piece is `tail`, or consists of `fill`.
     """
     dtype = jnp.dtype(gmem.dtype)
-    row_pred = RowPredicate(tile, gmem.shape[0], gmem.shape[1], dtype.itemsize)
+    row_pred = RowPredicate.of(gmem, tile)
     fill_word = int(np.full(VECTOR_BYTES // dtype.itemsize, fill, dtype).view(np.uint32)[0])
     vectors = math.prod(staged.shape) // tile.vector
 
@@ -197,7 +193,5 @@ def wrap(
         return mgpu.FragmentedArray(_registers=registers, _layout=raw.layout, _is_signed=None)
 
     tails = () if tail is None else (tail,)
-    arguments = (tile.layout, plgpu.RefType(), SPLAT, plgpu.RefType(), SPLAT, *[plgpu.RefType()] * len(tails))
-    result = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=tile.layout)
-    operation = plgpu.inline_mgpu(arg_types=arguments, return_type=result)
-    return operation(wrap_tile)(raw, gmem, jnp.int32(row), staged, jnp.int32(at), *tails)
+    result = tile.shape, dtype, tile.layout
+    return inline(wrap_tile, (raw, tile.layout), gmem, row, staged, at, *tails, result=result)

@@ -122,6 +122,25 @@ def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
 
+def inline(body: Callable[..., Any], *operands: Any, result: tuple[Any, Any, Any] | None = None) -> Any:
+    """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
+
+    An operand is a reference, a number that is the same in every thread, or a pair of an array and its layout.
+    """
+    types, arguments = [], []
+    for x in operands:
+        if isinstance(x, tuple):
+            x, of_x = x
+        elif isinstance(x, int) or x.shape == ():
+            x, of_x = jnp.int32(x), SPLAT
+        else:
+            of_x = plgpu.RefType()
+        types.append(of_x)
+        arguments.append(x)
+    returned = None if result is None else plgpu.ShapeDtypeStruct(result[0], jnp.dtype(result[1]), layout=result[2])
+    return plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)(body)(*arguments)
+
+
 def no_unroll[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop` that stays a loop.
 
@@ -133,7 +152,7 @@ def no_unroll[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry],
         asm('.pragma "nounroll";', "", [])
 
     def step(i: jax.Array, carry: Carry) -> Carry:
-        plgpu.inline_mgpu()(keep_loop)()
+        inline(keep_loop)
         return body(i, carry)
 
     return lax.fori_loop(start, opaque(jnp.int32(stop)), step, init)
@@ -148,4 +167,4 @@ def opaque(x: jax.Array) -> jax.Array:
     def copy_scalar(ctx, x):
         return integer(llvm.inline_asm(i32(), [scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
 
-    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(copy_scalar)(x)
+    return inline(copy_scalar, x, result=((), jnp.int32, SPLAT))

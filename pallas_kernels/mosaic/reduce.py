@@ -18,12 +18,12 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mosaic import mbarrier
 from pallas_kernels.mosaic.ptx import (
-    SPLAT,
     WARPGROUP,
     Index,
     asm,
     c32,
     equals,
+    inline,
     scalar,
     shared_address,
     thread_in_warpgroup,
@@ -79,7 +79,7 @@ class ReductionBuffer:
                         asm("@$2 st.shared.f32 [$0], $1;", "r,f,b", [address, utils.c(fill, ir.F32Type.get()), spare])
 
         if self.spare:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(clear_slots)(slots)
+            inline(clear_slots, slots)
 
     @property
     def layout(self) -> Any:
@@ -111,8 +111,7 @@ def block_gather(
             at = arith.addi(shared_address(slots), arith.addi(slot, c32(4 * q * buffer.slots)))
             asm("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, word(value), first_lane])
 
-    arguments = (plgpu.RefType(), SPLAT, *[layout] * len(values))
-    plgpu.inline_mgpu(arg_types=arguments)(publish)(slots, jnp.int32(warpgroup), *values)
+    inline(publish, slots, warpgroup, *((value, layout) for value in values))
     sync_block(warpgroups)
     return buffer.read(slots)
 
@@ -145,8 +144,7 @@ def cluster_gather(
             )
             asm(text, "r,r,r,r,b", [at, shared_address(barrier), lane, word(value), to_peer])
 
-    arguments = (plgpu.RefType(), plgpu.RefType(), SPLAT, *[layout] * len(values))
-    plgpu.inline_mgpu(arg_types=arguments)(send)(slots, barrier, jnp.int32(warpgroup), *values)
+    inline(send, slots, barrier, warpgroup, *((value, layout) for value in values))
     mbarrier.wait(barrier, parity)
     return buffer.read(slots)
 
@@ -157,7 +155,7 @@ def sync_block(warpgroups: int) -> None:
     def block_sync(ctx):
         asm(f"barrier.sync.aligned {BLOCK}, {WARPGROUP * warpgroups};", "~{memory}", [])
 
-    plgpu.inline_mgpu()(block_sync)()
+    inline(block_sync)
 
 
 def arrive_in_cluster() -> None:
@@ -169,7 +167,7 @@ def arrive_in_cluster() -> None:
     def arrive_cluster(ctx):
         asm("barrier.cluster.arrive.relaxed.aligned;", "~{memory}", [])
 
-    plgpu.inline_mgpu()(arrive_cluster)()
+    inline(arrive_cluster)
 
 
 def await_cluster() -> None:
@@ -178,7 +176,7 @@ def await_cluster() -> None:
     def await_arrivals(ctx):
         asm("barrier.cluster.wait.acquire.aligned;", "~{memory}", [])
 
-    plgpu.inline_mgpu()(await_arrivals)()
+    inline(await_arrivals)
 
 
 def _lane_and_slot(index) -> tuple[ir.Value, ir.Value]:

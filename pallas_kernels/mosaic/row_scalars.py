@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -16,7 +15,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mosaic.ptx import (
-    SPLAT,
     Index,
     asm,
     c32,
@@ -26,6 +24,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
+    inline,
     load_if,
     row_value,
     scalar,
@@ -50,9 +49,7 @@ def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Arra
         return _fragment(value, tile, True if element == word_type else None)
 
     rows = ref.shape[0]
-    result = plgpu.ShapeDtypeStruct((tile.rows,), dtype, layout=tile.layout.reduce(1))
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT), return_type=result)
-    return operation(load_number)(ref, jnp.int32(row))
+    return inline(load_number, ref, row, result=((tile.rows,), dtype, tile.layout.reduce(1)))
 
 
 def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -79,9 +76,7 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
         return _fragment(value, tile, None)
 
     layout = tile.layout.reduce(1)
-    result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, layout), return_type=result)
-    return operation(load_from)(ref, jnp.int32(row), column)
+    return inline(load_from, ref, row, (column, layout), result=((tile.rows,), jnp.float32, layout))
 
 
 def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> None:
@@ -96,7 +91,7 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> Non
         asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, row_value(value), arith.andi(first_lane, exists)])
 
     ref_rows = ref.shape[0]
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout.reduce(1), SPLAT))(store_each)(ref, value, jnp.int32(row))
+    inline(store_each, ref, (value, tile.layout.reduce(1)), row)
 
 
 def store_element(
@@ -115,9 +110,8 @@ def store_element(
     The thread that wrote the element as part of a vector writes it again, so that the two stores need no order. The
     CTA's `warpgroups` alternate along a row, tile by tile, and write `vectors` vectors (None: all) from `first` on.
     """
-    rows, cols = ref.shape
-    itemsize = jnp.dtype(ref.dtype).itemsize
-    row_pred, bits = RowPredicate(tile, rows, cols, itemsize), 8 * itemsize
+    row_pred, cols, itemsize = RowPredicate.of(ref, tile), ref.shape[1], jnp.dtype(ref.dtype).itemsize
+    bits = 8 * itemsize
 
     def store_over(ctx, ref, column, value, row, first):
         at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), row_value(column)
@@ -142,9 +136,7 @@ def store_element(
         asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, SPLAT, SPLAT))(store_over)(
-        ref, column, value, jnp.int32(row), jnp.int32(first)
-    )
+    inline(store_over, ref, (column, layout), (value, layout), row, first)
 
 
 def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -163,8 +155,7 @@ def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
         taken = llvm.inline_asm(i32(), [word(value), first], text, "=r,r,r", has_side_effects=True)
         return _fragment(arith.bitcast(ir.F32Type.get(), taken), tile, None)
 
-    result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(shuffle_first)(value)
+    return inline(shuffle_first, (value, layout), result=((tile.rows,), jnp.float32, layout))
 
 
 def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -175,8 +166,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
     end it.
     """
     layout, lanes, v = tile.layout.reduce(1), tile.lanes_in_warp, tile.vector
-    rows, cols = ref.shape
-    row_pred = RowPredicate(tile, rows, cols, jnp.dtype(ref.dtype).itemsize)
+    row_pred = RowPredicate.of(ref, tile)
     if row_pred.aligned:
         return z.sum(axis=1)
 
@@ -218,9 +208,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
             total = add(total, from_lane(total, arith.xori(lane, c32(apart))))
         return _fragment(total, tile, None)
 
-    result = plgpu.ShapeDtypeStruct((tile.rows,), jnp.dtype(jnp.float32), layout=layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout, SPLAT), return_type=result)
-    return operation(add_rows)(ref, z, jnp.int32(row))
+    return inline(add_rows, ref, (z, tile.layout), row, result=((tile.rows,), jnp.float32, layout))
 
 
 def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -> list[ir.Value]:

@@ -24,7 +24,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mosaic.ptx import (
-    SPLAT,
     WARPGROUP,
     Index,
     asm,
@@ -35,6 +34,7 @@ from pallas_kernels.mosaic.ptx import (
     global_address,
     i32,
     i64,
+    inline,
     load_if,
     row_value,
     scalar,
@@ -112,7 +112,6 @@ class RowPredicate:
     tile: RegisterTile
     rows: int
     cols: int
-    itemsize: int
     static_limit: int | None = None
     interior: bool = False  # whether no vector can touch an end of the row
 
@@ -144,9 +143,10 @@ class RowPredicate:
         return (register + 1) * self.tile.lanes_in_warp <= self.cols // self.tile.vector
 
     @classmethod
-    def of(cls, ref: jax.Ref, tile: RegisterTile, at_start: bool, interior: bool = False) -> "RowPredicate":
+    def of(cls, ref: jax.Ref, tile: RegisterTile, at_start: bool = False, interior: bool = False) -> "RowPredicate":
         static_limit = tile.registers * tile.lanes if at_start and tile.lanes <= 32 else None
-        return cls(tile, ref.shape[0], ref.shape[1], jnp.dtype(ref.dtype).itemsize, static_limit, interior)
+        rows, cols = ref.shape
+        return cls(tile, rows, cols, static_limit, interior)
 
     def vectors(
         self, base: ir.Value, row: ir.Value, first: ir.Value, wanted: ir.Value | None = None
@@ -214,11 +214,11 @@ class RowPredicate:
 
     def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
-        address = arith.addi(base, arith.muli(arith.extsi(i64(), row), c64(self.cols * self.itemsize)))
+        address = arith.addi(base, arith.muli(arith.extsi(i64(), row), c64(self.cols * self.tile.dtype.itemsize)))
         if self.aligned:
             return address, c32(0), c32(self.cols // self.tile.vector)
         overhang = arith.andi(address, c64(VECTOR_BYTES - 1))
-        head = arith.divui(arith.trunci(i32(), overhang), c32(self.itemsize))
+        head = arith.divui(arith.trunci(i32(), overhang), c32(self.tile.dtype.itemsize))
         count = arith.divui(arith.addi(head, c32(self.cols + self.tile.vector - 1)), c32(self.tile.vector))
         return arith.subi(address, overhang), head, count
 
@@ -291,11 +291,8 @@ def load(
             registers.flat[v.register] = value
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=tile.layout)
-    of_rows = () if labels is None else (labels,)
-    types = (plgpu.RefType(), SPLAT, SPLAT, *[tile.layout.reduce(1)] * len(of_rows))
-    operation = plgpu.inline_mgpu(arg_types=types, return_type=result)
-    return operation(load_vectors)(ref, jnp.int32(row), jnp.int32(first), *of_rows)
+    of_rows = () if labels is None else ((labels, tile.layout.reduce(1)),)
+    return inline(load_vectors, ref, row, first, *of_rows, result=(tile.shape, dtype, tile.layout))
 
 
 def store(
@@ -338,9 +335,7 @@ def store(
                 [v.address, *elements(vector.bitcast(words, register)), *operands],
             )
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.layout, SPLAT, SPLAT))(store_vectors)(
-        ref, value, jnp.int32(row), jnp.int32(first)
-    )
+    inline(store_vectors, ref, (value, tile.layout), row, first)
 
 
 def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
@@ -362,8 +357,7 @@ def select_inside(
     shape: tuple[int, int], row: Index, first: Index, tile: RegisterTile, z: jax.Array, other: float
 ) -> jax.Array:
     """Selects `z` in the row of a `[rows, cols]` array, and `other` where the tile crosses the row's ends."""
-    rows, cols = shape
-    row_pred = RowPredicate(tile, rows, cols, tile.dtype.itemsize)
+    row_pred = RowPredicate(tile, shape[0], shape[1])
 
     def keep_inside(ctx, z, row, first):
         registers, f32 = z.registers.copy(), ir.F32Type.get()
@@ -374,15 +368,13 @@ def select_inside(
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
-    operation = plgpu.inline_mgpu(arg_types=(tile.layout, SPLAT, SPLAT), return_type=result)
-    return operation(keep_inside)(z, jnp.int32(row), jnp.int32(first))
+    return inline(keep_inside, (z, tile.layout), row, first, result=(tile.shape, jnp.float32, tile.layout))
 
 
 def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
     """Loads the mask's bytes as float32, 0 outside the row."""
     mask_rows, cols = ref.shape
-    row_pred, layout = RowPredicate(tile, rows, cols, tile.dtype.itemsize), tile.layout.to_mgpu()
+    row_pred, layout = RowPredicate(tile, rows, cols), tile.layout.to_mgpu()
 
     def load_mask(ctx, ref, row, first):
         f32, i8 = ir.F32Type.get(), ir.IntegerType.get_signless(8)
@@ -405,6 +397,4 @@ def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Register
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float32), layout=tile.layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=result)
-    return operation(load_mask)(ref, jnp.int32(row), jnp.int32(first))
+    return inline(load_mask, ref, row, first, result=(tile.shape, jnp.float32, tile.layout))

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
@@ -16,13 +15,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mosaic.ptx import (
-    SPLAT,
     WARPGROUP,
     Index,
     asm,
     c32,
     equals,
     global_address,
+    inline,
     scalar,
     shared_address,
     word,
@@ -76,7 +75,7 @@ def next_tile(words: jax.Ref, to: jax.Ref) -> None:
         )
         asm(text, "l,r,b", [global_address(words), shared_address(to), first])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(count_tile)(words, to)
+    inline(count_tile, words, to)
 
 
 def grid_store(
@@ -93,8 +92,7 @@ def grid_store(
             at = _word(buffer, words, scalar(row), q, scalar(rank))
             asm("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, word(value), first])
 
-    arguments = (plgpu.RefType(), SPLAT, SPLAT, *[layout] * len(values))
-    plgpu.inline_mgpu(arg_types=arguments)(publish_words)(words, jnp.int32(row), jnp.int32(rank), *values)
+    inline(publish_words, words, row, rank, *((value, layout) for value in values))
 
 
 def grid_load(buffer: ReductionBuffer, words: jax.Ref, row: Index, slots: jax.Ref, warpgroups: int) -> list[jax.Array]:
@@ -113,7 +111,7 @@ def grid_load(buffer: ReductionBuffer, words: jax.Ref, row: Index, slots: jax.Re
                 )
                 asm(text, "l,r,b,~{memory}", [_word(buffer, words, scalar(row), q, of), slot, waits])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT))(await_words)(words, slots, jnp.int32(row))
+    inline(await_words, words, slots, row)
     sync_block(warpgroups)
     return buffer.read(slots)
 

@@ -1,60 +1,53 @@
 """Decides which kernel runs a problem, with which config, and says why."""
 
-import dataclasses
+import functools
 from typing import Any
 
-import jax
-
-from pallas_kernels import hardware
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import grid, heuristics, naive, online, staged, warp
 from pallas_kernels.softmax.problem import Problem
 
+
+def _staged(name: str, choose: staged.Choose) -> Kernel:
+    unsupported, configs = functools.partial(staged.unsupported, choose), functools.partial(staged.configs, choose)
+    return Kernel(name, unsupported, configs, functools.partial(staged.run, name=name))
+
+
 # In the order in which each improves on the one before.
-_ALL = (naive.KERNEL, warp.KERNEL, staged.BLOCK, online.KERNEL, staged.CLUSTER, grid.KERNEL)
+_ALL = (
+    Kernel("naive", naive.unsupported, heuristics.naive, naive.run, reads=3),
+    Kernel("warp", warp.unsupported, heuristics.warp, warp.run),
+    _staged("block", heuristics.block),
+    Kernel("online", online.unsupported, heuristics.online, online.run, reads=2),
+    _staged("cluster", heuristics.cluster),
+    Kernel("grid", grid.unsupported, heuristics.grid, grid.run),
+)
 KERNELS = {each.name: each for each in _ALL}
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The kernel a problem gets, or none, and the reasons in words."""
-
-    problem: Problem
-    device: Device
-    kernel: str | None  # the kernel's name; None: no kernel takes the problem
-    config: Any
-    reason: str
-    declined: tuple[tuple[str, str], ...]  # (kernel, why it was not chosen), in ladder order
-    bytes_moved: int
-
-    def run(self, *operands: jax.Array) -> Any:
-        """Runs the chosen kernel on `[rows, cols]` operands, followed by `[rows]` ones if it has some."""
-        assert self.kernel is not None, self.reason
-        return KERNELS[self.kernel].run(self.problem, self.config, *operands)
 
 
 def decide(problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None) -> Decision:
     """Picks the fastest kernel that accepts `problem` on `device`; `kernel` and `config` override the choice."""
-    no_device = hardware.supports_kernels(device)
-    refusals = {name: no_device or each.unsupported(problem, device) for name, each in KERNELS.items()}
-    names = heuristics.priority(problem, device)
-    chosen = next((name for name in ((kernel,) if kernel else names) if refusals[name] is None), None)
-    if chosen is None:
-        left_out = "not asked for" if kernel else "slower than XLA for so few, so long rows"
-        declined = tuple((name, why or left_out) for name, why in refusals.items())
-        return Decision(problem, device, None, None, "no kernel takes the problem", declined, 0)
-    best = KERNELS[chosen]
-    source = "by the heuristic" if config is None else "asked for"
-    config = best.configs(problem, device)[0] if config is None else config
-    declined = tuple(
-        (name, why or f"{chosen} is faster for such rows") for name, why in refusals.items() if name != chosen
+    refused = refusals(KERNELS, problem, device)
+    names = (kernel,) if kernel else heuristics.priority(problem, device)
+    chosen = next((KERNELS[name] for name in names if refused[name] is None), None)
+    if chosen is not None:
+        instead = f"{chosen.name} is faster for such rows"
+    else:
+        instead = "not asked for" if kernel else "slower than XLA for so few, so long rows"
+    return decision(
+        problem,
+        device,
+        chosen,
+        tuple((name, why or instead) for name, why in refused.items() if chosen is None or name != chosen.name),
+        config,
+        reason="asked for" if kernel else "the fastest kernel that takes such rows",
+        invariant="chosen by the row's length alone" if problem.batch_invariant else None,
+        bytes_moved=chosen and _bytes_moved(problem, chosen),
     )
-    reason = "asked for" if kernel else "the fastest kernel that takes such rows"
-    if problem.batch_invariant and source == "by the heuristic":
-        source += "; batch invariant: chosen by the row's length alone"
-    # Where nothing is written there is no pass that reads for it.
-    passes = max(best.reads - (not problem.op.gives_rows), 1)
-    extra_reads = (passes - 1) * problem.operands * problem.elements * problem.dtype.itemsize
-    return Decision(
-        problem, device, chosen, config, f"{reason}; config {source}", declined, problem.least_bytes + extra_reads
-    )
+
+
+def _bytes_moved(problem: Problem, kernel: Kernel) -> int:
+    """What a kernel reads and writes. Where nothing is written there is no pass that reads for it."""
+    passes = max(kernel.reads - (not problem.op.gives_rows), 1)
+    return problem.least_bytes + (passes - 1) * problem.operands * problem.elements * problem.dtype.itemsize

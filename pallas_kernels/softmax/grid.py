@@ -21,8 +21,8 @@ from pallas_kernels.mosaic import mbarrier, reduce, workspace
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import heuristics, row_ops
-from pallas_kernels.softmax.config import GridConfig
-from pallas_kernels.softmax.kernel import Kernel, Operands, Results, allocated, launch, unsupported_reason
+from pallas_kernels.softmax.heuristics import GridConfig
+from pallas_kernels.softmax.kernel import Operands, Results, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.staged import CtaSlice, copies, slice_scratch
 
@@ -153,6 +153,3 @@ def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
         workspaces=[workspace.grid_workspace(problem.rows, _buffers(problem, config)[1])],
         scratch=scratch(problem, config),
     )
-
-
-KERNEL = Kernel("grid", unsupported, heuristics.grid, run, reads=1)

@@ -1,4 +1,4 @@
-"""Chooses a kernel and its config from a problem's sizes alone.
+"""The configs of the kernels, and the choice of a kernel and its config from a problem's sizes alone.
 
 `Thresholds` holds the tuned figures, one table for each card. `docs/tuning/softmax.md` has the measurements behind
 them, under the figures' names.
@@ -6,12 +6,109 @@ them, under the figures' names.
 
 import dataclasses
 import functools
+from collections.abc import Container, Mapping
+from typing import ClassVar
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.config import GridConfig, NaiveConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.softmax.problem import Op, Problem
 
 KIB, MIB = 1024, 1024**2
+MAX_CLUSTER = 16  # the most CTAs that a cluster can have
+
+
+class _Config:
+    """Checks its fields: some have the values that are `allowed`, the others are positive."""
+
+    allowed: ClassVar[Mapping[str, Container[int]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value in self.allowed[name] if name in self.allowed else value > 0):
+                raise ValueError(f"{name} cannot be {value!r} in {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class NaiveConfig(_Config):
+    """A thread handles a row: there is nothing to choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpConfig(_Config):
+    """Rows are held in registers: `lanes` threads of a warp share a row, `registers` vectors in each.
+
+    A thread loads `tiles` of its rows before it reduces the first.
+    """
+
+    lanes: int
+    registers: int
+    tiles: int = 1
+
+    allowed: ClassVar = {"lanes": (1, 2, 4, 8, 16, 32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedConfig(_Config):
+    """Rows are staged in shared memory: `ctas` CTAs share a row, and each has `warpgroups` warpgroups.
+
+    A thread handles `registers` vectors at a time.
+    """
+
+    ctas: int
+    warpgroups: int
+    registers: int
+
+    register_chunks = 0
+    interleaved = False
+
+    @property
+    def no_unroll(self) -> bool:
+        """Whether loops over chunks stay loops, which saves registers."""
+        return self.register_chunks > 0
+
+    @property
+    def chunk(self) -> int:
+        """Vectors that a row's threads in a CTA handle at a time."""
+        return self.warpgroups * 128 * self.registers
+
+    def steps(self, vectors: int) -> int:
+        """Chunks in a CTA's slice of a row of that many vectors."""
+        return -(-vectors // (self.ctas * self.chunk))
+
+    def staged(self, vectors: int) -> int:
+        """Those of them that are staged in shared memory."""
+        return self.steps(vectors) - self.register_chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedConfig(SharedConfig):
+    """A CTA handles `rows` rows, one after another, and stages `stages` of them in shared memory at once.
+
+    The last `register_chunks` chunks of a slice are held in registers instead. With `interleaved`, the chunks of a CTA
+    lie `ctas` apart, so that the CTAs of a row read adjacent chunks at a time; operations with labels cannot have it.
+    """
+
+    stages: int
+    rows: int
+    register_chunks: int = 0
+    interleaved: bool = False
+
+    allowed: ClassVar = {"ctas": range(1, MAX_CLUSTER + 1), "register_chunks": range(256), "interleaved": (False, True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GridConfig(SharedConfig):
+    """A CTA reads a slice of a row for its statistics or, `lookahead` rows later, writes it."""
+
+    lookahead: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineConfig(_Config):
+    """A CTA of `warpgroups` warpgroups handles a row, `registers` vectors in each thread at a time."""
+
+    warpgroups: int
+    registers: int
+
 
 # Rows of (bytes, dtype) for which another config than that of `cluster`'s fit is faster.
 _POWERS_OF_TWO = (
@@ -64,8 +161,8 @@ class Thresholds:
     grid_cta_bytes: int = 32 * KIB
     grid_ctas: int = 2048  # at most: more statistics than this spill the registers of a CTA that reads them
     lookahead_bytes: int = 12 * MIB
-    lookahead_bytes_in_l2: int = 16 * MIB  # the same where the operands have at most `l2_bytes`
-    l2_bytes: int = 40 * MIB
+    lookahead_bytes_in_l2: int = 16 * MIB  # the same where the operands have at most `in_l2_bytes`
+    in_l2_bytes: int = 40 * MIB
 
     # online.
     online_warpgroups: int = 4
@@ -193,7 +290,7 @@ def _whole_vectors(problem: Problem) -> bool:
 
 def _fits_l2(problem: Problem, device: Device) -> bool:
     """Whether L2 holds all operands."""
-    return _rows(problem, device) * _row_bytes(problem) <= thresholds(device).l2_bytes
+    return _rows(problem, device) * _row_bytes(problem) <= thresholds(device).in_l2_bytes
 
 
 def _padded(problem: Problem, config: StagedConfig) -> int:

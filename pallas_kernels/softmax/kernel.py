@@ -11,7 +11,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats
 from pallas_kernels.mosaic import fast_math, row_scalars, vectors, workspace
 from pallas_kernels.mosaic.ptx import Index
@@ -25,17 +24,6 @@ REDUCTION_SCRATCH = 16
 _LEAST = 2.0**-100  # of a unit: what its exponential needs stays in float32's range
 Scratch = Mapping[str, Any]  # by name, a type of reference or a list of them
 Results = jax.Array | Stats | tuple[jax.Array, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One algorithm, as `dispatch` sees it."""
-
-    name: str
-    unsupported: Callable[[Problem, Device], str | None]
-    configs: Callable[[Problem, Device], tuple[Any, ...]]  # the heuristic's choice first
-    run: Callable[..., Results]  # run(problem, config, *operands)
-    reads: int  # passes over each operand in global memory
 
 
 def unsupported_reason(problem: Problem) -> str | None:

@@ -11,9 +11,9 @@ from jax import lax
 
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import vectors
-from pallas_kernels.softmax import heuristics, row_ops
-from pallas_kernels.softmax.config import NaiveConfig
-from pallas_kernels.softmax.kernel import Kernel, Operands, Results, launch, unsupported_reason
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.heuristics import NaiveConfig
+from pallas_kernels.softmax.kernel import Operands, Results, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import RowStats
 
@@ -71,6 +71,3 @@ def _body(operands: Operands) -> None:
 def run(problem: Problem, config: NaiveConfig, *operands: jax.Array) -> Results:
     """Runs the kernel on `[rows, cols]` operands."""
     return launch(problem, _body, operands, name="naive", grid=-(-problem.rows // _tile(problem).rows))
-
-
-KERNEL = Kernel("naive", unsupported, heuristics.naive, run, reads=3)

@@ -19,9 +19,9 @@ from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import reduce, row_scalars, vectors
 from pallas_kernels.mosaic.ptx import WARPGROUP, Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
-from pallas_kernels.softmax import heuristics, row_ops
-from pallas_kernels.softmax.config import OnlineConfig
-from pallas_kernels.softmax.kernel import Kernel, Operands, Results, launch, unsupported_reason
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.heuristics import OnlineConfig
+from pallas_kernels.softmax.kernel import Operands, Results, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 
 # How many pieces are added up before their sum joins the others: rounding grows with the length of a chain of sums.
@@ -120,6 +120,3 @@ def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> Results
         warpgroups=config.warpgroups,
         scratch={"slots": buffer.scratch},
     )
-
-
-KERNEL = Kernel("online", unsupported, heuristics.online, run, reads=2)

@@ -1,7 +1,11 @@
-"""Describes what a kernel is asked to do by static facts alone, so that `decide` needs no array and no device."""
+"""What a kernel is asked to do, by static facts alone, and which operations are the derivatives of which.
+
+`decide` needs no array and no device for it.
+"""
 
 import dataclasses
 import enum
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -49,6 +53,24 @@ class Op(enum.StrEnum):
     def gives_stats(self) -> bool:
         """Whether the rows' statistics are results: they are the last ones, each with one value for each row."""
         return self.value == "stats" or self.has_labels
+
+
+class Rule(NamedTuple):
+    """`tangent(residual, t)` is `J t` and `cotangent(residual, t)` is `J^T t`; the residual is the row op's x or y."""
+
+    residual: Literal["input", "output"]
+    tangent: Op
+    cotangent: Op
+
+
+RULES = {
+    Op.SOFTMAX: Rule("output", Op.SOFTMAX_TANGENT, Op.SOFTMAX_TANGENT),
+    Op.LOG_SOFTMAX: Rule("input", Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT),
+}
+
+TRANSPOSE = {rule.tangent: rule.cotangent for rule in RULES.values()} | {
+    rule.cotangent: rule.tangent for rule in RULES.values()
+}
 
 
 @dataclasses.dataclass(frozen=True)

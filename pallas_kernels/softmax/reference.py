@@ -212,26 +212,14 @@ def cross_entropy_gradient(
     where: jax.Array | None = None,
     *,
     axes: Axes,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    smoothing: float = 0.0,
     z_loss: float = 0.0,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives."""
-    values = cross_entropy(x, labels, where, axes=axes, scale=scale, soft_cap=soft_cap, smoothing=smoothing)
+    """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives; its options."""
+    values = cross_entropy(x, labels, where, axes=axes, **options)
     known = Stats(*(jnp.expand_dims(value, axes) for value in values[:2]))
-    out = cross_entropy_slope(
-        x,
-        labels,
-        where,
-        weight_of_p(weights, log_normalizer(known), z_loss),
-        weights,
-        known,
-        axes=axes,
-        scale=scale,
-        soft_cap=soft_cap,
-        smoothing=smoothing,
-    )
+    of_p = weight_of_p(weights, log_normalizer(known), z_loss)
+    out = cross_entropy_slope(x, labels, where, of_p, weights, known, axes=axes, **options)
     return (out.astype(x.dtype), *values)
 
 

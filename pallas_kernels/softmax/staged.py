@@ -26,14 +26,15 @@ from pallas_kernels.mosaic import mbarrier, ptx, reduce, row_scalars, vectors
 from pallas_kernels.mosaic.ptx import WARPGROUP, Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile
-from pallas_kernels.softmax import heuristics, row_ops
-from pallas_kernels.softmax.config import SharedConfig, StagedConfig
-from pallas_kernels.softmax.kernel import Kernel, Operands, Results, allocated, launch, unsupported_reason
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.heuristics import SharedConfig, StagedConfig
+from pallas_kernels.softmax.kernel import Operands, Results, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
 
 Partial = tuple[jax.Array, ...]
 Stage = list[jax.Ref]  # the operands' slices in shared memory, then their tails
+Choose = Callable[[Problem, Device], tuple[StagedConfig, ...]]  # the heuristic
 RegisterChunks = Sequence[Tiles]  # the operands' unconverted tiles, of each step that is held in registers
 
 
@@ -360,19 +361,21 @@ def shared_bytes(problem: Problem, config: StagedConfig) -> int:
     return allocated(scratch(problem, config))
 
 
-def fitting(problem: Problem, configs: tuple[StagedConfig, ...], device: Device) -> tuple[StagedConfig, ...]:
-    """The configs with which the rows can be staged."""
+def configs(choose: Choose, problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
+    """Those configs of `choose` with which the rows can be staged."""
     # Mosaic's kernels declare one byte of shared memory beside what the launch gives them.
-    return tuple(config for config in configs if shared_bytes(problem, config) < device.smem_per_cta)
+    fits = lambda config: shared_bytes(problem, config) < device.smem_per_cta
+    return tuple(filter(fits, choose(problem, device)))
 
 
-def does_not_fit(problem: Problem, configs: tuple[StagedConfig, ...], device: Device) -> str | None:
-    """Why the rows cannot be staged with any of these configs."""
-    if fitting(problem, configs, device):
-        return None
-    needed, ctas = shared_bytes(problem, configs[0]), configs[0].ctas
-    over = f"{ctas} blocks" if ctas > 1 else "a block"
-    return f"a row over {over} needs {needed} bytes of shared memory in each, and {device.smem_per_cta - 1} are there"
+def unsupported(choose: Choose, problem: Problem, device: Device) -> str | None:
+    """Declines rows that cannot be staged with any config of `choose`."""
+    if (reason := unsupported_reason(problem)) or configs(choose, problem, device):
+        return reason
+    config = choose(problem, device)[0]
+    over = f"{config.ctas} blocks" if config.ctas > 1 else "a block"
+    needed, there = shared_bytes(problem, config), device.smem_per_cta - 1
+    return f"a row over {over} needs {needed} bytes of shared memory in each, and {there} are there"
 
 
 def _body(
@@ -457,19 +460,3 @@ def run(problem: Problem, config: StagedConfig, *operands: jax.Array, name: str)
         warpgroups=config.warpgroups,
         scratch=scratch(problem, config),
     )
-
-
-def _kernel(name: str, choose: Callable[[Problem, Device], tuple[StagedConfig, ...]]) -> Kernel:
-    """The kernel with those configs of `choose` with which the rows fit shared memory."""
-
-    def unsupported(problem: Problem, device: Device) -> str | None:
-        return unsupported_reason(problem) or does_not_fit(problem, choose(problem, device), device)
-
-    def configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-        return fitting(problem, choose(problem, device), device)
-
-    return Kernel(name, unsupported, configs, functools.partial(run, name=name), reads=1)
-
-
-BLOCK = _kernel("block", heuristics.block)
-CLUSTER = _kernel("cluster", heuristics.cluster)

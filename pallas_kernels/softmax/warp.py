@@ -10,9 +10,9 @@ from jax import lax
 
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import row_scalars, vectors
-from pallas_kernels.softmax import heuristics, row_ops
-from pallas_kernels.softmax.config import WarpConfig
-from pallas_kernels.softmax.kernel import Kernel, Operands, Results, launch, unsupported_reason
+from pallas_kernels.softmax import row_ops
+from pallas_kernels.softmax.heuristics import WarpConfig
+from pallas_kernels.softmax.kernel import Operands, Results, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
 
@@ -67,6 +67,3 @@ def run(problem: Problem, config: WarpConfig, *operands: jax.Array) -> Results:
     return launch(
         problem, lambda refs: _body(refs, config=config), operands, name="warp", grid=-(-problem.rows // rows)
     )
-
-
-KERNEL = Kernel("warp", unsupported, heuristics.warp, run, reads=1)

@@ -16,7 +16,7 @@ import pytest
 from jax.interpreters import mlir
 
 from jaxsoftmax._attention import primitives as attention_primitives
-from jaxsoftmax._core import lowering
+from jaxsoftmax._core import primitives as lowering
 from jaxsoftmax._softmax import primitives as row_primitives
 from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem

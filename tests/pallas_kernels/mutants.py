@@ -17,7 +17,7 @@ import wrong
 from pallas_kernels import monoid
 from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors, workspace
 from pallas_kernels.softmax import row_ops, staged
-from pallas_kernels.softmax.config import GridConfig, StagedConfig
+from pallas_kernels.softmax.heuristics import GridConfig, StagedConfig
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_mutants
 

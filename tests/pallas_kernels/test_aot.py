@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxsoftmax
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, grid, heuristics, row_ops, staged
-from pallas_kernels.softmax.config import StagedConfig
 from pallas_kernels.softmax.dispatch import KERNELS
+from pallas_kernels.softmax.heuristics import StagedConfig
 
 pytestmark = pytest.mark.aot
 

@@ -236,7 +236,7 @@ def test_a_groups_heads_split_in_the_interpreter(kind, dims, heads, splits, inte
     found = decided(p)
     assert found.kernel is not None
     config = dataclasses.replace(found.config, head_splits=splits)
-    check(p, functools.partial(dispatch.KERNELS[Op.BACKWARD][found.kernel].module.run, p, config), interpreted)
+    check(p, functools.partial(dispatch.KERNELS[Op.BACKWARD][found.kernel].run, p, config), interpreted)
 
 
 ENDS = [

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from interpreter import interpret
 
-from pallas_kernels.softmax.config import StagedConfig
 from pallas_kernels.softmax.dispatch import KERNELS
+from pallas_kernels.softmax.heuristics import StagedConfig
 from pallas_kernels.softmax.problem import Op, Problem
 
 

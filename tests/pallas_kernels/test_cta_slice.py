@@ -5,7 +5,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.softmax.config import StagedConfig
+from pallas_kernels.softmax.heuristics import StagedConfig
 from pallas_kernels.softmax.problem import Op, Problem
 from pallas_kernels.softmax.staged import CtaSlice
 

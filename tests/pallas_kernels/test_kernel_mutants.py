@@ -12,8 +12,8 @@ from cases import DTYPES, Problem
 from interpreter import Deadlock, interpret
 
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig
 from pallas_kernels.softmax.dispatch import KERNELS
+from pallas_kernels.softmax.heuristics import GridConfig, OnlineConfig, StagedConfig
 
 ROWS = len(cases.ROW_KINDS) + 1
 pytestmark = pytest.mark.slow

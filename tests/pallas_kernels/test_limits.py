@@ -11,8 +11,8 @@ from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, grid, heuristics, staged
-from pallas_kernels.softmax.config import GridConfig, OnlineConfig, StagedConfig, WarpConfig
 from pallas_kernels.softmax.dispatch import KERNELS
+from pallas_kernels.softmax.heuristics import GridConfig, OnlineConfig, StagedConfig, WarpConfig
 
 LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
 

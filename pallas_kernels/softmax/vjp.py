@@ -1,12 +1,11 @@
-"""States the derivatives of the row operations, and offers plain `jax.custom_vjp` functions over the kernels.
+"""The row operations as plain `jax.custom_vjp` functions over the kernels: reverse-only, without the primitives.
 
-`jaxsoftmax` registers `RULES` as the rules of its primitives, which gives forward mode and every higher order too. The
-functions below bind the same rules by `jax.custom_vjp`, for a kernel without the primitive. They are reverse-only, as
-every `custom_vjp` function is, and take `[rows, cols]`.
+They take `[rows, cols]` and bind the `RULES` of `problem`, which `jaxsoftmax` registers as the rules of its primitives:
+these have forward mode and every higher order too.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +13,7 @@ import numpy as np
 
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
-from pallas_kernels.softmax.problem import Op, Problem
-
-
-class Rule(NamedTuple):
-    """`tangent(residual, t)` is `J t` and `cotangent(residual, t)` is `J^T t`; the residual is the row op's x or y."""
-
-    residual: Literal["input", "output"]
-    tangent: Op
-    cotangent: Op
-
-
-RULES = {
-    Op.SOFTMAX: Rule("output", Op.SOFTMAX_TANGENT, Op.SOFTMAX_TANGENT),
-    Op.LOG_SOFTMAX: Rule("input", Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT),
-}
-
-TRANSPOSE = {rule.tangent: rule.cotangent for rule in RULES.values()} | {
-    rule.cotangent: rule.tangent for rule in RULES.values()
-}
+from pallas_kernels.softmax.problem import RULES, Op, Problem
 
 
 def softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
@@ -99,7 +80,7 @@ _apply.defvjp(_forward, _backward)
 
 
 def _run(op: Op, scale: float, kernel: str | None, *operands: jax.Array) -> Any:
-    # Importing the ladder imports Pallas, which takes longer than importing JAX; RULES alone must stay cheap.
+    # Importing the kernels imports Pallas, which takes longer than importing JAX.
     from pallas_kernels.softmax import dispatch
 
     rows, cols = operands[0].shape
