@@ -23,15 +23,19 @@ from pallas_kernels import attention
 from pallas_kernels.attention import (
     backward,
     backward_common,
-    backward_xla,
+    backward_operands,
+    bits,
     forward,
     fragments,
     gather,
-    mask,
-    online_softmax,
+    pairs,
     pipeline,
+    products,
+    schedule,
+    scores,
+    segments,
+    state,
     tile_scheduler,
-    wgmma,
 )
 from pallas_kernels.attention.problem import Op
 
@@ -52,7 +56,7 @@ class Mutant:
     """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
 
     `code` is a function and `becomes(code, *arguments)` what runs in its place, or both are text. `batch` and `heads`
-    are None where one shows it, or two, if blocks or threads have to meet for that. `rescale_threshold_log2`, `early_exp_columns`, `scheduler` and
+    are None where one shows it, or two, if blocks or threads have to meet for that. `slack`, `early`, `scheduler` and
     `bias_stages` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's, `mask`
     the pattern of the problem's mask.
     """
@@ -83,7 +87,7 @@ class Mutant:
         """What the check is of."""
         meet = self.rejected_by != NUMBERS
         batch, heads = self.batch or 1 + meet, self.heads or (1 + meet, 1)
-        config = self.rescale_threshold_log2, self.early_exp_columns, self.scheduler, self.bias_stages
+        config = self.slack, self.early, self.scheduler, self.bias_stages
         return self.op, self.kind, batch, heads, *config, self.deterministic, self.dims, self.mask, self.keys
 
     @functools.cached_property
@@ -140,7 +144,7 @@ def _of_other_sign(folds_scale, problem):
 
 def _of_base_2(finish, *arguments):
     unseen, factor, lse = finish(*arguments)
-    return unseen, factor, lse * online_softmax.LOG2E
+    return unseen, factor, lse * state.LOG2E
 
 
 def _of_first_head(load, ref, axis, corner, columns):
@@ -149,7 +153,7 @@ def _of_first_head(load, ref, axis, corner, columns):
 
 def _alike_if_they_meet(blocks, *arguments):
     meet, _ = blocks(*arguments)
-    return mask.Pairs(meet, meet)
+    return pairs.Pairs(meet, meet)
 
 
 def _without_last_column(spans, *arguments):
@@ -176,8 +180,8 @@ def _one_row_on(at):
     return tuple(pl.ds(i.start + 1, i.size) if isinstance(i, pl.Slice) else i for i in at)
 
 
-def _without_d_lse(row_delta, operands, nothing):
-    return row_delta(types.SimpleNamespace(**vars(operands) | {"d_lse": 0.0}), nothing)
+def _without_d_lse(logit_shift, operands, nothing):
+    return logit_shift(types.SimpleNamespace(**vars(operands) | {"d_lse": 0.0}), nothing)
 
 
 def _of_first_row(tiles_without_keys, nothing, config):
@@ -185,7 +189,7 @@ def _of_first_row(tiles_without_keys, nothing, config):
 
 
 def _bounds_of_arrays(sequence_at, problem, *arguments):
-    left, right = mask.window_bounds(problem)
+    left, right = schedule.bounds(problem)
     return sequence_at(problem, *arguments)._replace(left=left, right=right)
 
 
@@ -199,25 +203,25 @@ _capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", di
 _copied_bias = functools.partial(Mutant, Op.BACKWARD, kind="shared-bias", keys=192)
 
 MUTANTS = (
-    _forward("a query sees one key too many", gather.apply_bounds, lambda keep, x, low, high: keep(x, low, high + 1),
+    _forward("a query sees one key too many", gather.keep_columns, lambda keep, x, low, high: keep(x, low, high + 1),
              "causal"),
-    _forward("the window's left end is one too far right", gather.apply_bounds,
+    _forward("the window's left end is one too far right", gather.keep_columns,
              lambda keep, x, low, high: keep(x, low + 1, high), "window"),
-    _forward("a tile on the diagonal is not compared", mask.needs_mask,
-             lambda needs_mask, problem, span, tile: needs_mask(problem, span._replace(inner_end=span.inner_end + 1), tile),
+    _forward("a tile on the diagonal is not compared", schedule.at_edge,
+             lambda at_edge, problem, span, tile: at_edge(problem, span._replace(inner_end=span.inner_end + 1), tile),
              "causal-later"),
     _forward("the output is kept when the maximum grows", "out * by_row(decay, out)", "out"),
     _forward("the output is not rescaled when the maximum outgrows the kernel's own slack", "out * by_row(decay, out)",
-             "out", "large", rescale_threshold_log2=8),
+             "out", "large", slack=8),
     _forward("weights that began early are kept when the maximum has grown", "lambda: joined(early), lambda: same",
-             "lambda: (*joined(early)[:2], *same[2:]), lambda: same", "large", rescale_threshold_log2=8, early_exp_columns=24),
-    _forward("nobody looks for a maximum that grows", gather.warp_any_above,
-             lambda warp_any_above, x, factor, limits: warp_any_above(x, factor, limits + 2.0**20), "huge", rescale_threshold_log2=8, early_exp_columns=24,
+             "lambda: (*joined(early)[:2], *same[2:]), lambda: same", "large", slack=8, early=24),
+    _forward("nobody looks for a maximum that grows", gather.any_above,
+             lambda any_above, x, factor, limits: any_above(x, factor, limits + 2.0**20), "huge", slack=8, early=24,
              rejected_by=NOT_FINITE),
-    _forward("a negative scale is taken for a positive one", online_softmax.folds_scale, _of_other_sign, "negative",
+    _forward("a negative scale is taken for a positive one", scores.folds_scale, _of_other_sign, "negative",
              rejected_by=NOT_FINITE),
-    _forward("the sum is kept when the maximum grows", "online_softmax.sum * by_row(decay, online_softmax.sum)", "online_softmax.sum"),
-    _forward("the logsumexp is of base 2", online_softmax.finalize, _of_base_2),
+    _forward("the sum is kept when the maximum grows", "state.sum * by_row(decay, state.sum)", "state.sum"),
+    _forward("the logsumexp is of base 2", state.finish, _of_base_2),
     _forward("the last tile of keys is left out", "_div(keys + block_kv - 1, block_kv)", "_div(keys, block_kv)"),
     _forward("head n reads key head n % K", "lax.div(head, jnp.int32(packs // problem.key_heads))",
              "lax.rem(head, jnp.int32(problem.key_heads))", heads=(4, 2)),
@@ -227,11 +231,11 @@ MUTANTS = (
     _forward("all heads have the first one's spans", gather.broadcast_index,
              lambda index, at, shape: index((at[0], jnp.int32(0), *at[2:]), shape), "mask-of-heads", mask="causal",
              heads=(2, 1)),
-    _forward("a tile that holds something is taken for one that holds everything", mask.bitmask_blocks, _alike_if_they_meet,
+    _forward("a tile that holds something is taken for one that holds everything", bits.pairs, _alike_if_they_meet,
              "mask"),
     _forward("what a tile of 64 keys holds decides for the next one too", "x >> shift & full", "x & full", "mask",
              mask="causal", batch=2),
-    _forward("the last tile of keys that a mask leaves is skipped", mask.tile_ranges,
+    _forward("the last tile of keys that a mask leaves is skipped", pairs.spans,
              _without_last_column, "mask", mask="causal"),
     _forward("the bias is scaled", "extras.bias.astype(jnp.float32)", "extras.bias.astype(jnp.float32) * problem.scale",
              "bias"),
@@ -239,33 +243,33 @@ MUTANTS = (
              "jnp.ones_like(m), jnp.ones_like(m)", "sinks"),
     _forward("the soft cap has no effect", "if problem.soft_cap is not None:", "if False:", "soft-cap"),
     _forward("one key too many is there", "place.keys - 1 - key", "place.keys - key", "key-lengths"),
-    _forward("the diagonal is moved the other way", mask.window_bounds,
-             lambda bounds, problem, *lengths: window_bounds(problem, *lengths[::-1]), "ends"),
-    _forward("the window's left end stays where the diagonal is moved", mask.window_bounds,
-             lambda bounds, problem, *lengths: (window_bounds(problem)[0], window_bounds(problem, *lengths)[1]), "ends-window"),
+    _forward("the diagonal is moved the other way", schedule.bounds,
+             lambda bounds, problem, *lengths: bounds(problem, *lengths[::-1]), "ends"),
+    _forward("the window's left end stays where the diagonal is moved", schedule.bounds,
+             lambda bounds, problem, *lengths: (bounds(problem)[0], bounds(problem, *lengths)[1]), "ends-window"),
     _forward("scores are compared as if the arrays' ends were the sequences'",
-             "mask.window_bounds(problem, place.queries, place.keys)", "mask.window_bounds(problem)", "ends"),
-    _forward("tiles are passed over as if the arrays' ends were the sequences'", "= window_bounds(problem, queries, keys)",
-             "= window_bounds(problem)", "ends"),
-    _forward("queries past their length see keys", online_softmax.finalize,
+             "schedule.bounds(problem, place.queries, place.keys)", "schedule.bounds(problem)", "ends"),
+    _forward("tiles are passed over as if the arrays' ends were the sequences'", "= bounds(problem, queries, keys)",
+             "= bounds(problem)", "ends"),
+    _forward("queries past their length see keys", state.finish,
              lambda finish, state, sink, hidden: finish(state, sink, None), "lengths", batch=2),
-    _forward("the first tile of keys that a segment is in is skipped", mask.tile_ranges,
+    _forward("the first tile of keys that a segment is in is skipped", pairs.spans,
              lambda spans, *a: spans(*a) + jnp.array([1, 0, 0, 0]), "segments"),
-    _forward("a block's least segment is taken for its greatest", mask._blocks,
+    _forward("a block's least segment is taken for its greatest", segments._blocks,
              lambda blocks, *a: (blocks(*a)[1], blocks(*a)[0], blocks(*a)[2]), "segments"),
-    _forward("the keys' segments decide what queries skip", mask.segment_blocks,
+    _forward("the keys' segments decide what queries skip", segments.pairs,
              lambda pairs, of_rows, of_columns, *sizes: pairs(of_columns, of_columns, *sizes), "segments"),
-    _forward("tiles of two segments are taken for tiles of one", mask.tile_ranges,
+    _forward("tiles of two segments are taken for tiles of one", pairs.spans,
              lambda spans, pairs, columns: spans(pairs, columns).at[..., 2].set(columns), "segments"),
     _forward("a warpgroup takes steps that its CTA skips",
-             "own = (mask.intersect if narrows else mask.clamp)(tile.span, own)", "pass",
+             "own = (schedule.narrowed if narrows else schedule.within)(tile.span, own)", "pass",
              "segments", rejected_by=DEADLOCK),
     _forward("a tile's rows are stored one row on, the last of them over the next sequence's", pipeline.store_rows,
              lambda store, source, target, at, *column: store(source, target, _one_row_on(at), *column), batch=2),
     _forward("values past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "key-lengths"),
-    _forward("the last section of heads is left out", tile_scheduler.order,
+    _forward("the last section of heads is left out", schedule.order,
              lambda order, *a: tuple(part[:-1] for part in order(*a)), rejected_by=NOT_ONCE),
-    _forward("the last tile that is dealt to a block is not counted", tile_scheduler.assign, _one_not_counted,
+    _forward("the last tile that is dealt to a block is not counted", schedule.deal, _one_not_counted,
              rejected_by=NOT_ONCE),
     _forward("tiles of 128 keys are taken for heads of any size",
              "if problem.head_dim + problem.value_dim <= 320 and problem.head_dim <= 192 and problem.value_dim <= 128:",
@@ -289,7 +293,7 @@ MUTANTS = (
     _forward("the next tile's queries are asked for before the last scores are there",
              "pipeline.when(i == count - 1)(release_query)",
              "pipeline.when(i == jnp.maximum(count - 2, 1))(release_query)", rejected_by=RACE, heads=(3, 1)),
-    _forward("rows that see nothing are not zeroed", gather.warp_any, lambda warp_any, x: warp_any(x) & False,
+    _forward("rows that see nothing are not zeroed", gather.any_row, lambda any_row, x: any_row(x) & False,
              "window-nothing"),
     _forward("a wait is for the phase before", pipeline.wait,
              lambda wait, full, n, stages: wait(full, n + stages, stages), rejected_by=OUT_OF_STEP),
@@ -317,14 +321,14 @@ MUTANTS = (
             "plgpu.commit_smem()  # TMA writes where threads have read", "pass", rejected_by=RACE),
     _forward("the stage of a copied bias is not released by a warpgroup that does not see its keys",
              forward._release_bias, _left_out, "everything", rejected_by=DEADLOCK, bias_stages=1),
-    _forward("scores are read while they may be under way", wgmma.wait,
-             lambda finish, begun, later: finish(begun, pending=later + 1), rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _forward("scores are read while they may be under way", products.finish,
+             lambda finish, begun, later: finish(begun, later=later + 1), rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _forward("a stage is released while a product reads its values", "plgpu.wgmma_wait(0)\n            released",
              "plgpu.wgmma_wait(1)\n            released", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dP is read while its product may be under way", "wgmma.wait(dp, pending=1)",
-              "wgmma.wait(dp, pending=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dQ is read while its last product may be under way", "later=2 if config.prefetch_scores else 1",
-              "later=3 if config.prefetch_scores else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("dP is read while its product may be under way", "products.finish(dp, later=1)",
+              "products.finish(dp, later=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("dQ is read while its last product may be under way", "later=2 if config.ahead else 1",
+              "later=3 if config.ahead else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    begun, *sums",
               "plgpu.wgmma_wait(1)\n    begun, *sums", "lengths", rejected_by=UNDER_WAY),
     _backward("the same where no scores are found ahead", "plgpu.wgmma_wait(0)\n    begun, *sums",
@@ -334,8 +338,8 @@ MUTANTS = (
                    "begun = release(), _add_to_dq(tile, step, VALUES, meanwhile=meanwhile)", rejected_by=UNDER_WAY),
     _wide_backward("dQ is read while its product may be under way", "later=len(mine) - 1 - i + later",
                    "later=len(mine) - i + later", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("heads are started together that are no multiple of those that there are", backward_common._heads_per_group,
-              lambda together, problem, config: config.heads_per_l2_group, "causal", rejected_by=NOT_ONCE),
+    _backward("heads are started together that are no multiple of those that there are", backward_common._together,
+              lambda together, problem, config: config.together, "causal", rejected_by=NOT_ONCE),
     _backward("the bias is not counted in shared memory", "if shared_bytes(problem, c) < device.smem_per_cta",
               "if c.bias_stages or not memory.bias_is_tiled(problem)", "bias", rejected_by=TOO_LARGE),
     _backward("a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"),
@@ -343,9 +347,9 @@ MUTANTS = (
     _backward("the arrays' ends are taken for the sequences'", backward_common.sequence_at, _bounds_of_arrays, "ends"),
     _wide_backward("turns are counted as if the arrays' ends were the sequences'",
                    "keys, _, left, right = tile.sequence\n    block_q, block_kv",
-                   "keys, _, left, right = tile.sequence[:2] + mask.window_bounds(tile.problem)\n    block_q, block_kv",
+                   "keys, _, left, right = tile.sequence[:2] + schedule.bounds(tile.problem)\n    block_q, block_kv",
                    "ends", rejected_by=DEADLOCK, deterministic=True),
-    _backward("the logsumexp's cotangent has no effect", backward_xla.row_delta, _without_d_lse),
+    _backward("the logsumexp's cotangent has no effect", backward_operands.logit_shift, _without_d_lse),
     _backward("the gradient goes past the soft cap", "p = p * slope", "pass", "soft-cap"),
     _capped_backward("beside a bias, the gradient goes past the soft cap",
                      "d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)", "pass"),
@@ -371,19 +375,19 @@ MUTANTS = (
                    "(x.shape[0], -1, group, *x.shape[2:])[:, ::-1]", "mask-of-heads", heads=(4, 2), mask="causal"),
     _wide_backward("the bits of even and of odd columns are apart", "of_four(j, e) << (2 * j + e)",
                    "of_four(j, e) << (j + 4 * e)", "mask"),
-    _backward("segment ids have no effect", gather.apply_segments, lambda keep, x, *a: x, "segments"),
-    _backward("the last block of queries that a segment is in is skipped", mask.tile_ranges,
+    _backward("segment ids have no effect", gather.keep_equal, lambda keep, x, *a: x, "segments"),
+    _backward("the last block of queries that a segment is in is skipped", pairs.spans,
               _without_last_column, "segments"),
-    _backward("a block of keys counts itself among those before", backward_common.dq_positions,
-              lambda dq_positions, *a: dq_positions(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
-    _backward("the first block of keys waits for the last", backward_common.dq_positions,
-              lambda dq_positions, *a: dq_positions(*a)[:, :, ::-1], "segments", rejected_by=DEADLOCK, deterministic=True),
+    _backward("a block of keys counts itself among those before", backward_common.turns_of,
+              lambda turns_of, *a: turns_of(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
+    _backward("the first block of keys waits for the last", backward_common.turns_of,
+              lambda turns_of, *a: turns_of(*a)[:, :, ::-1], "segments", rejected_by=DEADLOCK, deterministic=True),
     _backward("under a window turns are counted from the first keys of all",
               "0 if left is None else _div(i * block_q + left, block_kv)", "0", "window-left", batch=1, heads=(1, 1),
               deterministic=True, dims=(128, 64), keys=300, rejected_by=DEADLOCK),
     _backward("of as many queries as keys the bias' gradient is keys by queries", "problem.query_length], 2, 3)",
               "problem.query_length], 2, 3 if problem.query_length != problem.key_length else 2)", "bias", keys=200),
-    _backward("the bias' gradient is scaled", backward_xla.bias_gradient,
+    _backward("the bias' gradient is scaled", backward_operands.bias_gradient,
               lambda f, problem, ops, d_logits: f(problem, ops, problem.scale * d_logits), "bias-of-heads"),
     _backward("the sinks' gradient lacks delta", "(weight * delta).sum", "weight.sum", "sinks"),
     _backward("the first row past the length, NaN, counts", pipeline.zero_rows,
@@ -398,14 +402,14 @@ MUTANTS = (
               batch=2),
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
-    _backward("of a block of queries, the first tells whether some have no key", backward_xla.tiles_without_keys,
+    _backward("of a block of queries, the first tells whether some have no key", backward_operands.tiles_without_keys,
               _of_first_row, "mask", mask="documents"),
     _backward("cotangents are zeroed before they have come", "pipeline.wait(refs.landed, n, config.stages)", "pass",
               "mask", mask="documents", rejected_by=NOT_WAITED_FOR),
-    _drawn_backward("no CTA draws the first ticket", "if _fetches_first_tile(config) else ctas,",
-                    "if _fetches_first_tile(config) else ctas + 1,"),
+    _drawn_backward("no CTA draws the first ticket", "if _all_drawn(config) else ctas,",
+                    "if _all_drawn(config) else ctas + 1,"),
     _backward("a CTA takes keys undrawn though others' turns come before, of a CTA that may not run",
-              backward._fetches_first_tile, lambda all_drawn, config: False, rejected_by=DEADLOCK, deterministic=True),
+              backward._all_drawn, lambda all_drawn, config: False, rejected_by=DEADLOCK, deterministic=True),
     _drawn_backward("the last tile of keys is worked on once more", "jnp.where(number < tiles, batch, -1)",
                     "jnp.where(number <= tiles, batch, -1)"),
     _drawn_backward("a tile's record does not say which queries come past its keys",
@@ -458,17 +462,17 @@ MUTANTS = (
     _backward("who adds last writes its own part", "square + fragments.load(part.sum_smem)", "square", "causal",
               deterministic=True),
     _backward("a block of keys takes itself for the last with one to come",
-              "last if mask.window_bounds(tile.problem)[1] is None else first",
-              "last - 1 if mask.window_bounds(tile.problem)[1] is None else first", deterministic=True),
+              "last if schedule.bounds(tile.problem)[1] is None else first",
+              "last - 1 if schedule.bounds(tile.problem)[1] is None else first", deterministic=True),
     _backward("a block of keys that is alone waits for the others' sum",
-              "backward_common.dq_position(part.tile, part.step.i) > 0",
-              "backward_common.dq_position(part.tile, part.step.i) >= 0", "causal", rejected_by=DEADLOCK,
+              "backward_common.turns_before(part.tile, part.step.i) > 0",
+              "backward_common.turns_before(part.tile, part.step.i) >= 0", "causal", rejected_by=DEADLOCK,
               deterministic=True),
     _backward("the others' sum is read before it is there",
               "plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])", "pass", rejected_by=NOT_WAITED_FOR,
               deterministic=True),
     _backward("the last does not wait for the others' turns to end",
-              "        backward_common.acquire_dq(tile, step, warpgroup, earlier, ended)\n        plgpu.copy_gmem",
+              "        backward_common.await_turn(tile, step, warpgroup, earlier, ended)\n        plgpu.copy_gmem",
               "        plgpu.copy_gmem", "bias", rejected_by=RACE, dims=(128, 128), deterministic=True),
     _wide_backward("score gradients are made of probabilities that are not there",
                    "pipeline.wait(refs.p_full, step.n, 1)", "pass", rejected_by=NOT_WAITED_FOR),

@@ -20,7 +20,7 @@ from attention_cases import KINDS, abstract, check_compiled, name_of, problem_of
 
 from benchmarks.attention_cases import Shape, all_cases
 from jaxsoftmax import explain_attention
-from pallas_kernels.attention import backward_xla, dispatch
+from pallas_kernels.attention import backward_operands, dispatch
 from pallas_kernels.attention.dispatch import Decision
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200
@@ -86,7 +86,7 @@ def adding(
 def config_of(decision: Decision) -> Any:
     """The config, without the one number that no instruction depends on."""
     config = decision.config
-    return dataclasses.replace(config, heads_per_l2_group=1) if hasattr(config, "heads_per_l2_group") else config
+    return dataclasses.replace(config, together=1) if hasattr(config, "together") else config
 
 
 def cells() -> list[Chosen]:
@@ -164,7 +164,7 @@ def test_no_operand_is_copied(op, dims, facts, lengths):
     operands = aot.on_h200(abstract(p))
     program = jax.jit(dispatch.decide(p, H200).run).lower(*operands).compile()
     least = min(math.prod(x.shape) * x.dtype.itemsize for x in operands[:3])
-    of_row = 4 * (backward_xla.padded_dims(p)[0] + 8) if op is Op.BACKWARD else 0
+    of_row = 4 * (backward_operands.padded_dims(p)[0] + 8) if op is Op.BACKWARD else 0
     made = p.batch * p.query_heads * (p.query_length + 128) * of_row
     assert program.memory_analysis().temp_size_in_bytes < made + least
 

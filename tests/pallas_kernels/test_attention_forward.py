@@ -16,8 +16,8 @@ import pytest
 from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
-from pallas_kernels.attention.config import ForwardConfig
+from pallas_kernels.attention import forward, heuristics, schedule, tile_scheduler
+from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
 
@@ -132,9 +132,7 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
     p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
-    config = ForwardConfig(
-        block_kv=64, warpgroups=2, rescale_threshold_log2=8, early_exp_columns=24, zero_init_free=True, overlap_pv=True
-    )
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(p, config, interpreted)
 
 
@@ -143,9 +141,7 @@ def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
 @pytest.mark.parametrize("warpgroups", [1, 2])
 def test_packed_heads_in_the_interpreter(kind, packed, warpgroups, interpreted):
     p = problem_of(kind, (37, 150), (72, 40), "bfloat16", heads=(16, 2))
-    config = ForwardConfig(
-        block_kv=64, warpgroups=warpgroups, rescale_threshold_log2=8, zero_init_free=True, packed_heads=packed
-    )
+    config = ForwardConfig(block_kv=64, warpgroups=warpgroups, slack=8, overwrites=True, packed_heads=packed)
     check(p, config, interpreted)
 
 
@@ -155,7 +151,7 @@ def test_packed_heads_in_the_interpreter(kind, packed, warpgroups, interpreted):
 )
 def test_split_keys_in_the_interpreter(kind, packed, interpreted):
     p = problem_of(kind, (5, 500), (72, 40), "bfloat16", heads=(16, 2))
-    config = ForwardConfig(64, 1, rescale_threshold_log2=8, zero_init_free=True, packed_heads=packed, splits=5)
+    config = ForwardConfig(64, 1, slack=8, overwrites=True, packed_heads=packed, splits=5)
     check(p, config, interpreted)
 
 
@@ -163,9 +159,7 @@ def test_split_keys_in_the_interpreter(kind, packed, interpreted):
 @pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
 def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
     p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
-    config = ForwardConfig(
-        block_kv=64, warpgroups=2, rescale_threshold_log2=8, early_exp_columns=24, zero_init_free=True, overlap_pv=True
-    )
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
     check(dataclasses.replace(p, batch_invariant=True), config, interpreted)
 
 
@@ -175,7 +169,7 @@ def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
     p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays[name][:, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=slack, early_exp_columns=early)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=slack, early=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(0, 2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=(0, 1)))
@@ -192,7 +186,7 @@ def check_hidden_by_bias(dtype: str, run: Any) -> None:
         for row, keys in enumerate((slice(0), slice(128), slice(128, None), slice(None))):
             arrays["bias"][..., 4 * i + row, keys] = number
     operands = [jnp.asarray(arrays[name]) for name in QKV]
-    config = ForwardConfig(block_kv=64, warpgroups=1, rescale_threshold_log2=8)
+    config = ForwardConfig(block_kv=64, warpgroups=1, slack=8)
     out, lse = run(lambda *a: forward.run(p, config, *a), *operands, jnp.asarray(arrays["bias"]))
     hidden = np.where(arrays["bias"] < -(2.0**27), -np.inf, arrays["bias"])
     truth = attention_oracle.forward(*operands, hidden, scale=p.scale)
@@ -216,9 +210,9 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
     "config",
     [
         ForwardConfig(block_kv=128, warpgroups=3),
-        ForwardConfig(block_kv=64, warpgroups=1, rescale_threshold_log2=2, scheduler="dynamic"),
-        ForwardConfig(block_kv=128, warpgroups=1, rescale_threshold_log2=2, early_exp_columns=8, zero_init_free=True),
-        ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8, overlap_pv=True),
+        ForwardConfig(block_kv=64, warpgroups=1, slack=2, scheduler="dynamic"),
+        ForwardConfig(block_kv=128, warpgroups=1, slack=2, early=8, overwrites=True),
+        ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=True),
     ],
     ids=str,
 )
@@ -230,7 +224,7 @@ def test_configs_in_the_interpreter(config, interpreted):
 def test_tile_after_tile_in_the_interpreter(interpreted):
     p = problem_of("causal", (270, 200), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2)
-    assert tile_scheduler.assign(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
+    assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
@@ -284,7 +278,7 @@ def test_extreme_lengths(kind, head_dim):
 @pytest.mark.parametrize("kind", ENDS)
 def test_extreme_lengths_in_the_interpreter(kind, interpreted):
     p = dataclasses.replace(problem_of(kind, (140, 200), (32, 16), "bfloat16", heads=(1, 1)), **EVERY_LENGTH)
-    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
     check(p, config, interpreted, sequences="extreme")
 
 
@@ -318,7 +312,7 @@ def test_biases(p):
 def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
     kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
     p = attention_cases.problem_of(Op.FORWARD, kind, (152, 192), (32, 16), "bfloat16", (2, 1))
-    check(p, ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8, bias_stages=bias_stages), interpreted)
+    check(p, ForwardConfig(block_kv=64, warpgroups=2, slack=8, bias_stages=bias_stages), interpreted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -346,7 +340,7 @@ def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
     facts, lengths = SKIPPING[name]
     p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
     scheduler = "dynamic" if name in ("packed", "unsorted") else "static"
-    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8, scheduler=scheduler)
+    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, scheduler=scheduler)
     check(p, config, interpreted, ids=name.split("-")[0])
 
 
@@ -356,7 +350,7 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
     """The descriptors of the same tiles but for their addresses: strides, and swizzles of 128, 64 and 32 bytes."""
     p = problem_of("full", (512, 512), dims, "float16")
     config = ForwardConfig(block_kv=128, warpgroups=2)
-    mosaics, ours = (compiled(p, dataclasses.replace(config, zero_init_free=x)).ptx for x in (False, True))
+    mosaics, ours = (compiled(p, dataclasses.replace(config, overwrites=x)).ptx for x in (False, True))
 
     def layouts(ptx):
         return {int(number) >> 14 for number in re.findall(r"(?:or|add)[.][bs]64 .*, (-?\d{15,});", ptx)}
@@ -367,14 +361,12 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("overlap_pv", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_exponentials_overlap_products(dims, overlaps):
     p = problem_of("causal", (2048, 2048), dims, "bfloat16")
     config = whole(p)
-    config = dataclasses.replace(
-        config, overlap_pv=overlaps, early_exp_columns=config.early_exp_columns if overlaps else 0
-    )
+    config = dataclasses.replace(config, overlaps=overlaps, early=config.early if overlaps else 0)
     code = aot.machine_code(compiled(p, config))
     begun = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
     beside = code[begun : code.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begun)].count("MUFU.EX2")
@@ -412,7 +404,7 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
     seen = rules_of(p, {})["mask"]
     for row in range(0, p.query_length, rows):
-        span = mask.kv_range(p, block_kv, row, rows, p.query_length, p.key_length)
+        span = schedule.span(p, block_kv, row, rows, p.query_length, p.key_length)
         mine = seen[row : row + rows]
         visited = np.zeros(p.key_length, bool)
         visited[span.first * block_kv : span.end * block_kv] = True
@@ -425,11 +417,11 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_who_may_see_nothing(kind, lengths):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
-    assert mask.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
+    assert schedule.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
 
 
 def test_spans_of_long_sequences():
     length = 2**20
     p = problem_of("full", (length, length), (64, 64), "bfloat16")
-    span = jax.jit(lambda row: mask.kv_range(p, 128, row, 64, length, length))(jnp.int32(0))
+    span = jax.jit(lambda row: schedule.span(p, 128, row, 64, length, length))(jnp.int32(0))
     assert (int(span.first), int(span.end)) == (0, length // 128)

@@ -16,8 +16,8 @@ from attention_cases import counts_of, operands_of, seen_of
 from test_attention_segments import in_blocks, spread
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_common, backward_xla, forward, tile_scheduler
-from pallas_kernels.attention.config import BackwardConfig, ForwardConfig
+from pallas_kernels.attention import backward_common, backward_operands, bits, forward, schedule
+from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 BROADCASTS = ["".join(x) for x in itertools.product("B1", "N1", "T1", "S1")]
@@ -43,9 +43,9 @@ VISITED = [
 )
 def test_every_bit_is_where_its_thread_wants_it(shape, axis):
     mask = np.random.default_rng(0).random(shape) < 0.5
-    words = np.asarray(mask.pack_bits(jnp.asarray(mask, jnp.int8), axis))
+    words = np.asarray(bits.pack(jnp.asarray(mask, jnp.int8), axis))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    words = np.moveaxis(words, mask.AXES[axis], (3, 4))
+    words = np.moveaxis(words, bits.AXES[axis], (3, 4))
     columns = by_row.shape[3]
     assert words.shape == (*shape[:2], -(-columns // 128), by_row.shape[2], 4)
     found = np.zeros((*by_row.shape[:3], words.shape[2] * 128), bool)
@@ -62,7 +62,7 @@ def test_every_bit_is_where_its_thread_wants_it(shape, axis):
 def test_blocks_that_hold_something_and_everything(pattern, blocks, axis):
     mask = mask_patterns.PATTERNS[pattern](np.random.default_rng(1), (2, 3, 513, 700))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    pairs = mask.bitmask_blocks(mask.pack_bits(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
+    pairs = bits.pairs(bits.pack(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
     for found, whole in zip(pairs, (False, True), strict=True):
         of_heads = in_blocks(by_row.reshape(-1, *by_row.shape[2:]), *blocks, whole=whole)
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))
@@ -82,8 +82,8 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
     table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
     for b, n, i in np.ndindex(table.shape[:3]):
         counts = counts_of(p, arrays)[b].tolist()
-        span = mask.kv_range(p, columns, i * rows, rows, *counts)
-        first, inner_first, inner_end, end = map(int, mask.intersect(span, mask.TileRange(*table[b, n, i])))
+        span = schedule.span(p, columns, i * rows, rows, *counts)
+        first, inner_first, inner_end, end = map(int, schedule.narrowed(span, schedule.Span(*table[b, n, i])))
         mine = seen[b, n, i * rows : min((i + 1) * rows, counts[0])]
         assert 0 <= first < end
         assert not mine[:, : first * columns].any()
@@ -98,10 +98,10 @@ def test_forward_visits_what_is_seen(mask, rules, pattern):
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
 def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
     p = problem_of(Op.BACKWARD, mask, rules, (513, 700), deterministic=True)
     arrays = operands_of(p, mask=pattern)
-    found = backward_xla.what_is_seen(
+    found = backward_operands.what_is_seen(
         p, config, SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
     )
     blocks, (keys, queries) = -(-p.query_length // config.block_q), (config.block_kv, config.block_q)
@@ -117,17 +117,17 @@ def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
         held = in_blocks(some, keys, queries)
         assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
     before = np.cumsum(visited, axis=1) - visited
-    if mask.window_bounds(p)[1] is not None:
+    if schedule.bounds(p)[1] is not None:
         before = np.cumsum(visited[:, ::-1], axis=1)[:, ::-1] - visited
     turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
     np.testing.assert_array_equal(turns, before)
-    assert backward_common.dq_writer_counts(p, config) is None
+    assert backward_common.turn_counts(p, config) is None
 
 
 def test_later_queries_start_first():
     p = dataclasses.replace(problem_of(Op.FORWARD, "B1TS", "full", (512, 512)), head_dim=128, value_dim=128)
     config = test_attention_forward.whole(p)
-    order, _ = tile_scheduler.order(p, config)
+    order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
     assert config.scheduler == "dynamic"
     np.testing.assert_array_equal(
@@ -155,7 +155,7 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
     mask, pattern, facts, block_kv = FORWARD[name]
     p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
     scheduler = "static" if name == "padding" or "bias" in facts else "dynamic"
-    config = ForwardConfig(block_kv, warpgroups=2, rescale_threshold_log2=8, scheduler=scheduler)
+    config = ForwardConfig(block_kv, warpgroups=2, slack=8, scheduler=scheduler)
     test_attention_forward.check(p, config, interpreted, mask=pattern)
 
 

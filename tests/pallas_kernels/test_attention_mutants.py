@@ -26,8 +26,8 @@ from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import tile_scheduler
-from pallas_kernels.attention.config import ForwardConfig
+from pallas_kernels.attention import schedule
+from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Op
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def check(
         if op is Op.FORWARD:
             problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
             config = ForwardConfig(64, 2, slack, early, scheduler, bias_stages)
-            config = dataclasses.replace(config, zero_init_free=True, overlap_pv=True, prefetch_query=True)
+            config = dataclasses.replace(config, overwrites=True, overlaps=True, query_ahead=True)
             test_attention_forward.check(problem, config, run, mask=mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
@@ -84,8 +84,8 @@ def fresh():
 
     def clear():
         jax.clear_caches()
-        tile_scheduler.order.cache_clear()
-        tile_scheduler.assign.cache_clear()
+        schedule.order.cache_clear()
+        schedule.deal.cache_clear()
 
     clear()
     yield

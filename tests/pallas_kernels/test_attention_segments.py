@@ -12,9 +12,9 @@ import test_attention_forward
 from attention_cases import counts_of, seen_of
 from documents import PATTERNS
 
-from pallas_kernels.attention import backward_common, backward_xla, mask
-from pallas_kernels.attention.config import BackwardConfig
-from pallas_kernels.attention.mask import Pairs, spans
+from pallas_kernels.attention import backward_common, backward_operands, schedule, segments
+from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.pairs import Pairs, spans
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (700, 700), (513, 1030), (1030, 513))
@@ -46,7 +46,7 @@ def spread(spans: np.ndarray, count: int, start: int = 0, stop: int = 3) -> np.n
 def test_blocks_that_do_not_meet_have_no_id_in_common(pattern, lengths, blocks):
     queries, keys = ids_of(pattern, lengths)
     equal = queries[:, :, None] == keys[:, None, :]
-    meet, alike = (np.asarray(x)[:, 0] for x in mask.segment_blocks(jnp.asarray(queries), jnp.asarray(keys), *blocks))
+    meet, alike = (np.asarray(x)[:, 0] for x in segments.pairs(jnp.asarray(queries), jnp.asarray(keys), *blocks))
     assert not (in_blocks(equal, *blocks) & ~meet).any()
     np.testing.assert_array_equal(alike, in_blocks(equal, *blocks, whole=True))
     if pattern in ("packed", "many", "one"):  # in order, or up to 32 of them: nothing is visited in vain
@@ -95,14 +95,14 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
     arrays, (rows, columns) = test_attention_forward.operands_of(p, pattern), BLOCKS[0]
     ids = (jnp.asarray(arrays[name]) for name in ("query_segments", "key_segments"))
     seen, tiles = seen_of(p, arrays)[:, 0], -(-p.key_length // columns)
-    table = np.asarray(spans(mask.segment_blocks(*ids, rows, columns), tiles))[:, 0]
+    table = np.asarray(spans(segments.pairs(*ids, rows, columns), tiles))[:, 0]
     for b in range(p.batch):
         counts = counts_of(p, arrays)[b].tolist()
         for i in range(table.shape[1]):
-            of_block = mask.kv_range(p, columns, i * rows, rows, *counts)
-            of_block = mask.intersect(of_block, mask.TileRange(*table[b, i]))
+            of_block = schedule.span(p, columns, i * rows, rows, *counts)
+            of_block = schedule.narrowed(of_block, schedule.Span(*table[b, i]))
             for row in range(i * rows, min((i + 1) * rows, p.query_length), 64):
-                own = mask.intersect(of_block, mask.kv_range(p, columns, row, 64, *counts))
+                own = schedule.narrowed(of_block, schedule.span(p, columns, row, 64, *counts))
                 first, inner_first, inner_end, end = map(int, own)
                 assert 0 <= int(of_block.first) <= first < end <= int(of_block.end) <= tiles
                 mine = seen[b, row : min(row + 64, counts[0])]
@@ -117,19 +117,19 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("lengths", LENGTHS[1:])
 def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
     facts = RULES[rules] | {"deterministic": True}
     p = test_attention_backward.problem_of("segments", lengths, (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, pattern)
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    found = backward_xla.what_is_seen(p, config, ops)
+    found = backward_operands.what_is_seen(p, config, ops)
     blocks, table = -(-p.query_length // config.block_q), np.asarray(found["spans"])[:, 0]
     seen, visited = seen_of(p, arrays)[:, 0].swapaxes(1, 2), spread(table, blocks)
     assert not (in_blocks(seen, config.block_kv, config.block_q) & ~visited).any()
     whole, inner = in_blocks(seen, config.block_kv, config.block_q, whole=True), spread(table, blocks, 1, 2)
     if not p.query_lengths:  # of queries past their length the weights are 0
         assert not (inner & ~whole).any()
-    order = slice(None, None, -1 if backward_common.last_tile_first(p, config) else 1)
+    order = slice(None, None, -1 if backward_common.latest_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
     np.testing.assert_array_equal(found["turns_before"][:, 0], before)
     assert visited.any(1).all() or not backward_common.first_stores(p, config)
@@ -137,19 +137,19 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
 
 @pytest.mark.parametrize("rules", RULES)
 def test_turns_of_one_segment_are_those_without_segments(rules):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
     facts = RULES[rules] | {"deterministic": True}
     p = test_attention_backward.problem_of("segments", (513, 700), (64, 64), "bfloat16", **facts)
     arrays = test_attention_backward.operands_of(p, "one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    found = backward_xla.what_is_seen(p, config, ops)
+    found = backward_operands.what_is_seen(p, config, ops)
     table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):
         sequence = backward_common.sequence_at(p, config, ops, b)
         block = SimpleNamespace(problem=plain, config=config, index=j, sequence=sequence)
         for i in range(table[b, j, 0], table[b, j, 3]):
-            assert turns[b, j, i] == backward_common.dq_position(block, jnp.int32(i))
+            assert turns[b, j, i] == backward_common.turns_before(block, jnp.int32(i))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -160,10 +160,10 @@ def test_work_falls_with_what_documents_hide(causal, padding):
     ids[:, length - padding :] = 0
     p = Attention(Op.FORWARD, 1, 1, 1, length, length, 64, 64, jnp.dtype("bfloat16"), segments=True)
     p = dataclasses.replace(p, causal_offset=0 if causal else None)
-    pairs = mask.segment_blocks(jnp.asarray(ids), jnp.asarray(ids), rows, columns)
+    pairs = segments.pairs(jnp.asarray(ids), jnp.asarray(ids), rows, columns)
     table = np.asarray(spans(pairs, length // columns))[0, 0]
-    full = [mask.kv_range(p, columns, i * rows, rows, length, length) for i in range(len(table))]
-    steps = [mask.intersect(span, mask.TileRange(*row)) for span, row in zip(full, table, strict=True)]
+    full = [schedule.span(p, columns, i * rows, rows, length, length) for i in range(len(table))]
+    steps = [schedule.narrowed(span, schedule.Span(*row)) for span, row in zip(full, table, strict=True)]
     of_document = length // documents // columns
     expected = documents * (of_document * (of_document + 1) // 2 if causal else of_document**2)
     assert sum(int(s.end - s.first) for s in steps) == expected
