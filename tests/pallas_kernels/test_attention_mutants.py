@@ -81,12 +81,12 @@ def fresh():
 
 
 def cases():
-    """The mutants' cases, of those that are much alike the largest, and others of forward with early weights."""
+    """A mutant's case of each kind and size of heads, the largest, and others of forward with early weights."""
     largest = {}
     for case in (m.case for m in MUTANTS if m.rejected_by not in BY_SIZES):
-        key = case._replace(batch=1, heads=(1, 1), mask="", keys=0)
+        key = case.op, case.kind, case.dims, case.early
         largest[key] = max(largest.get(key, case), case, key=lambda c: c.batch * c.heads[0])
-    kinds = set(test_attention_forward.KINDS) - {case.kind for case in largest if case.op is Op.FORWARD}
+    kinds = set(test_attention_forward.KINDS) - {kind for op, kind, *_ in largest if op is Op.FORWARD}
     kinds |= {"lengths", "window-nothing", "sinks", "bias", "everything"}
     early = [Case(Op.FORWARD, kind, 2, (2, 1), early=24) for kind in sorted(kinds) if not kind.startswith("mask")]
     return [*largest.values(), *early]

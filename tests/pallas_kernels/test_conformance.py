@@ -80,7 +80,7 @@ def _interpreted():
                     problem = Problem(op, ROWS, short, DTYPES[2])
                     yield pytest.param(_case(kernel, problem, StagedConfig(4, 1, 1, 1, 1)), marks=pytest.mark.slow)
             forms = cases.variations(kernel, op, dtype, ROWS, min(cols, 1001))
-            for form in forms[i % 5 :: 5]:
+            for form in forms[i % 4 :: 4]:
                 yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
 
 
