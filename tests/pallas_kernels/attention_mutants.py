@@ -12,14 +12,14 @@ import pkgutil
 import textwrap
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import attention
+from pallas_kernels import attention, monoid
 from pallas_kernels.attention import (
     backward,
     backward_common,
@@ -33,7 +33,6 @@ from pallas_kernels.attention import (
     products,
     schedule,
     scores,
-    segments,
     state,
     tile_scheduler,
 )
@@ -51,68 +50,65 @@ NO_KERNELS = ("reference", "tiles")
 FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A fault in the kernel of `op`, the problem that shows it, and how: `kind` is one of those of the kernel's tests.
+class Case(NamedTuple):
+    """A problem of the kernel of `op`, of one of the kinds of that kernel's tests, and what its config is to have.
 
-    `code` is a function and `becomes(code, *arguments)` what runs in its place, or both are text. `batch` and `heads`
-    are None where one shows it, or two, if blocks or threads have to meet for that. `slack`, `early`, `scheduler` and
-    `bias_stages` are the forward config's, `deterministic`, `dims`, of heads, and `keys` the backward problem's, `mask`
-    the pattern of the problem's mask.
+    `scheduler`, `early` and `bias_stages` are the forward config's, `head_splits` the backward's. `keys` is how many
+    the backward's problem has, and `mask` is the pattern of the problem's mask.
     """
 
     op: Op
-    words: str
-    code: str | Callable[..., Any]
-    becomes: str | Callable[..., Any]
     kind: str = "full"
-    rejected_by: str = NUMBERS
-    batch: int | None = None
-    heads: tuple[int, int] | None = None
-    slack: int = 0
-    early: int = 0
+    batch: int = 1
+    heads: tuple[int, int] = (1, 1)
     scheduler: str = "static"
+    early: int = 0
     bias_stages: int = 0
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
     mask: str = "scattered"
     keys: int = 150
+    head_splits: int = 1
 
-    @property
-    def name(self) -> str:
-        return self.words
 
-    @property
-    def case(self) -> tuple[Any, ...]:
-        """What the check is of."""
-        meet = self.rejected_by != NUMBERS
-        batch, heads = self.batch or 1 + meet, self.heads or (1 + meet, 1)
-        config = self.slack, self.early, self.scheduler, self.bias_stages
-        return self.op, self.kind, batch, heads, *config, self.deterministic, self.dims, self.mask, self.keys
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A fault, and the case that shows it.
+
+    `code` is a function and `becomes(code, *arguments)` what runs in its place, or both are text.
+    """
+
+    words: str
+    code: str | property | Callable[..., Any]
+    becomes: str | Callable[..., Any]
+    rejected_by: str
+    case: Case
 
     @functools.cached_property
-    def original(self) -> Callable[..., Any]:
+    def original(self) -> property | Callable[..., Any]:
         """The function that another replaces, or that has the fault's piece of text."""
-        if callable(self.code):
+        if not isinstance(self.code, str):
             return self.code
-        found = [f for f in _functions(self.op) if self.code in inspect.getsource(f)]
+        found = [f for f in _functions(self.case.op) if self.code in inspect.getsource(f)]
         assert len(found) == 1, f"{len(found)} functions with `{self.code}`: plant `{self.words}` anew"
         return found[0]
 
     @functools.cached_property
-    def faulty(self) -> Callable[..., Any]:
-        """What runs in the function's place, without its first argument, the function."""
-        if callable(self.code):
-            assert callable(self.becomes)
-            return functools.partial(self.becomes, self.code)
-        text = textwrap.dedent(inspect.getsource(self.original)).replace(self.code, str(self.becomes))
+    def fault(self) -> Callable[..., Any]:
+        """What runs in the function's place; its first argument is the function."""
+        if callable(self.becomes):
+            return self.becomes
+        text = textwrap.dedent(inspect.getsource(self.original)).replace(self.code, self.becomes)
         names: dict[str, Any] = {}
         exec(compile(text, f"<{self.words}>", "exec"), inspect.unwrap(self.original).__globals__, names)
-        return names[self.original.__name__]
+        return lambda original, *arguments, **keywords: names[self.original.__name__](*arguments, **keywords)
 
-    def fault(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """What runs in the function's place."""
-        return self.faulty(*arguments, **keywords)
+
+def _mutant(op: Op, words: str, code: Any, becomes: Any, kind: str = "full", rejected_by: str = NUMBERS, **facts: Any):
+    """The fault in a problem of one sequence and head, or two of each if blocks or threads have to meet to show it."""
+    meet = rejected_by != NUMBERS
+    facts = {"batch": 1 + meet, "heads": (1 + meet, 1)} | facts
+    return Mutant(words, code, becomes, rejected_by, Case(op, kind, **facts))
 
 
 def _functions(op: Op) -> Iterator[Callable[..., Any]]:
@@ -138,6 +134,11 @@ def _left_out(*arguments, **keywords):
     return None
 
 
+def _with_scaled_bias(logits, problem, refs, place, extras, *arguments):
+    extras = extras._replace(bias=extras.bias * problem.scale)
+    return logits(problem, refs, place, extras, *arguments)
+
+
 def _of_other_sign(folds_scale, problem):
     return folds_scale(dataclasses.replace(problem, scale=abs(problem.scale)))
 
@@ -154,10 +155,6 @@ def _of_first_head(load, ref, axis, corner, columns):
 def _alike_if_they_meet(blocks, *arguments):
     meet, _ = blocks(*arguments)
     return pairs.Pairs(meet, meet)
-
-
-def _without_last_column(spans, *arguments):
-    return jnp.maximum(spans(*arguments) - jnp.array([0, 0, 0, 1]), 0)
 
 
 def _one_not_counted(deal, *arguments):
@@ -193,14 +190,14 @@ def _bounds_of_arrays(sequence_at, problem, *arguments):
     return sequence_at(problem, *arguments)._replace(left=left, right=right)
 
 
-_forward = functools.partial(Mutant, Op.FORWARD)
-_dynamic = functools.partial(Mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
-_biased = functools.partial(Mutant, Op.FORWARD, kind="bias", bias_stages=1)
-_backward = functools.partial(Mutant, Op.BACKWARD)
-_drawn_backward = functools.partial(Mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
-_wide_backward = functools.partial(Mutant, Op.BACKWARD, dims=(136, 64))
-_capped_backward = functools.partial(Mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
-_copied_bias = functools.partial(Mutant, Op.BACKWARD, kind="shared-bias", keys=192)
+_forward = functools.partial(_mutant, Op.FORWARD)
+_dynamic = functools.partial(_mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
+_biased = functools.partial(_mutant, Op.FORWARD, kind="bias", bias_stages=1)
+_backward = functools.partial(_mutant, Op.BACKWARD)
+_drawn_backward = functools.partial(_mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
+_wide_backward = functools.partial(_mutant, Op.BACKWARD, dims=(136, 64))
+_capped_backward = functools.partial(_mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
+_copied_bias = functools.partial(_mutant, Op.BACKWARD, kind="shared-bias", keys=192)
 
 MUTANTS = (
     _forward("a query sees one key too many", gather.keep_columns, lambda keep, x, low, high: keep(x, low, high + 1),
@@ -210,19 +207,19 @@ MUTANTS = (
     _forward("a tile on the diagonal is not compared", schedule.at_edge,
              lambda at_edge, problem, span, tile: at_edge(problem, span._replace(inner_end=span.inner_end + 1), tile),
              "causal-later"),
-    _forward("the output is kept when the maximum grows", "out * by_row(decay, out)", "out"),
-    _forward("the output is not rescaled when the maximum outgrows the kernel's own slack", "out * by_row(decay, out)",
-             "out", "large", slack=8),
+    _forward("the output is kept when the maximum grows", "out * by_row(decay, out)", "out", "large", early=24),
     _forward("weights that began early are kept when the maximum has grown", "lambda: joined(early), lambda: same",
-             "lambda: (*joined(early)[:2], *same[2:]), lambda: same", "large", slack=8, early=24),
+             "lambda: (*joined(early)[:2], *same[2:]), lambda: same", "large", early=24),
     _forward("nobody looks for a maximum that grows", gather.any_above,
-             lambda any_above, x, factor, limits: any_above(x, factor, limits + 2.0**20), "huge", slack=8, early=24,
+             lambda any_above, x, factor, limits: any_above(x, factor, limits + 2.0**20), "huge", early=24,
              rejected_by=NOT_FINITE),
     _forward("a negative scale is taken for a positive one", scores.folds_scale, _of_other_sign, "negative",
              rejected_by=NOT_FINITE),
-    _forward("the sum is kept when the maximum grows", "state.sum * by_row(decay, state.sum)", "state.sum"),
+    _forward("the sum is kept when the maximum grows", "state.sum * by_row(decay, state.sum)", "state.sum", "large",
+             early=24),
     _forward("the logsumexp is of base 2", state.finish, _of_base_2),
-    _forward("the last tile of keys is left out", "_div(keys + block_kv - 1, block_kv)", "_div(keys, block_kv)"),
+    _forward("the last tile of keys is left out", schedule.span,
+             lambda span, problem, block_kv, *rows: span(problem, block_kv, *rows[:-1], rows[-1] - block_kv + 1)),
     _forward("head n reads key head n % K", "lax.div(head, jnp.int32(packs // problem.key_heads))",
              "lax.rem(head, jnp.int32(problem.key_heads))", heads=(4, 2)),
     _forward("the bits of even and of odd columns are apart", "of_four(j, e) << (2 * j + e)",
@@ -235,16 +232,14 @@ MUTANTS = (
              "mask"),
     _forward("what a tile of 64 keys holds decides for the next one too", "x >> shift & full", "x & full", "mask",
              mask="causal", batch=2),
-    _forward("the last tile of keys that a mask leaves is skipped", pairs.spans,
-             _without_last_column, "mask", mask="causal"),
-    _forward("the bias is scaled", "extras.bias.astype(jnp.float32)", "extras.bias.astype(jnp.float32) * problem.scale",
-             "bias"),
-    _forward("the sink joins the numerator", "jnp.ones_like(m), jnp.zeros_like(m)",
-             "jnp.ones_like(m), jnp.ones_like(m)", "sinks"),
-    _forward("the soft cap has no effect", "if problem.soft_cap is not None:", "if False:", "soft-cap"),
-    _forward("one key too many is there", "place.keys - 1 - key", "place.keys - key", "key-lengths"),
-    _forward("the diagonal is moved the other way", schedule.bounds,
-             lambda bounds, problem, *lengths: bounds(problem, *lengths[::-1]), "ends"),
+    _forward("the bias is scaled", scores.logits, _with_scaled_bias, "bias"),
+    _forward("the sink joins the numerator", monoid.combine,
+             lambda combine, a, b, **exp: combine(a, (*b[:2], *map(jnp.ones_like, b[2:])), **exp), "sinks"),
+    _forward("the soft cap has no effect", scores.logits,
+             lambda logits, problem, *a: logits(dataclasses.replace(problem, soft_cap=None), *a), "soft-cap"),
+    _forward("one key too many is there", scores._in_bounds,
+             lambda in_bounds, problem, place, *a: in_bounds(problem, place._replace(keys=place.keys + 1), *a),
+             "key-lengths"),
     _forward("the window's left end stays where the diagonal is moved", schedule.bounds,
              lambda bounds, problem, *lengths: (bounds(problem)[0], bounds(problem, *lengths)[1]), "ends-window"),
     _forward("scores are compared as if the arrays' ends were the sequences'",
@@ -255,10 +250,6 @@ MUTANTS = (
              lambda finish, state, sink, hidden: finish(state, sink, None), "lengths", batch=2),
     _forward("the first tile of keys that a segment is in is skipped", pairs.spans,
              lambda spans, *a: spans(*a) + jnp.array([1, 0, 0, 0]), "segments"),
-    _forward("a block's least segment is taken for its greatest", segments._blocks,
-             lambda blocks, *a: (blocks(*a)[1], blocks(*a)[0], blocks(*a)[2]), "segments"),
-    _forward("the keys' segments decide what queries skip", segments.pairs,
-             lambda pairs, of_rows, of_columns, *sizes: pairs(of_columns, of_columns, *sizes), "segments"),
     _forward("tiles of two segments are taken for tiles of one", pairs.spans,
              lambda spans, pairs, columns: spans(pairs, columns).at[..., 2].set(columns), "segments"),
     _forward("a warpgroup takes steps that its CTA skips",
@@ -295,8 +286,6 @@ MUTANTS = (
              "pipeline.when(i == jnp.maximum(count - 2, 1))(release_query)", rejected_by=RACE, heads=(3, 1)),
     _forward("rows that see nothing are not zeroed", gather.any_row, lambda any_row, x: any_row(x) & False,
              "window-nothing"),
-    _forward("a wait is for the phase before", pipeline.wait,
-             lambda wait, full, n, stages: wait(full, n + stages, stages), rejected_by=OUT_OF_STEP),
     _forward("a stage is refilled when one warpgroup has released it", forward._arrivals, _by_half("stage_empty"),
              rejected_by=OUT_OF_STEP),
     _forward("a stage is not released", "released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))",
@@ -331,13 +320,9 @@ MUTANTS = (
               "later=3 if config.ahead else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    begun, *sums",
               "plgpu.wgmma_wait(1)\n    begun, *sums", "lengths", rejected_by=UNDER_WAY),
-    _backward("the same where no scores are found ahead", "plgpu.wgmma_wait(0)\n    begun, *sums",
-              "plgpu.wgmma_wait(1)\n    begun, *sums", "bias", rejected_by=UNDER_WAY, dims=(128, 128)),
     _wide_backward("the cotangents' stage is released while the product for dV reads it",
                    "begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)",
                    "begun = release(), _add_to_dq(tile, step, VALUES, meanwhile=meanwhile)", rejected_by=UNDER_WAY),
-    _wide_backward("dQ is read while its product may be under way", "later=len(mine) - 1 - i + later",
-                   "later=len(mine) - i + later", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("heads are started together that are no multiple of those that there are", backward_common._together,
               lambda together, problem, config: config.together, "causal", rejected_by=NOT_ONCE),
     _backward("the bias is not counted in shared memory", "if shared_bytes(problem, c) < device.smem_per_cta",
@@ -362,6 +347,8 @@ MUTANTS = (
     _backward("dK is of the group's first head", "multiply_rows(dk, ds, ",
               "multiply_rows(dk, jnp.where(part.step.head == tile.key_head * tile.group, ds, jnp.zeros_like(ds)), ",
               heads=(2, 1)),
+    _backward("a part of a group's heads reads the keys of the head of its number", backward_common.Tile.source_head,
+              lambda source_head, tile: lax.rem(tile.key_head, jnp.int32(2)), heads=(4, 2), head_splits=2),
     _backward("head n belongs to key head n % K", "return Step(self.key_head * self.group + h,",
               "return Step(self.key_head + h * self.problem.key_heads,", heads=(4, 2)),
     _backward("dQ lacks the scale", "(dq_sum * problem.scale)", "dq_sum", "lengths"),
@@ -373,15 +360,9 @@ MUTANTS = (
                    "alike.any(2)", "mask-of-heads", heads=(3, 1), mask="causal"),
     _wide_backward("what one group of heads sees decides for another", "(x.shape[0], -1, group, *x.shape[2:])",
                    "(x.shape[0], -1, group, *x.shape[2:])[:, ::-1]", "mask-of-heads", heads=(4, 2), mask="causal"),
-    _wide_backward("the bits of even and of odd columns are apart", "of_four(j, e) << (2 * j + e)",
-                   "of_four(j, e) << (j + 4 * e)", "mask"),
     _backward("segment ids have no effect", gather.keep_equal, lambda keep, x, *a: x, "segments"),
-    _backward("the last block of queries that a segment is in is skipped", pairs.spans,
-              _without_last_column, "segments"),
     _backward("a block of keys counts itself among those before", backward_common.turns_of,
               lambda turns_of, *a: turns_of(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
-    _backward("the first block of keys waits for the last", backward_common.turns_of,
-              lambda turns_of, *a: turns_of(*a)[:, :, ::-1], "segments", rejected_by=DEADLOCK, deterministic=True),
     _backward("under a window turns are counted from the first keys of all",
               "0 if left is None else _div(i * block_q + left, block_kv)", "0", "window-left", batch=1, heads=(1, 1),
               deterministic=True, dims=(128, 64), keys=300, rejected_by=DEADLOCK),
@@ -392,22 +373,17 @@ MUTANTS = (
     _backward("the sinks' gradient lacks delta", "(weight * delta).sum", "weight.sum", "sinks"),
     _backward("the first row past the length, NaN, counts", pipeline.zero_rows,
               lambda zero, ref, first: zero(ref, first + 1), "lengths"),
-    _wide_backward("keys past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "lengths"),
-    _wide_backward("the same where they are zeroed before they have come", "pipeline.wait(landed, 0, 1)", "pass",
+    _wide_backward("keys past the length are zeroed before they have come", "pipeline.wait(landed, 0, 1)", "pass",
                    "lengths", rejected_by=NOT_WAITED_FOR),
     _backward("the barrier of keys that are zeroed keeps its phase where all of them exist",
               "pipeline.expect(landed, 0)  # a phase to each tile", "pass", "lengths", rejected_by=UNORDERED, batch=2,
               heads=(4, 4), keys=400),
-    _backward("queries past the length, NaN, are multiplied by 0", backward_common.zero_rows, _left_out, "lengths",
-              batch=2),
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
     _backward("of a block of queries, the first tells whether some have no key", backward_operands.tiles_without_keys,
               _of_first_row, "mask", mask="documents"),
     _backward("cotangents are zeroed before they have come", "pipeline.wait(refs.landed, n, config.stages)", "pass",
               "mask", mask="documents", rejected_by=NOT_WAITED_FOR),
-    _drawn_backward("no CTA draws the first ticket", "if _all_drawn(config) else ctas,",
-                    "if _all_drawn(config) else ctas + 1,"),
     _backward("a CTA takes keys undrawn though others' turns come before, of a CTA that may not run",
               backward._all_drawn, lambda all_drawn, config: False, rejected_by=DEADLOCK, deterministic=True),
     _drawn_backward("the last tile of keys is worked on once more", "jnp.where(number < tiles, batch, -1)",
@@ -421,8 +397,6 @@ MUTANTS = (
                     rejected_by=NOT_WAITED_FOR),
     _drawn_backward("the stages of a tile that no queries come past are filled and never passed",
                     backward._pass_spare_stages, _left_out, mask="causal", keys=400, rejected_by=DEADLOCK),
-    _drawn_backward("the next tile counts its stages as if there were no spare ones", "tile.first_stage + tile.stages",
-                    "tile.first_stage + tile.steps", mask="causal", keys=400, rejected_by=DEADLOCK),
     _backward("the last block of keys is left out", "problem.key_heads * -(-problem.key_length // config.block_kv)",
               "problem.key_heads * (problem.key_length // config.block_kv)"),
     _backward("dQ is multiplied from scores that are not all there", "reduce.sync_block(part.tile.config.warpgroups)",
@@ -437,9 +411,6 @@ MUTANTS = (
               "step.n >= 0", "lengths", rejected_by=DEADLOCK),
     _backward("the sums' squares are read as if the registers had rows",
               "parts.transpose(0, 1, 3, 4, 6, 2, 5, 8, 7, 9)", "parts", "lengths"),
-    _backward("the next step's queries are taken for those that were there before",
-              "pipeline.wait(tile.refs.full, step.n + 1, stages)", "pipeline.wait(tile.refs.full, step.n - 1, stages)",
-              "lengths", rejected_by=OUT_OF_STEP),
     _backward("queries and cotangents are read before they are there",
               "        pipeline.wait(refs.full, step.n, config.stages)\n    # Where",
               "        pass\n    # Where", rejected_by=NOT_WAITED_FOR, heads=(2, 1), deterministic=True),
@@ -450,8 +421,6 @@ MUTANTS = (
     _backward("of a tile's last stages none is refilled for the next tile",
               "pipeline.when(released)(lambda: _copy_stage(tile, _place_behind(tile, n), n))", "pass", "lengths",
               rejected_by=DEADLOCK),
-    _backward("a stage is refilled when one warpgroup has read it", backward._arrivals, _by_half("empty"),
-              rejected_by=OUT_OF_STEP, heads=(2, 1)),
     _backward("a turn ends before its tile has arrived",
               "    plgpu.wait_smem_to_gmem(0)\n\n    @pl.when(jnp.logical_not", "    @pl.when(jnp.logical_not",
               rejected_by=RACE, deterministic=True),
@@ -459,8 +428,6 @@ MUTANTS = (
               deterministic=True),
     _backward("who adds last writes the others' sum", "square + fragments.load(part.sum_smem)",
               "fragments.load(part.sum_smem)", deterministic=True),
-    _backward("who adds last writes its own part", "square + fragments.load(part.sum_smem)", "square", "causal",
-              deterministic=True),
     _backward("a block of keys takes itself for the last with one to come",
               "last if schedule.bounds(tile.problem)[1] is None else first",
               "last - 1 if schedule.bounds(tile.problem)[1] is None else first", deterministic=True),
@@ -481,9 +448,6 @@ MUTANTS = (
                    rejected_by=NOT_WAITED_FOR),
     _wide_backward("a stage gets the copies of a step too early", "step.n - tile.first_stage + stages",
                    "step.n - tile.first_stage + stages - 1", rejected_by=DEADLOCK),
-    _wide_backward("queries are waited for as if they had one stage",
-                   "        pipeline.wait(refs.query_full, step.n, config.stages)\n        begun",
-                   "        pipeline.wait(refs.query_full, step.n, 1)\n        begun", rejected_by=DEADLOCK),
     _wide_backward("nothing orders the reads of lse and delta before the copies that write over them",
                    "fragments.commit()  # orders", "pass  # orders", rejected_by=RACE),
     _wide_backward("score gradients are overwritten on their way to the bias",
@@ -499,8 +463,6 @@ MUTANTS = (
     _copied_bias("where they share a bias, sequences are counted as heads",
                  "return lax.rem(head, problem.batch), lax.div", "return lax.rem(head, problem.key_heads), lax.div",
                  rejected_by=UNORDERED),
-    _copied_bias("a copied bias is read before it is there", "pipeline.wait(tile.refs.bias_full, step.n, slots)",
-                 "pass", rejected_by=NOT_WAITED_FOR),
     _copied_bias("every tile of a copied bias takes the first slot, and the barriers say that it has two",
                  "pipeline.stage(step.n, slots) if slots > 1 else 0", "0", rejected_by=NOT_WAITED_FOR, dims=(128, 64)),
     _copied_bias("a copied bias' slot is never free again", backward._release_bias, _left_out, rejected_by=DEADLOCK),

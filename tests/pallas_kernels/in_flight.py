@@ -13,11 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import callback
-from jax._src.pallas.mosaic.interpret import utils as interpret_utils
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
-from simulated_gpu import Machine, Ref, async_clock
+from simulated_gpu import Machine, Now, Part, Ref
 
 _MARK, _NUMBERS = 0x7FE00000, 0xFFFFF  # a NaN that no operation makes, and the product's number in it
 
@@ -27,102 +23,76 @@ class _Product:
     """One that has begun: its accumulator, if it has one, and what it reads of shared memory."""
 
     accumulator: Any
-    operands: tuple[tuple[Any, Any, bytes], ...]  # the buffer, which part of it, and what that held
+    operands: tuple[tuple[Part, bytes], ...]  # parts of buffers, and what they held
     source_info: Any
 
 
 def begin(machine: Machine, operands: list[Ref], accumulator: Ref | None = None) -> None:
     """A product of `operands` in shared memory has begun, and adds to `accumulator`."""
-    key = None if accumulator is None else accumulator.key
-    _call(machine, _begin, accumulator=key, operands=[(x.key, x.transforms) for x in operands])
+    machine.step(functools.partial(_begin, has_accumulator=accumulator is not None), *_whole(accumulator), *operands)
 
 
 def begin_in_registers(machine: Machine, operands: list[Ref], result: jax.Array) -> jax.Array:
     """The same for a product that overwrites registers: what they hold meanwhile, of which `settled` makes `result`."""
-    places = [(x.key, x.transforms) for x in operands]
-    return _call(machine, _begin_in_registers, result, operands=places, result=result)
+    return machine.step(_begin_in_registers, *operands, result=result, value=result)
 
 
 def wait(machine: Machine, most: int | None, accumulator: Ref | None = None) -> None:
     """Waits until `most` products are under way; then `accumulator` is touched, to which none of them may add."""
-    _call(machine, functools.partial(_wait, most=most), accumulator=None if accumulator is None else accumulator.key)
+    machine.step(functools.partial(_wait, most=most), *_whole(accumulator))
 
 
 def settled(machine: Machine, value: jax.Array) -> jax.Array:
     """`value`, or the product that has begun in its registers."""
-    return _call(machine, _settle, value, value=value)
+    return machine.step(_settle, result=value, value=value)
 
 
-def _call(machine: Machine, step: Any, like: jax.Array | None = None, **operands: Any) -> Any:
-    step = functools.partial(gpu_callbacks.fail_on_exception(step), source_info=machine.source_info)
-    result = gpu_callbacks.TOKEN_SHAPE_DTYPE
-    if like is None:
-        machine.token = callback.io_callback(step, result, token=machine.token, **machine.where, **operands)
-        return None
-    results = result, jax.ShapeDtypeStruct(like.shape, like.dtype)
-    machine.token, value = callback.io_callback(step, results, token=machine.token, **machine.where, **operands)
-    return value
+def _whole(accumulator: Ref | None) -> list[Ref]:
+    return [] if accumulator is None else [dataclasses.replace(accumulator, transforms=())]
 
 
-def _queue(thread: Any) -> Any:
-    return (
-        gpu_callbacks._get_shared_memory().__dict__.setdefault("products", {}).setdefault(thread, collections.deque())
-    )
+def _queue(now: Now) -> Any:
+    return now.shared.__dict__.setdefault("products", {}).setdefault(now.thread, collections.deque())
 
 
-def _read(thread: Any, key: Any, access: Any, source_info: Any) -> bytes:
+def _read(now: Now, part: Part) -> bytes:
     """What a part of a buffer holds, read by the tensor cores: in order with copies, without a fence."""
-    shared = gpu_callbacks._get_shared_memory()
-    if shared.detect_races:
-        clock = async_clock(shared, thread)
-        gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
-    with shared.lock:
-        return shared.mem[key].content[access.range].tobytes()
+    now.check_copied(part, is_write=False)
+    with now.shared.lock:
+        return part.content.tobytes()
 
 
-def _begin(
-    *, token: Any, mesh_location: Any, thread: Any, operands: Any, source_info: Any, accumulator: Any = None
-) -> Any:
-    del mesh_location
-    shared, found = gpu_callbacks._get_shared_memory(), []
-    for key, transforms in operands:
-        key = memory.HostAllocationKey.from_array(key)
-        part = shared.access(key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms)))
-        part = interpret_utils.Access(part.range)
-        found.append((key, part, _read(thread, key, part, source_info)))
-    key = None if accumulator is None else memory.HostAllocationKey.from_array(accumulator)
-    _queue(thread).append(_Product(key, tuple(found), source_info))
-    return token
+def _begin(now: Now, *parts: Part, has_accumulator: bool) -> None:
+    accumulator, operands = (parts[0].key, parts[1:]) if has_accumulator else (None, parts)
+    held = tuple((part, _read(now, part)) for part in operands)
+    _queue(now).append(_Product(accumulator, held, now.source_info))
 
 
-def _begin_in_registers(*, token: Any, thread: Any, result: Any, **where: Any) -> Any:
-    _begin(token=token, thread=thread, **where)
-    results = gpu_callbacks._get_shared_memory().__dict__.setdefault("results", {}).setdefault(thread, [])
-    results.append((_queue(thread)[-1], np.array(result)))
-    return token, np.full(result.shape, _MARK | (len(results) - 1), np.int32).view(np.float32)
+def _begin_in_registers(now: Now, *operands: Part, value: Any) -> np.ndarray:
+    _begin(now, *operands, has_accumulator=False)
+    results = now.shared.__dict__.setdefault("results", {}).setdefault(now.thread, [])
+    results.append((_queue(now)[-1], np.array(value)))
+    return np.full(value.shape, _MARK | (len(results) - 1), np.int32).view(np.float32)
 
 
-def _wait(*, token: Any, mesh_location: Any, thread: Any, most: int | None, accumulator: Any, source_info: Any) -> Any:
-    del mesh_location
-    queue = _queue(thread)
+def _wait(now: Now, *accumulator: Part, most: int | None) -> None:
+    queue = _queue(now)
     while most is not None and len(queue) > most:
         product = queue.popleft()
-        for key, part, held in product.operands:
-            if _read(thread, key, part, product.source_info) != held:
-                raise ValueError(f"{thread}: {key} {part} is overwritten while a product that reads it is under way")
-    if accumulator is not None:
-        key = memory.HostAllocationKey.from_array(accumulator)
-        if any(product.accumulator == key for product in queue):
-            raise ValueError(f"{thread} touches accumulator {key}, to which a product under way may add")
-    return token
+        for part, held in product.operands:
+            if _read(dataclasses.replace(now, source_info=product.source_info), part) != held:
+                where = f"{now.thread}: {part.key} {part.access}"
+                raise ValueError(f"{where} is overwritten while a product that reads it is under way")
+    for part in accumulator:
+        if any(product.accumulator == part.key for product in queue):
+            raise ValueError(f"{now.thread} touches accumulator {part.key}, to which a product under way may add")
 
 
-def _settle(*, token: Any, mesh_location: Any, thread: Any, value: Any, source_info: Any) -> Any:
-    del mesh_location, source_info
+def _settle(now: Now, value: Any) -> np.ndarray:
     mark = int(np.asarray(value).view(np.int32).flat[0])
     if mark & ~_NUMBERS != _MARK:
-        return token, np.asarray(value)
-    product, result = gpu_callbacks._get_shared_memory().__dict__["results"][thread][mark & _NUMBERS]
-    if any(product is other for other in _queue(thread)):
-        raise ValueError(f"{thread} reads the registers of a product that may be under way")
-    return token, result
+        return value
+    product, result = now.shared.__dict__["results"][now.thread][mark & _NUMBERS]
+    if any(product is other for other in _queue(now)):
+        raise ValueError(f"{now.thread} reads the registers of a product that may be under way")
+    return result

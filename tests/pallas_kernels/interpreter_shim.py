@@ -1,6 +1,6 @@
 """Teaches Mosaic's GPU interpreter what our Hopper kernels use beyond it.
 
-Only this module, `simulated_gpu` and `in_flight` import `jax._src`. An inline-assembly operation says what it means by
+Only this module and `simulated_gpu` import `jax._src`. An inline-assembly operation says what it means by
 an attribute of the function given to `plgpu.inline_mgpu` (`models` says it for those that have none):
 
 * `f.interpret = lambda *values: (writes, results)`: a function of values. Every argument comes as an array (references

@@ -18,7 +18,8 @@ from pallas_kernels.mosaic import reduce
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
     """The model of an operation: its own `interpret`, or the one below that has its name."""
-    own, model = getattr(operation, "interpret", None), globals().get(f"_{operation.__name__}")
+    name, own = operation.__name__, getattr(operation, "interpret", None)
+    model = _SHORT.get(name, globals().get(f"_{name}"))
     if own is not None or model is None:
         return own
     static = types.SimpleNamespace(**inspect.getclosurevars(operation).nonlocals)
@@ -124,42 +125,6 @@ def _store_each(machine: Any, static: Any, ref: Any, value: Any, row: Any) -> No
     machine.scatter(ref, (rows,), rows < static.ref_rows, value[: rows.size])
 
 
-def _make_barriers(machine: Any, static: Any, ref: Any) -> None:
-    machine.start_barriers(ref, static.arrivals)
-
-
-def _announce(machine: Any, static: Any, ref: Any) -> None:
-    machine.expect_bytes(ref, static.count)
-
-
-def _arrive_threads(machine: Any, static: Any, ref: Any) -> None:
-    machine.arrive_often(ref, 128)
-
-
-def _wait_barrier(machine: Any, static: Any, ref: Any, parity: Any) -> None:
-    machine.wait_parity(ref, parity)
-
-
-def _release_stage(machine: Any, static: Any, ref: Any) -> list[Any]:
-    return [machine.arrive_last(ref, 4)]
-
-
-def _arrive_at_stage(machine: Any, static: Any, ref: Any) -> list[Any]:
-    return [machine.arrive_last(ref, 4)]
-
-
-def _first_warp(machine: Any, static: Any) -> list[Any]:
-    return [jnp.int32(machine.warpgroup == 0)]
-
-
-def _expect_copies(machine: Any, static: Any, ref: Any, count: Any) -> None:
-    machine.expect_bytes(ref, count)
-
-
-def _draw_tile(machine: Any, static: Any, words: Any) -> list[Any]:
-    return [machine.atomic_add(words, np.ones(words.shape, np.int32))[0]]
-
-
 def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:
     panel, row, column = np.indices(ref.shape)
     machine.scatter(ref, (panel, row, column), row >= first, 0)
@@ -254,46 +219,9 @@ def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
     machine.scatter(slots, (turn, q, buffer.num_ranks + spare), mine, fill)
 
 
-def _block_sync(machine: Any, static: Any) -> None:
-    machine.block_sync(reduce.BLOCK, static.warpgroups)
-
-
-def _arrive_cluster(machine: Any, static: Any) -> None:
-    machine.cluster_arrive()
-
-
-def _await_arrivals(machine: Any, static: Any) -> None:
-    machine.cluster_wait()
-
-
-def _copy_scalar(machine: Any, static: Any, x: Any) -> list[Any]:
-    return [x]
-
-
-def _load_turns(machine: Any, static: Any, turns: Any) -> list[Any]:
-    return [machine.atomic_add(turns, np.zeros((), np.int32))]
-
-
-def _await_turns(machine: Any, static: Any, turns: Any, value: Any, ended: Any) -> None:
-    """Blocks run one after another here: whoever has to wait for a later one would wait forever."""
-    machine.demand_at_least(turns, value)
-
-
-def _count_turn(machine: Any, static: Any, turns: Any) -> None:
-    machine.count(turns)
-
-
-def _fence_shared(machine: Any, static: Any) -> None:
-    machine.commit_smem()
-
-
 def _in_fragments(x: Any) -> Any:
     """A square's numbers as the registers have them: the inverse of `fragments.as_rows`."""
     return x.reshape(4, 2, 8, 4, 2, 4, 2).transpose(0, 1, 3, 2, 5, 4, 6).reshape(16, 256)
-
-
-def _store_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
-    machine.store(target, _in_fragments(sums))
 
 
 def _load_fragments(machine: Any, static: Any, source: Any) -> list[Any]:
@@ -308,10 +236,6 @@ def _add_warps(machine: Any, static: Any, source: Any, target: Any) -> None:
 
 def _reduce_fragments(machine: Any, static: Any, target: Any, sums: Any) -> None:
     machine.atomic_add(target, _in_fragments(sums))
-
-
-def _await_warps(machine: Any, static: Any) -> None:
-    machine.await_copies_read()
 
 
 def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
@@ -384,29 +308,8 @@ def _keep_same(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: An
     return [jnp.where(rows[:, :1] == of_columns, x, -jnp.inf)]
 
 
-def _first_lane(machine: Any, static: Any, x: Any) -> list[Any]:
-    return [x]
-
-
-def _shuffle_first(machine: Any, static: Any, value: Any) -> list[Any]:
-    """Lanes have no numbers of their own here: an array has one for each of a tile's rows."""
-    return [value]
-
-
-def _vote_any(machine: Any, static: Any, x: Any) -> list[Any]:
-    return [x.any().astype(np.int32)]
-
-
 def _vote_above(machine: Any, static: Any, x: Any, limits: Any) -> list[Any]:
     return [(~(x.max(axis=1) * np.float32(static.factor) <= limits)).any().astype(np.int32)]
-
-
-def _multiply_subtract(machine: Any, static: Any, x: Any, y: Any) -> list[Any]:
-    return [x * np.float32(static.factor) - y]
-
-
-def _keep_loop(machine: Any, static: Any) -> None:
-    """Only the compilers hear it."""
 
 
 def _store_row_sums(machine: Any, static: Any, target: Any, sums: Any, batch: Any, head: Any, row: Any) -> None:
@@ -439,5 +342,34 @@ def _columns(panels: Any) -> Any:
     return panels.swapaxes(0, 1).reshape(panels.shape[1], -1)
 
 
-def _wait_for_numbers(machine: Any, static: Any, x: Any) -> None:
-    """Only the compilers hear it."""
+# Of what is one step of the machine, or none.
+_SHORT: dict[str, Callable[..., Any]] = {
+    "make_barriers": lambda machine, static, ref: machine.start_barriers(ref, static.arrivals),
+    "announce": lambda machine, static, ref: machine.expect_bytes(ref, static.count),
+    "arrive_threads": lambda machine, static, ref: machine.arrive_often(ref, 128),
+    "wait_barrier": lambda machine, static, ref, parity: machine.wait_parity(ref, parity),
+    "release_stage": lambda machine, static, ref: [machine.arrive_last(ref, 4)],
+    "arrive_at_stage": lambda machine, static, ref: [machine.arrive_last(ref, 4)],
+    "first_warp": lambda machine, static: [jnp.int32(machine.warpgroup == 0)],
+    "expect_copies": lambda machine, static, ref, count: machine.expect_bytes(ref, count),
+    "draw_tile": lambda machine, static, words: [machine.atomic_add(words, np.ones(words.shape, np.int32))[0]],
+    "block_sync": lambda machine, static: machine.block_sync(reduce.BLOCK, static.warpgroups),
+    "arrive_cluster": lambda machine, static: machine.cluster_arrive(),
+    "await_arrivals": lambda machine, static: machine.cluster_wait(),
+    "copy_scalar": lambda machine, static, x: [x],
+    "load_turns": lambda machine, static, turns: [machine.atomic_add(turns, np.zeros((), np.int32))],
+    # Blocks run one after another here: whoever has to wait for a later one would wait forever.
+    "await_turns": lambda machine, static, turns, value, ended: machine.demand_at_least(turns, value),
+    "count_turn": lambda machine, static, turns: machine.count(turns),
+    "fence_shared": lambda machine, static: machine.commit_smem(),
+    "await_warps": lambda machine, static: machine.await_copies_read(),
+    "store_fragments": lambda machine, static, target, sums: machine.store(target, _in_fragments(sums)),
+    "first_lane": lambda machine, static, x: [x],
+    # Lanes have no numbers of their own here: an array has one for each of a tile's rows.
+    "shuffle_first": lambda machine, static, value: [value],
+    "vote_any": lambda machine, static, x: [x.any().astype(np.int32)],
+    "multiply_subtract": lambda machine, static, x, y: [x * np.float32(static.factor) - y],
+    # Only the compilers hear these.
+    "keep_loop": lambda machine, static: None,
+    "wait_for_numbers": lambda machine, static, x: None,
+}

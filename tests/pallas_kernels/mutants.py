@@ -28,8 +28,7 @@ DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
 class Mutant:
     """A fault: what it is in words, where it is planted, and an operation that shows it."""
 
-    name: str
-    fault: str
+    words: str
     knobs: dict[str, Any]
     op: Op = Op.SOFTMAX
     where: str = "none"
@@ -60,44 +59,41 @@ def _last_column_unwritten(y: jax.Array) -> jax.Array:
 _HALF = {"accumulator": jnp.float16, "tile_size": 4096}
 
 FUNCTION_MUTANTS = (
-    Mutant("constant", "every output is 1/N", {"deliver": _constant}),
-    Mutant("max_from_zero", "the running maximum starts at 0", {"start": 0.0}),
-    Mutant("no_identity_guard", "exp(-inf - -inf) is not guarded in decay", {"decay": wrong.never_guarded}, Op.STATS),
-    Mutant("last_tile_dropped", "the last tile of the row is not folded in", {"tiles": slice(None, -1)}),
-    Mutant("first_tile_dropped", "the first tile of the row is not folded in", {"tiles": slice(1, None)}),
-    Mutant("columns_permuted", "columns come out in another order", {"deliver": _permuted}),
-    Mutant("sum_not_rescaled", "the old sum is kept when the maximum grows", {"rescale": False}),
-    Mutant("padding_is_zero", "columns past the end are read as 0, not -inf", {"padding": 0.0}),
-    Mutant("half_accumulator", "the sum is accumulated in float16", _HALF, cols=70000),
-    Mutant("half_accumulator_tangent", "the same in the tangent", _HALF, Op.SOFTMAX_TANGENT),
-    Mutant("mask_ignored", "`where` has no effect on the sum", {"use_mask": False}, where="full"),
-    Mutant("shared_mask_ignored", "the same for a mask shared by all rows", {"use_mask": False}, where="shared"),
-    Mutant("scale_ignored", "`scale` has no effect", {"use_scale": False}, scale=0.5),
-    Mutant("scale_ignored_tangent", "the same in the tangent", {"use_scale": False}, Op.SOFTMAX_TANGENT, scale=0.5),
-    Mutant("row_off_by_one", "each row gets its neighbour's result", {"deliver": _row_off_by_one}),
-    Mutant("last_row_unwritten", "the last row is never written", {"deliver": _last_row_unwritten}),
-    Mutant("last_column_unwritten", "the last column is never written", {"deliver": _last_column_unwritten}),
-    Mutant("no_inner_product", "the tangent lacks its sum(y * t)", {"inner_product": False}, Op.SOFTMAX_TANGENT),
-    Mutant("log_max_from_zero", "log_softmax with a maximum from 0", {"start": 0.0}, Op.LOG_SOFTMAX),
+    Mutant("every output is 1/N", {"deliver": _constant}),
+    Mutant("the running maximum starts at 0", {"start": 0.0}),
+    Mutant("exp(-inf - -inf) is not guarded in decay", {"decay": wrong.never_guarded}, Op.STATS),
+    Mutant("the last tile of the row is not folded in", {"tiles": slice(None, -1)}),
+    Mutant("the first tile of the row is not folded in", {"tiles": slice(1, None)}),
+    Mutant("columns come out in another order", {"deliver": _permuted}),
+    Mutant("the old sum is kept when the maximum grows", {"rescale": False}),
+    Mutant("columns past the end are read as 0, not -inf", {"padding": 0.0}),
+    Mutant("the sum is accumulated in float16", _HALF, cols=70000),
+    Mutant("the same in the tangent", _HALF, Op.SOFTMAX_TANGENT),
+    Mutant("`where` has no effect on the sum", {"use_mask": False}, where="full"),
+    Mutant("the same for a mask shared by all rows", {"use_mask": False}, where="shared"),
+    Mutant("`scale` has no effect", {"use_scale": False}, scale=0.5),
+    Mutant("the same in the tangent", {"use_scale": False}, Op.SOFTMAX_TANGENT, scale=0.5),
+    Mutant("each row gets its neighbour's result", {"deliver": _row_off_by_one}),
+    Mutant("the last row is never written", {"deliver": _last_row_unwritten}),
+    Mutant("the last column is never written", {"deliver": _last_column_unwritten}),
+    Mutant("the tangent lacks its sum(y * t)", {"inner_product": False}, Op.SOFTMAX_TANGENT),
+    Mutant("log_softmax with a maximum from 0", {"start": 0.0}, Op.LOG_SOFTMAX),
 )
 
 
-_STREAMING, _STAGED, _CLUSTER = ("naive", "warp", "online"), ("block", "cluster", "grid"), ("cluster",)
-_MERGING = ("block", "online", "cluster", "grid")
-_GRID = ("grid",)
+_CLUSTER, _GRID = ("cluster",), ("grid",)
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelMutant:
     """A fault in a function that the kernels share: `fault(original, *arguments)` runs in its place."""
 
-    name: str
     words: str
     original: Callable[..., Any] | property
     fault: Callable[..., Any]
     kernels: tuple[str, ...]
     op: Op = Op.SOFTMAX
-    form: tuple[tuple[str, Any], ...] = ()  # what else the problem has
+    form: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else the problem has
     config: Any = None  # in which it shows, if not in any
     may_deadlock: bool = False  # threads may wait for ever: for a phase that others, who run ahead, have left behind
 
@@ -198,203 +194,87 @@ def _held_at_label(load_element, ref, *arguments):
 _SOME = ("warp", "block")
 
 
-def _gradient(
-    name: str,
-    words: str,
-    original: Callable[..., Any],
-    fault: Callable[..., Any],
-    kernels: tuple[str, ...] = ("warp", "block", "cluster"),
-    **form: Any,
-) -> KernelMutant:
-    return KernelMutant(name, words, original, fault, kernels, Op.CROSS_ENTROPY_GRADIENT, tuple(form.items()))
+def _gradient(words: str, original: Any, fault: Any, kernels: tuple[str, ...] = _SOME, **form: Any) -> KernelMutant:
+    return KernelMutant(words, original, fault, kernels, Op.CROSS_ENTROPY_GRADIENT, form)
 
 
 KERNEL_MUTANTS = (
-    KernelMutant(
-        "decay_unguarded",
-        "exp(-inf - -inf) is not guarded",
-        monoid.decay,
-        _unguarded,
-        ("naive", "online", "grid"),
-        op=Op.STATS,
-    ),
-    KernelMutant(
-        "rounded_maximum",
-        "the maximum is rounded once more than what it is subtracted from",
-        monoid.decay,
-        _rounded_maximum,
-        kernels=("naive", "block", "online"),
-        form=(("scale", 0.3),),
-    ),
-    KernelMutant(
-        "outside_is_zero", "columns past the end are read as 0", vectors.load, _zero_filled, kernels=_STREAMING
-    ),
-    KernelMutant("store_left_out", "nothing is written", vectors.store, _left_out, kernels=("naive", "block")),
-    KernelMutant(
-        "store_next_row", "rows are written one further", vectors.store, _next_row, kernels=("warp", "cluster")
-    ),
-    KernelMutant(
-        "exp_of_base_2", "the exponential is of base 2", fast_math.exp_for, _base_2, kernels=("warp", "online", "grid")
-    ),
-    KernelMutant("copies_next_row", "the next row is staged", mbarrier.copy_row, _next_row_copied, kernels=_STAGED),
-    KernelMutant(
-        "nothing_filled", "a copy's ends are left as they are", mbarrier.fill_outside, _left_out, kernels=_STAGED
-    ),
-    KernelMutant(
-        "nothing_kept",
-        "what a slice holds in registers is left out",
-        staged.CtaSlice.load,
-        _nothing_kept,
-        kernels=_CLUSTER,
-        config=StagedConfig(2, 2, 1, 1, 1, register_chunks=1),
-        form=(("cols", 2504),),
-    ),
-    KernelMutant(
-        "tail_left_out",
-        "the elements in which a slice's last row vector ends, in the next slice, are left out",
-        mbarrier.wrap,
-        _without_tail,
-        kernels=(*_CLUSTER, *_GRID),
-    ),
-    KernelMutant("no_wait", "the cluster's numbers are not waited for", mbarrier.wait, _left_out, kernels=_CLUSTER),
-    KernelMutant(
-        "no_block_barrier",
-        "the block's threads do not meet",
-        reduce.sync_block,
-        _left_out,
-        kernels=_MERGING,
-        may_deadlock=True,
-    ),
-    KernelMutant(
-        "no_cluster_barrier", "a cluster's blocks do not meet", reduce.await_cluster, _left_out, kernels=_CLUSTER
-    ),
-    KernelMutant(
-        "wrong_stride", "quantities take each other's slots", reduce.ReductionBuffer.read, _swapped, kernels=_MERGING
-    ),
-    KernelMutant(
-        "slots_not_cleared",
-        "slots without a warp are not cleared",
-        reduce.ReductionBuffer.clear,
-        _left_out,
-        kernels=_CLUSTER,
-    ),
-    KernelMutant(
-        "slots_cleared_once",
-        "of slots without a block, only as many as threads are cleared",
-        reduce.ReductionBuffer.clear,
-        _in_one_turn,
-        kernels=_GRID,
-        form=(("rows", 1),),
-        config=GridConfig(257, 1, 1, 1),
-    ),
-    KernelMutant(
-        "own_warp_in_block",
-        "a warp knows its own part only",
-        reduce.block_gather,
-        _own_numbers_only,
-        kernels=("block", "online"),
-    ),
-    KernelMutant("first_of_grid", "a row is its first block's", workspace.grid_load, _first_member, kernels=_GRID),
-    KernelMutant(
-        "own_warp_in_cluster", "the same in a cluster", reduce.cluster_gather, _own_numbers_only, kernels=_CLUSTER
-    ),
-    KernelMutant(
-        "merge_takes_one", "the merge takes one partial sum", monoid.merge_over, _first_partial_only, kernels=_MERGING
-    ),
-    _gradient("label_off_by_one", "the label is the next column", row_scalars.store_element, _next_label),
-    _gradient("mass_lost", "labels are not smoothed", row_ops.with_factors, _nothing_smoothed, _SOME, smoothing=0.1),
-    _gradient("z_loss_sign", "the z loss is subtracted", row_ops.with_factors, _other_sign, _SOME, z_loss=0.1),
-    _gradient(
-        "cap_not_derived",
-        "the gradient goes past the soft cap",
-        row_ops._soft_cap_grad,
-        _without_cap_grad,
-        _SOME,
-        soft_cap=5.0,
-    ),
-    _gradient(
-        "ignored_counted", "ignored rows give their own numbers", row_ops.neutral_if_ignored, _none_ignored, _SOME
-    ),
-    _gradient("ignored_read", "ignored rows are read", vectors.load, _all_read, ("warp", "online")),
-    _gradient(
-        "ignored_unwritten", "ignored rows get no zeros", staged.CtaSlice._write_zeros, _left_out, ("block", "grid")
-    ),
-    _gradient(
-        "outside_capped",
-        "columns past the end count as the soft cap",
-        vectors.select_inside,
-        _all_inside,
-        _SOME,
-        soft_cap=5.0,
-    ),
-    _gradient(
-        "label_unmasked",
-        "the label counts where the mask excludes it",
-        row_scalars.load_element,
-        _held_at_label,
-        _SOME,
-        where="full",
-    ),
-)
+    KernelMutant("exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, ("online", "grid"), Op.STATS),
+    KernelMutant("the maximum is rounded once more than what it is subtracted from", monoid.decay, _rounded_maximum,
+                 ("naive", "block"), form={"scale": 0.3}),
+    KernelMutant("columns past the end are read as 0", vectors.load, _zero_filled, ("naive", "warp")),
+    KernelMutant("nothing is written", vectors.store, _left_out, ("naive", "block")),
+    KernelMutant("rows are written one further", vectors.store, _next_row, ("warp", "cluster")),
+    KernelMutant("the exponential is of base 2", fast_math.exp_for, _base_2, ("warp", "online")),
+    KernelMutant("the next row is staged", mbarrier.copy_row, _next_row_copied, ("block", "grid")),
+    KernelMutant("a copy's ends are left as they are", mbarrier.fill_outside, _left_out, ("block", "cluster")),
+    KernelMutant("what a slice holds in registers is left out", staged.CtaSlice.load, _nothing_kept, _CLUSTER,
+                 form={"cols": 2504}, config=StagedConfig(2, 2, 1, 1, 1, register_chunks=1)),
+    KernelMutant("the elements in which a slice's last row vector ends, in the next slice, are left out",
+                 mbarrier.wrap, _without_tail, (*_CLUSTER, *_GRID)),
+    KernelMutant("the cluster's numbers are not waited for", mbarrier.wait, _left_out, _CLUSTER),
+    KernelMutant("the block's threads do not meet", reduce.sync_block, _left_out, ("online", "cluster"),
+                 may_deadlock=True),
+    KernelMutant("a cluster's blocks do not meet", reduce.await_cluster, _left_out, _CLUSTER),
+    KernelMutant("quantities take each other's slots", reduce.ReductionBuffer.read, _swapped, ("online", "cluster")),
+    KernelMutant("slots without a warp are not cleared", reduce.ReductionBuffer.clear, _left_out, _CLUSTER),
+    KernelMutant("of slots without a block, only as many as threads are cleared", reduce.ReductionBuffer.clear,
+                 _in_one_turn, _GRID, form={"rows": 1}, config=GridConfig(257, 1, 1, 1)),
+    KernelMutant("a warp knows its own part only", reduce.block_gather, _own_numbers_only, ("block", "online")),
+    KernelMutant("a row is its first block's", workspace.grid_load, _first_member, _GRID),
+    KernelMutant("a warp of a cluster knows its own part only", reduce.cluster_gather, _own_numbers_only, _CLUSTER),
+    KernelMutant("the merge takes one partial sum", monoid.merge_over, _first_partial_only, ("block", "grid")),
+    _gradient("the label is the next column", row_scalars.store_element, _next_label, ("warp", "cluster")),
+    _gradient("labels are not smoothed", row_ops.with_factors, _nothing_smoothed, smoothing=0.1),
+    _gradient("the z loss is subtracted", row_ops.with_factors, _other_sign, z_loss=0.1),
+    _gradient("the gradient goes past the soft cap", row_ops._soft_cap_grad, _without_cap_grad, soft_cap=5.0),
+    _gradient("ignored rows give their own numbers", row_ops.neutral_if_ignored, _none_ignored),
+    _gradient("ignored rows are read", vectors.load, _all_read, ("warp", "online")),
+    _gradient("ignored rows get no zeros", staged.CtaSlice._write_zeros, _left_out, ("block", "grid")),
+    _gradient("columns past the end count as the soft cap", vectors.select_inside, _all_inside, soft_cap=5.0),
+    _gradient("the label counts where the mask excludes it", row_scalars.load_element, _held_at_label, where="full"),
+)  # fmt: skip
 
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
 HARNESS_FAULTS = (
-    (
-        "no barrier before the cluster's exchange",
-        "toy kernel without its first cluster barrier",
-        "test_interpreter.py: race detected",
-    ),
-    (
-        "no barrier before the block's exchange",
-        "toy kernel without its named barrier",
-        "test_interpreter.py: race detected",
-    ),
-    (
-        "a barrier that not all reach",
-        "toy kernel in which one CTA of two arrives",
-        "test_interpreter.py: deadlock reported",
-    ),
+    ("no barrier before the cluster's exchange", "toy kernel without its first cluster barrier",
+     "test_interpreter.py: race detected"),
+    ("no barrier before the block's exchange", "toy kernel without its named barrier",
+     "test_interpreter.py: race detected"),
+    ("a barrier that not all reach", "toy kernel in which one CTA of two arrives",
+     "test_interpreter.py: deadlock reported"),
     ("two blocks write one row", "toy kernel whose blocks overlap", "test_interpreter.py: race detected"),
-    (
-        "reads past the last row or column",
-        "toy kernel without its row guard, or shifted",
-        "test_interpreter.py: IndexError",
-    ),
-    (
-        "two warpgroups reduce through one scratch",
-        "toy kernel with a sum across warps and two warpgroups",
-        "test_aot.py: seen in the PTX; the interpreter cannot",
-    ),
-    (
-        "lanes keep sums of their own, which may differ in the last bit",
-        "`row_scalars.of_first_lane` of block, cluster, online, grid left out",
-        "test_aot.py: seen in the PTX; the interpreter has no lanes",
-    ),
+    ("reads past the last row or column", "toy kernel without its row guard, or shifted",
+     "test_interpreter.py: IndexError"),
+    ("two warpgroups reduce through one scratch", "toy kernel with a sum across warps and two warpgroups",
+     "test_aot.py: seen in the PTX; the interpreter cannot"),
+    ("lanes keep sums of their own, which may differ in the last bit",
+     "`row_scalars.of_first_lane` of block, cluster, online, grid left out",
+     "test_aot.py: seen in the PTX; the interpreter has no lanes"),
     ("registers spill", "toy kernel with too long a row", "test_aot.py: ptxas reports it"),
-    (
-        "code for a linker loses registers, spills, or runs its products one by one",
-        "an attention kernel's PTX with `setmaxnreg`, or with 512 threads",
-        "test_aot_attention.py: `ptxas -c` reports it",
-    ),
+    ("code for a linker loses registers, spills, or runs its products one by one",
+     "an attention kernel's PTX with `setmaxnreg`, or with 512 threads",
+     "test_aot_attention.py: `ptxas -c` reports it"),
     ("rows left unwritten", "toy kernel that stops early, on a GPU", "test_gpu_harness.py: poison comes through"),
     ("writes past the output", "toy kernel shifted by a row, on a GPU", "test_gpu_harness.py: a neighbour changed"),
-    (
-        "another implementation ran",
-        "`jax.nn.softmax` in the kernel's place",
-        "test_gpu_harness.py: no Mosaic call in the HLO",
-    ),
-)
+    ("another implementation ran", "`jax.nn.softmax` in the kernel's place",
+     "test_gpu_harness.py: no Mosaic call in the HLO"),
+)  # fmt: skip
 
 
 def document() -> str:
     """The text of `docs/mutants.md`."""
-    rows = [(m.fault, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
+    rows = [(m.words, f"`wrong.solver`: {', '.join(k for k in m.knobs)}", _killer(m)) for m in FUNCTION_MUTANTS]
     rows += [
         (m.words, f"`{_qualified(m.original)}` of {', '.join(m.kernels)}", _kernel_killer(m)) for m in KERNEL_MUTANTS
     ]
     rows += list(HARNESS_FAULTS)
     rows += [
-        (m.words, f"attention {m.op.name.lower()}, {m.kind}: {_edit(m)}", f"test_attention_mutants.py: {m.rejected_by}")
+        (
+            m.words,
+            f"attention {m.case.op.name.lower()}, {m.case.kind}: {_edit(m)}",
+            f"test_attention_mutants.py: {m.rejected_by}",
+        )
         for m in attention_mutants.MUTANTS
     ]
     rows += [(m.words, f"top-k of {m.n}: {_edit(m)}", _top_k_killer(m)) for m in top_k_mutants.MUTANTS]
@@ -415,7 +295,7 @@ _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 def _kernel_killer(mutant: KernelMutant) -> str:
     extras = [] if mutant.op is not Op.CROSS_ENTROPY_GRADIENT else [mutant.op.value]
-    extras += [f"`{name}` {value}" for name, value in mutant.form]
+    extras += [f"`{name}` {value}" for name, value in mutant.form.items()]
     return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.ctas} blocks"] if mutant.config else [])])
 
 
@@ -425,7 +305,7 @@ def _qualified(function: Callable[..., Any] | property) -> str:
 
 
 def _edit(mutant: attention_mutants.Mutant | top_k_mutants.Mutant) -> str:
-    if callable(mutant.code):
+    if not isinstance(mutant.code, str):
         return f"`{_qualified(mutant.code)}`"
     assert isinstance(mutant.becomes, str)
     code, becomes = (" ".join(text.split()).replace("|", "\\|") for text in (mutant.code, mutant.becomes))

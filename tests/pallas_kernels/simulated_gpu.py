@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +39,88 @@ class Ref:
         return self.aval.dtype
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a buffer that a reference means."""
+
+    shared: Any
+    key: Any
+    range: tuple[Any, ...]
+
+    @property
+    def buffer(self) -> np.ndarray:
+        return self.shared.mem[self.key].content
+
+    @property
+    def content(self) -> Any:
+        return self.buffer[self.range]
+
+    @property
+    def access(self) -> Any:
+        return interpret_utils.Access(self.range)
+
+    @property
+    def barrier(self) -> tuple[Any, int]:
+        """Which of the barriers of `mbarrier.init` it is."""
+        first = self.range[0]
+        return self.key, first if isinstance(first, int) else first.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+    """A step while it runs: the memory that all threads share, and the thread whose step it is."""
+
+    shared: Any
+    thread: Any
+    mesh_location: Any
+    source_info: Any
+
+    def part(self, key: Any, transforms: Any) -> Part:
+        """What a reference means."""
+        key = memory.HostAllocationKey.from_array(key)
+        access = self.shared.access(key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms)))
+        assert access.permutation is None
+        return Part(self.shared, key, access.range)
+
+    def check(self, key: Any, access: Any, clock: Any, *, is_write: bool) -> None:
+        """Tells the race detector of an access."""
+        if self.shared.detect_races:
+            races = gpu_callbacks.get_races()
+            check = races.check_write if is_write else races.check_read
+            check(self.thread, clock, key, access, source_info=self.source_info)
+
+    def check_copied(self, part: Part, *, is_write: bool) -> None:
+        """Tells it of an access by the tensor cores or the copy engine, later than what the thread waited for."""
+        with self.shared.lock:
+            clock = self.shared.clocks[self.thread]
+            clock.inc(self.shared.thread_to_vc_position(self.thread))
+            clock = clock.async_smem_clock.copy()
+        self.check(part.key, part.access, clock, is_write=is_write)
+
+    def store_by_tma(self, task: Any, source: Part, target: Part) -> None:
+        """Begins a copy from shared memory to global memory."""
+        copy = task(
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            src_allocation_key=source.key,
+            src_access=source.access,
+            dst_allocation_key=target.key,
+            dst_access=target.access,
+            source_info=self.source_info,
+            clock=self.shared.incr_clock(self.thread) if self.shared.detect_races else None,
+        )
+        self.shared.execute_async_task(copy)
+
+
+@gpu_callbacks.fail_on_exception
+def _run(
+    *, token: Any, mesh_location: Any, thread: Any, places: Any, operands: Any, step: Any, source_info: Any
+) -> Any:
+    now = Now(gpu_callbacks._get_shared_memory(), thread, mesh_location, source_info)
+    result = step(now, *(now.part(*place) for place in places), **operands)
+    return token if result is None else (token, result)
+
+
 class Machine:
     """What a model may do to the simulated GPU; each call is one step of the current thread (one warpgroup)."""
 
@@ -47,6 +130,18 @@ class Machine:
         self.where = dict(mesh_location=interpreter.mesh_location, thread=interpreter.thread)
         self.source_info = source_info
         self.warpgroup = interpreter.mesh_location.thread_id
+
+    def step(self, step: Callable[..., Any], *refs: Ref, result: Any = None, **operands: Any) -> Any:
+        """Runs `step(now, *parts, **operands)`, and returns what it does, if `result` says of which type that is."""
+        run = functools.partial(_run, step=step, source_info=self.source_info)
+        places = [(ref.key, ref.transforms) for ref in refs]
+        given = dict(token=self.token, places=places, operands=operands, **self.where)
+        if result is None:
+            self.token = callback.io_callback(run, gpu_callbacks.TOKEN_SHAPE_DTYPE, **given)
+            return None
+        types = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(result.shape, result.dtype)
+        self.token, value = callback.io_callback(run, types, **given)
+        return value
 
     def load(self, ref: Ref) -> jax.Array:
         """Reads all of `ref`."""
@@ -62,11 +157,7 @@ class Machine:
 
     def load_as_product(self, ref: Ref) -> jax.Array:
         """Reads all of `ref` as WGMMA does: in order with copies, without a fence."""
-        result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(ref.shape, ref.dtype)
-        step = functools.partial(_load_as_product, source_info=self.source_info)
-        places = dict(key=ref.key, transforms=ref.transforms)
-        self.token, value = callback.io_callback(step, result, token=self.token, **places, **self.where)
-        return value
+        return self.step(_load_as_product, ref, result=ref)
 
     def store(self, ref: Ref, value: jax.Array) -> None:
         """Overwrites all of `ref`."""
@@ -83,53 +174,46 @@ class Machine:
 
     def store_copied(self, ref: Ref, value: jax.Array) -> None:
         """Overwrites all of `ref` as an asynchronous copy does: in order with generic accesses only behind a fence."""
-        step = functools.partial(_store_copied, source_info=self.source_info)
-        self._call(step, key=ref.key, transforms=ref.transforms, value=value)
+        self.step(_store_copied, ref, value=value)
 
     def gather(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, fill: Any) -> jax.Array:
         """`ref[index]` where `inside`, and `fill` elsewhere: nothing outside is touched."""
-        index = jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1]
-        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(index[0].shape, ref.dtype))
-        step = functools.partial(_gather, fill=fill, source_info=self.source_info)
-        self.token, value = self._touch(step, result, ref, index=jnp.stack(index), inside=inside)
-        return value
+        *index, inside = jnp.broadcast_arrays(*index, jnp.asarray(inside))
+        result = jax.ShapeDtypeStruct(inside.shape, ref.dtype)
+        return self.step(
+            functools.partial(_gather, fill=fill), ref, result=result, index=jnp.stack(index), inside=inside
+        )
 
     def scatter(self, ref: Ref, index: tuple[jax.Array, ...], inside: jax.Array, value: jax.Array) -> None:
         """Writes `value` to `ref[index]` where `inside`."""
-        index = jnp.stack(jnp.broadcast_arrays(*index, jnp.asarray(inside))[:-1])
-        step = functools.partial(_scatter, source_info=self.source_info)
-        self.token = self._touch(step, gpu_callbacks.TOKEN_SHAPE_DTYPE, ref, index=index, inside=inside, value=value)
+        *index, inside = jnp.broadcast_arrays(*index, jnp.asarray(inside))
+        value = jnp.broadcast_to(value, inside.shape).astype(ref.dtype)
+        self.step(_scatter, ref, index=jnp.stack(index), inside=inside, value=value)
 
     def atomic_add(self, ref: Ref, value: Any) -> jax.Array:
         """`ref += value` at once, and what `ref` was: no race with others that do the same."""
         value = jnp.asarray(value, ref.dtype)
-        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(value.shape, ref.dtype))
-        self.token, before = callback.io_callback(
-            _atomic_add, result, token=self.token, key=ref.key, transforms=ref.transforms, value=value, **self.where
-        )
-        return before
+        return self.step(_atomic_add, ref, result=value, value=value)
 
     def copy_added(self, source: Ref, target: Ref) -> None:
         """A TMA copy from shared memory that adds to global memory: done at once, in whatever order."""
-        places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
-        self._call(functools.partial(_copy_added, source_info=self.source_info), **places)
+        self.step(lambda now, *parts: now.store_by_tma(_AddingCopy, *parts), source, target)
 
     def await_copies_read(self) -> None:
         """Waits until the thread's copies to global memory have read what they copy."""
-        wait = functools.partial(gpu_callbacks.wait_smem_to_gmem, source_info=self.source_info)
-        self._call(wait, n=jnp.int32(0), wait_read_only=jnp.bool_(True))
+        self.step(lambda now: now.shared.wait_smem_to_gmem(now.thread, 0, True))
 
     def set_registers(self, ref: Ref, value: Any) -> None:
         """Overwrites an accumulator, which nobody else can touch."""
-        self._call(_set_registers, key=ref.key, value=value)
+        self.step(_set_registers, dataclasses.replace(ref, transforms=()), value=value)
 
     def count(self, ref: Ref) -> None:
         """`red.add` of 1: what this thread has done comes before what those do who await the count."""
-        self._call(_count, key=ref.key, transforms=ref.transforms)
+        self.step(_count, ref)
 
     def demand_at_least(self, ref: Ref, value: Any) -> None:
         """Fails where a count is still too small."""
-        self._call(_demand_at_least, key=ref.key, transforms=ref.transforms, value=jnp.int32(value))
+        self.step(_demand_at_least, ref, value=jnp.int32(value))
 
     def peer(self, ref: Ref, **coordinates: Any) -> Ref:
         """`ref` (data or barrier) in the shared memory of the cluster's CTA at `coordinates` (axis name to index)."""
@@ -141,7 +225,7 @@ class Machine:
         for index, size in zip(block, interpreter.cluster_dims, strict=True):
             flat = flat * size + index
         key = ref.key.at[..., _BLOCK_FIELD].set(flat)
-        self._call(_await_allocation, key=key)
+        self.step(_await_allocation, key=key)
         return dataclasses.replace(ref, key=key)
 
     def arrive(self, barrier: Ref) -> None:
@@ -149,72 +233,57 @@ class Machine:
         key = jaxpr_interpret._get_barrier_allocation_key_from_inval(
             barrier.key, jax.tree.structure(barrier.transforms), jax.tree.leaves(barrier.transforms)
         )
-        arrive = functools.partial(gpu_callbacks._barrier_arrive, source_info=self.source_info)
-        self._call(arrive, allocation_key_as_array=key)
+        self.step(_arrive, key=key)
 
     def start_barriers(self, ref: Ref, arrivals: tuple[int, ...]) -> None:
         """`mbarrier.init` by the block's first thread: `ref` holds 8-byte barriers, one in each of its rows."""
-        self._on_barriers(ref, "start", arrivals=arrivals)
+        self.step(functools.partial(_start_barriers, arrivals=arrivals), ref)
 
     def expect_bytes(self, ref: Ref, count: Any) -> None:
         """`mbarrier.arrive.expect_tx`."""
-        self._on_barriers(ref, "expect", count)
+        self.step(_arrive_at, ref, arrivals=jnp.int32(1), announced=jnp.int32(count))
 
     def arrive_often(self, ref: Ref, threads: int) -> None:
         """`mbarrier.arrive` by so many of the warpgroup's threads."""
-        self._on_barriers(ref, "arrive", threads)
-
-    def arrive_last(self, ref: Ref, warps: int) -> jax.Array:
-        """`mbarrier.arrive` by so many of the warpgroup's warps; whether their arrivals completed the phase."""
-        result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), np.int32)
-        places = dict(key=ref.key, transforms=ref.transforms, warps=jnp.int32(warps))
-        self.token, last = callback.io_callback(_arrive_last, result, token=self.token, **places, **self.where)
-        return last
-
-    def copy_tile(self, source: Ref, sizes: Any, starts: Any, to: Ref, barrier: Ref) -> None:
-        """A TMA copy that is done at once: see `pipeline.copy`. Only who waits for the barrier knows that it is."""
-        step = functools.partial(_copy_tile, sizes=sizes, source_info=self.source_info)
-        places = dict(source=source.key, from_=source.transforms, target=to.key, to=to.transforms)
-        self._call(
-            step,
-            starts=jnp.stack([jnp.int32(i) for i in starts]),
-            barrier=barrier.key,
-            of_barrier=barrier.transforms,
-            **places,
-        )
-
-    def copy_panels(self, source: Ref, sizes: Any, at: Any, to: Ref, barrier: Ref) -> None:
-        """The TMA copies of `pipeline.copy_rows`, done like `copy_tile`."""
-        step = functools.partial(_copy_panels, sizes=sizes, source_info=self.source_info)
-        places = dict(source=source.key, from_=source.transforms, target=to.key, to=to.transforms)
-        start = jnp.stack([jnp.int32(i) for i in at])
-        self._call(step, starts=start, barrier=barrier.key, of_barrier=barrier.transforms, **places)
-
-    def store_panels(self, source: Ref, target: Ref, sizes: Any, at: Any) -> None:
-        """The TMA copies of `pipeline.store_rows`: done at once, in whatever order."""
-        step = functools.partial(_store_panels, sizes=sizes, source_info=self.source_info)
-        places = dict(source=source.key, from_=source.transforms, target=target.key, to=target.transforms)
-        self._call(step, starts=jnp.stack([jnp.int32(i) for i in at]), **places)
+        self.step(_arrive_at, ref, arrivals=jnp.int32(threads), announced=jnp.int32(0))
 
     def complete_bytes(self, ref: Ref, count: Any) -> None:
         """What an asynchronous copy does to its barrier when its bytes have come."""
-        self._on_barriers(ref, "complete", count)
+        self.step(_arrive_at, ref, arrivals=jnp.int32(0), announced=-jnp.int32(count))
+
+    def arrive_last(self, ref: Ref, warps: int) -> jax.Array:
+        """`mbarrier.arrive` by so many of the warpgroup's warps; whether their arrivals completed the phase."""
+        result = jax.ShapeDtypeStruct((), np.int32)
+        return self.step(functools.partial(_arrive_last, warps=warps), ref, result=result)
 
     def wait_parity(self, ref: Ref, parity: Any) -> None:
         """Spins on `mbarrier.try_wait.parity`."""
-        self._on_barriers(ref, "wait", parity)
+        self.step(_wait_parity, ref, parity=jnp.int32(parity))
+
+    def copy_tile(self, source: Ref, sizes: Any, starts: Any, to: Ref, barrier: Ref) -> None:
+        """A TMA copy that is done at once: see `pipeline.copy`. Only who waits for the barrier knows that it is."""
+        self.step(functools.partial(_copy, sizes=sizes, in_panels=False), source, to, barrier, starts=_stacked(starts))
+
+    def copy_panels(self, source: Ref, sizes: Any, at: Any, to: Ref, barrier: Ref) -> None:
+        """The TMA copies of `pipeline.copy_rows`, done like `copy_tile`."""
+        self.step(functools.partial(_copy, sizes=sizes, in_panels=True), source, to, barrier, starts=_stacked(at))
+
+    def store_panels(self, source: Ref, target: Ref, sizes: Any, at: Any) -> None:
+        """The TMA copies of `pipeline.store_rows`: done at once, in whatever order."""
+        self.step(functools.partial(_store_panels, sizes=sizes), source, target, starts=_stacked(at))
 
     def set_words(self, ref: Ref, at: Any, value: Any, *, active: Any = True) -> None:
         """`st.relaxed.gpu` of words of `ref`, from `at` on."""
-        self._on_words(ref, "set", at, value, active)
+        self.step(_set_words, ref, start=jnp.int32(at), value=jnp.atleast_1d(value), active=jnp.asarray(active))
 
     def await_words(self, ref: Ref, at: Any, count: int, missing: int) -> jax.Array:
         """Spins on `ld.relaxed.gpu` until none of `count` words of `ref` is `missing`; the words."""
-        return self._on_words(ref, "await", at, jnp.full(count, missing), True)
+        step = functools.partial(_await_words, count=count, missing=missing)
+        return self.step(step, ref, result=jax.ShapeDtypeStruct((count,), ref.dtype), start=jnp.int32(at))
 
     def commit_smem(self) -> None:
         """`fence.proxy.async`: generic accesses to shared memory become ordered before later TMA copies."""
-        self._call(functools.partial(gpu_callbacks.commit_smem, source_info=self.source_info))
+        self.step(lambda now: now.shared.commit_smem(now.thread))
 
     def block_sync(self, barrier_id: int, warpgroups: int) -> None:
         """`bar.sync barrier_id, 128 * warpgroups`."""
@@ -224,173 +293,109 @@ class Machine:
 
     def cluster_arrive(self) -> None:
         """`barrier.cluster.arrive`."""
-        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=False))
+        self.step(functools.partial(_arrive_at_cluster, arrivals=self._interpreter.num_concurrent_threads))
 
     def cluster_wait(self) -> None:
         """`barrier.cluster.wait.acquire`."""
-        self._call(functools.partial(_cluster_barrier, arrivals=self._interpreter.num_concurrent_threads, wait=True))
+        self.step(functools.partial(_await_cluster, arrivals=self._interpreter.num_concurrent_threads))
 
     def cluster_sync(self) -> None:
         self.cluster_arrive()
         self.cluster_wait()
 
-    def _touch(self, step: Any, result: Any, ref: Ref, *, index: Any, inside: Any, **operands: Any) -> Any:
-        shape = index.shape[1:]
-        operands = {name: jnp.broadcast_to(x, shape).astype(ref.dtype) for name, x in operands.items()}
-        return callback.io_callback(
-            step,
-            result,
-            token=self.token,
-            key=ref.key,
-            transforms=ref.transforms,
-            index=index,
-            inside=jnp.broadcast_to(inside, shape),
-            **self.where,
-            **operands,
-        )
 
-    def _on_words(self, ref: Ref, action: str, at: Any, operand: Any, active: Any) -> jax.Array:
-        operand = jnp.atleast_1d(jnp.asarray(operand, ref.dtype))
-        result = (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(operand.shape, ref.dtype))
-        places = dict(key=ref.key, transforms=ref.transforms, at=jnp.int32(at), active=jnp.asarray(active))
-        self.token, words = callback.io_callback(
-            functools.partial(_words, action=action), result, token=self.token, operand=operand, **places, **self.where
-        )
-        return words
-
-    def _on_barriers(self, ref: Ref, action: str, operand: Any = 0, **static: Any) -> None:
-        step = functools.partial(_mbarrier, action=action, **static)
-        self._call(step, key=ref.key, transforms=ref.transforms, operand=jnp.int32(operand))
-
-    def _call(self, step: Any, **operands: Any) -> None:
-        self.token = callback.io_callback(
-            step, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=self.token, **self.where, **operands
-        )
+def _stacked(numbers: Any) -> jax.Array:
+    return jnp.stack([jnp.int32(i) for i in numbers])
 
 
-@gpu_callbacks.fail_on_exception
-def _await_allocation(*, token: Any, mesh_location: Any, thread: Any, key: Any) -> Any:
+def _await_allocation(now: Now, key: Any) -> None:
     """Stands for the cluster barrier with which every Mosaic cluster kernel starts: peers have their shared memory."""
-    del mesh_location
-    shared, keys = gpu_callbacks._get_shared_memory(), np.asarray(key).reshape(-1, key.shape[-1])
-    key = memory.HostAllocationKey.from_array(keys[0])
+    key = memory.HostAllocationKey.from_array(np.asarray(key).reshape(-1, key.shape[-1])[0])
     for _ in range(int(_PEER_TIMEOUT_S / _POLL_S)):
-        shared.check_failed()
-        with shared.lock:
-            if key in shared.mem:
-                return token
+        now.shared.check_failed()
+        with now.shared.lock:
+            if key in now.shared.mem:
+                return
         time.sleep(_POLL_S)
-    raise TimeoutError(f"{thread} waited for shared memory {key} of a peer that never allocated it")
+    raise TimeoutError(f"{now.thread} waited for shared memory {key} of a peer that never allocated it")
 
 
-@gpu_callbacks.fail_on_exception
-def _words(
-    *,
-    token: Any,
-    mesh_location: Any,
-    thread: Any,
-    key: Any,
-    transforms: Any,
-    at: Any,
-    operand: Any,
-    active: Any,
-    action: str,
-) -> Any:
-    """Atomic accesses to consecutive words of a flat buffer; they pass the race detector's clocks on."""
-    del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    assert len(view) == 1, "words are elements of whole flat buffers"
-    operand, at = np.asarray(operand), int(at)
-    content = shared.mem[key].content[at : at + operand.size]
-    if content.size != operand.size:
-        raise IndexError(f"{thread} touches words {at} to {at + operand.size} of {shared.mem[key].content.size}")
-    while action == "await" and active and (content == operand).any():
-        shared.check_failed()
+def _arrive(now: Now, key: Any) -> None:
+    gpu_callbacks._barrier_arrive(None, now.mesh_location, now.thread, key, now.source_info)
+
+
+def _words(now: Now, part: Part, start: Any, count: int) -> tuple[np.ndarray, list[Any], dict[Any, Any]]:
+    """Words of a flat buffer, their places, and the race detector's clocks, which atomic accesses pass on."""
+    assert len(part.range) == 1, "words are elements of whole flat buffers"
+    content, start = part.buffer[int(start) : int(start) + count], int(start)
+    if content.size != count:
+        raise IndexError(f"{now.thread} touches words {start} to {start + count} of {part.buffer.size}")
+    return content, [(part.key, start + i) for i in range(count)], now.shared.__dict__.setdefault("word_clocks", {})
+
+
+def _set_words(now: Now, part: Part, start: Any, value: Any, active: Any) -> None:
+    content, places, clocks = _words(now, part, start, value.size)
+    if active:
+        with now.shared.lock:
+            content[...] = value
+            clock = now.shared.incr_clock(now.thread, take_lock=False)
+            for place in places:
+                clocks.setdefault(place, now.shared.VectorClock(now.shared.vector_clock_size)).update(clock)
+
+
+def _await_words(now: Now, part: Part, start: Any, count: int, missing: int) -> np.ndarray:
+    content, places, clocks = _words(now, part, start, count)
+    while (content == missing).any():
+        now.shared.check_failed()
         time.sleep(_POLL_S / 5)
-    with shared.lock:
-        old, clocks = content.copy(), shared.__dict__.setdefault("word_clocks", {})
-        if action == "await" or not active:
-            for i in range(operand.size):
-                if (key, at + i) in clocks:
-                    shared.clocks[thread].update(clocks[key, at + i])
-        else:
-            content[...] = operand
-            clock = shared.incr_clock(thread, take_lock=False)
-            for i in range(operand.size):
-                clocks.setdefault((key, at + i), shared.VectorClock(shared.vector_clock_size)).update(clock)
-    return token, old
+    with now.shared.lock:
+        for place in places:
+            if place in clocks:
+                now.shared.clocks[now.thread].update(clocks[place])
+        return content.copy()
 
 
-@gpu_callbacks.fail_on_exception
-def _cluster_barrier(*, token: Any, mesh_location: Any, thread: Any, arrivals: int, wait: bool) -> Any:
+def _cluster_barrier(now: Now, arrivals: int) -> Any:
     """The cluster's hardware barrier: every warpgroup of every CTA arrives; it carries the race detector's clocks."""
-    del mesh_location
-    shared, key = gpu_callbacks._get_shared_memory(), (thread.device_id, "cluster")
+    shared, key = now.shared, (now.thread.device_id, "cluster")
     with shared.lock:
-        barrier = shared.named_barriers.get(key)
-        if barrier is None:
-            barrier = memory.Barrier(
+        if key not in shared.named_barriers:
+            shared.named_barriers[key] = memory.Barrier(
                 shared,
                 num_pallas_threads_per_block=shared.num_pallas_threads_per_block,
                 ref_count=0,
                 num_arrivals=arrivals,
                 orders_tensor_core=False,
             )
-            shared.named_barriers[key] = barrier
-    if wait:
-        barrier.wait(thread)
-    else:
-        barrier.arrive(thread, shared.incr_clock(thread) if shared.detect_races else None)
-    return token
+    return shared.named_barriers[key]
 
 
-@gpu_callbacks.fail_on_exception
-def _atomic_add(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any) -> Any:
-    del mesh_location, thread
-    shared, key, view = _resolve(key, transforms)
-    with shared.lock:
-        before = np.array(shared.mem[key].content[view])
-        shared.mem[key].content[view] = before + np.asarray(value)
-    return token, before
+def _arrive_at_cluster(now: Now, arrivals: int) -> None:
+    clock = now.shared.incr_clock(now.thread) if now.shared.detect_races else None
+    _cluster_barrier(now, arrivals).arrive(now.thread, clock)
 
 
-@gpu_callbacks.fail_on_exception
-def _load_as_product(
-    *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, source_info: Any
-) -> Any:
-    del mesh_location
-    shared, key, view = _as_a_copy(thread, key, transforms, source_info, is_write=False)
-    with shared.lock:
-        return token, np.array(shared.mem[key].content[view])
+def _await_cluster(now: Now, arrivals: int) -> None:
+    _cluster_barrier(now, arrivals).wait(now.thread)
 
 
-@gpu_callbacks.fail_on_exception
-def _store_copied(
-    *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any, source_info: Any
-) -> Any:
-    del mesh_location
-    shared, key, view = _as_a_copy(thread, key, transforms, source_info, is_write=True)
-    with shared.lock:
-        shared.mem[key].content[view] = np.asarray(value)
-    return token
+def _atomic_add(now: Now, part: Part, value: Any) -> np.ndarray:
+    with now.shared.lock:
+        before = np.array(part.content)
+        part.buffer[part.range] = before + value
+    return before
 
 
-def _as_a_copy(thread: Any, key: Any, transforms: Any, source_info: Any, *, is_write: bool) -> tuple[Any, Any, Any]:
-    """What `_resolve` finds, and the race detector told that it is read or written in order of fences only."""
-    shared, key, view = _resolve(key, transforms)
-    if shared.detect_races:
-        races = gpu_callbacks.get_races()
-        check = races.check_write if is_write else races.check_read
-        check(thread, async_clock(shared, thread), key, interpret_utils.Access(view), source_info=source_info)
-    return shared, key, view
+def _load_as_product(now: Now, part: Part) -> np.ndarray:
+    now.check_copied(part, is_write=False)
+    with now.shared.lock:
+        return np.array(part.content)
 
 
-def async_clock(shared: Any, thread: Any) -> Any:
-    """Of an access to shared memory by the tensor cores or the copy engine; later than what the thread waited for."""
-    with shared.lock:
-        clock = shared.clocks[thread]
-        clock.inc(shared.thread_to_vc_position(thread))
-        return clock.async_smem_clock.copy()
+def _store_copied(now: Now, part: Part, value: Any) -> None:
+    now.check_copied(part, is_write=True)
+    with now.shared.lock:
+        part.buffer[part.range] = value
 
 
 class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
@@ -411,104 +416,50 @@ class _AddingCopy(gpu_callbacks.AsyncCopySmemToGmemTask):
         self.post_write(tma_thread_id, shared)
 
 
-@gpu_callbacks.fail_on_exception
-def _copy_added(
-    *, token: Any, mesh_location: Any, thread: Any, source: Any, from_: Any, target: Any, to: Any, source_info: Any
-) -> Any:
-    shared = gpu_callbacks._get_shared_memory()
-    (_, source, source_range), (_, target, target_range) = _resolve(source, from_), _resolve(target, to)
-    task = _AddingCopy(
-        mesh_location=mesh_location,
-        thread=thread,
-        src_allocation_key=source,
-        src_access=interpret_utils.Access(source_range),
-        dst_allocation_key=target,
-        dst_access=interpret_utils.Access(target_range),
-        source_info=source_info,
-        clock=shared.incr_clock(thread) if shared.detect_races else None,
-    )
-    shared.execute_async_task(task)
-    return token
+def _set_registers(now: Now, part: Part, value: Any) -> None:
+    part.buffer[...] = value
 
 
-@gpu_callbacks.fail_on_exception
-def _set_registers(*, token: Any, mesh_location: Any, thread: Any, key: Any, value: Any) -> Any:
-    del mesh_location, thread
-    shared, key, _ = _resolve(key, ())
-    shared.mem[key].content[...] = np.asarray(value)
-    return token
+def _count(now: Now, part: Part) -> None:
+    with now.shared.lock:
+        part.buffer[part.range] += 1
+        clock = now.shared.incr_clock(now.thread, take_lock=False)
+        clocks = now.shared.__dict__.setdefault("count_clocks", {})
+        place = part.key, str(part.range)
+        clocks.setdefault(place, now.shared.VectorClock(now.shared.vector_clock_size)).update(clock)
 
 
-@gpu_callbacks.fail_on_exception
-def _count(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any) -> Any:
-    del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    with shared.lock:
-        shared.mem[key].content[view] += 1
-        clock = shared.incr_clock(thread, take_lock=False)
-        clocks = shared.__dict__.setdefault("count_clocks", {})
-        clocks.setdefault((key, str(view)), shared.VectorClock(shared.vector_clock_size)).update(clock)
-    return token
+def _demand_at_least(now: Now, part: Part, value: Any) -> None:
+    if (found := int(part.content)) < value:
+        raise ValueError(f"{now.thread} would wait forever: {found} had their turn, {value} come before")
+    with now.shared.lock:
+        if (place := (part.key, str(part.range))) in (clocks := now.shared.__dict__.get("count_clocks", {})):
+            now.shared.clocks[now.thread].update(clocks[place])
 
 
-@gpu_callbacks.fail_on_exception
-def _demand_at_least(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, value: Any) -> Any:
-    del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    if (found := int(shared.mem[key].content[view])) < value:
-        raise ValueError(f"{thread} would wait forever: {found} had their turn, {value} come before")
-    with shared.lock:
-        if (place := (key, str(view))) in (clocks := shared.__dict__.get("count_clocks", {})):
-            shared.clocks[thread].update(clocks[place])
-    return token
+def _gather(now: Now, part: Part, index: Any, inside: Any, fill: Any) -> np.ndarray:
+    at = _checked(now, part, index[:, inside], is_write=False)
+    value = np.full(inside.shape, fill, part.buffer.dtype)
+    value[inside] = part.buffer[at]
+    return value
 
 
-@gpu_callbacks.fail_on_exception
-def _gather(
-    *, token: Any, mesh_location: Any, thread: Any, inside: Any, fill: Any, source_info: Any, **place: Any
-) -> Any:
-    del mesh_location
-    content, at = _checked(thread, inside, source_info, is_write=False, **place)
-    value = np.full(inside.shape, fill, content.dtype)
-    value[np.asarray(inside)] = content[at]
-    return token, value
+def _scatter(now: Now, part: Part, index: Any, inside: Any, value: Any) -> None:
+    at = _checked(now, part, index[:, inside], is_write=True)
+    part.buffer[at] = value[inside]
 
 
-@gpu_callbacks.fail_on_exception
-def _scatter(
-    *, token: Any, mesh_location: Any, thread: Any, inside: Any, value: Any, source_info: Any, **place: Any
-) -> Any:
-    del mesh_location
-    content, at = _checked(thread, inside, source_info, is_write=True, **place)
-    content[at] = np.asarray(value)[np.asarray(inside)]
-    return token
-
-
-def _checked(
-    thread: Any, inside: Any, source_info: Any, *, key: Any, transforms: Any, index: Any, is_write: bool
-) -> Any:
-    """The buffer and the elements of it that are touched, once the race detector knows of each run of them."""
-    shared, key, view = _resolve(key, transforms)
-    content, of_view = shared.mem[key].content, np.asarray(index)[:, np.asarray(inside)]
-    if (of_view < 0).any() or (of_view >= np.reshape(interpret_utils.Access(view).shape, (-1, 1))).any():
-        raise IndexError(f"{thread} touches elements outside of {view}: {of_view.max(1)}, {of_view.min(1)}")
+def _checked(now: Now, part: Part, of_view: np.ndarray, *, is_write: bool) -> tuple[np.ndarray, ...]:
+    """Where in the buffer the elements are that are touched, once the race detector knows of each run of them."""
+    if (of_view < 0).any() or (of_view >= np.reshape(part.access.shape, (-1, 1))).any():
+        raise IndexError(f"{now.thread} touches elements outside of {part.range}: {of_view.max(1)}, {of_view.min(1)}")
     rows = iter(of_view)
-    at = np.stack([np.full(of_view.shape[1], r) if isinstance(r, int) else r.start + next(rows) for r in view])
-    if shared.detect_races:
-        clock, races = shared.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
-        # Loads are of inputs, which nobody writes: a box around them will do. Stores are told run by run.
-        check, runs = (races.check_write, _runs(at)) if is_write else (races.check_read, _box(at))
-        for run in runs:
-            check(thread, clock, key, interpret_utils.Access(run), source_info=source_info)
-    return content, tuple(at)
-
-
-def _resolve(key: Any, transforms: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The memory, and the buffer and the part of it that a reference means."""
-    shared, key = gpu_callbacks._get_shared_memory(), memory.HostAllocationKey.from_array(key)
-    access = shared.access(key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms)))
-    assert access.permutation is None
-    return shared, key, access.range
+    at = np.stack([np.full(of_view.shape[1], r) if isinstance(r, int) else r.start + next(rows) for r in part.range])
+    clock = now.shared.incr_clock(now.thread).generic_clock
+    # Loads are of inputs, which nobody writes: a box around them will do. Stores are told run by run.
+    for run in _runs(at) if is_write else _box(at):
+        now.check(part.key, interpret_utils.Access(run), clock, is_write=is_write)
+    return tuple(at)
 
 
 @dataclasses.dataclass
@@ -530,105 +481,69 @@ class _MBarrier:
             self.phase, self.missing = self.phase + 1, self.arrivals
 
 
-@gpu_callbacks.fail_on_exception
-def _mbarrier(
-    *, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, operand: Any, action: str, **static: Any
-) -> Any:
-    del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    at = view[0] if isinstance(view[0], int) else view[0].start
-    barriers = shared.__dict__.setdefault("mbarriers", {})
-    if action == "start":
-        made = shared.incr_clock(thread).generic_clock.copy()
-        for i, arrivals in enumerate(static["arrivals"] if thread.warpgroup_id == 0 else ()):
-            barriers[key, at + i] = _MBarrier(made, arrivals, shared.VectorClock(shared.vector_clock_size), arrivals)
-        return token
-    if (key, at) not in barriers:
-        raise ValueError(f"{thread} uses barrier {at} of {key} before it is made")
-    barrier, operand = barriers[key, at], int(operand)
-    while action == "wait" and barrier.phase % 2 == operand:
-        shared.check_failed()
+def _start_barriers(now: Now, part: Part, arrivals: tuple[int, ...]) -> None:
+    barriers, (key, at) = now.shared.__dict__.setdefault("mbarriers", {}), part.barrier
+    made = now.shared.incr_clock(now.thread).generic_clock.copy()
+    for i, count in enumerate(arrivals if now.thread.warpgroup_id == 0 else ()):
+        clock = now.shared.VectorClock(now.shared.vector_clock_size)
+        barriers[key, at + i] = _MBarrier(made, count, clock, count)
+
+
+def _barrier(now: Now, part: Part) -> _MBarrier:
+    key, at = part.barrier
+    if (key, at) not in now.shared.__dict__.setdefault("mbarriers", {}):
+        raise ValueError(f"{now.thread} uses barrier {at} of {key} before it is made")
+    return now.shared.mbarriers[key, at]
+
+
+def _tick(now: Now, part: Part, barrier: _MBarrier) -> Any:
+    """The thread's clock at an access to a barrier; the caller has the lock."""
+    clock = now.shared.incr_clock(now.thread, take_lock=False)
+    if not barrier.made.lt(clock.generic_clock):
+        key, at = part.barrier
+        raise ValueError(f"nothing orders the making of barrier {at} of {key} before {now.thread}'s use of it")
+    return clock
+
+
+def _arrive_at(now: Now, part: Part, arrivals: Any, announced: Any) -> None:
+    barrier = _barrier(now, part)
+    with now.shared.lock:
+        barrier.clock.update(_tick(now, part, barrier))
+        barrier.add(int(arrivals), int(announced))
+
+
+def _wait_parity(now: Now, part: Part, parity: Any) -> None:
+    barrier = _barrier(now, part)
+    while barrier.phase % 2 == parity:
+        now.shared.check_failed()
         time.sleep(_POLL_S / 5)
-    with shared.lock:
-        clock = shared.incr_clock(thread, take_lock=False)
-        if not barrier.made.lt(clock.generic_clock):
-            raise ValueError(f"nothing orders the making of barrier {at} of {key} before {thread}'s use of it")
-        if action == "wait":
-            shared.clocks[thread].update(barrier.clock)
-        else:
-            barrier.clock.update(clock)
-            arrivals = {"expect": 1, "arrive": operand}.get(action, 0)
-            barrier.add(arrivals, {"expect": operand, "complete": -operand}.get(action, 0))
-    return token
+    with now.shared.lock:
+        _tick(now, part, barrier)
+        now.shared.clocks[now.thread].update(barrier.clock)
 
 
-@gpu_callbacks.fail_on_exception
-def _arrive_last(*, token: Any, mesh_location: Any, thread: Any, key: Any, transforms: Any, warps: Any) -> Any:
+def _arrive_last(now: Now, part: Part, warps: int) -> np.ndarray:
     """The last to arrive sees what the others have done before their arrivals."""
-    del mesh_location
-    shared, key, view = _resolve(key, transforms)
-    with shared.lock:
-        barrier = shared.mbarriers[key, view[0] if isinstance(view[0], int) else view[0].start]
-        barrier.clock.update(shared.incr_clock(thread, take_lock=False))
-        last = barrier.missing == int(warps)
-        barrier.add(int(warps), 0)
+    with now.shared.lock:
+        barrier = _barrier(now, part)
+        barrier.clock.update(now.shared.incr_clock(now.thread, take_lock=False))
+        last = barrier.missing == warps
+        barrier.add(warps, 0)
         if last:
-            shared.clocks[thread].update(barrier.clock)
-    return token, np.int32(last)
+            now.shared.clocks[now.thread].update(barrier.clock)
+    return np.int32(last)
 
 
-@gpu_callbacks.fail_on_exception
-def _copy_tile(
-    *,
-    token: Any,
-    mesh_location: Any,
-    thread: Any,
-    source: Any,
-    from_: Any,
-    target: Any,
-    to: Any,
-    barrier: Any,
-    of_barrier: Any,
-    starts: Any,
-    sizes: Any,
-    source_info: Any,
-) -> Any:
-    del mesh_location
-    shared, source, view = _resolve(source, from_)
-    content, following, ranges = shared.mem[source].content[view], iter(np.asarray(starts).tolist()), []
-    for extent, size in zip(content.shape, sizes, strict=True):
+def _copy(now: Now, source: Part, target: Part, barrier: Part, starts: Any, sizes: Any, in_panels: bool) -> None:
+    shape, following, ranges = target.access.shape, iter([*starts.tolist(), 0]), []
+    if in_panels:
+        panels, rows, columns = shape[-3:]
+        sizes = (*sizes, panels * columns)
+    for extent, size in zip(source.content.shape, sizes, strict=True):
         start = 0 if size is None else next(following)
         ranges.append((start, extent if size is None else size or 1))
-    _land(shared, thread, _boxed(content, ranges), _resolve(target, to), _resolve(barrier, of_barrier), source_info)
-    return token
-
-
-@gpu_callbacks.fail_on_exception
-def _copy_panels(
-    *,
-    token: Any,
-    mesh_location: Any,
-    thread: Any,
-    source: Any,
-    from_: Any,
-    target: Any,
-    to: Any,
-    barrier: Any,
-    of_barrier: Any,
-    starts: Any,
-    sizes: Any,
-    source_info: Any,
-) -> Any:
-    del mesh_location
-    shared, source, view = _resolve(source, from_)
-    goal = _resolve(target, to)
-    panels, rows, columns = interpret_utils.Access(goal[2]).shape[-3:]
-    places = zip(np.asarray(starts).tolist(), sizes, strict=True)
-    ranges = [*((start, size or 1) for start, size in places), (0, panels * columns)]
-    value = _boxed(shared.mem[source].content[view], ranges)
-    value = value.reshape(rows, panels, columns).swapaxes(0, 1)
-    _land(shared, thread, value, goal, _resolve(barrier, of_barrier), source_info)
-    return token
+    value = _boxed(source.content, ranges)
+    _land(now, value.reshape(rows, panels, columns).swapaxes(0, 1) if in_panels else value, target, barrier)
 
 
 def _boxed(content: np.ndarray, ranges: Any) -> np.ndarray:
@@ -640,46 +555,27 @@ def _boxed(content: np.ndarray, ranges: Any) -> np.ndarray:
     return value
 
 
-def _land(shared: Any, thread: Any, value: np.ndarray, goal: Any, barrier: Any, source_info: Any) -> None:
+def _land(now: Now, value: np.ndarray, target: Part, of_barrier: Part) -> None:
     """Stores what a TMA copy brings, and tells its barrier."""
-    (_, target, place), (_, barrier, at) = goal, barrier
-    barrier = shared.mbarriers[barrier, at[0] if isinstance(at[0], int) else at[0].start]
+    shared, barrier = now.shared, _barrier(now, of_barrier)
 
     def copy(tma_thread_id: int) -> None:
         """What a thread of the copy engine's own does, to the race detector."""
-        clock = shared.incr_clock(thread).copy()
+        clock = shared.incr_clock(now.thread).copy()
         clock.inc(tma_thread_id)
-        if shared.detect_races:
-            access = interpret_utils.Access(place)
-            races = gpu_callbacks.get_races()
-            races.check_write(thread, clock.async_smem_clock.copy(), target, access, source_info=source_info)
+        now.check(target.key, target.access, clock.async_smem_clock.copy(), is_write=True)
         with shared.lock:
-            found = shared.mem[target].content[place]
-            shared.mem[target].content[place] = value.reshape(found.shape)
+            target.buffer[target.range] = value.reshape(target.content.shape)
             barrier.clock.update(clock)
             barrier.add(0, -value.nbytes)
 
     shared.execute_async_task(copy)
 
 
-@gpu_callbacks.fail_on_exception
-def _store_panels(
-    *,
-    token: Any,
-    mesh_location: Any,
-    thread: Any,
-    source: Any,
-    from_: Any,
-    target: Any,
-    to: Any,
-    starts: Any,
-    sizes: Any,
-    source_info: Any,
-) -> Any:
+def _store_panels(now: Now, source: Part, target: Part, starts: Any, sizes: Any) -> None:
     """One of JAX's copies for each panel, of the rows and columns that the target has."""
-    (shared, source, held), (_, target, _) = _resolve(source, from_), _resolve(target, to)
-    (*at, first), (*leading, panels, rows, columns) = np.asarray(starts).tolist(), held
-    extents, (inner, *outer) = shared.mem[target].content.shape, [d for d, size in enumerate(sizes) if size][::-1]
+    (*at, first), (*leading, panels, rows, columns) = starts.tolist(), source.range
+    extents, (inner, *outer) = target.buffer.shape, [d for d, size in enumerate(sizes) if size][::-1]
     for panel, i in itertools.product(range(panels.stop - panels.start), range(math.prod(sizes[d] for d in outer))):
         # A copy for each index of the outer slice, if there is one: JAX's copies are of as many axes as they have.
         here, column = [*at, first + panel * 64], first + panel * 64
@@ -692,18 +588,8 @@ def _store_panels(
         from_rows = slice(start, start + count[0], 1), slice(columns.start, columns.start + count[1], 1)
         here[inner] = slice(here[inner], here[inner] + count[0], 1)
         here[-1] = slice(column, column + count[1], 1)
-        task = gpu_callbacks.AsyncCopySmemToGmemTask(
-            mesh_location=mesh_location,
-            thread=thread,
-            src_allocation_key=source,
-            src_access=interpret_utils.Access((*leading, panels.start + panel, *from_rows)),
-            dst_allocation_key=target,
-            dst_access=interpret_utils.Access(tuple(here)),
-            source_info=source_info,
-            clock=shared.incr_clock(thread) if shared.detect_races else None,
-        )
-        shared.execute_async_task(task)
-    return token
+        held = dataclasses.replace(source, range=(*leading, panels.start + panel, *from_rows))
+        now.store_by_tma(gpu_callbacks.AsyncCopySmemToGmemTask, held, dataclasses.replace(target, range=tuple(here)))
 
 
 def _box(at: np.ndarray) -> list[tuple[slice, ...]]:

@@ -76,12 +76,12 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
     return found
 
 
-def decided(p: Attention) -> dispatch.Decision:
-    """The kernel and its config, but without a split of a group's heads, which the heuristic makes of few tiles."""
+def decided(p: Attention, head_splits: int = 1) -> dispatch.Decision:
+    """The kernel and its config, but for the split of a group's heads, which the heuristic makes of few tiles."""
     found = dispatch.decide(p, hardware.H200)
     if found.kernel is None:
         return found
-    return dataclasses.replace(found, config=dataclasses.replace(found.config, head_splits=1))
+    return dataclasses.replace(found, config=dataclasses.replace(found.config, head_splits=head_splits))
 
 
 @functools.lru_cache(maxsize=1)
@@ -189,13 +189,11 @@ def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
     assert not any([differs(run(*operands)[0]) for _ in range(400)])
 
 
-INTERPRETED = {
-    "full": ("full", (70, 130), (64, 64), {"deterministic": False}),
-    "causal": ("causal", (130, 130), (64, 64), {"deterministic": True, "heads": (2, 1)}),
+EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True, "heads": (1, 1)}
+IN_TURNS = {"deterministic": True}
+INTERPRETED: dict[str, tuple[Any, ...]] = {
     "turns": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
-    "left-in-turns": ("window-left", (200, 300), (128, 64), {"deterministic": True, "heads": (1, 1), "batch": 1}),
-    "square-bias": ("bias", (90, 90), (64, 64), {"heads": (1, 1), "batch": 1}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
     "one-block": ("full", (140, 90), (64, 64), {"deterministic": False, "heads": (2, 1)}),
@@ -203,10 +201,7 @@ INTERPRETED = {
     "later-in-turns": ("causal-later", (130, 300), (128, 72), {"heads": (2, 1)}),
     "biased-in-turns": ("bias", (70, 200), (96, 128), {"heads": (2, 2), "sinks": True}),
     "causal-in-turns": ("causal", (140, 200), (128, 128), {"deterministic": True, "heads": (1, 1)}),
-    "bias-in-any-order": ("bias", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "mask-of-rows": ("mask-of-rows", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
-    "mask": ("mask", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2), "sinks": True}),
-    "segments": ("segments", (70, 90), (64, 64), {"deterministic": False, "soft_cap": 3.0}),
     "capped-bias": ("capped-bias", (90, 140), (128, 40), {"deterministic": True, "heads": (2, 2)}),
     "capped-bias-without-gradient": ("capped-bias-without-gradient", (70, 90), (96, 64), {"heads": (2, 1)}),
     "narrow-capped-bias": ("capped-bias-of-heads", (70, 90), (64, 64), {"deterministic": True}),
@@ -214,16 +209,45 @@ INTERPRETED = {
     "wide": ("full", (130, 70), (256, 256), {"deterministic": False, "heads": (1, 1)}),
     "wide-causal": ("causal", (70, 130), (192, 128), {"deterministic": True, "heads": (2, 1)}),
     "wide-bias": ("bias", (200, 70), (136, 64), {"deterministic": False, "heads": (1, 1)}),
-    "wide-lengths": ("lengths", (90, 140), (64, 192), {"deterministic": False, "heads": (2, 1)}),
-}
+    "extreme": ("lengths", (140, 200), (64, 64), EVERY_LENGTH, {"sequences": "extreme"}),
+    "ends-in-turns": ("ends", (140, 200), (128, 64), IN_TURNS | EVERY_LENGTH, {"sequences": "extreme"}),
+    "window-in-turns": ("ends-window", (140, 200), (64, 64), IN_TURNS | EVERY_LENGTH, {"sequences": "extreme"}),
+    "ends-segments": ("ends-segments", (140, 200), (64, 64), IN_TURNS | EVERY_LENGTH, {"sequences": "extreme"}),
+    "wide-ends": ("ends-window", (140, 200), (136, 64), EVERY_LENGTH, {"sequences": "extreme"}),
+    "packed": ("segments", (300, 300), (64, 64), {"heads": (2, 1)}, {"ids": "packed"}),
+    "packed-in-turns": ("segments-causal", (300, 300), (128, 64), IN_TURNS | {"heads": (2, 1)}, {"ids": "packed"}),
+    "unsorted-in-turns": (
+        "segments", (330, 300), (64, 128), IN_TURNS | {"heads": (2, 1), "window": (150, 60)}, {"ids": "unsorted"}
+    ),
+    "few-lengths": (
+        "segments", (300, 260), (64, 64), IN_TURNS | {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
+        {"ids": "few"},
+    ),
+    "packed-wide": ("segments", (200, 200), (136, 64), IN_TURNS | {"heads": (2, 1)}, {"ids": "packed"}),
+    "unsorted-wide": ("segments-causal", (200, 200), (136, 64), {"heads": (2, 1)}, {"ids": "unsorted"}),
+    "drawn-mask": ("mask", (150, 390), (64, 64), {"heads": (2, 1)}, {"mask": "documents"}),
+    "drawn-mask-of-heads": ("mask-of-heads", (150, 390), (128, 64), {}, {"mask": "documents"}),
+    "drawn-keys-without-queries": (
+        "mask", (150, 390), (64, 128), {"heads": (1, 1), "causal_offset": 30}, {"mask": "causal"}
+    ),
+    "drawn-segments": ("segments-causal", (150, 390), (64, 64), {"heads": (2, 1)}, {"ids": "packed"}),
+    "drawn-lengths": (
+        "segments", (150, 390), (128, 128), {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
+        {"ids": "unsorted"},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted_without_a_race(interpreted, name):
-    kind, lengths, dims, facts = INTERPRETED[name]
+def test_interpreted_without_a_race(interpreted, name, monkeypatch):
+    kind, lengths, dims, facts, *patterns = INTERPRETED[name]
     p = problem_of(kind, lengths, dims, "bfloat16", **facts)
-    check(p, decided(p).run, interpreted)
+    decision = decided(p)
+    if decision.config.scheduler == "dynamic":
+        monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
+    assert decision.config.scheduler == "dynamic" or not name.startswith("drawn")
+    check(p, decision.run, interpreted, **(patterns[0] if patterns else {}))
 
 
 @pytest.mark.timeout(300)
@@ -233,68 +257,39 @@ def test_interpreted_without_a_race(interpreted, name):
 )
 def test_a_groups_heads_split_in_the_interpreter(kind, dims, heads, splits, interpreted):
     p = problem_of(kind, (70, 90), dims, "bfloat16", heads=heads)
-    found = decided(p)
-    assert found.kernel is not None
-    config = dataclasses.replace(found.config, head_splits=splits)
-    check(p, functools.partial(dispatch.KERNELS[Op.BACKWARD][found.kernel].run, p, config), interpreted)
-
-
-ENDS = [
-    ("lengths", (64, 64), False),
-    ("ends", (64, 64), False), ("ends", (128, 64), True), ("ends-window", (64, 64), True),
-    ("ends-segments", (64, 64), True), ("ends-window", (136, 64), False),
-]  # fmt: skip
-EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
+    check(p, decided(p, splits).run, interpreted)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["ends", "ends-window", "ends-segments"])
 @pytest.mark.parametrize("deterministic, head_dim", [(True, 64), (False, 128), (True, 128), (True, 256)])
 def test_extreme_lengths(kind, deterministic, head_dim):
-    p = problem_of(kind, (400, 501), (head_dim, head_dim), "bfloat16", heads=(2, 1), deterministic=deterministic)
-    p = dataclasses.replace(p, **EVERY_LENGTH)
+    facts = EVERY_LENGTH | {"heads": (2, 1), "deterministic": deterministic}
+    p = problem_of(kind, (400, 501), (head_dim, head_dim), "bfloat16", **facts)
     check(p, compiled(p), sequences="extreme")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind, dims, deterministic", ENDS)
-def test_extreme_lengths_in_the_interpreter(kind, dims, deterministic, interpreted):
-    p = problem_of(kind, (140, 200), dims, "bfloat16", heads=(1, 1), deterministic=deterministic)
-    p = dataclasses.replace(p, **EVERY_LENGTH)
-    check(p, decided(p).run, interpreted, sequences="extreme")
-
-
-SKIPPING = {
-    "packed": ((300, 300), (64, 64), {"deterministic": False}),
-    "packed-turns": ((300, 300), (128, 64), {"deterministic": True, "causal_offset": 0}),
-    "unsorted-turns": ((330, 300), (64, 128), {"deterministic": True, "window": (150, 60)}),
-    "few-lengths": ((300, 260), (64, 64), {"deterministic": True, "key_lengths": True, "query_lengths": True}),
-    "packed-wide": ((200, 200), (136, 64), {"deterministic": True}),
-    "unsorted-wide": ((200, 200), (136, 64), {"deterministic": False, "causal_offset": 0}),
-}
 
 
 @pytest.mark.slow
 def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
     """What masks are made of elsewhere is as good as -inf, for a row that has nothing else too."""
-    p = dataclasses.replace(
-        problem_of("bias", (70, 64), (32, 32), "bfloat16", heads=(1, 1)), batch=1, bias=(1, 1, 70, 64)
-    )
-    arrays = dict(zip((*QKV, "bias"), all_operands_of(p), strict=False))
-    found = []
-    for number in (-np.inf, -1e10, -1e30):
-        bias = np.array(arrays["bias"])
-        bias[..., 7, :], bias[..., 9, :40] = number, number
-        hidden = np.where(bias < -(2.0**27), -np.inf, bias.astype(np.float64))
-        truth = attention_oracle.forward(*(arrays[name] for name in QKV), hidden, **rules_of(p, arrays))
-        assert np.isneginf(truth.lse[..., 7]).all()
-        out, lse = truth.out.astype(p.dtype), truth.lse.astype(np.float32)
-        operands = [arrays[name] for name in QKV] + [bias, out, lse, np.ones_like(out), np.ones_like(lse)]
-        got = interpreted(decided(p).run, *map(jnp.asarray, operands))
-        found.append([np.asarray(x, np.float32) for x in got])
-        assert all(np.isfinite(x).all() for x in found[-1])
-        jax.tree.map(np.testing.assert_array_equal, found[-1], found[0])
+    p = problem_of("bias", (70, 64), (32, 32), "bfloat16", heads=(1, 1), batch=3)
+    arrays = {name: np.array(x) for name, x in operands_of(p).items()}
+    for array in arrays.values():
+        array[:] = array[:1]
+    for bias, number in zip(arrays["bias"], (-np.inf, -1e10, -1e30), strict=True):
+        bias[:, 7, :], bias[:, 9, :40] = number, number
+    bias = arrays["bias"].astype(np.float64)
+    hidden = np.where(bias < -(2.0**27), -np.inf, bias)
+    truth = attention_oracle.forward(*(arrays[name] for name in QKV), hidden, **rules_of(p, arrays))
+    assert np.isneginf(truth.lse[..., 7]).all()
+    out, lse = truth.out.astype(p.dtype), truth.lse.astype(np.float32)
+    for got in interpreted(
+        decided(p).run, *map(jnp.asarray, (*arrays.values(), out, lse, np.ones_like(out), np.ones_like(lse)))
+    ):
+        first, *others = np.asarray(got, np.float32)
+        assert np.isfinite(first).all()
+        for other in others:
+            np.testing.assert_array_equal(other, first)
 
 
 # Keys of one head that fill a device of so few multiprocessors: what is decided then, and for heads of which sizes.
@@ -453,35 +448,6 @@ def test_sequences_that_share_a_bias_come_one_after_the_other(shape, facts):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SKIPPING)
-def test_segments_that_skip_in_the_interpreter(interpreted, name):
-    lengths, dims, facts = SKIPPING[name]
-    p = problem_of("segments", lengths, dims, "bfloat16", heads=(2, 1), **facts)
-    check(p, decided(p).run, interpreted, ids=name.split("-")[0])
-
-
-DRAWN = {
-    "mask": ("mask", (64, 64), {}, {"mask": "documents"}),
-    "mask-of-heads": ("mask-of-heads", (128, 64), {"heads": (4, 2)}, {"mask": "documents"}),
-    "keys-without-queries": ("mask", (64, 128), {"heads": (1, 1), "causal_offset": 30}, {"mask": "causal"}),
-    "segments": ("segments", (64, 64), {"causal_offset": 0}, {"ids": "packed"}),
-    "lengths": ("segments", (128, 128), {"key_lengths": True, "query_lengths": True}, {"ids": "unsorted"}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", DRAWN)
-def test_tiles_that_are_drawn_in_the_interpreter(name, interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
-    kind, dims, facts, patterns = DRAWN[name]
-    p = problem_of(kind, (150, 390), dims, "bfloat16", **{"heads": (2, 1), **facts})
-    assert decided(p).config.scheduler == "dynamic"
-    check(p, decided(p).run, interpreted, **patterns)
-
-
-@pytest.mark.slow
 def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
     p = problem_of("mask-of-rows", (70, 390), (64, 64), "bfloat16", heads=(1, 1), batch=1)
     names = list(operands_of(p))
@@ -489,12 +455,9 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
     axes = [None if i == names.index("mask") else 0 for i in range(len(both))]
     operands = [x[0] if axis is None else x for x, axis in zip(both, axes, strict=True)]
     got = interpreted(jax.vmap(decided(p).run, in_axes=axes), *operands)
-    for i in range(2):
-        alone = interpreted(
-            decided(p).run, *(x if axis is None else x[i] for x, axis in zip(operands, axes, strict=True))
-        )
-        for a, b in zip(got, alone, strict=True):
-            np.testing.assert_array_equal(np.asarray(a[i], np.float32), np.asarray(b, np.float32))
+    second = (x if axis is None else x[1] for x, axis in zip(operands, axes, strict=True))
+    for a, b in zip(got, interpreted(decided(p).run, *second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a[1], np.float32), np.asarray(b, np.float32))
 
 
 @pytest.mark.parametrize(

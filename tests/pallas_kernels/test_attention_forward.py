@@ -126,54 +126,72 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
             np.testing.assert_array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
 
 
-# `test_attention_masks` has the masks.
+EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
+SPLIT = {"warpgroups": 1, "overwrites": True, "splits": 5}
+EARLY = {"early": 24, "overwrites": True, "overlaps": True}
+DRAWN = {"scheduler": "dynamic"}
+NO_SLACK = {"slack": 0}
+F32, BF16, F16 = ({"bias_dtype": jnp.dtype(name), "causal_offset": 20} for name in ("float32", "bfloat16", "float16"))
+
+# The kind, lengths, sizes and numbers of heads; then what else the config, the problem and its operands have.
+INTERPRETED: list[tuple[Any, ...]] = [
+    ("causal-later", (37, 150), (72, 40), (16, 2), {"warpgroups": 1, "overwrites": True, "packed_heads": 4}, {}, {}),
+    ("lengths", (37, 150), (72, 40), (16, 2), {"overwrites": True, "packed_heads": 2}, {}, {}),
+    ("window", (37, 150), (72, 40), (16, 2), {"overwrites": True, "packed_heads": 8}, {}, {}),
+    ("causal-later", (5, 330), (72, 40), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
+    ("lengths", (5, 330), (72, 40), (4, 2), SPLIT | {"packed_heads": 2}, {}, {}),
+    ("window", (5, 330), (72, 40), (16, 2), SPLIT | {"packed_heads": 8}, {}, {}),
+    ("sinks", (5, 330), (72, 40), (4, 2), SPLIT, {}, {}),
+    ("causal-later", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
+    ("ends-segments", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), {"block_kv": 128, "warpgroups": 3, "slack": 0}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), DRAWN | {"warpgroups": 1, "slack": 2}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), {"block_kv": 128, "warpgroups": 1, "slack": 2, "early": 8}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), {"overlaps": True}, {}, {}),
+    ("full", (270, 50), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
+    ("lengths", (270, 200), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
+    ("segments-causal", (270, 270), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
+    ("lengths", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
+    ("ends-window", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
+    ("ends-segments", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
+    ("full", (152, 192), (32, 16), (2, 1), {}, {"bias": "B1TS"} | F16, {}),
+    ("full", (152, 192), (32, 16), (2, 1), {"bias_stages": 1}, {"bias": "BNTS"} | BF16, {}),
+    ("full", (152, 192), (32, 16), (2, 1), {"bias_stages": 2}, {"bias": "1NTS"} | F32, {}),
+    ("full", (152, 192), (32, 16), (2, 1), {"bias_stages": 2}, {"bias": "B1TS"} | F16, {}),
+    ("segments", (260, 260), (32, 16), (2, 1), DRAWN, {}, {"ids": "packed"}),
+    ("lengths", (260, 260), (32, 16), (2, 1), {}, {"segments": True}, {"ids": "packed"}),
+    ("segments", (200, 330), (32, 16), (2, 1), DRAWN, {"window": (150, 60), "sinks": True}, {"ids": "unsorted"}),
+    ("segments", (260, 330), (32, 16), (2, 1), {}, {"causal_offset": 130}, {"ids": "few"}),
+]  # fmt: skip
+
+
+# `test_attention_mutants` has every kind, and `test_attention_masks` the masks.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("mask")])
-def test_matches_the_oracle_in_the_interpreter(kind, interpreted):
-    p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
-    p = p if {"key_lengths", "segments", "bias", "mask"} & KINDS[kind].keys() else dataclasses.replace(p, batch=1)
-    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
-    check(p, config, interpreted)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind, lengths, dims, heads, knobs, facts, patterns", INTERPRETED, ids=str)
+def test_matches_the_oracle_in_the_interpreter(
+    kind, lengths, dims, heads, knobs, facts, patterns, interpreted, monkeypatch
+):
+    config = ForwardConfig(**{"block_kv": 64, "warpgroups": 2, "slack": 8} | knobs)
+    if config.scheduler == "dynamic":
+        monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
+    facts = KINDS[kind] | {"batch": 2} | facts
+    dtype = "float16" if kind == "window-left" else "bfloat16"
+    p = attention_cases.problem_of(Op.FORWARD, facts, lengths, dims, dtype, heads, facts.pop("batch"))
+    check(p, config, interpreted, **patterns)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, packed", [("causal-later", 4), ("lengths", 2), ("window", 8)])
-@pytest.mark.parametrize("warpgroups", [1, 2])
-def test_packed_heads_in_the_interpreter(kind, packed, warpgroups, interpreted):
-    p = problem_of(kind, (37, 150), (72, 40), "bfloat16", heads=(16, 2))
-    config = ForwardConfig(block_kv=64, warpgroups=warpgroups, slack=8, overwrites=True, packed_heads=packed)
-    check(p, config, interpreted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, packed", [("full", 1), ("causal-later", 4), ("lengths", 2), ("window", 8), ("sinks", 1)]
-)
-def test_split_keys_in_the_interpreter(kind, packed, interpreted):
-    p = problem_of(kind, (5, 500), (72, 40), "bfloat16", heads=(16, 2))
-    config = ForwardConfig(64, 1, slack=8, overwrites=True, packed_heads=packed, splits=5)
-    check(p, config, interpreted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["causal-later", "ends-segments"])
-def test_batch_invariant_weights_in_the_interpreter(kind, interpreted):
-    p = problem_of(kind, (113, 150), (64, 32), "bfloat16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, early=24, overwrites=True, overlaps=True)
-    check(dataclasses.replace(p, batch_invariant=True), config, interpreted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, slack, early", [("query", 0, 0), ("key", 8, 0), ("query", 8, 24), ("key", 8, 24)])
-def test_nan_is_not_hidden_in_the_interpreter(name, slack, early, interpreted):
-    p = dataclasses.replace(problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1)), batch=1)
+@pytest.mark.parametrize("slack, early", [(0, 0), (8, 0), (8, 24)])
+def test_nan_is_not_hidden_in_the_interpreter(slack, early, interpreted):
+    p = problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1))
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
-    arrays[name][:, 5] = np.nan
+    arrays["query"][0, 5] = arrays["key"][1, 5] = np.nan
     config = ForwardConfig(block_kv=64, warpgroups=2, slack=slack, early=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
-    lost = np.isnan(np.asarray(out, np.float32)).all(axis=(0, 2, 3))
-    np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=(0, 1)))
-    np.testing.assert_array_equal(lost, (np.arange(70) == 5) | (name == "key"))
+    lost = np.isnan(np.asarray(out, np.float32)).all(axis=(2, 3))
+    np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=1))
+    np.testing.assert_array_equal(lost, [np.arange(70) == 5, np.full(70, True)])
 
 
 def check_hidden_by_bias(dtype: str, run: Any) -> None:
@@ -206,34 +224,10 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        ForwardConfig(block_kv=128, warpgroups=3),
-        ForwardConfig(block_kv=64, warpgroups=1, slack=2, scheduler="dynamic"),
-        ForwardConfig(block_kv=128, warpgroups=1, slack=2, early=8, overwrites=True),
-        ForwardConfig(block_kv=64, warpgroups=2, slack=8, overlaps=True),
-    ],
-    ids=str,
-)
-def test_configs_in_the_interpreter(config, interpreted):
-    check(problem_of("window-left", (200, 300), (64, 64), "float16", heads=(2, 2)), config, interpreted)
-
-
-@pytest.mark.slow
 def test_tile_after_tile_in_the_interpreter(interpreted):
     p = problem_of("causal", (270, 200), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2)
     assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
-    check(p, config, interpreted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, keys", [("full", 50), ("lengths", 200), ("segments-causal", 270)])
-def test_dynamic_scheduler_in_the_interpreter(kind, keys, interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
-    p = problem_of(kind, (270, keys), (32, 16), "float16", heads=(2, 1))
-    config = ForwardConfig(block_kv=64, warpgroups=2, scheduler="dynamic")
     check(p, config, interpreted)
 
 
@@ -262,7 +256,6 @@ def test_every_tile_is_drawn_once(sm_count, monkeypatch):
 
 
 ENDS = [kind for kind in KINDS if kind.startswith("ends")]
-EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
 
 
 @pytest.mark.gpu
@@ -272,14 +265,6 @@ def test_extreme_lengths(kind, head_dim):
     p = problem_of(kind, (600, 701), (head_dim, head_dim), "bfloat16", heads=(2, 1))
     p = dataclasses.replace(p, **EVERY_LENGTH)
     check(p, whole(p), sequences="extreme")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ENDS)
-def test_extreme_lengths_in_the_interpreter(kind, interpreted):
-    p = dataclasses.replace(problem_of(kind, (140, 200), (32, 16), "bfloat16", heads=(1, 1)), **EVERY_LENGTH)
-    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8)
-    check(p, config, interpreted, sequences="extreme")
 
 
 def copied_biases() -> list[Attention]:
@@ -304,17 +289,6 @@ def test_biases(p):
     check(p, whole(p))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape, dtype, bias_stages",
-    [("B1TS", "float16", 0), ("BNTS", "bfloat16", 1), ("1NTS", "float32", 2), ("B1TS", "float16", 2)],
-)
-def test_biases_in_the_interpreter(shape, dtype, bias_stages, interpreted):
-    kind = {"bias": shape, "bias_dtype": jnp.dtype(dtype), "causal_offset": 20}
-    p = attention_cases.problem_of(Op.FORWARD, kind, (152, 192), (32, 16), "bfloat16", (2, 1))
-    check(p, ForwardConfig(block_kv=64, warpgroups=2, slack=8, bias_stages=bias_stages), interpreted)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_biases_are_copied_where_they_fit(dims, dtype):
@@ -324,28 +298,8 @@ def test_biases_are_copied_where_they_fit(dims, dtype):
     assert config.bias_stages or (dims, dtype) == ((256, 256), "float32")
 
 
-SKIPPING = {
-    "packed": ({}, (260, 260)),
-    "packed-causal": ({"causal_offset": 0, "key_lengths": True, "query_lengths": True}, (260, 260)),
-    "unsorted": ({"window": (150, 60), "sinks": True}, (200, 330)),
-    "few": ({"causal_offset": 130}, (260, 330)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SKIPPING)
-def test_segments_that_skip_in_the_interpreter(name, interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=4))
-    facts, lengths = SKIPPING[name]
-    p = dataclasses.replace(problem_of("segments", lengths, (32, 16), "bfloat16", heads=(2, 1)), **facts)
-    scheduler = "dynamic" if name in ("packed", "unsorted") else "static"
-    config = ForwardConfig(block_kv=64, warpgroups=2, slack=8, scheduler=scheduler)
-    check(p, config, interpreted, ids=name.split("-")[0])
-
-
 @pytest.mark.aot
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (80, 80), (192, 128)])
+@pytest.mark.parametrize("dims", [(192, 128), (96, 96), (80, 80)])
 def test_products_that_overwrite_read_what_mosaics_read(dims):
     """The descriptors of the same tiles but for their addresses: strides, and swizzles of 128, 64 and 32 bytes."""
     p = problem_of("full", (512, 512), dims, "float16")
@@ -361,8 +315,10 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "dims, overlaps",
+    [((64, 64), True), ((128, 128), True), ((192, 128), True), ((256, 256), True), ((64, 64), False)],
+)
 def test_exponentials_overlap_products(dims, overlaps):
     p = problem_of("causal", (2048, 2048), dims, "bfloat16")
     config = whole(p)

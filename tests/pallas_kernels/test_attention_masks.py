@@ -1,8 +1,6 @@
 """What a mask lets the attention kernels pass over, and how its bits are packed, against the mask itself."""
 
 import dataclasses
-import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import attention_cases
@@ -12,15 +10,14 @@ import numpy as np
 import pytest
 import test_attention_backward
 import test_attention_forward
-from attention_cases import counts_of, operands_of, seen_of
-from test_attention_segments import in_blocks, spread
+from test_attention_segments import check_backward_visits, check_forward_visits, in_blocks
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_common, backward_operands, bits, forward, schedule
-from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
+from pallas_kernels.attention import bits, schedule
+from pallas_kernels.attention.configs import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
+from tests.pairwise import pairwise
 
-BROADCASTS = ["".join(x) for x in itertools.product("B1", "N1", "T1", "S1")]
 RULES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal_offset": 0},
@@ -31,9 +28,8 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-# The rules take turns.
 VISITED = [
-    (*x, rules) for x, rules in zip(itertools.product(BROADCASTS, mask_patterns.PATTERNS), itertools.cycle(RULES))
+    ("".join(x[:4]), *x[4:]) for x in pairwise("B1", "N1", "T1", "S1", tuple(mask_patterns.PATTERNS), tuple(RULES))
 ]
 
 
@@ -56,9 +52,10 @@ def test_every_bit_is_where_its_thread_wants_it(shape, axis):
     assert (found[..., columns:] == (by_row if columns == 1 else False)).all()
 
 
-@pytest.mark.parametrize("axis", [2, 3])
-@pytest.mark.parametrize("blocks", [(128, 64), (192, 128), (128, 128), (64, 64)])
-@pytest.mark.parametrize("pattern", mask_patterns.PATTERNS)
+@pytest.mark.parametrize(
+    "pattern, blocks, axis",
+    pairwise(tuple(mask_patterns.PATTERNS), ((128, 64), (192, 128), (128, 128), (64, 64)), (2, 3)),
+)
 def test_blocks_that_hold_something_and_everything(pattern, blocks, axis):
     mask = mask_patterns.PATTERNS[pattern](np.random.default_rng(1), (2, 3, 513, 700))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
@@ -68,64 +65,27 @@ def test_blocks_that_hold_something_and_everything(pattern, blocks, axis):
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))
 
 
-def problem_of(op: Op, mask: str, rules: str, lengths: tuple[int, int], **more: Any) -> Attention:
-    return attention_cases.problem_of(op, {"mask": mask, **RULES[rules], **more}, lengths, (8, 8), "bfloat16", (4, 2))
+def problem_of(op: Op, mask: str, rules: str, heads: tuple[int, int] = (2, 1), **more: Any) -> Attention:
+    facts = {"mask": mask, **RULES[rules], **more}
+    return attention_cases.problem_of(op, facts, (513, 700), (8, 8), "bfloat16", heads)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
-def test_forward_visits_what_is_seen(mask, rules, pattern):
-    p, config = problem_of(Op.FORWARD, mask, rules, (513, 700)), ForwardConfig(128, warpgroups=2)
-    arrays, rows, columns = operands_of(p, mask=pattern), config.block_q, config.block_kv
-    seen = seen_of(p, arrays)
-    table = np.asarray(forward.addressable(config, {name: jnp.asarray(x) for name, x in arrays.items()})["spans"])
-    table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
-    for b, n, i in np.ndindex(table.shape[:3]):
-        counts = counts_of(p, arrays)[b].tolist()
-        span = schedule.span(p, columns, i * rows, rows, *counts)
-        first, inner_first, inner_end, end = map(int, schedule.narrowed(span, schedule.Span(*table[b, n, i])))
-        mine = seen[b, n, i * rows : min((i + 1) * rows, counts[0])]
-        assert 0 <= first < end
-        assert not mine[:, : first * columns].any()
-        assert not mine[:, end * columns :].any()
-        # The last tile is always compared.
-        assert mine[:, max(first, inner_first) * columns : min(end - 1, inner_end) * columns].all()
-        if rules == "full" and mine.any():
-            tiles = np.flatnonzero(mine.any(0)) // columns
-            assert (first, end) == (tiles[0], tiles[-1] + 1)
+def test_forward_visits_what_is_seen(mask, pattern, rules):
+    p, config = problem_of(Op.FORWARD, mask, rules), ForwardConfig(128, warpgroups=2)
+    check_forward_visits(p, config, exactly=rules == "full", mask=pattern)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
-def test_backward_visits_what_is_seen_in_turns(mask, rules, pattern):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
-    p = problem_of(Op.BACKWARD, mask, rules, (513, 700), deterministic=True)
-    arrays = operands_of(p, mask=pattern)
-    found = backward_operands.what_is_seen(
-        p, config, SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    )
-    blocks, (keys, queries) = -(-p.query_length // config.block_q), (config.block_kv, config.block_q)
-    shape = p.batch, p.key_heads, -(-p.key_length // keys)
-    table = np.broadcast_to(found["spans"], (*shape, 4)).reshape(-1, shape[2], 4)
-    by_group = seen_of(p, arrays).reshape(p.batch, p.key_heads, 2, p.query_length, p.key_length).swapaxes(3, 4)
-    some, every = (x.reshape(-1, p.key_length, p.query_length) for x in (by_group.any(2), by_group.all(2)))
-    visited, inner = spread(table, blocks), spread(table, blocks, 1, 2)
-    assert not (in_blocks(some, keys, queries) & ~visited).any()
-    if not p.query_lengths:  # of queries past their length the weights are 0
-        assert not (inner & ~in_blocks(every, keys, queries, whole=True)).any()
-    if rules == "full":
-        held = in_blocks(some, keys, queries)
-        assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
-    before = np.cumsum(visited, axis=1) - visited
-    if schedule.bounds(p)[1] is not None:
-        before = np.cumsum(visited[:, ::-1], axis=1)[:, ::-1] - visited
-    turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
-    np.testing.assert_array_equal(turns, before)
-    assert backward_common.turn_counts(p, config) is None
+def test_backward_visits_what_is_seen_in_turns(mask, pattern, rules):
+    p = problem_of(Op.BACKWARD, mask, rules, (4, 2), deterministic=True)
+    check_backward_visits(p, exactly=rules == "full", mask=pattern)
 
 
 def test_later_queries_start_first():
-    p = dataclasses.replace(problem_of(Op.FORWARD, "B1TS", "full", (512, 512)), head_dim=128, value_dim=128)
+    p = attention_cases.problem_of(Op.FORWARD, {"mask": "B1TS"}, (512, 512), (128, 128), "bfloat16", (4, 2))
     config = test_attention_forward.whole(p)
     order, _ = schedule.order(p, config)
     per_head = -(-512 // config.block_q)
@@ -160,15 +120,12 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
 
 
 BACKWARD = {
-    "causal": ("B1TS", "causal", (64, 64), {}),
     "causal-turns": ("1NTS", "causal", (128, 64), {"deterministic": True}),
     "documents-turns": ("BNTS", "documents", (64, 64), {"deterministic": True, "sinks": True}),
     "padding-turns": ("B11S", "padding", (128, 64), {"deterministic": True, "window": (150, 60)}),
     "rows": ("1NT1", "scattered", (64, 64), {"soft_cap": 3.0}),
     "everything-wide": ("11TS", "everything", (136, 64), {"causal_offset": 0}),
     "documents-wide": ("BNTS", "documents", (136, 64), {"deterministic": True}),
-    "documents": ("B1TS", "documents", (128, 64), {}),
-    "nothing": ("B111", "nothing", (64, 64), {"deterministic": True}),
     "nothing-drawn": ("B111", "nothing", (64, 64), {}),
     "documents-with-all": (
         "BNTS", "documents", (64, 64), {**RULES["lengths"], "causal_offset": 100, "bias": "1NTS", "deterministic": True}

@@ -3,25 +3,13 @@
 import dataclasses
 import functools
 
+import attention_mutants as faults
 import jax
 import pytest
 import test_attention_backward
 import test_attention_forward
 import test_attention_schedule
-from attention_mutants import (
-    BY_SIZES,
-    DEADLOCK,
-    MUTANTS,
-    NOT_FINITE,
-    NOT_ONCE,
-    NOT_WAITED_FOR,
-    NUMBERS,
-    OUT_OF_STEP,
-    RACE,
-    TOO_LARGE,
-    UNDER_WAY,
-    UNORDERED,
-)
+from attention_mutants import BY_SIZES, MUTANTS, Case
 from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
@@ -37,45 +25,45 @@ DEADLOCK_S = 2.0
 FEW = dataclasses.replace(hardware.H200, sm_count=2)
 # A warpgroup that does not wait may get two phases ahead: the other one's barrier then shows the phase before for ever.
 REJECTIONS = {
-    NUMBERS: (AssertionError,),
-    RACE: (RaceDetected,),
-    UNORDERED: (AssertionError, RaceDetected, Deadlock),
-    NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
-    NOT_WAITED_FOR: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
-    OUT_OF_STEP: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
-    DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
-    UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
-    NOT_ONCE: (AssertionError,),
-    TOO_LARGE: (AssertionError,),
+    faults.NUMBERS: (AssertionError,),
+    faults.RACE: (RaceDetected,),
+    faults.UNORDERED: (AssertionError, RaceDetected, Deadlock),
+    faults.NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
+    faults.NOT_WAITED_FOR: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
+    faults.OUT_OF_STEP: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
+    faults.DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
+    faults.UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
+    faults.NOT_ONCE: (AssertionError,),
+    faults.TOO_LARGE: (AssertionError,),
 }
 
 
-def check(
-    op, kind, batch, heads, slack, early, scheduler, bias_stages, deterministic, dims, mask, keys, *, limit_s=20.0
-):
+def check(case, *, limit_s=20.0):
     """The check of the kernel's tests, of a problem that is as small as the fault allows."""
     run = functools.partial(interpret, limit_s=limit_s)
+    heads, batch = case.heads, case.batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "current", lambda: FEW)
-        if op is Op.FORWARD:
-            problem = test_attention_forward.problem_of(kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-            config = ForwardConfig(64, 2, slack, early, scheduler, bias_stages)
-            config = dataclasses.replace(config, overwrites=True, overlaps=True, query_ahead=True)
-            test_attention_forward.check(problem, config, run, mask=mask)
+        if case.op is Op.FORWARD:
+            problem = test_attention_forward.problem_of(case.kind, (100, 200), (32, 16), "bfloat16", heads, batch)
+            knobs = {"overwrites": True, "overlaps": True, "query_ahead": True, "bias_stages": case.bias_stages}
+            config = ForwardConfig(64, 2, 8 if case.early else 0, case.early, case.scheduler, **knobs)
+            test_attention_forward.check(problem, config, run, mask=case.mask)
         else:
-            facts = {"heads": heads, "batch": batch, "deterministic": deterministic}
-            problem = test_attention_backward.problem_of(kind, (200, keys), dims, "bfloat16", **facts)
-            test_attention_backward.check(problem, test_attention_backward.decided(problem).run, run, mask=mask)
+            facts = {"heads": heads, "batch": batch, "deterministic": case.deterministic}
+            problem = test_attention_backward.problem_of(case.kind, (200, case.keys), case.dims, "bfloat16", **facts)
+            kernel = test_attention_backward.decided(problem, case.head_splits).run
+            test_attention_backward.check(problem, kernel, run, mask=case.mask)
 
 
 def check_sizes(mutant):
     """Of the problem's kind, what is decided from the sizes of models."""
-    if mutant.rejected_by == TOO_LARGE:
-        return test_attention_schedule.check_memory(mutant.op, test_attention_schedule.MEMORY_KINDS[mutant.kind])
+    op, kind = mutant.case[:2]
+    if mutant.rejected_by == faults.TOO_LARGE:
+        return test_attention_schedule.check_memory(op, test_attention_schedule.MEMORY_KINDS[kind])
     for shape in test_attention_schedule.SHAPES:
-        test_attention_schedule.check_tiles(
-            test_attention_schedule.problem_of(mutant.op, test_attention_schedule.KINDS[mutant.kind], shape)
-        )
+        problem = test_attention_schedule.problem_of(op, test_attention_schedule.KINDS[kind], shape)
+        test_attention_schedule.check_tiles(problem)
 
 
 @pytest.fixture
@@ -93,35 +81,32 @@ def fresh():
 
 
 def cases():
-    """The mutants' cases, but for those that are a part of another, of more sequences or heads."""
+    """A mutant's case of each kind and size of heads, the largest, and others of forward with early weights."""
     largest = {}
-    for op, kind, batch, heads, *facts in (m.case for m in MUTANTS if m.rejected_by not in BY_SIZES):
-        case = (batch * heads[0], (op, kind, batch, heads, *facts))
-        key = (op, kind, *facts)
-        largest[key] = max(largest.get(key, case), case)
-    return [case for _, case in largest.values()]
+    for case in (m.case for m in MUTANTS if m.rejected_by not in BY_SIZES):
+        key = case.op, case.kind, case.dims, case.early
+        largest[key] = max(largest.get(key, case), case, key=lambda c: c.batch * c.heads[0])
+    kinds = set(test_attention_forward.KINDS) - {kind for op, kind, *_ in largest if op is Op.FORWARD}
+    kinds |= {"lengths", "window-nothing", "sinks", "bias", "everything"}
+    early = [Case(Op.FORWARD, kind, 2, (2, 1), early=24) for kind in sorted(kinds) if not kind.startswith("mask")]
+    return [*largest.values(), *early]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: "-".join(map(str, c)))
 def test_without_a_fault_the_check_passes(case):
-    check(*case)
+    check(case)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.op.name.lower()}-{m.name}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.case.op.name.lower()}-{m.words}")
 @pytest.mark.usefixtures("fresh")
 def test_planted_fault_is_rejected(mutant, monkeypatch):
     calls = plant(monkeypatch, mutant)
     expected = REJECTIONS[mutant.rejected_by]
-    limit_s = DEADLOCK_S if mutant.rejected_by in (DEADLOCK, OUT_OF_STEP) else 20.0
-    rejects = functools.partial(check, *mutant.case, limit_s=limit_s)
+    limit_s = DEADLOCK_S if mutant.rejected_by in (faults.DEADLOCK, faults.OUT_OF_STEP) else 20.0
+    rejects = functools.partial(check, mutant.case, limit_s=limit_s)
     if mutant.rejected_by in BY_SIZES:
         rejects = functools.partial(check_sizes, mutant)
     with pytest.raises(expected) as caught:
         rejects()
     assert calls
     assert caught.type in expected, f"rejected for another reason than {mutant.rejected_by}: {caught.value}"
-
-
-def test_every_fault_has_a_place():
-    for mutant in MUTANTS:
-        assert mutant.faulty is not mutant.original

@@ -1,21 +1,21 @@
 """What segment ids let the attention kernels pass over, against comparing every id with every other."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
+from typing import Any
 
+import attention_cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_attention_backward
-import test_attention_forward
-from attention_cases import counts_of, seen_of
+from attention_cases import counts_of, operands_of, seen_of
 from documents import PATTERNS
 
-from pallas_kernels.attention import backward_common, backward_operands, schedule, segments
-from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention import backward_common, backward_operands, forward, schedule, segments
+from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.attention.pairs import Pairs, spans
 from pallas_kernels.attention.problem import Attention, Op
+from tests.pairwise import pairwise
 
 LENGTHS = ((1, 1), (700, 700), (513, 1030), (1030, 513))
 BLOCKS = ((128, 64), (192, 128))
@@ -40,9 +40,7 @@ def spread(spans: np.ndarray, count: int, start: int = 0, stop: int = 3) -> np.n
     return (spans[..., start, None] <= column) & (column < spans[..., stop, None])
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("pattern, lengths, blocks", pairwise(tuple(PATTERNS), LENGTHS, BLOCKS))
 def test_blocks_that_do_not_meet_have_no_id_in_common(pattern, lengths, blocks):
     queries, keys = ids_of(pattern, lengths)
     equal = queries[:, :, None] == keys[:, None, :]
@@ -83,66 +81,86 @@ RULES = {
 }
 
 
-# The lengths take turns.
-VISITED = [(*x, n) for x, n in zip(itertools.product(PATTERNS, RULES), itertools.cycle(LENGTHS[1:]))]
+def check_forward_visits(p: Attention, config: ForwardConfig, *, exactly: bool = False, **patterns: str) -> None:
+    """What is passed over is not seen, what is not compared is seen whole; `exactly`: nothing is visited in vain."""
+    arrays, (rows, columns) = operands_of(p, **patterns), (config.block_q, config.block_kv)
+    seen, tiles = seen_of(p, arrays), -(-p.key_length // columns)
+    table = np.asarray(forward.addressable(config, {name: jnp.asarray(x) for name, x in arrays.items()})["spans"])
+    table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
+    for b, n, i in np.ndindex(table.shape[:3]):
+        counts = counts_of(p, arrays)[b].tolist()
+        of_block = schedule.span(p, columns, i * rows, rows, *counts)
+        of_block = schedule.narrowed(of_block, schedule.Span(*table[b, n, i]))
+        for row in range(i * rows, min((i + 1) * rows, p.query_length), 64):
+            own = schedule.narrowed(of_block, schedule.span(p, columns, row, 64, *counts))
+            first, inner_first, inner_end, end = map(int, own)
+            assert 0 <= int(of_block.first) <= first < end <= int(of_block.end) <= tiles
+            mine = seen[b, n, row : min(row + 64, counts[0])]
+            assert not mine[:, : first * columns].any()
+            assert not mine[:, end * columns :].any()
+            # The last tile is always compared.
+            assert mine[:, max(first, inner_first) * columns : min(end - 1, inner_end) * columns].all()
+        held = np.flatnonzero(seen[b, n, i * rows : (i + 1) * rows].any(0)) // columns
+        if exactly and held.size:
+            assert (of_block.first, of_block.end) == (held[0], held[-1] + 1)
+
+
+def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: str) -> None:
+    """The same of the queries that come past a block of keys, where each block's turn is known."""
+    config, arrays = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True), operands_of(p, **patterns)
+    found = what_is_seen(p, config, arrays)
+    blocks, sizes = -(-p.query_length // config.block_q), (config.block_kv, config.block_q)
+    shape = p.batch, p.key_heads, -(-p.key_length // config.block_kv)
+    table = np.broadcast_to(found["spans"], (*shape, 4)).reshape(-1, shape[2], 4)
+    group = p.query_heads // p.key_heads
+    by_group = seen_of(p, arrays).reshape(p.batch, p.key_heads, group, p.query_length, p.key_length).swapaxes(3, 4)
+    some, every = (x.reshape(-1, p.key_length, p.query_length) for x in (by_group.any(2), by_group.all(2)))
+    held, visited, inner = in_blocks(some, *sizes), spread(table, blocks), spread(table, blocks, 1, 2)
+    assert not (held & ~visited).any()
+    if not p.query_lengths:  # of queries past their length the weights are 0
+        assert not (inner & ~in_blocks(every, *sizes, whole=True)).any()
+    if exactly:
+        assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
+    order = slice(None, None, -1 if backward_common.latest_first(p, config) else 1)
+    before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
+    turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
+    np.testing.assert_array_equal(turns, before)
+    assert visited.any(1).all() or not backward_common.first_stores(p, config)
+    assert backward_common.turn_counts(p, config) is None
+
+
+def what_is_seen(p: Attention, config: BackwardConfig, arrays: dict[str, Any]) -> dict[str, Any]:
+    ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    return backward_operands.what_is_seen(p, config, ops)
+
+
+VISITED = pairwise(tuple(PATTERNS), tuple(RULES), LENGTHS[1:])
+
+
+def problem_of(op: Op, lengths: tuple[int, int], rules: str, **more: Any) -> Attention:
+    facts = {"segments": True, **RULES[rules], **more}
+    return attention_cases.problem_of(op, facts, lengths, (64, 64), "bfloat16", (1, 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern, rules, lengths", VISITED)
 def test_forward_visits_what_is_seen(pattern, rules, lengths):
-    p = test_attention_forward.problem_of("segments", lengths, (64, 64), "bfloat16")
-    p = dataclasses.replace(p, **RULES[rules])
-    arrays, (rows, columns) = test_attention_forward.operands_of(p, pattern), BLOCKS[0]
-    ids = (jnp.asarray(arrays[name]) for name in ("query_segments", "key_segments"))
-    seen, tiles = seen_of(p, arrays)[:, 0], -(-p.key_length // columns)
-    table = np.asarray(spans(segments.pairs(*ids, rows, columns), tiles))[:, 0]
-    for b in range(p.batch):
-        counts = counts_of(p, arrays)[b].tolist()
-        for i in range(table.shape[1]):
-            of_block = schedule.span(p, columns, i * rows, rows, *counts)
-            of_block = schedule.narrowed(of_block, schedule.Span(*table[b, i]))
-            for row in range(i * rows, min((i + 1) * rows, p.query_length), 64):
-                own = schedule.narrowed(of_block, schedule.span(p, columns, row, 64, *counts))
-                first, inner_first, inner_end, end = map(int, own)
-                assert 0 <= int(of_block.first) <= first < end <= int(of_block.end) <= tiles
-                mine = seen[b, row : min(row + 64, counts[0])]
-                assert not mine[:, : first * columns].any()
-                assert not mine[:, end * columns :].any()
-                # The last tile is always compared.
-                assert mine[:, max(first, inner_first) * columns : min(end - 1, inner_end) * columns].all()
+    check_forward_visits(problem_of(Op.FORWARD, lengths, rules), ForwardConfig(64, warpgroups=2), ids=pattern)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("lengths", LENGTHS[1:])
+@pytest.mark.parametrize("pattern, rules, lengths", VISITED)
 def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
-    facts = RULES[rules] | {"deterministic": True}
-    p = test_attention_backward.problem_of("segments", lengths, (64, 64), "bfloat16", **facts)
-    arrays = test_attention_backward.operands_of(p, pattern)
-    ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    found = backward_operands.what_is_seen(p, config, ops)
-    blocks, table = -(-p.query_length // config.block_q), np.asarray(found["spans"])[:, 0]
-    seen, visited = seen_of(p, arrays)[:, 0].swapaxes(1, 2), spread(table, blocks)
-    assert not (in_blocks(seen, config.block_kv, config.block_q) & ~visited).any()
-    whole, inner = in_blocks(seen, config.block_kv, config.block_q, whole=True), spread(table, blocks, 1, 2)
-    if not p.query_lengths:  # of queries past their length the weights are 0
-        assert not (inner & ~whole).any()
-    order = slice(None, None, -1 if backward_common.latest_first(p, config) else 1)
-    before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
-    np.testing.assert_array_equal(found["turns_before"][:, 0], before)
-    assert visited.any(1).all() or not backward_common.first_stores(p, config)
+    check_backward_visits(problem_of(Op.BACKWARD, lengths, rules, deterministic=True), ids=pattern)
 
 
 @pytest.mark.parametrize("rules", RULES)
 def test_turns_of_one_segment_are_those_without_segments(rules):
     config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
-    facts = RULES[rules] | {"deterministic": True}
-    p = test_attention_backward.problem_of("segments", (513, 700), (64, 64), "bfloat16", **facts)
-    arrays = test_attention_backward.operands_of(p, "one")
+    p = problem_of(Op.BACKWARD, (513, 700), rules, deterministic=True)
+    arrays = operands_of(p, ids="one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    found = backward_operands.what_is_seen(p, config, ops)
+    found = what_is_seen(p, config, arrays)
     table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):

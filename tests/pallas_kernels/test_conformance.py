@@ -52,12 +52,12 @@ def _taken(kernel: Any) -> list[Op]:
 
 
 def _interpreted():
-    """Each kernel and operation in one of the dtypes, every other length, and a few other forms; all take turns."""
+    """Each kernel and operation in one of the dtypes, some lengths, and a few other forms; all take turns."""
     for r, kernel in enumerate(KERNELS.values()):
         for i, op in enumerate(_taken(kernel)):
             dtype = DTYPES[(i + r) % 3]
             lengths = [(config, cols) for config, lengths in INTERPRETED[kernel.name] for cols in lengths]
-            for config, cols in lengths[i % 2 :: 2] or lengths:
+            for config, cols in lengths[i % 3 :: 3] or lengths[:1]:
                 case = _case(kernel, Problem(op, ROWS, cols, dtype), config)
                 yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
             config, cols = lengths[-1]
@@ -74,13 +74,18 @@ def _interpreted():
                 yield pytest.param(
                     _case(kernel, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
                 )
+            if kernel.name == "cluster" and op is Op.SOFTMAX:
+                # CTAs that have no part of the row, as when few short rows take many CTAs.
+                for short in (1500, 130):
+                    problem = Problem(op, ROWS, short, DTYPES[2])
+                    yield pytest.param(_case(kernel, problem, StagedConfig(4, 1, 1, 1, 1)), marks=pytest.mark.slow)
             forms = cases.variations(kernel, op, dtype, ROWS, min(cols, 1001))
             for form in forms[i % 4 :: 4]:
                 yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
 
 
 def _interpreted_losses():
-    """The cross entropy: the gradient as it is and in some forms, and the sums alone in one; the dtypes take turns."""
+    """The cross entropy: the gradient as it is and in two forms, and the sums alone in one; all take turns."""
     gradient, sums = Op.CROSS_ENTROPY_GRADIENT, Op.CROSS_ENTROPY
     for r, kernel in enumerate(KERNELS.values()):
         config, lengths = INTERPRETED[kernel.name][-1]
@@ -89,11 +94,9 @@ def _interpreted_losses():
             continue
         case = _case(kernel, Problem(gradient, ROWS, cols, DTYPES[r % 3]), config)
         yield case if kernel.name in ("warp", "block") else pytest.param(case, marks=pytest.mark.slow)
-        for i in range(3):
-            forms = cases.losses(kernel, gradient, DTYPES[(r + i) % 3], ROWS, cols)
-            form = forms[i % len(forms)]
-            if i == r % 3 or kernel.name not in ("cluster", "grid"):
-                yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
+        for i in (r, r + 1):
+            forms = cases.losses(kernel, gradient, DTYPES[i % 3], ROWS, cols)
+            yield pytest.param(_case(kernel, forms[i % len(forms)], config), marks=pytest.mark.slow)
         form = cases.losses(kernel, sums, DTYPES[(r + 1) % 3], ROWS, cols)[0]
         yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
 

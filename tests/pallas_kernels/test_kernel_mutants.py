@@ -36,7 +36,7 @@ def plant(monkeypatch, mutant):
 
     @functools.wraps(original)
     def faulty(*arguments, **keywords):
-        calls.append(mutant.name)
+        calls.append(mutant.words)
         return mutant.fault(original, *arguments, **keywords)
 
     for name, module in list(sys.modules.items()):
@@ -54,12 +54,12 @@ def plant(monkeypatch, mutant):
 @pytest.mark.parametrize(
     "mutant, kernel",
     [(mutant, KERNELS[name]) for mutant in mutants.KERNEL_MUTANTS for name in mutant.kernels],
-    ids=lambda x: x.name,
+    ids=lambda x: x.words if isinstance(x, mutants.KernelMutant) else x.name,
 )
 def test_planted_fault_is_rejected(mutant, kernel, monkeypatch):
     calls = plant(monkeypatch, mutant)
     config, cols = AT_WORK[kernel.name]
-    problem = Problem(mutant.op, dtype=DTYPES[2], **{"rows": ROWS, "cols": cols, **dict(mutant.form)})
+    problem = Problem(mutant.op, dtype=DTYPES[2], **{"rows": ROWS, "cols": cols, **mutant.form})
     config = mutant.config or config or kernel.configs(problem, H200)[0]
     run = lambda *operands: kernel.run(problem, config, *operands)
     jax.clear_caches()

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 
 import attention_cases
+import cases
+import jax
 import pytest
 from cases import DTYPES, Op, Problem
 
@@ -65,6 +67,20 @@ def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
 def test_a_config_that_cannot_be_is_refused(kind, fields, name):
     with pytest.raises(ValueError, match=f"{name} cannot be "):
         kind(*fields)
+
+
+def test_interleaved_slices_take_no_labels():
+    """What stands at a label is written over by who wrote it, who is another where a CTA's chunks are apart."""
+    problem = Problem(Op.CROSS_ENTROPY_GRADIENT, 8, 4096, DTYPES[2])
+    config = StagedConfig(ctas=2, warpgroups=1, registers=1, stages=1, rows=1, interleaved=True)
+    with pytest.raises(ValueError, match="side by side"):
+        jax.eval_shape(cases.Case(KERNELS["cluster"], problem, config).run, *cases.shapes(problem))
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_a_kernel_is_a_function_without_effects(kernel):
+    problem = Problem(Op.SOFTMAX, 64, 1001, DTYPES[2])
+    assert not jax.make_jaxpr(cases.default(kernel, problem).run)(*cases.shapes(problem)).effects
 
 
 @pytest.mark.parametrize(

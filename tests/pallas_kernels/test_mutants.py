@@ -26,7 +26,7 @@ def test_the_unharmed_solver_passes(op):
         conformance.check(wrong.solver(problem), problem)
 
 
-@pytest.mark.parametrize("mutant", FUNCTION_MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", FUNCTION_MUTANTS, ids=lambda m: m.words)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=lambda d: d.name)
 def test_planted_fault_is_rejected(mutant, dtype):
     problem = Problem(mutant.op, ROWS, mutant.cols, dtype, where=mutant.where, scale=mutant.scale)
