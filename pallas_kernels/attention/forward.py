@@ -26,7 +26,7 @@ from pallas_kernels import hardware, monoid
 from pallas_kernels.attention import fragments, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
-from pallas_kernels.attention.online_softmax import WGMMA, State, TileCoord, by_row, empty, finish, fold
+from pallas_kernels.attention.online_softmax import WGMMA, State, TileCoord, by_row, finalize, initial, update
 from pallas_kernels.attention.problem import Attention, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
@@ -483,7 +483,7 @@ def _mainloop(
             released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))
 
         halfway = (lambda: None) if config.overlap_pv else release
-        new, new_weights, rescale = fold(problem, config, state, x, halfway=halfway)
+        new, new_weights, rescale = update(problem, config, state, x, halfway=halfway)
         if config.overlap_pv:
             wgmma.pin_wait_after(new.sum)
             release()
@@ -502,7 +502,7 @@ def _mainloop(
     pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)
     x = first()
     _release_stage(cta, tile, skipped)
-    state, weights, _ = fold(problem, config, empty(problem.value_dim), x, first=True)
+    state, weights, _ = update(problem, config, initial(problem.value_dim), x, first=True)
     # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
     out, following = last(state.out, weights)
@@ -516,7 +516,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     if problem.query_lengths:
         hidden = place.queries_of_rows() >= place.queries - place.row
     sink = cta.sinks[place.head] if problem.sinks and cta.config.splits == 1 else None
-    unseen, factor, lse = finish(state, sink, hidden)
+    unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)
     fragments.store_rows(cta.lse, lse, place)

@@ -74,7 +74,8 @@ def thresholds(device: Device) -> Thresholds:
 
 def xla_is_faster(problem: Attention, device: Device) -> str | None:
     """Why no kernel should take a problem that one could take, or None."""
-    if problem.bias is not None or problem.has_data_mask or problem.query_lengths or problem.key_lengths:
+    plain = problem.bias is None and not (problem.has_data_mask or problem.query_lengths or problem.key_lengths)
+    if not plain or problem.batch_invariant:
         return None
     if problem.op is Op.FORWARD and problem.key_length == 1 and not problem.sinks:
         return "the output is the value of the only key, which XLA copies faster"

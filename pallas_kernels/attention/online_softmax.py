@@ -117,7 +117,7 @@ class State(NamedTuple):
     out: jax.Array
 
 
-def empty(value_dim: int) -> State:
+def initial(value_dim: int) -> State:
     """No keys seen."""
     rows = WARPGROUP_ROWS
     m = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROW)
@@ -125,7 +125,7 @@ def empty(value_dim: int) -> State:
     return State(m, *zeros)
 
 
-def fold(
+def update(
     problem: Attention,
     config: ForwardConfig,
     state: State,
@@ -196,7 +196,7 @@ def fold(
     return State(maximum, total, state.out), weights.astype(problem.dtype), rescale
 
 
-def finish(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def finalize(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each row: whether it saw no key (or is `hidden`), the factor of `out`, and the logsumexp."""
     m, total = state.max, state.sum.sum(axis=1)
     unseen = m == -jnp.inf

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import backward, backward_wide, dispatch
-from pallas_kernels.attention.configs import BackwardWideConfig
+from pallas_kernels.attention.config import BackwardWideConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 QKV = ("query", "key", "value")
@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 Pairs = list[tuple[int, int]]
 SEQUENCES: dict[str, Callable[[int, int], Pairs]] = {
     "some": lambda t, s: [(t, s * 3 // 4), (t * 2 // 3, 0 if t == 113 else s // 2)],
-    "apart": lambda t, s: [(t, s * 3 // 4), (t // 3, s // 2)],
+    "staggered": lambda t, s: [(t, s * 3 // 4), (t // 3, s // 2)],
     "extreme": lambda t, s: [(2**31 - 1, s), (t, 2**31 - 1), (0, s), (t, 0), (t, 1), (1, s), (t, s // 3), (t // 3, s)],
 }
 
@@ -104,7 +104,7 @@ def operands_of(
         arrays["bias"] = rng.standard_normal(p.bias).astype(p.bias_dtype)
     if p.mask:
         arrays["mask"] = mask_patterns.PATTERNS[mask](rng, p.mask).astype(np.int8)
-    pairs = SEQUENCES[sequences or ("apart" if p.align_ends else "some")](t, s)[:b]
+    pairs = SEQUENCES[sequences or ("staggered" if p.align_ends else "some")](t, s)[:b]
     queries, keys = np.array(pairs, np.int32).T
     if p.query_lengths:
         arrays["query_lengths"] = queries

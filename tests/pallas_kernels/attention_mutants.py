@@ -23,18 +23,15 @@ from pallas_kernels import attention, monoid
 from pallas_kernels.attention import (
     backward,
     backward_common,
-    backward_operands,
-    bits,
+    backward_xla,
     forward,
     fragments,
     gather,
-    pairs,
+    mask,
+    online_softmax,
     pipeline,
-    products,
-    schedule,
-    scores,
-    state,
     tile_scheduler,
+    wgmma,
 )
 from pallas_kernels.attention.problem import Op
 
@@ -53,7 +50,8 @@ FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 class Case(NamedTuple):
     """A problem of the kernel of `op`, of one of the kinds of that kernel's tests, and what its config is to have.
 
-    `scheduler`, `early` and `bias_stages` are the forward config's, `head_splits` the backward's. `keys` is how many
+    `scheduler`, `early_exp_columns` and `bias_stages` are the forward config's,
+    `head_splits` the backward's. `keys` is how many
     the backward's problem has, and `mask` is the pattern of the problem's mask.
     """
 
@@ -62,7 +60,7 @@ class Case(NamedTuple):
     batch: int = 1
     heads: tuple[int, int] = (1, 1)
     scheduler: str = "static"
-    early: int = 0
+    early_exp_columns: int = 0
     bias_stages: int = 0
     deterministic: bool = False
     dims: tuple[int, int] = (64, 64)
@@ -145,7 +143,7 @@ def _of_other_sign(folds_scale, problem):
 
 def _of_base_2(finish, *arguments):
     unseen, factor, lse = finish(*arguments)
-    return unseen, factor, lse * state.LOG2E
+    return unseen, factor, lse * online_softmax.LOG2E
 
 
 def _of_first_head(load, ref, axis, corner, columns):
@@ -154,7 +152,7 @@ def _of_first_head(load, ref, axis, corner, columns):
 
 def _alike_if_they_meet(blocks, *arguments):
     meet, _ = blocks(*arguments)
-    return pairs.Pairs(meet, meet)
+    return mask.BlockMask(meet, meet)
 
 
 def _one_not_counted(deal, *arguments):
@@ -177,8 +175,8 @@ def _one_row_on(at):
     return tuple(pl.ds(i.start + 1, i.size) if isinstance(i, pl.Slice) else i for i in at)
 
 
-def _without_d_lse(logit_shift, operands, nothing):
-    return logit_shift(types.SimpleNamespace(**vars(operands) | {"d_lse": 0.0}), nothing)
+def _without_d_lse(row_delta, operands, nothing):
+    return row_delta(types.SimpleNamespace(**vars(operands) | {"d_lse": 0.0}), nothing)
 
 
 def _of_first_row(tiles_without_keys, nothing, config):
@@ -186,7 +184,7 @@ def _of_first_row(tiles_without_keys, nothing, config):
 
 
 def _bounds_of_arrays(sequence_at, problem, *arguments):
-    left, right = schedule.bounds(problem)
+    left, right = mask.window_bounds(problem)
     return sequence_at(problem, *arguments)._replace(left=left, right=right)
 
 
@@ -200,26 +198,30 @@ _capped_backward = functools.partial(_mutant, Op.BACKWARD, kind="capped-bias", d
 _copied_bias = functools.partial(_mutant, Op.BACKWARD, kind="shared-bias", keys=192)
 
 MUTANTS = (
-    _forward("a query sees one key too many", gather.keep_columns, lambda keep, x, low, high: keep(x, low, high + 1),
+    _forward("a query sees one key too many", gather.apply_bounds, lambda keep, x, low, high: keep(x, low, high + 1),
              "causal"),
-    _forward("the window's left end is one too far right", gather.keep_columns,
+    _forward("the window's left end is one too far right", gather.apply_bounds,
              lambda keep, x, low, high: keep(x, low + 1, high), "window"),
-    _forward("a tile on the diagonal is not compared", schedule.at_edge,
-             lambda at_edge, problem, span, tile: at_edge(problem, span._replace(inner_end=span.inner_end + 1), tile),
+    _forward("a tile on the diagonal is not compared", mask.needs_mask,
+             lambda needs_mask, problem, span, tile: needs_mask(problem, span._replace(inner_end=span.inner_end + 1),
+             tile),
              "causal-later"),
-    _forward("the output is kept when the maximum grows", "out * by_row(decay, out)", "out", "large", early=24),
-    _forward("weights that began early are kept when the maximum has grown", "lambda: joined(early), lambda: same",
-             "lambda: (*joined(early)[:2], *same[2:]), lambda: same", "large", early=24),
-    _forward("nobody looks for a maximum that grows", gather.any_above,
-             lambda any_above, x, factor, limits: any_above(x, factor, limits + 2.0**20), "huge", early=24,
+    _forward("the output is kept when the maximum grows", "out * by_row(decay, out)", "out", "large",
+             early_exp_columns=24),
+    _forward("weights that began early are kept when the maximum has grown", "lambda: full_update(early), lambda: same",
+             "lambda: (*full_update(early)[:2], *same[2:]), lambda: same", "large", early_exp_columns=24),
+    _forward("nobody looks for a maximum that grows", gather.warp_any_above,
+             lambda warp_any_above, x, factor, limits: warp_any_above(x, factor, limits + 2.0**20), "huge",
+             early_exp_columns=24,
              rejected_by=NOT_FINITE),
-    _forward("a negative scale is taken for a positive one", scores.folds_scale, _of_other_sign, "negative",
+    _forward("a negative scale is taken for a positive one", online_softmax.folds_scale, _of_other_sign, "negative",
              rejected_by=NOT_FINITE),
     _forward("the sum is kept when the maximum grows", "state.sum * by_row(decay, state.sum)", "state.sum", "large",
-             early=24),
-    _forward("the logsumexp is of base 2", state.finish, _of_base_2),
-    _forward("the last tile of keys is left out", schedule.span,
-             lambda span, problem, block_kv, *rows: span(problem, block_kv, *rows[:-1], rows[-1] - block_kv + 1)),
+             early_exp_columns=24),
+    _forward("the logsumexp is of base 2", online_softmax.finalize, _of_base_2),
+    _forward("the last tile of keys is left out", mask.kv_range,
+             lambda kv_range, problem, block_kv, *rows: kv_range(problem, block_kv, *rows[:-1],
+             rows[-1] - block_kv + 1)),
     _forward("head n reads key head n % K", "lax.div(head, jnp.int32(packs // problem.key_heads))",
              "lax.rem(head, jnp.int32(problem.key_heads))", heads=(4, 2)),
     _forward("the bits of even and of odd columns are apart", "of_four(j, e) << (2 * j + e)",
@@ -228,42 +230,44 @@ MUTANTS = (
     _forward("all heads have the first one's spans", gather.broadcast_index,
              lambda index, at, shape: index((at[0], jnp.int32(0), *at[2:]), shape), "mask-of-heads", mask="causal",
              heads=(2, 1)),
-    _forward("a tile that holds something is taken for one that holds everything", bits.pairs, _alike_if_they_meet,
+    _forward("a tile that holds something is taken for one that holds everything", mask.bitmask_blocks,
+             _alike_if_they_meet,
              "mask"),
     _forward("what a tile of 64 keys holds decides for the next one too", "x >> shift & full", "x & full", "mask",
              mask="causal", batch=2),
-    _forward("the bias is scaled", scores.logits, _with_scaled_bias, "bias"),
+    _forward("the bias is scaled", online_softmax.logits, _with_scaled_bias, "bias"),
     _forward("the sink joins the numerator", monoid.combine,
              lambda combine, a, b, **exp: combine(a, (*b[:2], *map(jnp.ones_like, b[2:])), **exp), "sinks"),
-    _forward("the soft cap has no effect", scores.logits,
+    _forward("the soft cap has no effect", online_softmax.logits,
              lambda logits, problem, *a: logits(dataclasses.replace(problem, soft_cap=None), *a), "soft-cap"),
-    _forward("one key too many is there", scores._in_bounds,
+    _forward("one key too many is there", online_softmax._in_bounds,
              lambda in_bounds, problem, place, *a: in_bounds(problem, place._replace(keys=place.keys + 1), *a),
              "key-lengths"),
-    _forward("the window's left end stays where the diagonal is moved", schedule.bounds,
-             lambda bounds, problem, *lengths: (bounds(problem)[0], bounds(problem, *lengths)[1]), "ends-window"),
+    _forward("the window's left end stays where the diagonal is moved", mask.window_bounds,
+             lambda window_bounds, problem, *lengths: (window_bounds(problem)[0], window_bounds(problem, *lengths)[1]),
+             "ends-window"),
     _forward("scores are compared as if the arrays' ends were the sequences'",
-             "schedule.bounds(problem, place.queries, place.keys)", "schedule.bounds(problem)", "ends"),
-    _forward("tiles are passed over as if the arrays' ends were the sequences'", "= bounds(problem, queries, keys)",
-             "= bounds(problem)", "ends"),
-    _forward("queries past their length see keys", state.finish,
+             "mask.window_bounds(problem, place.queries, place.keys)", "mask.window_bounds(problem)", "ends"),
+    _forward("tiles are passed over as if the arrays' ends were the sequences'",
+             "= window_bounds(problem, queries, keys)", "= window_bounds(problem)", "ends"),
+    _forward("queries past their length see keys", online_softmax.finalize,
              lambda finish, state, sink, hidden: finish(state, sink, None), "lengths", batch=2),
-    _forward("the first tile of keys that a segment is in is skipped", pairs.spans,
+    _forward("the first tile of keys that a segment is in is skipped", mask.tile_ranges,
              lambda spans, *a: spans(*a) + jnp.array([1, 0, 0, 0]), "segments"),
-    _forward("tiles of two segments are taken for tiles of one", pairs.spans,
+    _forward("tiles of two segments are taken for tiles of one", mask.tile_ranges,
              lambda spans, pairs, columns: spans(pairs, columns).at[..., 2].set(columns), "segments"),
     _forward("a warpgroup takes steps that its CTA skips",
-             "own = (schedule.narrowed if narrows else schedule.within)(tile.span, own)", "pass",
+             "own = (mask.intersect if narrows else mask.clamp)(tile.span, own)", "pass",
              "segments", rejected_by=DEADLOCK),
     _forward("a tile's rows are stored one row on, the last of them over the next sequence's", pipeline.store_rows,
              lambda store, source, target, at, *column: store(source, target, _one_row_on(at), *column), batch=2),
     _forward("values past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "key-lengths"),
-    _forward("the last section of heads is left out", schedule.order,
+    _forward("the last section of heads is left out", tile_scheduler.order,
              lambda order, *a: tuple(part[:-1] for part in order(*a)), rejected_by=NOT_ONCE),
-    _forward("the last tile that is dealt to a block is not counted", schedule.deal, _one_not_counted,
+    _forward("the last tile that is dealt to a block is not counted", tile_scheduler.assign, _one_not_counted,
              rejected_by=NOT_ONCE),
     _forward("tiles of 128 keys are taken for heads of any size",
-             "if problem.head_dim + problem.value_dim <= 320 and problem.head_dim <= 192 and problem.value_dim <= 128:",
+             "if problem.head_dim <= 192 and problem.value_dim <= 128 and widest + narrowest <= 320:",
              "if True:", rejected_by=TOO_LARGE),
     _forward("the bias is not counted in shared memory",
              "(c for c in copied if forward_kernel.shared_bytes(problem, c) < device.smem_per_cta)",
@@ -275,8 +279,8 @@ MUTANTS = (
              rejected_by=UNORDERED, heads=(3, 1)),
     _forward("a tile's record is overwritten while it is read", tile_scheduler._slot,
              lambda slot, t: lax.rem(jnp.int32(t), jnp.int32(2)), rejected_by=OUT_OF_STEP, heads=(3, 1)),
-    _forward("keys are read before they are there", "wait(i)\n        begun = multiply_keys(i)\n        summing",
-             "begun = multiply_keys(i)\n        summing",
+    _forward("keys are read before they are there", "wait(i)\n        issued = multiply_keys(i)\n        summing",
+             "issued = multiply_keys(i)\n        summing",
              rejected_by=OUT_OF_STEP),
     _forward("the last values are read before they are there", "        wait(count)\n", "", rejected_by=RACE),
     _forward("queries are read before they are there",
@@ -284,7 +288,7 @@ MUTANTS = (
     _forward("the next tile's queries are asked for before the last scores are there",
              "pipeline.when(i == count - 1)(release_query)",
              "pipeline.when(i == jnp.maximum(count - 2, 1))(release_query)", rejected_by=RACE, heads=(3, 1)),
-    _forward("rows that see nothing are not zeroed", gather.any_row, lambda any_row, x: any_row(x) & False,
+    _forward("rows that see nothing are not zeroed", gather.warp_any, lambda warp_any, x: warp_any(x) & False,
              "window-nothing"),
     _forward("a stage is refilled when one warpgroup has released it", forward._arrivals, _by_half("stage_empty"),
              rejected_by=OUT_OF_STEP),
@@ -301,7 +305,7 @@ MUTANTS = (
              "return (steps > 0) & (state[1] >= steps)", "return steps < 0", "causal-earlier", rejected_by=DEADLOCK,
              batch=2, heads=(3, 1)),
     _forward("the barrier of values that are zeroed keeps its phase where all of them exist",
-             "pipeline.expect(cta.landed.at[stage], 0)", "None", "lengths", rejected_by=DEADLOCK),
+             "pipeline.expect(cta.partial_full.at[stage], 0)", "None", "lengths", rejected_by=DEADLOCK),
     _biased("a copied bias is read before it is there",
             "pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)\n    bias", "bias", rejected_by=RACE),
     _biased("the stage of a copied bias is released before it is read", "    bias = plgpu.load(",
@@ -310,21 +314,23 @@ MUTANTS = (
             "plgpu.commit_smem()  # TMA writes where threads have read", "pass", rejected_by=RACE),
     _forward("the stage of a copied bias is not released by a warpgroup that does not see its keys",
              forward._release_bias, _left_out, "everything", rejected_by=DEADLOCK, bias_stages=1),
-    _forward("scores are read while they may be under way", products.finish,
-             lambda finish, begun, later: finish(begun, later=later + 1), rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _forward("scores are read while they may be under way", wgmma.wait,
+             lambda wait, issued, pending: wait(issued, pending=pending + 1), rejected_by=UNDER_WAY, batch=1, heads=(1,
+             1)),
     _forward("a stage is released while a product reads its values", "plgpu.wgmma_wait(0)\n            released",
              "plgpu.wgmma_wait(1)\n            released", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dP is read while its product may be under way", "products.finish(dp, later=1)",
-              "products.finish(dp, later=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("dQ is read while its last product may be under way", "later=2 if config.ahead else 1",
-              "later=3 if config.ahead else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    begun, *sums",
-              "plgpu.wgmma_wait(1)\n    begun, *sums", "lengths", rejected_by=UNDER_WAY),
+    _backward("dP is read while its product may be under way", "wgmma.wait(dp, pending=1)",
+              "wgmma.wait(dp, pending=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("dQ is read while its last product may be under way", "pending=2 if config.prefetch_scores else 1",
+              "pending=3 if config.prefetch_scores else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
+    _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    issued, *sums",
+              "plgpu.wgmma_wait(1)\n    issued, *sums", "lengths", rejected_by=UNDER_WAY),
     _wide_backward("the cotangents' stage is released while the product for dV reads it",
-                   "begun = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)",
-                   "begun = release(), _add_to_dq(tile, step, VALUES, meanwhile=meanwhile)", rejected_by=UNDER_WAY),
-    _backward("heads are started together that are no multiple of those that there are", backward_common._together,
-              lambda together, problem, config: config.together, "causal", rejected_by=NOT_ONCE),
+                   "issued = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)",
+                   "issued = release(), _add_to_dq(tile, step, VALUES, meanwhile=meanwhile)", rejected_by=UNDER_WAY),
+    _backward("heads are started together that are no multiple of those that there are",
+              backward_common._heads_per_group,
+              lambda together, problem, config: config.heads_per_l2_group, "causal", rejected_by=NOT_ONCE),
     _backward("the bias is not counted in shared memory", "if shared_bytes(problem, c) < device.smem_per_cta",
               "if c.bias_stages or not memory.bias_is_tiled(problem)", "bias", rejected_by=TOO_LARGE),
     _backward("a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"),
@@ -332,9 +338,9 @@ MUTANTS = (
     _backward("the arrays' ends are taken for the sequences'", backward_common.sequence_at, _bounds_of_arrays, "ends"),
     _wide_backward("turns are counted as if the arrays' ends were the sequences'",
                    "keys, _, left, right = tile.sequence\n    block_q, block_kv",
-                   "keys, _, left, right = tile.sequence[:2] + schedule.bounds(tile.problem)\n    block_q, block_kv",
+                   "keys, _, left, right = tile.sequence[:2] + mask.window_bounds(tile.problem)\n    block_q, block_kv",
                    "ends", rejected_by=DEADLOCK, deterministic=True),
-    _backward("the logsumexp's cotangent has no effect", backward_operands.logit_shift, _without_d_lse),
+    _backward("the logsumexp's cotangent has no effect", backward_xla.row_delta, _without_d_lse),
     _backward("the gradient goes past the soft cap", "p = p * slope", "pass", "soft-cap"),
     _capped_backward("beside a bias, the gradient goes past the soft cap",
                      "d_scores = d_scores * plgpu.load(refs.slope_smem.at[warpgroup], layout=WGMMA)", "pass"),
@@ -354,38 +360,40 @@ MUTANTS = (
     _backward("dQ lacks the scale", "(dq_sum * problem.scale)", "dq_sum", "lengths"),
     _backward("the last writes dQ without the scale", "total * tile.problem.scale", "total", deterministic=True),
     _backward("dK lacks the scale", "dk * tile.problem.scale", "dk"),
-    _backward("what the first head of a group may pass over, all do", "meet.any(2)", "meet[:, :, 0]", "mask-of-heads",
+    _backward("what the first head of a group may pass over, all do", "visible.any(2)", "meet[:, :, 0]", "mask-of-heads",
               mask="causal", heads=(2, 1)),
-    _wide_backward("a block that one head of a group sees whole is not compared for any", "alike.all(2)",
-                   "alike.any(2)", "mask-of-heads", heads=(3, 1), mask="causal"),
+    _wide_backward("a block that one head of a group sees whole is not compared for any", "full.all(2)",
+                   "full.any(2)", "mask-of-heads", heads=(3, 1), mask="causal"),
     _wide_backward("what one group of heads sees decides for another", "(x.shape[0], -1, group, *x.shape[2:])",
                    "(x.shape[0], -1, group, *x.shape[2:])[:, ::-1]", "mask-of-heads", heads=(4, 2), mask="causal"),
-    _backward("segment ids have no effect", gather.keep_equal, lambda keep, x, *a: x, "segments"),
-    _backward("a block of keys counts itself among those before", backward_common.turns_of,
-              lambda turns_of, *a: turns_of(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
+    _backward("segment ids have no effect", gather.apply_segments, lambda keep, x, *a: x, "segments"),
+    _backward("a block of keys counts itself among those before", backward_common.dq_positions,
+              lambda dq_positions, *a: dq_positions(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
     _backward("under a window turns are counted from the first keys of all",
               "0 if left is None else _div(i * block_q + left, block_kv)", "0", "window-left", batch=1, heads=(1, 1),
               deterministic=True, dims=(128, 64), keys=300, rejected_by=DEADLOCK),
     _backward("of as many queries as keys the bias' gradient is keys by queries", "problem.query_length], 2, 3)",
               "problem.query_length], 2, 3 if problem.query_length != problem.key_length else 2)", "bias", keys=200),
-    _backward("the bias' gradient is scaled", backward_operands.bias_gradient,
+    _backward("the bias' gradient is scaled", backward_xla.bias_gradient,
               lambda f, problem, ops, d_logits: f(problem, ops, problem.scale * d_logits), "bias-of-heads"),
     _backward("the sinks' gradient lacks delta", "(weight * delta).sum", "weight.sum", "sinks"),
     _backward("the first row past the length, NaN, counts", pipeline.zero_rows,
               lambda zero, ref, first: zero(ref, first + 1), "lengths"),
-    _wide_backward("keys past the length are zeroed before they have come", "pipeline.wait(landed, 0, 1)", "pass",
+    _wide_backward("keys past the length are zeroed before they have come", "pipeline.wait(partial_full, 0, 1)", "pass",
                    "lengths", rejected_by=NOT_WAITED_FOR),
     _backward("the barrier of keys that are zeroed keeps its phase where all of them exist",
-              "pipeline.expect(landed, 0)  # a phase to each tile", "pass", "lengths", rejected_by=UNORDERED, batch=2,
+              "pipeline.expect(partial_full, 0)  # a phase to each tile", "pass", "lengths",
+              rejected_by=UNORDERED, batch=2,
               heads=(4, 4), keys=400),
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
-    _backward("of a block of queries, the first tells whether some have no key", backward_operands.tiles_without_keys,
+    _backward("of a block of queries, the first tells whether some have no key", backward_xla.tiles_without_keys,
               _of_first_row, "mask", mask="documents"),
-    _backward("cotangents are zeroed before they have come", "pipeline.wait(refs.landed, n, config.stages)", "pass",
+    _backward("cotangents are zeroed before they have come",
+              "pipeline.wait(refs.partial_full, n, config.stages)", "pass",
               "mask", mask="documents", rejected_by=NOT_WAITED_FOR),
     _backward("a CTA takes keys undrawn though others' turns come before, of a CTA that may not run",
-              backward._all_drawn, lambda all_drawn, config: False, rejected_by=DEADLOCK, deterministic=True),
+              backward._fetches_first_tile, lambda all_drawn, config: False, rejected_by=DEADLOCK, deterministic=True),
     _drawn_backward("the last tile of keys is worked on once more", "jnp.where(number < tiles, batch, -1)",
                     "jnp.where(number <= tiles, batch, -1)"),
     _drawn_backward("a tile's record does not say which queries come past its keys",
@@ -424,22 +432,22 @@ MUTANTS = (
     _backward("a turn ends before its tile has arrived",
               "    plgpu.wait_smem_to_gmem(0)\n\n    @pl.when(jnp.logical_not", "    @pl.when(jnp.logical_not",
               rejected_by=RACE, deterministic=True),
-    _backward("the next block's turn never comes", backward_common._end, _left_out, rejected_by=DEADLOCK,
+    _backward("the next block's turn never comes", backward_common._release_semaphore, _left_out, rejected_by=DEADLOCK,
               deterministic=True),
     _backward("who adds last writes the others' sum", "square + fragments.load(part.sum_smem)",
               "fragments.load(part.sum_smem)", deterministic=True),
     _backward("a block of keys takes itself for the last with one to come",
-              "last if schedule.bounds(tile.problem)[1] is None else first",
-              "last - 1 if schedule.bounds(tile.problem)[1] is None else first", deterministic=True),
+              "last if mask.window_bounds(tile.problem)[1] is None else first",
+              "last - 1 if mask.window_bounds(tile.problem)[1] is None else first", deterministic=True),
     _backward("a block of keys that is alone waits for the others' sum",
-              "backward_common.turns_before(part.tile, part.step.i) > 0",
-              "backward_common.turns_before(part.tile, part.step.i) >= 0", "causal", rejected_by=DEADLOCK,
+              "backward_common.dq_position(part.tile, part.step.i) > 0",
+              "backward_common.dq_position(part.tile, part.step.i) >= 0", "causal", rejected_by=DEADLOCK,
               deterministic=True),
     _backward("the others' sum is read before it is there",
               "plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])", "pass", rejected_by=NOT_WAITED_FOR,
               deterministic=True),
     _backward("the last does not wait for the others' turns to end",
-              "        backward_common.await_turn(tile, step, warpgroup, earlier, ended)\n        plgpu.copy_gmem",
+              "        backward_common.acquire_dq(tile, step, warpgroup, earlier, ended)\n        plgpu.copy_gmem",
               "        plgpu.copy_gmem", "bias", rejected_by=RACE, dims=(128, 128), deterministic=True),
     _wide_backward("score gradients are made of probabilities that are not there",
                    "pipeline.wait(refs.p_full, step.n, 1)", "pass", rejected_by=NOT_WAITED_FOR),

@@ -183,7 +183,7 @@ def _count_tile(machine: Any, static: Any, words: Any, to: Any) -> None:
     machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
 
 
-def _store_told(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
+def _store_record(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
     machine.scatter(words, np.unravel_index(np.arange(len(numbers)), words.shape), True, jnp.stack(numbers))
 
 
@@ -288,13 +288,13 @@ def _load_words(machine: Any, static: Any, ref: Any, batch: Any, head: Any, row:
     return [words >> (column % 128 // 4).astype(np.uint32)]
 
 
-def _keep_bits(machine: Any, static: Any, x: Any, words: Any) -> list[Any]:
+def _apply_bits(machine: Any, static: Any, x: Any, words: Any) -> list[Any]:
     column = np.arange(x.shape[1])
     held = words[:, column % 8] >> (column // 8 * 2 + column % 2).astype(np.uint32) & 1
     return [jnp.where(held == 1, x, -jnp.inf)]
 
 
-def _keep_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> list[Any]:
+def _apply_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> list[Any]:
     column = np.arange(x.shape[1])
     seen = column <= high[:, None]
     for bound in low:
@@ -302,7 +302,7 @@ def _keep_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> li
     return [jnp.where(seen, x, -jnp.inf)]
 
 
-def _keep_same(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: Any, column: Any) -> list[Any]:
+def _apply_same(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: Any, column: Any) -> list[Any]:
     column = column + np.arange(x.shape[1])
     of_columns = machine.gather(ref, (batch, 0, 0, column), column < static.size, 0)
     return [jnp.where(rows[:, :1] == of_columns, x, -jnp.inf)]
@@ -352,15 +352,15 @@ _SHORT: dict[str, Callable[..., Any]] = {
     "arrive_at_stage": lambda machine, static, ref: [machine.arrive_last(ref, 4)],
     "first_warp": lambda machine, static: [jnp.int32(machine.warpgroup == 0)],
     "expect_copies": lambda machine, static, ref, count: machine.expect_bytes(ref, count),
-    "draw_tile": lambda machine, static, words: [machine.atomic_add(words, np.ones(words.shape, np.int32))[0]],
+    "fetch_next_tile": lambda machine, static, words: [machine.atomic_add(words, np.ones(words.shape, np.int32))[0]],
     "block_sync": lambda machine, static: machine.block_sync(reduce.BLOCK, static.warpgroups),
     "arrive_cluster": lambda machine, static: machine.cluster_arrive(),
     "await_arrivals": lambda machine, static: machine.cluster_wait(),
     "copy_scalar": lambda machine, static, x: [x],
-    "load_turns": lambda machine, static, turns: [machine.atomic_add(turns, np.zeros((), np.int32))],
+    "load_semaphore": lambda machine, static, turns: [machine.atomic_add(turns, np.zeros((), np.int32))],
     # Blocks run one after another here: whoever has to wait for a later one would wait forever.
-    "await_turns": lambda machine, static, turns, value, ended: machine.demand_at_least(turns, value),
-    "count_turn": lambda machine, static, turns: machine.count(turns),
+    "acquire_semaphore": lambda machine, static, turns, value, ended: machine.demand_at_least(turns, value),
+    "release_semaphore": lambda machine, static, turns: machine.count(turns),
     "fence_shared": lambda machine, static: machine.commit_smem(),
     "await_warps": lambda machine, static: machine.await_copies_read(),
     "store_fragments": lambda machine, static, target, sums: machine.store(target, _in_fragments(sums)),

@@ -20,7 +20,7 @@ from attention_cases import KINDS, abstract, check_compiled, name_of, problem_of
 
 from benchmarks.attention_cases import Shape, all_cases
 from jaxsoftmax import explain_attention
-from pallas_kernels.attention import backward_operands, dispatch
+from pallas_kernels.attention import backward_xla, dispatch
 from pallas_kernels.attention.dispatch import Decision
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200
@@ -87,7 +87,7 @@ def config_of(decision: Decision) -> Any:
     config = decision.config
     if decision.problem.op is Op.FORWARD:
         return dataclasses.replace(config, splits=min(config.splits, 2))
-    return dataclasses.replace(config, together=1, head_splits=min(config.head_splits, 2))
+    return dataclasses.replace(config, heads_per_l2_group=1, head_splits=min(config.head_splits, 2))
 
 
 def cells() -> list[Chosen]:
@@ -176,7 +176,7 @@ def test_no_operand_is_copied(op, case, lengths):
     operands = aot.on_h200(abstract(p))
     program = jax.jit(dispatch.decide(p, H200).run).lower(*operands).compile()
     least = min(math.prod(x.shape) * x.dtype.itemsize for x in operands[:3])
-    of_row = 4 * (backward_operands.padded_dims(p)[0] + 8) if op is Op.BACKWARD else 0
+    of_row = 4 * (backward_xla.padded_dims(p)[0] + 8) if op is Op.BACKWARD else 0
     made = p.batch * p.query_heads * (p.query_length + 128) * of_row
     assert program.memory_analysis().temp_size_in_bytes < made + least
 

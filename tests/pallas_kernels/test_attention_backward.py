@@ -16,9 +16,9 @@ import pytest
 from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_operands, dispatch, heuristics
+from pallas_kernels.attention import backward_xla, dispatch, heuristics
 from pallas_kernels.attention.backward_common import Tile
-from pallas_kernels.attention.configs import BackwardConfig
+from pallas_kernels.attention.config import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
@@ -179,7 +179,7 @@ def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
 def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
     heads = (2048 // head_dim,) * 2
     p = problem_of(kind, (512, 512), (head_dim,) * 2, "bfloat16", heads, 32, deterministic=True)
-    config = dataclasses.replace(decided(p).config, turns=False, last_writes=False)
+    config = dataclasses.replace(decided(p).config, ordered_dq=False, fused_dq_cast=False)
     run, operands = compiled(p), [jnp.asarray(x) for x in all_operands_of(p)]
     expected = np.asarray(jax.jit(dispatch.decide(p, hardware.H200, config=config).run)(*operands)[0], np.float32)
     first = np.asarray(run(*operands)[0])
@@ -192,7 +192,7 @@ def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
 EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True, "heads": (1, 1)}
 IN_TURNS = {"deterministic": True}
 INTERPRETED: dict[str, tuple[Any, ...]] = {
-    "turns": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
+    "ordered_dq": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
@@ -295,8 +295,8 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
 # Keys of one head that fill a device of so few multiprocessors: what is decided then, and for heads of which sizes.
 FILLED = dataclasses.replace(hardware.H200, sm_count=2)
 FILLING = {
-    "apart": ((64, 64), {"apart": True, "together": 1}),
-    "together": ((128, 64), {"apart": False, "together": 2}),
+    "staggered": ((64, 64), {"staggered": True, "heads_per_l2_group": 1}),
+    "heads_per_l2_group": ((128, 64), {"staggered": False, "heads_per_l2_group": 2}),
 }
 
 
@@ -328,7 +328,10 @@ def test_keys_of_one_head_that_fill_the_device_in_the_interpreter(name, interpre
 @pytest.mark.parametrize("queries", [1, 200, 1000])
 def test_apart_visits_the_same_queries_in_another_order(facts, queries):
     p = dataclasses.replace(problem_of("full", (queries, 768), (64, 64), "bfloat16"), **facts)
-    config, beside = BackwardConfig(64, warpgroups=2, stages=2, apart=True), BackwardConfig(64, warpgroups=2, stages=2)
+    config, beside = (
+        BackwardConfig(64, warpgroups=2, stages=2, staggered=True),
+        BackwardConfig(64, warpgroups=2, stages=2),
+    )
     refs, begins = types.SimpleNamespace(key_lengths=jnp.asarray([700, 130])), set()
     for tile in range(6):
         block, other = (Tile.of(p, c, refs, jnp.int32(tile), jnp.int32(0)) for c in (config, beside))
@@ -497,7 +500,7 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
     nothing = np.zeros((1, 2, 200), bool)
     nothing[0, 0, 63] = nothing[0, 1, 199] = True
     config = BackwardConfig(block_q, warpgroups=2, stages=2)
-    found = backward_operands.tiles_without_keys(jnp.asarray(nothing), config)
+    found = backward_xla.tiles_without_keys(jnp.asarray(nothing), config)
     expected = {64: [[1, 0, 0, 0], [0, 0, 0, 1]], 128: [[1, 0], [0, 1]]}[block_q]
     np.testing.assert_array_equal(found, [expected])
 
@@ -524,7 +527,7 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
 def test_who_takes_turns(kind, keys, facts, turns, last_writes):
     p = dataclasses.replace(problem_of(kind, (512, keys), (64, 64), "bfloat16"), **facts)
     config = decided(p).config
-    assert (config.turns, config.last_writes) == (turns, last_writes)
+    assert (config.ordered_dq, config.fused_dq_cast) == (turns, last_writes)
 
 
 @pytest.mark.parametrize("keys, passes", [(128, False), (512, True), (4096, True)])

@@ -16,8 +16,8 @@ import pytest
 from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, heuristics, schedule, tile_scheduler
-from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
+from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
 
@@ -127,27 +127,29 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 
 
 EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
-SPLIT = {"warpgroups": 1, "overwrites": True, "splits": 5}
-EARLY = {"early": 24, "overwrites": True, "overlaps": True}
+SPLIT = {"warpgroups": 1, "zero_init_free": True, "splits": 5}
+EARLY = {"early_exp_columns": 24, "zero_init_free": True, "overlap_pv": True}
 DRAWN = {"scheduler": "dynamic"}
-NO_SLACK = {"slack": 0}
+NO_SLACK = {"rescale_threshold_log2": 0}
 F32, BF16, F16 = ({"bias_dtype": jnp.dtype(name), "causal_offset": 20} for name in ("float32", "bfloat16", "float16"))
 
+SINGLE, WIDE = {"warpgroups": 1}, {"warpgroups": 3, "block_kv": 128}
+EARLY_OF_2 = {"rescale_threshold_log2": 2, "early_exp_columns": 8}
 # The kind, lengths, sizes and numbers of heads; then what else the config, the problem and its operands have.
 INTERPRETED: list[tuple[Any, ...]] = [
-    ("causal-later", (37, 150), (72, 40), (16, 2), {"warpgroups": 1, "overwrites": True, "packed_heads": 4}, {}, {}),
-    ("lengths", (37, 150), (72, 40), (16, 2), {"overwrites": True, "packed_heads": 2}, {}, {}),
-    ("window", (37, 150), (72, 40), (16, 2), {"overwrites": True, "packed_heads": 8}, {}, {}),
+    ("causal-later", (37, 150), (72, 40), (16, 2), SINGLE | {"zero_init_free": True, "packed_heads": 4}, {}, {}),
+    ("lengths", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 2}, {}, {}),
+    ("window", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 8}, {}, {}),
     ("causal-later", (5, 330), (72, 40), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
     ("lengths", (5, 330), (72, 40), (4, 2), SPLIT | {"packed_heads": 2}, {}, {}),
     ("window", (5, 330), (72, 40), (16, 2), SPLIT | {"packed_heads": 8}, {}, {}),
     ("sinks", (5, 330), (72, 40), (4, 2), SPLIT, {}, {}),
     ("causal-later", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("ends-segments", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
-    ("window-left", (200, 300), (64, 64), (2, 2), {"block_kv": 128, "warpgroups": 3, "slack": 0}, {}, {}),
-    ("window-left", (200, 300), (64, 64), (2, 2), DRAWN | {"warpgroups": 1, "slack": 2}, {}, {}),
-    ("window-left", (200, 300), (64, 64), (2, 2), {"block_kv": 128, "warpgroups": 1, "slack": 2, "early": 8}, {}, {}),
-    ("window-left", (200, 300), (64, 64), (2, 2), {"overlaps": True}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), WIDE | {"rescale_threshold_log2": 0}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), DRAWN | {"warpgroups": 1, "rescale_threshold_log2": 2}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), SINGLE | {"block_kv": 128} | EARLY_OF_2, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), {"overlap_pv": True}, {}, {}),
     ("full", (270, 50), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
     ("lengths", (270, 200), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
     ("segments-causal", (270, 270), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
@@ -172,7 +174,7 @@ INTERPRETED: list[tuple[Any, ...]] = [
 def test_matches_the_oracle_in_the_interpreter(
     kind, lengths, dims, heads, knobs, facts, patterns, interpreted, monkeypatch
 ):
-    config = ForwardConfig(**{"block_kv": 64, "warpgroups": 2, "slack": 8} | knobs)
+    config = ForwardConfig(**{"block_kv": 64, "warpgroups": 2, "rescale_threshold_log2": 8} | knobs)
     if config.scheduler == "dynamic":
         monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
     facts = KINDS[kind] | {"batch": 2} | facts
@@ -187,7 +189,7 @@ def test_nan_is_not_hidden_in_the_interpreter(slack, early, interpreted):
     p = problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1))
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays["query"][0, 5] = arrays["key"][1, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, slack=slack, early=early)
+    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=slack, early_exp_columns=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=1))
@@ -204,7 +206,7 @@ def check_hidden_by_bias(dtype: str, run: Any) -> None:
         for row, keys in enumerate((slice(0), slice(128), slice(128, None), slice(None))):
             arrays["bias"][..., 4 * i + row, keys] = number
     operands = [jnp.asarray(arrays[name]) for name in QKV]
-    config = ForwardConfig(block_kv=64, warpgroups=1, slack=8)
+    config = ForwardConfig(block_kv=64, warpgroups=1, rescale_threshold_log2=8)
     out, lse = run(lambda *a: forward.run(p, config, *a), *operands, jnp.asarray(arrays["bias"]))
     hidden = np.where(arrays["bias"] < -(2.0**27), -np.inf, arrays["bias"])
     truth = attention_oracle.forward(*operands, hidden, scale=p.scale)
@@ -227,7 +229,7 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
 def test_tile_after_tile_in_the_interpreter(interpreted):
     p = problem_of("causal", (270, 200), (32, 16), "float16", heads=(2, 1))
     config = ForwardConfig(block_kv=64, warpgroups=2)
-    assert schedule.deal(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
+    assert tile_scheduler.assign(p, config, hardware.current().sm_count)[:, 0].tolist() == [6, 6]
     check(p, config, interpreted)
 
 
@@ -304,7 +306,7 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
     """The descriptors of the same tiles but for their addresses: strides, and swizzles of 128, 64 and 32 bytes."""
     p = problem_of("full", (512, 512), dims, "float16")
     config = ForwardConfig(block_kv=128, warpgroups=2)
-    mosaics, ours = (compiled(p, dataclasses.replace(config, overwrites=x)).ptx for x in (False, True))
+    mosaics, ours = (compiled(p, dataclasses.replace(config, zero_init_free=x)).ptx for x in (False, True))
 
     def layouts(ptx):
         return {int(number) >> 14 for number in re.findall(r"(?:or|add)[.][bs]64 .*, (-?\d{15,});", ptx)}
@@ -322,7 +324,9 @@ def test_products_that_overwrite_read_what_mosaics_read(dims):
 def test_exponentials_overlap_products(dims, overlaps):
     p = problem_of("causal", (2048, 2048), dims, "bfloat16")
     config = whole(p)
-    config = dataclasses.replace(config, overlaps=overlaps, early=config.early if overlaps else 0)
+    config = dataclasses.replace(
+        config, overlap_pv=overlaps, early_exp_columns=config.early_exp_columns if overlaps else 0
+    )
     code = aot.machine_code(compiled(p, config))
     begun = code.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")
     beside = code[begun : code.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begun)].count("MUFU.EX2")
@@ -360,7 +364,7 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
     seen = rules_of(p, {})["mask"]
     for row in range(0, p.query_length, rows):
-        span = schedule.span(p, block_kv, row, rows, p.query_length, p.key_length)
+        span = mask.kv_range(p, block_kv, row, rows, p.query_length, p.key_length)
         mine = seen[row : row + rows]
         visited = np.zeros(p.key_length, bool)
         visited[span.first * block_kv : span.end * block_kv] = True
@@ -373,11 +377,11 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_who_may_see_nothing(kind, lengths):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
-    assert schedule.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
+    assert mask.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
 
 
 def test_spans_of_long_sequences():
     length = 2**20
     p = problem_of("full", (length, length), (64, 64), "bfloat16")
-    span = jax.jit(lambda row: schedule.span(p, 128, row, 64, length, length))(jnp.int32(0))
+    span = jax.jit(lambda row: mask.kv_range(p, 128, row, 64, length, length))(jnp.int32(0))
     assert (int(span.first), int(span.end)) == (0, length // 128)

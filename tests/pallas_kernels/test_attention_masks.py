@@ -13,8 +13,8 @@ import test_attention_forward
 from test_attention_segments import check_backward_visits, check_forward_visits, in_blocks
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import bits, schedule
-from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention import tile_scheduler
+from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests.pairwise import pairwise
 
@@ -39,9 +39,9 @@ VISITED = [
 )
 def test_every_bit_is_where_its_thread_wants_it(shape, axis):
     mask = np.random.default_rng(0).random(shape) < 0.5
-    words = np.asarray(bits.pack(jnp.asarray(mask, jnp.int8), axis))
+    words = np.asarray(mask.pack_bits(jnp.asarray(mask, jnp.int8), axis))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    words = np.moveaxis(words, bits.AXES[axis], (3, 4))
+    words = np.moveaxis(words, mask.AXES[axis], (3, 4))
     columns = by_row.shape[3]
     assert words.shape == (*shape[:2], -(-columns // 128), by_row.shape[2], 4)
     found = np.zeros((*by_row.shape[:3], words.shape[2] * 128), bool)
@@ -59,7 +59,7 @@ def test_every_bit_is_where_its_thread_wants_it(shape, axis):
 def test_blocks_that_hold_something_and_everything(pattern, blocks, axis):
     mask = mask_patterns.PATTERNS[pattern](np.random.default_rng(1), (2, 3, 513, 700))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    pairs = bits.pairs(bits.pack(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
+    pairs = mask.bitmask_blocks(mask.pack_bits(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
     for found, whole in zip(pairs, (False, True), strict=True):
         of_heads = in_blocks(by_row.reshape(-1, *by_row.shape[2:]), *blocks, whole=whole)
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))
@@ -87,7 +87,7 @@ def test_backward_visits_what_is_seen_in_turns(mask, pattern, rules):
 def test_later_queries_start_first():
     p = attention_cases.problem_of(Op.FORWARD, {"mask": "B1TS"}, (512, 512), (128, 128), "bfloat16", (4, 2))
     config = test_attention_forward.whole(p)
-    order, _ = schedule.order(p, config)
+    order, _ = tile_scheduler.order(p, config)
     per_head = -(-512 // config.block_q)
     assert config.scheduler == "dynamic"
     np.testing.assert_array_equal(
@@ -115,7 +115,7 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
     mask, pattern, facts, block_kv = FORWARD[name]
     p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
     scheduler = "static" if name == "padding" or "bias" in facts else "dynamic"
-    config = ForwardConfig(block_kv, warpgroups=2, slack=8, scheduler=scheduler)
+    config = ForwardConfig(block_kv, warpgroups=2, rescale_threshold_log2=8, scheduler=scheduler)
     test_attention_forward.check(p, config, interpreted, mask=pattern)
 
 

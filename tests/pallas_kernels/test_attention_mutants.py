@@ -14,8 +14,8 @@ from interpreter import Deadlock, RaceDetected, interpret
 from test_kernel_mutants import plant
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import schedule
-from pallas_kernels.attention.configs import ForwardConfig
+from pallas_kernels.attention import tile_scheduler
+from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Op
 
 pytestmark = pytest.mark.slow
@@ -46,8 +46,15 @@ def check(case, *, limit_s=20.0):
         patch.setattr(hardware, "current", lambda: FEW)
         if case.op is Op.FORWARD:
             problem = test_attention_forward.problem_of(case.kind, (100, 200), (32, 16), "bfloat16", heads, batch)
-            knobs = {"overwrites": True, "overlaps": True, "query_ahead": True, "bias_stages": case.bias_stages}
-            config = ForwardConfig(64, 2, 8 if case.early else 0, case.early, case.scheduler, **knobs)
+            knobs = {
+                "zero_init_free": True,
+                "overlap_pv": True,
+                "prefetch_query": True,
+                "bias_stages": case.bias_stages,
+            }
+            config = ForwardConfig(
+                64, 2, 8 if case.early_exp_columns else 0, case.early_exp_columns, case.scheduler, **knobs
+            )
             test_attention_forward.check(problem, config, run, mask=case.mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": case.deterministic}
@@ -72,8 +79,8 @@ def fresh():
 
     def clear():
         jax.clear_caches()
-        schedule.order.cache_clear()
-        schedule.deal.cache_clear()
+        tile_scheduler.order.cache_clear()
+        tile_scheduler.assign.cache_clear()
 
     clear()
     yield
@@ -84,11 +91,13 @@ def cases():
     """A mutant's case of each kind and size of heads, the largest, and others of forward with early weights."""
     largest = {}
     for case in (m.case for m in MUTANTS if m.rejected_by not in BY_SIZES):
-        key = case.op, case.kind, case.dims, case.early
+        key = case.op, case.kind, case.dims, case.early_exp_columns
         largest[key] = max(largest.get(key, case), case, key=lambda c: c.batch * c.heads[0])
     kinds = set(test_attention_forward.KINDS) - {kind for op, kind, *_ in largest if op is Op.FORWARD}
     kinds |= {"lengths", "window-nothing", "sinks", "bias", "everything"}
-    early = [Case(Op.FORWARD, kind, 2, (2, 1), early=24) for kind in sorted(kinds) if not kind.startswith("mask")]
+    early = [
+        Case(Op.FORWARD, kind, 2, (2, 1), early_exp_columns=24) for kind in sorted(kinds) if not kind.startswith("mask")
+    ]
     return [*largest.values(), *early]
 
 

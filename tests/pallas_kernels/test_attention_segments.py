@@ -11,9 +11,9 @@ import pytest
 from attention_cases import counts_of, operands_of, seen_of
 from documents import PATTERNS
 
-from pallas_kernels.attention import backward_common, backward_operands, forward, schedule, segments
-from pallas_kernels.attention.configs import BackwardConfig, ForwardConfig
-from pallas_kernels.attention.pairs import Pairs, spans
+from pallas_kernels.attention import backward_common, backward_xla, forward, mask
+from pallas_kernels.attention.config import BackwardConfig, ForwardConfig
+from pallas_kernels.attention.mask import Pairs, spans
 from pallas_kernels.attention.problem import Attention, Op
 from tests.pairwise import pairwise
 
@@ -44,7 +44,7 @@ def spread(spans: np.ndarray, count: int, start: int = 0, stop: int = 3) -> np.n
 def test_blocks_that_do_not_meet_have_no_id_in_common(pattern, lengths, blocks):
     queries, keys = ids_of(pattern, lengths)
     equal = queries[:, :, None] == keys[:, None, :]
-    meet, alike = (np.asarray(x)[:, 0] for x in segments.pairs(jnp.asarray(queries), jnp.asarray(keys), *blocks))
+    meet, alike = (np.asarray(x)[:, 0] for x in mask.segment_blocks(jnp.asarray(queries), jnp.asarray(keys), *blocks))
     assert not (in_blocks(equal, *blocks) & ~meet).any()
     np.testing.assert_array_equal(alike, in_blocks(equal, *blocks, whole=True))
     if pattern in ("packed", "many", "one"):  # in order, or up to 32 of them: nothing is visited in vain
@@ -89,10 +89,10 @@ def check_forward_visits(p: Attention, config: ForwardConfig, *, exactly: bool =
     table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
     for b, n, i in np.ndindex(table.shape[:3]):
         counts = counts_of(p, arrays)[b].tolist()
-        of_block = schedule.span(p, columns, i * rows, rows, *counts)
-        of_block = schedule.narrowed(of_block, schedule.Span(*table[b, n, i]))
+        of_block = mask.kv_range(p, columns, i * rows, rows, *counts)
+        of_block = mask.intersect(of_block, mask.TileRange(*table[b, n, i]))
         for row in range(i * rows, min((i + 1) * rows, p.query_length), 64):
-            own = schedule.narrowed(of_block, schedule.span(p, columns, row, 64, *counts))
+            own = mask.intersect(of_block, mask.kv_range(p, columns, row, 64, *counts))
             first, inner_first, inner_end, end = map(int, own)
             assert 0 <= int(of_block.first) <= first < end <= int(of_block.end) <= tiles
             mine = seen[b, n, row : min(row + 64, counts[0])]
@@ -107,7 +107,7 @@ def check_forward_visits(p: Attention, config: ForwardConfig, *, exactly: bool =
 
 def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: str) -> None:
     """The same of the queries that come past a block of keys, where each block's turn is known."""
-    config, arrays = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True), operands_of(p, **patterns)
+    config, arrays = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True), operands_of(p, **patterns)
     found = what_is_seen(p, config, arrays)
     blocks, sizes = -(-p.query_length // config.block_q), (config.block_kv, config.block_q)
     shape = p.batch, p.key_heads, -(-p.key_length // config.block_kv)
@@ -121,17 +121,17 @@ def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: st
         assert not (inner & ~in_blocks(every, *sizes, whole=True)).any()
     if exactly:
         assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
-    order = slice(None, None, -1 if backward_common.latest_first(p, config) else 1)
+    order = slice(None, None, -1 if backward_common.last_tile_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
     turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
     np.testing.assert_array_equal(turns, before)
     assert visited.any(1).all() or not backward_common.first_stores(p, config)
-    assert backward_common.turn_counts(p, config) is None
+    assert backward_common.dq_writer_counts(p, config) is None
 
 
 def what_is_seen(p: Attention, config: BackwardConfig, arrays: dict[str, Any]) -> dict[str, Any]:
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    return backward_operands.what_is_seen(p, config, ops)
+    return backward_xla.what_is_seen(p, config, ops)
 
 
 VISITED = pairwise(tuple(PATTERNS), tuple(RULES), LENGTHS[1:])
@@ -156,7 +156,7 @@ def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
 
 @pytest.mark.parametrize("rules", RULES)
 def test_turns_of_one_segment_are_those_without_segments(rules):
-    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, turns=True)
+    config = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True)
     p = problem_of(Op.BACKWARD, (513, 700), rules, deterministic=True)
     arrays = operands_of(p, ids="one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
@@ -167,7 +167,7 @@ def test_turns_of_one_segment_are_those_without_segments(rules):
         sequence = backward_common.sequence_at(p, config, ops, b)
         block = SimpleNamespace(problem=plain, config=config, index=j, sequence=sequence)
         for i in range(table[b, j, 0], table[b, j, 3]):
-            assert turns[b, j, i] == backward_common.turns_before(block, jnp.int32(i))
+            assert turns[b, j, i] == backward_common.dq_position(block, jnp.int32(i))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -178,10 +178,10 @@ def test_work_falls_with_what_documents_hide(causal, padding):
     ids[:, length - padding :] = 0
     p = Attention(Op.FORWARD, 1, 1, 1, length, length, 64, 64, jnp.dtype("bfloat16"), segments=True)
     p = dataclasses.replace(p, causal_offset=0 if causal else None)
-    pairs = segments.pairs(jnp.asarray(ids), jnp.asarray(ids), rows, columns)
+    pairs = mask.segment_blocks(jnp.asarray(ids), jnp.asarray(ids), rows, columns)
     table = np.asarray(spans(pairs, length // columns))[0, 0]
-    full = [schedule.span(p, columns, i * rows, rows, length, length) for i in range(len(table))]
-    steps = [schedule.narrowed(span, schedule.Span(*row)) for span, row in zip(full, table, strict=True)]
+    full = [mask.kv_range(p, columns, i * rows, rows, length, length) for i in range(len(table))]
+    steps = [mask.intersect(span, mask.TileRange(*row)) for span, row in zip(full, table, strict=True)]
     of_document = length // documents // columns
     expected = documents * (of_document * (of_document + 1) // 2 if causal else of_document**2)
     assert sum(int(s.end - s.first) for s in steps) == expected
