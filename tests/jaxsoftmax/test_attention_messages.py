@@ -123,8 +123,8 @@ def test_dropout_is_no_kernels() -> None:
         )
 
 
-def test_a_named_kernel_never_falls_back(attention_stand_ins: Any) -> None:
-    attention_stand_ins.accepts = lambda problem: problem.query_length < 5
+def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
+    stand_ins.accepts = lambda problem: problem.query_length < 5
     with pytest.raises(NotImplementedError, match=r"no kernel takes this call:\n  attention: it is not for this"):
         jaxsoftmax.flash_attention(Q, K, K, implementation="mosaic_gpu")
     jaxsoftmax.flash_attention(Q[:, :4], K, K, implementation="mosaic_gpu")

@@ -90,17 +90,6 @@ def check(transformed: Callable[[Function], Any], known_as: Any = None) -> None:
     jax.tree.map(close, transformed(ours), WANTED[known_as])
 
 
-@pytest.fixture
-def kernels(request: pytest.FixtureRequest) -> None:
-    """The reference, and then what stands in for kernels."""
-    if request.param:
-        request.getfixturevalue("attention_stand_ins")
-
-
-# What varies fastest: the two tests of a case follow each other, and compute what they want once.
-BOTH = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "stand-in"], indirect=True)
-
-
 SMALL = tuple(x[:1] for x in OPERANDS[:3]) + OPERANDS[3:]
 STACKED = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), OPERANDS)
 
@@ -157,10 +146,9 @@ UNARY: dict[str, Callable[[Function], Any]] = {
 EAGER = {"eager", "grad", "jvp"}
 
 
-@BOTH
 @pytest.mark.parametrize("name", UNARY)
-@pytest.mark.usefixtures("kernels")
-def test_like_plain_jax(name: str) -> None:
+def test_like_plain_jax(name: str, kernels: Any) -> None:
+    kernels()
     transformed = UNARY[name]
     # One program compiles sooner than the dozens of operations it consists of.
     check(transformed if name in EAGER else lambda f: jax.jit(lambda: transformed(f))(), known_as=name)
@@ -180,10 +168,9 @@ AXES = [
 ]
 
 
-@BOTH
 @pytest.mark.parametrize("axes, also", list(zip(AXES, itertools.cycle(FLAT), strict=False)), ids=str)
-@pytest.mark.usefixtures("kernels")
-def test_vmap_axes(axes: tuple[int | None, ...], also: str) -> None:
+def test_vmap_axes(axes: tuple[int | None, ...], also: str, kernels: Any) -> None:
+    kernels()
     mapped = tuple(
         x if d is None else jnp.moveaxis(jnp.stack([x, 0.5 * x, -x]), 0, d) for x, d in zip(OPERANDS, axes, strict=True)
     )
@@ -201,9 +188,8 @@ def test_vmap_axes(axes: tuple[int | None, ...], also: str) -> None:
     check(everything, known_as=axes)
 
 
-@BOTH
-@pytest.mark.usefixtures("kernels")
-def test_nested_vmap() -> None:
+def test_nested_vmap(kernels: Any) -> None:
+    kernels()
     qs, ks = jnp.stack([Q, -Q, 2 * Q]), jnp.stack([K, 0.5 * K])
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -219,23 +205,23 @@ def test_nested_vmap() -> None:
     check(everything, known_as="nested vmap")
 
 
-def test_what_is_shared_is_not_copied(attention_stand_ins: Any) -> None:
+def test_what_is_shared_is_not_copied(stand_ins: Any) -> None:
     qs = jnp.stack([Q] * 7)
     call = lambda qs, k, v: jax.vmap(lambda q: jaxsoftmax.flash_attention(q, k, v))(qs)
     for function in (call, lambda *a: jax.grad(lambda *a: jnp.sin(call(*a)).sum(), (0, 1, 2))(*a)):
-        attention_stand_ins.problems.clear()
+        stand_ins.problems.clear()
         text = jax.jit(function).lower(qs, K, V).compile().as_text()
-        assert {(p.batch, p.query_heads, p.key_heads) for p in attention_stand_ins.problems} == {(2, 28, 2)}
+        assert {(p.batch, p.query_heads, p.key_heads) for p in stand_ins.problems} == {(2, 28, 2)}
         assert not re.findall(r"f32\[7,2,5,2,\d\]", text)
     text = jax.jit(lambda qs: jax.vmap(lambda q: ours(q, *OPERANDS[1:])[0])(qs)).lower(qs).as_text()
     assert not re.findall(r"tensor<7x2x5x2x\dxf32>", text)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 5), (2, 1, 1, 5), (1, 4, 3, 1), (1, 1, 3, 5)], ids=str)
-def test_masks_stay_as_small_as_given(attention_stand_ins: Any, shape: tuple[int, ...]) -> None:
+def test_masks_stay_as_small_as_given(stand_ins: Any, shape: tuple[int, ...]) -> None:
     bias, mask = normal(*shape), jnp.ones(shape, bool)
     jax.jit(jax.grad(lambda q: jaxsoftmax.flash_attention(q, K, V, bias, mask).sum()))(Q)
-    assert {(p.bias, p.mask, p.bias_gradient) for p in attention_stand_ins.problems} == {(shape, shape, False)}
+    assert {(p.bias, p.mask, p.bias_gradient) for p in stand_ins.problems} == {(shape, shape, False)}
 
 
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
@@ -297,55 +283,9 @@ def test_checks_on() -> None:
         check(lambda f: jax.jit(jax.grad(loss(f), ALL))(*OPERANDS))
 
 
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("jax_custom_jvp3", True),
-        ("jax_custom_vjp3", True),
-        ("jax_remat3", True),
-        ("jax_numpy_rank_promotion", "raise"),
-        ("jax_numpy_dtype_promotion", "strict"),
-    ],
-)
-def test_flags(flag: str, value: Any) -> None:
-    rules = {"is_causal": True, "key_value_seq_lengths": jnp.array([3, 5]), "query_seq_lengths": jnp.array([3, 2])}
-    half = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
-
-    def everything(dtype: Any) -> Any:
-        call = lambda *a: sum(
-            jnp.sin(x.astype(jnp.float32)).sum()
-            for x in jaxsoftmax.flash_attention(
-                *a,
-                BIAS,
-                MASK,
-                sinks=SINKS,
-                logits_soft_cap=2.0,
-                **rules,
-                query_segment_ids=jnp.zeros((2, 3), int),
-                key_value_segment_ids=jnp.zeros((2, 5), int),
-                return_residual=True,
-            )[:1]
-        )
-        a = tuple(x.astype(dtype) for x in (Q, K, V))
-        saved = jax.checkpoint(call, policy=jax.checkpoint_policies.save_only_these_names(*NAMES))
-        return jax.grad(saved, (0, 1, 2))(*a), jax.jvp(jax.grad(call, (0, 1, 2)), a, a)[1]
-
-    want = jax.jit(everything, static_argnums=0)(jnp.float32)
-    before = getattr(jax.config, flag)
-    jax.config.update(flag, value)
-    try:
-        got = jax.jit(lambda: everything(jnp.float32))()
-        narrow = jax.jit(lambda: everything(jnp.bfloat16))()
-    finally:
-        jax.config.update(flag, before)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, want)
-    assert {x.dtype for x in jax.tree.leaves(narrow)} == {half[0].dtype}
-
-
-@BOTH
 @pytest.mark.parametrize("axes", [(0, None, 0), (None, 0, 1), (1, 1, None)], ids=str)
-@pytest.mark.usefixtures("kernels")
-def test_vmap_over_lengths_that_align(axes: Any) -> None:
+def test_vmap_over_lengths_that_align(axes: Any, kernels: Any) -> None:
+    kernels()
     pairs = jnp.array([[3, 5], [2, 4], [1, 0]])
     mapped = [jnp.stack([x, 2 * x, -x], d) if d is not None else x for x, d in zip((Q, K), axes, strict=False)]
     lengths = pairs if axes[2] == 0 else pairs.T if axes[2] == 1 else pairs[0]
@@ -378,14 +318,3 @@ def test_alignment_by_lengths_in_every_mode() -> None:
         got = mode(functools.partial(call, is_causal=True, causal_alignment="bottom_right"))
         want = mode(functools.partial(call, mask=visible[:, None]))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
-
-
-def test_names_are_saved_by_the_coming_remat() -> None:
-    call = functools.partial(jaxsoftmax.flash_attention, mask=MASK, sinks=SINKS, return_residual=True)
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", True)
-    try:
-        run = jax.checkpoint(loss(call), policy=jax.checkpoint_policies.save_only_these_names(*NAMES))
-        assert sorted(primitives(jax.grad(run), Q, K, V, BIAS)) == ["flash_attention", "flash_attention_gradients"]
-    finally:
-        jax.config.update("jax_remat3", before)

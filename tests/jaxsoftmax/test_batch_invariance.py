@@ -29,7 +29,7 @@ from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, heuristics
 from pallas_kernels.softmax.problem import Op, Problem
-from tests.jaxsoftmax.conftest import AttentionStandIns, StandIns
+from tests.jaxsoftmax.conftest import StandIns
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 40)), jnp.float32)
@@ -179,12 +179,12 @@ attend = lambda x: jaxsoftmax.flash_attention(x, x, x, is_causal=True)
 
 
 @pytest.mark.parametrize("how", [how for how in TRANSFORMED if how != "jvp"])
-def test_transformations_of_attention_keep_it(how: str, attention_stand_ins: AttentionStandIns) -> None:
+def test_transformations_of_attention_keep_it(how: str, stand_ins: StandIns) -> None:
     with batch_invariant():
         traced = jax.jit(TRANSFORMED[how](attend)).trace(Q)
     traced.lower()
-    assert attention_stand_ins.problems
-    assert all(problem.batch_invariant for problem in attention_stand_ins.problems)
+    assert stand_ins.problems
+    assert all(problem.batch_invariant for problem in stand_ins.problems)
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "attention"])

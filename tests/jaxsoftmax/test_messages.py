@@ -164,7 +164,7 @@ def test_cross_entropy_of_probabilities() -> None:
 def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
     stand_ins.accepts = lambda problem: problem.cols > 3
     with pytest.raises(
-        NotImplementedError, match=r"no kernel takes this call:\n  first: it is not for this\n  second: nor"
+        NotImplementedError, match=r"no kernel takes this call:\n  first: it is not for this\n  second: it"
     ):
         jaxsoftmax.softmax(X, implementation="mosaic_gpu")
     np.testing.assert_allclose(jaxsoftmax.softmax(X), jax.nn.softmax(X))

@@ -279,3 +279,23 @@ def test_no_retrace() -> None:
     function(X)
     function(X + 1)
     assert len(traces) == 1
+
+
+def test_offloading_by_name() -> None:
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["softmax_out"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    run = jax.checkpoint(jaxsoftmax.softmax, policy=policy)
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: (run(x) * WEIGHTS).sum()))(X))
+    assert jaxpr.count("= softmax[") == 1
+    assert "<host>" in jaxpr
+
+
+def test_spmd_axis_name() -> None:
+    mesh = jax.make_mesh((3,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:3])
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.vmap(jax.grad(lambda x: (jaxsoftmax.softmax(x) ** 2).sum()), spmd_axis_name="d"))(X)
+    np.testing.assert_allclose(got, jax.grad(lambda x: (jax.nn.softmax(x) ** 2).sum())(X), rtol=1e-4, atol=1e-6)
