@@ -184,9 +184,3 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     clear()
-
-
-@pytest.fixture
-def cpus() -> list[jax.Device]:
-    """Eight devices."""
-    return jax.devices("cpu")[:8]
