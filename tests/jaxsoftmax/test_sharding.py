@@ -81,9 +81,15 @@ def test_rows_need_no_exchange(stand_ins: Any, spec: P, op: str, mode: str) -> N
     assert (shard, SHAPE[-1], 1) in {p for o in Op for p in stand_ins.ran(o)}
 
 
-@pytest.mark.parametrize("spec", COLUMNS, ids=str)
-@pytest.mark.parametrize("mode", ["forward", "vjp"])
-@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(
+    "op, mode, spec",
+    [
+        *pairwise(["softmax", "log_softmax", "cross_entropy"], ["forward", "vjp"], COLUMNS),
+        ("logsumexp", "forward", COLUMNS[0]),
+        ("log_softmax", "jvp", COLUMNS[2]),
+    ],
+    ids=str,
+)
 def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> None:
     operands = put(X, spec), put(CT, spec)
     compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
@@ -91,23 +97,8 @@ def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P)
     assert count(compiled) == {"all-reduce": 2 if (op, mode) == ("softmax", "vjp") else 1}
     out = compiled(*operands)
     agree(out, expected(op, mode))
-    assert out.sharding.is_equivalent_to(operands[0].sharding, 3)
+    assert out.ndim < 3 or out.sharding.is_equivalent_to(operands[0].sharding, 3)
     assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < SHAPE[-1]], "a part of a row is not a row"
-
-
-@pytest.mark.parametrize(
-    "op, mode, spec",
-    [
-        ("logsumexp", "forward", COLUMNS[0]),
-        ("log_softmax", "jvp", COLUMNS[2]),
-        *(("cross_entropy", mode, spec) for mode in ("forward", "vjp") for spec in COLUMNS),
-    ],
-)
-def test_one_exchange_of_the_others(stand_ins: Any, op: str, mode: str, spec: P) -> None:
-    operands = put(X, spec), put(CT, spec)
-    compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
-    assert count(compiled) == {"all-reduce": 1}
-    agree(compiled(*operands), expected(op, mode))
 
 
 @pytest.mark.parametrize("op, mode, spec", pairwise([*OPS], ["forward", "vjp"], [ROWS[1], COLUMNS[2]]), ids=str)
