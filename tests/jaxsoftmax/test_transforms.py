@@ -65,7 +65,9 @@ def test_axes(op: str, axis: Any) -> None:
         f = functools.partial(f, axis=axis)
         return functools.partial(masked, f) if op in MASKED else f
 
-    Case(*map(along, OPS[op.split()[0]]), (X,), (X,)).check("grad", lambda f, c: jax.value_and_grad(loss(f))(X))
+    Case(*map(along, OPS[op.split()[0]]), (X,), (X,)).check(
+        "along an axis", lambda f, c: jax.value_and_grad(loss(f))(X)
+    )
 
 
 @pytest.mark.parametrize("op, in_axis, out_axis", pairwise([*OPS], [0, 1, 2, -1], [0, 1, -1]))
