@@ -6,6 +6,7 @@ stand-in ran on a shard, a kernel would have; `problems` records the pieces it w
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
 
 from jaxsoftmax._attention import primitives as attention_primitives
@@ -23,7 +25,6 @@ from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.operands import Operands, Rules
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.problem import Op, Problem
 
@@ -50,61 +51,6 @@ class StandIn:
         last = problem.operands + len(numbers)
         kept = [x if i < problem.operands or i >= last else x[:, None] for i, x in enumerate(operands)]
         return row_primitives.REFERENCE[problem.op](*kept, **row)
-
-
-@dataclasses.dataclass
-class StandIns:
-    problems: list[Problem]
-    accepts: Callable[[Problem], bool] = lambda _: True
-
-    def ran(self, op: Op) -> set[tuple[int, int, int]]:
-        return {(p.rows, p.cols, p.inner) for p in self.problems if p.op is op}
-
-
-@pytest.fixture(autouse=True)
-def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test draws the same numbers whichever ran before it."""
-    if hasattr(request.module, "RNG"):
-        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
-    """Kernels on the CPU."""
-    record = StandIns([])
-
-    def decide(problem: Problem, device: Device, **_: Any) -> StandIn:
-        record.problems.append(problem)
-        if record.accepts(problem):
-            return StandIn(problem)
-        return StandIn(problem, None, (("first", "it is not for this"), ("second", "nor this")))
-
-    monkeypatch.setattr(dispatch, "decide", decide)
-    computations = row_primitives.COMPUTATIONS
-    for primitive, computation in computations.items():
-        mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, computation), platform="cpu")
-    mlir.register_lowering(api.TOP_K, functools.partial(api.lower, may_count=True), platform="cpu")
-    jax.clear_caches()
-    yield record
-    for primitive, computation in computations.items():
-        mlir.register_lowering(primitive, functools.partial(lowering.reference_rule, computation), platform="cpu")
-    mlir.register_lowering(api.TOP_K, api.lower, platform="cpu")
-    jax.clear_caches()
-
-
-@pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short rows take the long ones' way too, over more than one level."""
-
-    def clear() -> None:
-        jax.clear_caches()
-        select.chunk_size.cache_clear()
-
-    monkeypatch.setattr(select, "_AT_ONCE", 4)
-    clear()
-    yield
-    monkeypatch.undo()
-    clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,39 +96,91 @@ class AttentionStandIn:
 
 
 @dataclasses.dataclass
-class AttentionStandIns:
-    problems: list[Attention]
-    accepts: Callable[[Attention], bool] = lambda _: True
+class StandIns:
+    """The kernels that a program asked for."""
 
-    def ran(self, op: attention_problem.Op) -> list[Attention]:
+    problems: list[Any] = dataclasses.field(default_factory=list)
+    accepts: Callable[[Any], bool] = lambda _: True
+
+    def ran(self, op: Op) -> set[tuple[int, int, int]]:
+        """Of an operation of rows the sizes."""
+        return {(p.rows, p.cols, p.inner) for p in self.problems if p.op is op}
+
+    def attended(self, op: attention_problem.Op) -> list[Attention]:
         return [p for p in self.problems if p.op is op]
 
+    def decide(self, kind: Callable[..., Any], names: tuple[str, ...], problem: Any, *_: Any, **__: Any) -> Any:
+        """What a dispatcher decides."""
+        self.problems.append(problem)
+        if self.accepts(problem):
+            return kind(problem)
+        return kind(problem, None, tuple((name, "it is not for this") for name in names))
+
 
 @pytest.fixture
-def attention_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionStandIns]:
-    """Attention kernels on the CPU."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
+    """Kernels on the CPU."""
     from pallas_kernels.attention import dispatch as attention_dispatch
 
-    record = AttentionStandIns([])
-
-    def decide(problem: Attention, device: Device, **_: Any) -> AttentionStandIn:
-        record.problems.append(problem)
-        if record.accepts(problem):
-            return AttentionStandIn(problem)
-        return AttentionStandIn(problem, None, (("attention", "it is not for this"),))
-
-    monkeypatch.setattr(attention_dispatch, "decide", decide)
+    record = StandIns()
+    monkeypatch.setattr(dispatch, "decide", functools.partial(record.decide, StandIn, ("first", "second")))
+    decide_attention = functools.partial(record.decide, AttentionStandIn, ("attention",))
+    monkeypatch.setattr(attention_dispatch, "decide", decide_attention)
     calls = {attention_primitives.BY_PART[part]: attention_primitives.Call(part) for part in attention_primitives.OPS}
-    for primitive, call in calls.items():
-        mlir.register_lowering(primitive, functools.partial(lowering.kernel_rule, call), platform="cpu")
-    jax.clear_caches()
+
+    def register(rule: Callable[..., Any], **may_count: bool) -> None:
+        for primitive, computation in {**row_primitives.COMPUTATIONS, **calls}.items():
+            mlir.register_lowering(primitive, functools.partial(rule, computation), platform="cpu")
+        mlir.register_lowering(api.TOP_K, functools.partial(api.lower, **may_count), platform="cpu")
+        jax.clear_caches()
+
+    register(lowering.kernel_rule, may_count=True)
     yield record
-    for primitive, call in calls.items():
-        mlir.register_lowering(primitive, functools.partial(lowering.reference_rule, call), platform="cpu")
-    jax.clear_caches()
+    register(lowering.reference_rule)
+
+
+@pytest.fixture(params=["reference", "stand-in"])
+def kernels(request: pytest.FixtureRequest) -> Callable[[], StandIns | None]:
+    """The reference, and what stands in for kernels from when this is called."""
+    return lambda: request.getfixturevalue("stand_ins") if request.param == "stand-in" else None
+
+
+def _cache_programs_in(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A program that was compiled before `jax.clear_caches()`, or by another worker, is read from a file."""
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    base = tmp_path_factory.getbasetemp()
+    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    _cache_programs_in(str(session / "programs"))
+    yield
+    _cache_programs_in(None)
+
+
+@pytest.fixture(autouse=True)
+def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test draws the same numbers whichever ran before it."""
+    if hasattr(request.module, "RNG"):
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
 
 
 @pytest.fixture
-def cpus() -> list[jax.Device]:
-    """Eight devices."""
-    return jax.devices("cpu")[:8]
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short rows take the long ones' way too, over more than one level."""
+
+    def clear() -> None:
+        jax.clear_caches()
+        select.chunk_size.cache_clear()
+
+    monkeypatch.setattr(select, "_AT_ONCE", 4)
+    clear()
+    yield
+    monkeypatch.undo()
+    clear()

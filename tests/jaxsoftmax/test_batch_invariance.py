@@ -15,7 +15,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
@@ -29,7 +28,8 @@ from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch, heuristics
 from pallas_kernels.softmax.problem import Op, Problem
-from tests.jaxsoftmax.conftest import AttentionStandIns, StandIns
+from tests.jaxsoftmax.conftest import StandIns
+from tests.jaxsoftmax.sharded import mesh, put
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 40)), jnp.float32)
@@ -98,7 +98,7 @@ ATTENTION_KINDS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "bias-mask": lambda t, s: {"bias": (1, 1, t, s), "bias_dtype": jnp.dtype("float32"), "mask": (1, 1, t, s)},
     "cap": lambda t, s: {"soft_cap": 30.0, "sinks": True},
 }
-SIZES = ((1, 1, 1), (1, 1, 4096), (3, 100, 100), (2, 512, 512), (64, 64, 777), (1, 16384, 16384), (256, 1, 1024))
+SIZES = ((1, 1, 2), (1, 1, 4096), (3, 100, 100), (2, 512, 512), (64, 64, 777), (1, 16384, 16384), (256, 1, 1024))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
@@ -122,12 +122,13 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "lse": lambda x: sum(cross_entropy(x, return_lse=True)),
     "top_k": lambda x: jaxsoftmax.top_k_softmax(x, 3)[0],
     "top_k_of_k": lambda x: jaxsoftmax.top_k_softmax(x, 3, normalize="top_k")[0],
+    "attention": lambda x: jaxsoftmax.flash_attention(x, x, x, is_causal=True),
 }
+OPERANDS = dict.fromkeys(FUNCTIONS, X) | {"attention": jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)}
 
 
 def mapped(f: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2])
-    return lambda x: jax.shard_map(f, mesh=mesh, in_specs=P(None), out_specs=P(None))(x)
+    return lambda x: jax.shard_map(f, mesh=mesh(shape=(2,), names=("d",)), in_specs=P(None), out_specs=P(None))(x)
 
 
 TRANSFORMED: dict[str, Callable[..., Any]] = {
@@ -144,12 +145,13 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 # All functions differentiated, all that is done to functions to the one with the most parts, and some to another.
 PAIRS = [(name, how) for name in FUNCTIONS for how in TRANSFORMED if how == "grad" or name == "weighted"]
 PAIRS += [("top_k_of_k", how) for how in ("vmap", "shard_map")]
+PAIRS += [("attention", how) for how in TRANSFORMED if how not in ("grad", "jvp")]
 
 
 @pytest.mark.parametrize("name, how", PAIRS)
 def test_transformations_keep_it(name: str, how: str, stand_ins: StandIns) -> None:
     with batch_invariant():
-        traced = jax.jit(TRANSFORMED[how](FUNCTIONS[name])).trace(X)
+        traced = jax.jit(TRANSFORMED[how](FUNCTIONS[name])).trace(OPERANDS[name])
     traced.lower()
     assert stand_ins.problems
     assert all(problem.batch_invariant for problem in stand_ins.problems)
@@ -158,38 +160,24 @@ def test_transformations_keep_it(name: str, how: str, stand_ins: StandIns) -> No
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_derived_or_exported_keeps_it(name: str, stand_ins: StandIns) -> None:
     with batch_invariant():
-        y, pull = jax.vjp(FUNCTIONS[name], X)
-        exported = jax.export.export(jax.jit(FUNCTIONS[name]))(X)
+        y, pull = jax.vjp(FUNCTIONS[name], OPERANDS[name])
+        exported = jax.export.export(jax.jit(FUNCTIONS[name]))(OPERANDS[name])
     jax.jit(pull)(jnp.ones_like(y))
-    np.testing.assert_array_equal(exported.call(X), y)
+    np.testing.assert_array_equal(exported.call(OPERANDS[name]), y)
     assert all(problem.batch_invariant for problem in stand_ins.problems)
 
 
-def test_parts_of_cut_operands_keep_it(stand_ins: StandIns, cpus: list[jax.Device]) -> None:
-    mesh = jax.make_mesh((2, 2), ("r", "c"), (jax.sharding.AxisType.Auto,) * 2, devices=cpus[:4])
-    x = jax.device_put(X, NamedSharding(mesh, P("r", "c")))
+def test_parts_of_cut_operands_keep_it(stand_ins: StandIns) -> None:
+    x = put(X, P("r", "c"), mesh(shape=(2, 2), names=("r", "c")))
     with batch_invariant():
         jax.block_until_ready([jax.jit(FUNCTIONS[name])(x) for name in ("softmax", "loss", "top_k")])
     assert {p.cols for p in stand_ins.problems} >= {20}
     assert all(problem.batch_invariant for problem in stand_ins.problems)
 
 
-Q = jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)
-attend = lambda x: jaxsoftmax.flash_attention(x, x, x, is_causal=True)
-
-
-@pytest.mark.parametrize("how", [how for how in TRANSFORMED if how != "jvp"])
-def test_transformations_of_attention_keep_it(how: str, attention_stand_ins: AttentionStandIns) -> None:
-    with batch_invariant():
-        traced = jax.jit(TRANSFORMED[how](attend)).trace(Q)
-    traced.lower()
-    assert attention_stand_ins.problems
-    assert all(problem.batch_invariant for problem in attention_stand_ins.problems)
-
-
-@pytest.mark.parametrize("name", [*FUNCTIONS, "attention"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_without_it_nothing_changes(name: str, stand_ins: StandIns) -> None:
-    f, x = (attend, Q) if name == "attention" else (FUNCTIONS[name], X)
+    f, x = FUNCTIONS[name], OPERANDS[name]
     before = str(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x))
     with batch_invariant():
         inside = str(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x))
@@ -198,9 +186,9 @@ def test_without_it_nothing_changes(name: str, stand_ins: StandIns) -> None:
     assert "batch_invariant=True" in inside
     assert "batch_invariant=True" not in before
     assert name == "attention" or "batch_invariant" not in before
-    if name != "attention":
-        jax.jit(f).lower(x)
-        assert not any(problem.batch_invariant for problem in stand_ins.problems)
+    jax.jit(f).lower(x)
+    assert stand_ins.problems
+    assert not any(problem.batch_invariant for problem in stand_ins.problems)
 
 
 def test_jit_compiles_once_with_and_once_without() -> None:

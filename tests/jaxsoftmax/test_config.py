@@ -1,8 +1,8 @@
-"""JAX's settings: a user's, however strict, break no call of ours, and reach nothing that we trace ourselves."""
+"""JAX's settings, however strict, and its next implementations of differentiation: they break no call of ours."""
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ def top_k(x: jax.Array, **options: Any) -> jax.Array:
 
 
 def attention(q: jax.Array, **options: Any) -> jax.Array:
-    return jaxsoftmax.flash_attention(q, K, V, **options)
+    return jaxsoftmax.flash_attention(q, K.astype(q.dtype), V.astype(q.dtype), **options)
 
 
 def attention_of_all(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
@@ -78,75 +78,117 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
 }
 
 
-STRICT: dict[str, Callable[[], Any]] = {
+@contextlib.contextmanager
+def coming(switch: str) -> Iterator[None]:
+    before = getattr(jax.config, switch)
+    jax.config.update(switch, True)
+    try:
+        yield
+    finally:
+        jax.config.update(switch, before)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "checks": lambda: jax.enable_checks(True),
     "leaks": jax.checking_leaks,
     "64 bits": lambda: jax.enable_x64(True),
-}
-OTHER: dict[str, Callable[[], Any]] = {
     "no NaN": lambda: jax.debug_nans(True),
     "no jit": jax.disable_jit,
     "device": lambda: jax.default_device(jax.devices("cpu")[3]),
     "precision": lambda: jax.default_matmul_precision("highest"),
     "random numbers": lambda: jax.default_prng_impl("rbg"),
-    "64 bits": STRICT["64 bits"],
+    "jvp": lambda: coming("jax_custom_jvp3"),
+    "vjp": lambda: coming("jax_custom_vjp3"),
+    "remat": lambda: coming("jax_remat3"),
 }
+STRICT = ("ranks", "dtypes", "checks", "leaks", "64 bits")
+NAMES = ("softmax_out", "flash_attention_out", "flash_attention_lse")
+saved = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*NAMES))
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "stand-ins"])
-def kernels(request: pytest.FixtureRequest) -> None:
-    if request.param:
-        request.getfixturevalue("stand_ins")
-        request.getfixturevalue("attention_stand_ins")
+def within(*settings: str) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for setting in settings:
+        stack.enter_context(SETTINGS[setting]())
+    return stack
 
 
-def everything(name: str, *xs: jax.Array) -> Any:
-    """What a call gives, its tangent, its gradient, the gradient's tangent, and what it gives for two at once."""
-    call = CALLS[name][0]
-
-    def gradient(*xs: jax.Array) -> Any:
-        out, pull = jax.vjp(call, *xs)
-        return out, pull(jax.tree.map(jnp.ones_like, out))
-
-    return jax.jvp(gradient, xs, xs), jax.jvp(call, xs, xs), jax.vmap(call)(*(jnp.stack([x, x]) for x in xs))
+def pulled_back(call: Callable[..., Any], *xs: jax.Array) -> Any:
+    out, pull = jax.vjp(call, *xs)
+    return out, pull(jax.tree.map(lambda y: jnp.cos(jnp.where(jnp.isfinite(y), y, 0)), out))
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("setting", STRICT)
-def test_every_call_lowers(setting: str) -> None:
+def derivatives(call: Callable[..., Any], *xs: jax.Array) -> Any:
+    """What a call gives, its gradient and its tangent, and the tangents of both."""
+    return jax.jvp(functools.partial(pulled_back, call), xs, xs), jax.jvp(call, xs, xs)
+
+
+IN_16_BITS = ("softmax", "log_softmax", "logsumexp", "cross entropy", "attention of everything")
+
+
+@pytest.mark.parametrize("settings", [STRICT[:2], STRICT], ids=["promotion", "all"])
+def test_every_call_lowers(settings: tuple[str, ...], kernels: Any) -> None:
+    kernels()
     jax.clear_caches()
-    with STRICT[setting]():
-        for name, (_, operands) in CALLS.items():
-            jax.jit(functools.partial(everything, name)).lower(*operands)
+    with within(*settings):
+        for name, (call, operands) in CALLS.items():
+            for dtype in ("float32", "bfloat16") if name in IN_16_BITS else ("float32",):
+                xs = [x.astype(dtype) for x in operands]
+                both = lambda *xs, call=call: (derivatives(call, *xs), jax.vmap(call)(*(jnp.stack([x, x]) for x in xs)))
+                lowered = jax.jit(both).lower(*xs)
+                ((_, gradients), _), _ = lowered.out_info[0]
+                assert {x.dtype for x in gradients} == {jnp.dtype(dtype)}, name
     jax.clear_caches()
 
 
-def gradients() -> Any:
-    found = {}
-    for name in ("softmax", "weighted cross entropy", "router", "attention"):
-        call, operands = CALLS[name]
-        out, pull = jax.vjp(call, *operands)
-        found[name] = out, pull(jnp.cos(out))
-    return found
+COMPARED = ("softmax", "weighted cross entropy", "router", "attention")
 
 
 @functools.cache
-def expected() -> Any:
-    """What they are where nothing is set."""
-    return jax.tree.map(np.asarray, gradients())
+def expected(name: str, function: Callable[..., Any]) -> Any:
+    """What it is where nothing is set."""
+    call, operands = CALLS[name]
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(function, call))(*operands))
 
 
-@pytest.mark.parametrize("setting", OTHER)
-def test_results_are_the_same(stand_ins: Any, attention_stand_ins: Any, setting: str) -> None:
-    want = expected()
-    jax.clear_caches()
-    with OTHER[setting]():
-        got = gradients()
-    jax.clear_caches()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+def check(name: str, function: Callable[..., Any], got: Any) -> None:
+    want = expected(name, function)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
     assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
+
+
+@pytest.mark.parametrize("setting", ["no NaN", "no jit", "device", "precision", "random numbers", "64 bits"])
+def test_results_are_the_same(stand_ins: Any, setting: str) -> None:
+    jax.clear_caches()
+    with within(setting):
+        got = {name: pulled_back(CALLS[name][0], *CALLS[name][1]) for name in COMPARED}
+    jax.clear_caches()
+    for name in COMPARED:
+        check(name, pulled_back, got[name])
+
+
+def rematerialised(call: Callable[..., Any], *xs: jax.Array) -> Any:
+    """With what is saved by name, by no name, and in a loop."""
+    each = jax.lax.map(lambda xs: pulled_back(call, *xs), [jnp.stack([x, 2 * x]) for x in xs])
+    return derivatives(call, *xs), pulled_back(saved(call), *xs), jax.jvp(jax.checkpoint(call), xs, xs), each
+
+
+@pytest.mark.parametrize("switch", ["jvp", "vjp", "remat"])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "weighted cross entropy", "attention of everything"])
+def test_coming_implementations_give_the_same(name: str, switch: str) -> None:
+    call, operands = CALLS[name]
+    with within(switch):
+        got = jax.jit(functools.partial(rematerialised, call))(*operands)
+    check(name, rematerialised, got)
+
+
+def test_names_are_saved_by_the_coming_remat() -> None:
+    call, operands = CALLS["attention of everything"]
+    with within("remat"):
+        gradient = str(jax.make_jaxpr(lambda *xs: pulled_back(saved(call), *xs))(*operands))
+    assert (gradient.count("= flash_attention["), gradient.count("= flash_attention_gradients[")) == (1, 1)
 
 
 def test_kernels_lower_in_all_of_them_at_once() -> None:
@@ -170,9 +212,7 @@ def test_kernels_lower_in_all_of_them_at_once() -> None:
         return jax.vjp(jaxsoftmax.softmax, x)[1](x), jax.grad(total)(x), jaxsoftmax.top_k_softmax(x, 4)
 
     jax.clear_caches()
-    with contextlib.ExitStack() as settings:
-        for setting in STRICT.values():
-            settings.enter_context(setting())
+    with within(*STRICT):
         for function, operands, kernels in ((of_attention, (half, more), 2), (of_rows, (logits,), 5)):
             text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
             assert text.count("@mosaic_gpu") >= kernels

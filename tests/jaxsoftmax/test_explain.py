@@ -59,7 +59,7 @@ def test_no_kernel(explained: Any) -> None:
         "    why: no kernel takes the call",
         "    moves: nothing can move less than 120 B",
         "    not first: it is not for this",
-        "    not second: nor this",
+        "    not second: it is not for this",
     ]
     assert jaxsoftmax.explain(X, implementation="mosaic_gpu").implementation == "error"
     assert jaxsoftmax.explain(X, implementation="xla").declined == ()

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 
 import jaxsoftmax
 from jaxsoftmax._softmax import primitives as layout
@@ -17,10 +16,6 @@ from tests import oracle
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 OPS = {"softmax": jaxsoftmax.softmax, "log_softmax": jaxsoftmax.log_softmax}
-
-
-def lower(function: Any, *operands: Any, platforms: tuple[str, ...]) -> str:
-    return jax.jit(function).trace(*operands).lower(lowering_platforms=platforms).as_text()
 
 
 @pytest.mark.parametrize(
@@ -115,70 +110,3 @@ def test_the_plain_custom_vjp_gives_the_same_gradients(stand_ins: Any, op: str) 
         NotImplementedError, match=op + ": no kernel takes 6 rows of 8 float32: first: it is not for this"
     ):
         kernel(x)
-
-
-def test_equal_kernels_in_a_program_are_one_function(stand_ins: Any) -> None:
-    text = lower(lambda x: [jaxsoftmax.softmax(x + i) for i in range(4)], X, platforms=("cpu",))
-    assert text.count("func.func private @_launch") == 1
-    assert text.count("call @_launch") == 4
-
-
-def test_the_platform_is_chosen_at_lowering(stand_ins: Any) -> None:
-    traced = jax.jit(jaxsoftmax.softmax).trace(X)
-    assert not stand_ins.problems
-    for platform, kernels in (("tpu", False), ("rocm", False), ("cuda", True)):
-        stand_ins.problems.clear()
-        traced.lower(lowering_platforms=(platform,))
-        assert bool(stand_ins.problems) == kernels
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_real_kernels_are_in_the_cuda_program_when_explain_says_so(op: str) -> None:
-    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
-    for function, name in ((OPS[op], op), (lambda x: jax.vjp(OPS[op], x)[1](x), f"{op}_vjp")):
-        promised = jaxsoftmax.explain(x, op=name).kernel is not None
-        assert ("mosaic_gpu" in lower(function, x, platforms=("cuda",))) == promised
-        assert "mosaic_gpu" not in lower(function, x, platforms=("cpu",))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_export(op: str) -> None:
-    for function in (OPS[op], jax.grad(lambda x: jnp.sin(OPS[op](x)).sum())):
-        exported = export.export(jax.jit(function))(X)
-        reloaded = export.deserialize(exported.serialize(vjp_order=1))
-        np.testing.assert_allclose(reloaded.call(X), function(X), rtol=1e-5, atol=1e-6)
-    reloaded = export.deserialize(export.export(jax.jit(OPS[op]))(X).serialize(vjp_order=1))
-    np.testing.assert_allclose(
-        jax.grad(lambda x: jnp.sin(reloaded.call(x)).sum())(X),
-        jax.grad(lambda x: jnp.sin(OPS[op](x)).sum())(X),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_export_with_symbolic_shapes(op: str) -> None:
-    b, n = export.symbolic_shape("b, n")
-    operand = jax.ShapeDtypeStruct((b, n), jnp.float32)
-    mask = jax.ShapeDtypeStruct((n,), jnp.bool_)
-    function = lambda x, m: (OPS[op](x), jax.grad(lambda x: jnp.sin(OPS[op](x, where=m)).sum(where=m))(x))
-    exported = export.export(jax.jit(function), platforms=["cpu", "cuda"])(operand, mask)
-    where = np.arange(8) < 7
-    got = export.deserialize(exported.serialize()).call(X[0], where)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, tuple(function(X[0], where)))
-
-
-def test_export_for_several_platforms(stand_ins: Any) -> None:
-    exported = export.export(jax.jit(jaxsoftmax.softmax), platforms=["tpu", "cuda"])(X)
-    assert "stablehlo.case" in exported.mlir_module()
-    assert stand_ins.ran(Op.SOFTMAX) == {(24, 8, 1)}
-    assert export.export(jax.jit(jaxsoftmax.softmax), platforms=["cuda"])(X).serialize()
-
-
-def test_export_of_a_sharded_program() -> None:
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:8])
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "d"))
-    exported = export.export(jax.jit(jaxsoftmax.softmax))(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding))
-    assert exported.nr_devices == 8
-    reloaded = export.deserialize(exported.serialize())
-    np.testing.assert_allclose(jax.jit(reloaded.call)(jax.device_put(X, sharding)), oracle.softmax(X), rtol=1e-5)

@@ -21,6 +21,7 @@ CALLS: dict[str, Any] = {
     "softmax_cross_entropy_with_integer_labels": lambda x, **arguments: (
         jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, np.array([0, 1]), **arguments)
     ),
+    "flash_attention": lambda x, **arguments: jaxsoftmax.flash_attention(*[x[:, None, None]] * 3, **arguments),
 }
 
 
@@ -164,7 +165,7 @@ def test_cross_entropy_of_probabilities() -> None:
 def test_a_named_kernel_never_falls_back(stand_ins: Any) -> None:
     stand_ins.accepts = lambda problem: problem.cols > 3
     with pytest.raises(
-        NotImplementedError, match=r"no kernel takes this call:\n  first: it is not for this\n  second: nor"
+        NotImplementedError, match=r"no kernel takes this call:\n  first: it is not for this\n  second: it"
     ):
         jaxsoftmax.softmax(X, implementation="mosaic_gpu")
     np.testing.assert_allclose(jaxsoftmax.softmax(X), jax.nn.softmax(X))
@@ -188,9 +189,10 @@ def test_a_missing_kernel_is_an_error_of_the_function_that_was_called(stand_ins:
     named = functools.partial(CALLS[name], implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match=f"^{name}: implementation='mosaic_gpu' was asked for, but this comp"):
         jax.jit(named).trace(X).lower(lowering_platforms=("tpu",))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), named(X), CALLS[name](X))
     stand_ins.accepts = lambda _: False
     with pytest.raises(NotImplementedError, match=f"^{name}: implementation='mosaic_gpu' was asked for, but no kernel"):
-        named(X)
+        named(X[:, :2])
 
 
 def test_a_missing_kernel_of_a_derivative(stand_ins: Any) -> None:

@@ -74,11 +74,6 @@ def right(got: Any, x: Any = X, k: int = K, normalize: str = "all") -> None:
     top_k_oracle.check(lambda *_, **__: got, x, k, normalize=normalize)
 
 
-@pytest.fixture
-def kernels(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue("stand_ins") if request.param == "kernels" else None
-
-
 def chunk_size(rows: int, n: int) -> int:
     """Of rows this few, which are counted; of short ones all."""
     c = n if select.chunk_size(n, K) == n else select.rank_chunk_size(n, K, rows)
@@ -87,14 +82,14 @@ def chunk_size(rows: int, n: int) -> int:
 
 
 def cases(specs: list[P]) -> pytest.MarkDecorator:
-    ways = [("reference", "all"), ("kernels", "top_k"), ("kernels", "all")]
+    ways = [("reference", "all"), ("stand-in", "top_k"), ("stand-in", "all")]
     both = [(spec, *way) for spec, way in zip(specs, ways, strict=True)]
     return pytest.mark.parametrize("spec, kernels, normalize", both, indirect=["kernels"], ids=str)
 
 
 @cases(ROWS)
 def test_rows_need_no_exchange(kernels: Any, spec: P, normalize: str) -> None:
-    x = put(X, spec)
+    record, x = kernels(), put(X, spec)
     got, moved = run(functools.partial(selected, normalize=normalize), x)
     assert moved == []
     right(got, normalize=normalize)
@@ -102,14 +97,14 @@ def test_rows_need_no_exchange(kernels: Any, spec: P, normalize: str) -> None:
     got, moved = run(jax.grad(functools.partial(loss, normalize=normalize)), x)
     assert moved == []
     agree(got, normalize)
-    if kernels:
+    if record:
         c = chunk_size(32 // 8, SHAPE[-1])
-        assert (32 // 8 * SHAPE[-1] // c, c, 1) in kernels.ran(Op.STATS)
+        assert (32 // 8 * SHAPE[-1] // c, c, 1) in record.ran(Op.STATS)
 
 
 @cases(COLUMNS)
 def test_cut_rows_exchange_k_numbers_once(kernels: Any, spec: P, normalize: str) -> None:
-    x = put(X, spec)
+    record, x = kernels(), put(X, spec)
     devices = math.prod(mesh().shape[name] for name in np.ravel(spec[2]))
     rows = 32 // (1 if spec[0] is None else mesh().shape[spec[0]])
     got, moved = run(functools.partial(selected, normalize=normalize), x)
@@ -119,8 +114,8 @@ def test_cut_rows_exchange_k_numbers_once(kernels: Any, spec: P, normalize: str)
     assert sum(size for _, size in moved) <= rows * devices * (3 * K + 2)
     assert {name for name, _ in moved} == {"all-reduce"}
     agree(got, normalize)
-    if kernels:
-        assert chunk_size(rows, SHAPE[-1] // devices) in {cols for _, cols, _ in kernels.ran(Op.STATS)}
+    if record:
+        assert chunk_size(rows, SHAPE[-1] // devices) in {cols for _, cols, _ in record.ran(Op.STATS)}
 
 
 def test_more_wanted_than_a_device_has() -> None:
@@ -179,6 +174,7 @@ def test_partly_manual_regions_keep_rows_local(stand_ins: Any) -> None:
 
 @cases([P("d", "m", None), P("d", None, "m"), P(None, None, ("d", "m"))])
 def test_explicit_meshes(kernels: Any, spec: P, normalize: str) -> None:
+    kernels()
     pushed = lambda x, t: jax.jvp(lambda x: selected(x, normalize=normalize)[0], (x,), (t,))[1]
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x, t = jax.device_put(X, spec), jax.device_put(T, spec)
