@@ -40,17 +40,14 @@ RETIRED_WORDS = {
     "across_cluster": "cluster_gather",
     "to_grid": "grid_store",
     "from_grid": "grid_load",
+    "keep_held": "apply_bitmask",
+    "hidden_by_data": "has_data_mask",
+    "logit_shift": "row_delta",
+    "wait_behind": "pin_wait_after",
+    "section_mib": "l2_budget_mib",
+    "await_turn": "acquire_dq",
 }
 RETIRED_WORDS_LEFT = {
-    # Being rewritten.
-    "pallas_kernels/attention/": {
-        "multiprocessor",
-        "device memory",
-        "block of threads",
-        "blocks of threads",
-        "nobody",
-        "declines_any",
-    },
     "docs/log/": set(RETIRED_WORDS),  # an entry keeps the words of its time
     "docs/mutants.md": {"nobody"},  # written from the tests' faults
 }

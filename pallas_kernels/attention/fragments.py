@@ -138,13 +138,13 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
 
 def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
     """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes."""
-    _, heads, queries = target.shape
+    (_, heads, queries), packed = target.shape, place.heads
 
     def store_row_values(ctx, target, values, *coord):
         lane, warp = _lane_and_warp(once=True)
         first = ptx.equals(arith.remui(lane, ptx.c32(4)), 0)
         for r, value in enumerate(values.registers.flat):
-            batch, head, query, exists = _row_coord(lane, warp, r, coord, place.heads, queries)
+            batch, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
             of_head = arith.addi(arith.muli(batch, ptx.c32(heads)), head)
             index = arith.muli(arith.extui(ptx.i64(), of_head), ptx.c64(queries))
             index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), query)), ptx.c64(4))
@@ -158,14 +158,14 @@ def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
 
 def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
     """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
-    _, queries, heads, columns = target.shape
+    (_, queries, heads, columns), packed = target.shape, place.heads
 
     def store_row_sums(ctx, target, sums, *coord):
         lane, warp = _lane_and_warp(once=True)
         within = arith.addi(arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2)), ptx.c32(column))
         addresses, stored = [], []
         for r in range(2):
-            index, head, query, exists = _row_coord(lane, warp, r, coord, place.heads, queries)
+            index, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
             for extent, i in ((queries, query), (heads, head)):
                 index = arith.addi(arith.muli(index, ptx.c32(extent)), i)
             index = arith.muli(arith.extui(ptx.i64(), index), ptx.c64(columns))

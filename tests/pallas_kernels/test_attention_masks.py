@@ -13,6 +13,7 @@ import test_attention_forward
 from test_attention_segments import check_backward_visits, check_forward_visits, in_blocks
 
 from pallas_kernels import hardware
+from pallas_kernels.attention import mask as masks
 from pallas_kernels.attention import tile_scheduler
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
@@ -39,9 +40,9 @@ VISITED = [
 )
 def test_every_bit_is_where_its_thread_wants_it(shape, axis):
     mask = np.random.default_rng(0).random(shape) < 0.5
-    words = np.asarray(mask.pack_bits(jnp.asarray(mask, jnp.int8), axis))
+    words = np.asarray(masks.pack_bits(jnp.asarray(mask, jnp.int8), axis))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    words = np.moveaxis(words, mask.AXES[axis], (3, 4))
+    words = np.moveaxis(words, masks.AXES[axis], (3, 4))
     columns = by_row.shape[3]
     assert words.shape == (*shape[:2], -(-columns // 128), by_row.shape[2], 4)
     found = np.zeros((*by_row.shape[:3], words.shape[2] * 128), bool)
@@ -59,7 +60,7 @@ def test_every_bit_is_where_its_thread_wants_it(shape, axis):
 def test_blocks_that_hold_something_and_everything(pattern, blocks, axis):
     mask = mask_patterns.PATTERNS[pattern](np.random.default_rng(1), (2, 3, 513, 700))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
-    pairs = mask.bitmask_blocks(mask.pack_bits(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
+    pairs = masks.bitmask_blocks(masks.pack_bits(jnp.asarray(mask), axis), axis, by_row.shape[3], *blocks)
     for found, whole in zip(pairs, (False, True), strict=True):
         of_heads = in_blocks(by_row.reshape(-1, *by_row.shape[2:]), *blocks, whole=whole)
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))

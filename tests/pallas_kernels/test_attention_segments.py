@@ -13,7 +13,7 @@ from documents import PATTERNS
 
 from pallas_kernels.attention import backward_common, backward_xla, forward, mask
 from pallas_kernels.attention.config import BackwardConfig, ForwardConfig
-from pallas_kernels.attention.mask import Pairs, spans
+from pallas_kernels.attention.mask import BlockMask, tile_ranges
 from pallas_kernels.attention.problem import Attention, Op
 from tests.pairwise import pairwise
 
@@ -56,7 +56,7 @@ def test_spans_reach_from_the_first_that_meets_to_the_last(seed):
     rng = np.random.default_rng(seed)
     meet = rng.random((2, 5, 9)) < (0.2, 0.7)[seed % 2]
     alike = meet & (rng.random(meet.shape) < 0.6)
-    found = np.asarray(spans(Pairs(jnp.asarray(meet)[:, None], jnp.asarray(alike)[:, None]), 9))[:, 0]
+    found = np.asarray(tile_ranges(BlockMask(jnp.asarray(meet)[:, None], jnp.asarray(alike)[:, None]), 9))[:, 0]
     visited, inner = spread(found, 9), spread(found, 9, 1, 2)
     assert not (meet & ~visited).any()
     for span, row, same in zip(found.reshape(-1, 4), meet.reshape(-1, 9), alike.reshape(-1, 9), strict=True):
@@ -123,7 +123,7 @@ def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: st
         assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
     order = slice(None, None, -1 if backward_common.last_tile_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
-    turns = np.broadcast_to(found["turns_before"], (*shape, blocks)).reshape(before.shape)
+    turns = np.broadcast_to(found["dq_position"], (*shape, blocks)).reshape(before.shape)
     np.testing.assert_array_equal(turns, before)
     assert visited.any(1).all() or not backward_common.first_stores(p, config)
     assert backward_common.dq_writer_counts(p, config) is None
@@ -161,7 +161,7 @@ def test_turns_of_one_segment_are_those_without_segments(rules):
     arrays = operands_of(p, ids="one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
     found = what_is_seen(p, config, arrays)
-    table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "turns_before"))
+    table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "dq_position"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):
         sequence = backward_common.sequence_at(p, config, ops, b)
@@ -179,7 +179,7 @@ def test_work_falls_with_what_documents_hide(causal, padding):
     p = Attention(Op.FORWARD, 1, 1, 1, length, length, 64, 64, jnp.dtype("bfloat16"), segments=True)
     p = dataclasses.replace(p, causal_offset=0 if causal else None)
     pairs = mask.segment_blocks(jnp.asarray(ids), jnp.asarray(ids), rows, columns)
-    table = np.asarray(spans(pairs, length // columns))[0, 0]
+    table = np.asarray(tile_ranges(pairs, length // columns))[0, 0]
     full = [mask.kv_range(p, columns, i * rows, rows, length, length) for i in range(len(table))]
     steps = [mask.intersect(span, mask.TileRange(*row)) for span, row in zip(full, table, strict=True)]
     of_document = length // documents // columns
