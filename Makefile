@@ -7,12 +7,17 @@ PYTEST := -m pytest -n 3 --dist worksteal --durations=5
 # What JAX needs of CUDA, where there is a GPU.
 CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
-.PHONY: demo test venvs lint type test-new test-kernels test-old aot aot-new aot-old clean
+.PHONY: demo test check venvs lint type test-new test-kernels test-old aot aot-new aot-old clean
 
 demo: .venv-new/ready
 	.venv-new/bin/python examples/char_model.py
 
 test: venvs lint type test-new test-kernels test-old aot
+
+# For an editor's loop: of every test of the library one case, and what tells of the layout.
+check: lint type
+	.venv-new/bin/python $(PYTEST) --one-in 100000 -m "not gpu and not slow and not aot" \
+	  tests/test_architecture.py tests/test_docs.py tests/jaxsoftmax
 
 venvs:
 	$(MAKE) -j3 .venv-new/ready .venv-old/ready .venv-aot-new/ready .venv-aot-old/ready
