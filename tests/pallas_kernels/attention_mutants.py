@@ -332,7 +332,7 @@ MUTANTS = (
               backward_common._heads_per_group,
               lambda together, problem, config: config.heads_per_l2_group, "causal", rejected_by=NOT_ONCE),
     _backward("the bias is not counted in shared memory", "if shared_bytes(problem, c) < device.smem_per_cta",
-              "if c.bias_stages or not memory.bias_is_tiled(problem)", "bias", rejected_by=TOO_LARGE),
+              "if c.bias_stages or not wgmma.bias_is_tiled(problem)", "bias", rejected_by=TOO_LARGE),
     _backward("a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"),
     _backward("the window's left end is one too far right", "row - key + left if", "row - key + left + 1 if", "window"),
     _backward("the arrays' ends are taken for the sequences'", backward_common.sequence_at, _bounds_of_arrays, "ends"),

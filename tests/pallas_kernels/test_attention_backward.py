@@ -302,7 +302,8 @@ FILLING = {
 
 def filling(name: str, lengths: tuple[int, int], monkeypatch: Any, **facts: Any) -> tuple[Attention, dispatch.Decision]:
     dims, wanted = FILLING[name]
-    monkeypatch.setattr(heuristics, "MOST_TURNS", 0)  # as of more keys
+    of_more_keys = dataclasses.replace(heuristics.DEFAULT, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(heuristics, "thresholds", lambda device: of_more_keys)
     p = problem_of("full", lengths, dims, "bfloat16", **facts)
     decision = dispatch.decide(p, FILLED)
     assert {knob: getattr(decision.config, knob) for knob in wanted} == wanted
@@ -390,7 +391,8 @@ COPIED: dict[str, tuple[int, Attention]] = {
 @pytest.mark.parametrize("name", COPIED)
 def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
     slots, p = COPIED[name]
-    monkeypatch.setattr(heuristics, "MOST_TURNS", 0)  # as of more keys
+    of_more_keys = dataclasses.replace(heuristics.DEFAULT, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(heuristics, "thresholds", lambda device: of_more_keys)
     assert decided(p).config.bias_stages == slots
     check(p, decided(p).run, interpreted)
 
