@@ -15,7 +15,7 @@ from pallas_kernels import monoid
 from pallas_kernels.attention import backward_common, fragments, mask
 from pallas_kernels.attention.backward_common import capped_bias
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import Attention, operand_names
 from pallas_kernels.mosaic import workspace
 from pallas_kernels.mosaic.fast_math import LOG2E
 
@@ -35,12 +35,8 @@ def padded_dims(problem: Attention) -> tuple[int, int]:
 
 def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
     """The operands by name."""
-    present = dict(
-        query=True, key=True, value=True, bias=problem.bias, mask=problem.mask, query_lengths=problem.query_lengths,
-        key_lengths=problem.key_lengths, query_segments=problem.segments, key_segments=problem.segments,
-        sinks=problem.sinks, out=True, lse=True, d_out=True, d_lse=True,
-    )  # fmt: skip
-    return SimpleNamespace(**dict(zip([name for name, here in present.items() if here], operands, strict=True)))
+    names = (*operand_names(problem), "out", "lse", "d_out", "d_lse")
+    return SimpleNamespace(**dict(zip(names, operands, strict=True)))
 
 
 def with_split_heads(problem: Attention, config: AnyBackwardConfig) -> Attention:

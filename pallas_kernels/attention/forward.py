@@ -27,7 +27,7 @@ from pallas_kernels.attention import fragments, gather, mask, online_softmax, pi
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import WGMMA, State, TileCoord, by_row, finalize, initial, update
-from pallas_kernels.attention.problem import Attention, unsupported_reason
+from pallas_kernels.attention.problem import Attention, operand_names, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
@@ -551,14 +551,6 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def names(problem: Attention) -> tuple[str, ...]:
-    """The operands that the problem has, in their order."""
-    lengths = [name for name in ("query_lengths", "key_lengths") if getattr(problem, name)]
-    ids = ["query_segments", "key_segments"] * problem.segments
-    optional = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
-    return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
-
-
 def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see."""
     arrays = dict(arrays)
@@ -589,7 +581,7 @@ def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarr
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
-    arrays = addressable(config, dict(zip(names(problem), operands, strict=True)))
+    arrays = addressable(config, dict(zip(operand_names(problem), operands, strict=True)))
     ctas, tiles = tile_table(problem, config)
     batch, out_dtype = config.splits * problem.batch, problem.dtype if config.splits == 1 else jnp.float32
     lse_shape = batch, problem.query_heads, problem.query_length

@@ -70,6 +70,14 @@ class Attention:
         return self.segments or self.mask is not None
 
 
+def operand_names(problem: Attention) -> tuple[str, ...]:
+    """The operands that the problem has, in their order."""
+    lengths = [name for name in ("query_lengths", "key_lengths") if getattr(problem, name)]
+    ids = ["query_segments", "key_segments"] * problem.segments
+    optional = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
+    return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
+
+
 DTYPES = ("float16", "bfloat16")
 
 
