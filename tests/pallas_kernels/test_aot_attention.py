@@ -154,9 +154,9 @@ def test_the_benchmarks_calls_compile_without_spills(kind, decision):
 @pytest.mark.parametrize("kind, decision", covering(), ids=id_of)
 def test_every_config_compiles_with_few_spills(kind, decision):
     p = decision.problem
-    # Turns, a soft cap, a mask and segments at once: no config has the registers.
-    in_turns = p.op is Op.BACKWARD and kind.startswith("everything") and p.deterministic
-    check_compiled(p, may_spill=52 if in_turns else _MAY_SPILL)
+    # No config of the wide backward kernel has the registers for an ordered dQ beside everything.
+    is_wide = p.op is Op.BACKWARD and max(p.head_dim, p.value_dim) > 128
+    check_compiled(p, may_spill=52 if is_wide and p.deterministic else _MAY_SPILL)
 
 
 @pytest.mark.aot
