@@ -142,9 +142,10 @@ def _widest(problem: Attention) -> ForwardConfig:
     widest, narrowest = max(problem.head_dim, problem.value_dim), min(problem.head_dim, problem.value_dim)
     edges = mask.window_bounds(problem) != (None, None)
     config = ForwardConfig(block_kv=128, warpgroups=2, rescale_threshold_log2=8, zero_init_free=True)
-    # Beside a mask or segments, three warpgroups, of 168 registers, would spill 184 bytes with a soft cap, and 40 in a
-    # batch-invariant call.
-    spills = problem.has_data_mask and (problem.soft_cap is not None or problem.batch_invariant)
+    # Three warpgroups, of 168 registers, would spill with a mask or segments: 184 bytes beside a soft cap, 60 beside each
+    # other, and 40 in a batch-invariant call.
+    beside = problem.soft_cap is not None or problem.batch_invariant or (problem.mask is not None and problem.segments)
+    spills = problem.has_data_mask and beside
     if widest <= 64 and not spills:
         return dataclasses.replace(config, warpgroups=3, early_exp_columns=8)
     if widest <= 96 and not problem.has_data_mask and problem.soft_cap is None:

@@ -156,7 +156,9 @@ def test_every_config_compiles_with_few_spills(kind, decision):
     p = decision.problem
     # No config of the wide backward kernel has the registers for an ordered dQ beside everything.
     is_wide = p.op is Op.BACKWARD and max(p.head_dim, p.value_dim) > 128
-    check_compiled(p, may_spill=52 if is_wide and p.deterministic else _MAY_SPILL)
+    # Three warpgroups have few registers for masks and segments.
+    is_masked = p.op is Op.FORWARD and max(p.head_dim, p.value_dim) <= 64 and p.has_data_mask
+    check_compiled(p, may_spill=52 if is_masked or (is_wide and p.deterministic) else _MAY_SPILL)
 
 
 @pytest.mark.aot
