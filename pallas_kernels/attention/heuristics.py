@@ -142,8 +142,8 @@ def _widest(problem: Attention) -> ForwardConfig:
     widest, narrowest = max(problem.head_dim, problem.value_dim), min(problem.head_dim, problem.value_dim)
     edges = mask.window_bounds(problem) != (None, None)
     config = ForwardConfig(block_kv=128, warpgroups=2, rescale_threshold_log2=8, zero_init_free=True)
-    # Three warpgroups, of 168 registers, would spill with a mask or segments: 184 bytes beside a soft cap, 60 with both,
-    # and 40 in a batch-invariant call.
+    # Three warpgroups would spill with a mask or segments: 184 bytes beside a soft cap, 60 with both, and 40 in a
+    # batch-invariant call.
     beside = problem.soft_cap is not None or problem.batch_invariant or (problem.mask is not None and problem.segments)
     spills = problem.has_data_mask and beside
     if widest <= 64 and not spills:
