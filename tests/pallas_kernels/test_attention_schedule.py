@@ -160,3 +160,51 @@ def test_few_queries_get_narrow_tiles(shape, expected):
 )
 def test_few_tiles_of_keys_split_a_groups_heads(shape, splits):
     assert decided(problem_of(Op.BACKWARD, {"causal_offset": 0}, shape)).config.head_splits == splits
+
+
+SHORT = (26, 44, 11, 12, 12, 160)
+
+
+@pytest.mark.parametrize(
+    "op, facts, shape, by_xla",
+    [
+        (Op.BACKWARD, {"causal_offset": 0}, SHORT, True),
+        (Op.BACKWARD, {}, (26, 44, 11, 13, 13, 160), False),
+        (Op.BACKWARD, {}, (2, 44, 11, 12, 12, 160), False),
+        (Op.BACKWARD, {}, (26, 44, 11, 12, 12, 128), False),
+        (Op.BACKWARD, {"key_lengths": True}, SHORT, False),
+        (Op.FORWARD, {}, SHORT, False),
+        (Op.FORWARD, {}, (2, 4, 4, 3, 1, 64), True),
+        (Op.FORWARD, {"sinks": True}, (2, 4, 4, 3, 1, 64), False),
+        (Op.FORWARD, {"batch_invariant": True}, (2, 4, 4, 3, 1, 64), False),
+    ],
+    ids=str,
+)
+def test_calls_that_xla_computes_faster_have_a_kernel_only_by_name(op, facts, shape, by_xla):
+    p = problem_of(op, facts, shape)
+    assert (dispatch.decide(p, H200).kernel is None) == by_xla
+    assert dispatch.decide(p, H200, named=True).kernel is not None
+
+
+@pytest.mark.parametrize(
+    "facts", [{"soft_cap": 2.0, "deterministic": True}, {"soft_cap": 2.0, "segments": True}], ids=str
+)
+def test_a_soft_cap_takes_registers_from_the_queries_of_a_step(facts):
+    shape = (2, 4, 4, 512, 512, 64)
+    assert decided(problem_of(Op.BACKWARD, facts, shape)).config.block_q == 64
+    assert decided(problem_of(Op.BACKWARD, {"soft_cap": 2.0}, shape)).config.block_q == 128
+
+
+@pytest.mark.parametrize(
+    "facts, warpgroups",
+    [
+        ({"segments": True}, 3),
+        ({"segments": True, "soft_cap": 2.0}, 2),
+        ({"segments": True, "batch_invariant": True}, 2),
+        ({"segments": True, "mask": "B1TS"}, 2),
+        ({"soft_cap": 2.0}, 3),
+    ],
+    ids=str,
+)
+def test_masks_take_registers_from_three_warpgroups(facts, warpgroups):
+    assert decided(problem_of(Op.FORWARD, facts, (8, 16, 16, 2048, 2048, 64))).config.warpgroups == warpgroups
