@@ -641,6 +641,10 @@ def launched(problem: Attention, config: BackwardConfig) -> int:
 
 def run(problem: Attention, config: BackwardConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the kernel."""
+    columns = padded_dims(problem)[0]
+    if config.block_q * columns != config.warpgroups * CHUNK * CHUNK:
+        expected = config.warpgroups * CHUNK * CHUNK // columns
+        raise ValueError(f"block_q is {config.block_q}, expected {expected}: each warpgroup adds a square of dQ.")
     problem = backward_xla.with_split_heads(problem, config)
     ctas, tile_counter = launched(problem, config), None
     if config.scheduler == "dynamic":

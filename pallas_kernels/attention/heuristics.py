@@ -243,9 +243,7 @@ def backward(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
     splits = _head_splits(problem, device, BackwardConfig(block_q=64, warpgroups=2, stages=2))
     problem = dataclasses.replace(problem, key_heads=problem.key_heads * splits)
     narrow = max(problem.head_dim, problem.value_dim) <= 64
-    # With 128 queries, a soft cap would spill 200 to 500 bytes beside a mask, or where dQ is ordered.
-    capped = problem.soft_cap is not None and (problem.deterministic or problem.has_data_mask)
-    config = _ordered(problem, BackwardConfig(block_q=128 if narrow and not capped else 64, warpgroups=2, stages=2))
+    config = _ordered(problem, BackwardConfig(block_q=128 if narrow else 64, warpgroups=2, stages=2))
     # With a bias, and where a tile of keys may be the last to add, the next step's scores find no registers.
     config = dataclasses.replace(config, prefetch_scores=not config.fused_dq_cast and problem.bias is None)
     config = _scheduled(problem, device, _grouped(problem, device, config))

@@ -186,13 +186,14 @@ def test_calls_that_xla_computes_faster_have_a_kernel_only_by_name(op, facts, sh
     assert dispatch.decide(p, H200, named=True).kernel is not None
 
 
-@pytest.mark.parametrize(
-    "facts", [{"soft_cap": 2.0, "deterministic": True}, {"soft_cap": 2.0, "segments": True}], ids=str
-)
-def test_a_soft_cap_takes_registers_from_the_queries_of_a_step(facts):
-    shape = (2, 4, 4, 512, 512, 64)
-    assert decided(problem_of(Op.BACKWARD, facts, shape)).config.block_q == 64
-    assert decided(problem_of(Op.BACKWARD, {"soft_cap": 2.0}, shape)).config.block_q == 128
+@pytest.mark.parametrize("head_dim, block_q", [(32, 128), (64, 128), (72, 64), (128, 64)])
+def test_each_warpgroup_has_a_square_of_dq(head_dim, block_q):
+    p = problem_of(Op.BACKWARD, {"soft_cap": 2.0, "segments": True}, (2, 4, 4, 512, 512, head_dim))
+    decision = decided(p)
+    assert decision.config.block_q == block_q
+    other = dataclasses.replace(decision, config=dataclasses.replace(decision.config, block_q=192 - block_q))
+    with pytest.raises(ValueError, match=f"block_q is {192 - block_q}, expected {block_q}"):
+        other.run()
 
 
 @pytest.mark.parametrize(
