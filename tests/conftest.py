@@ -6,6 +6,8 @@ import os
 import pytest
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Each worker of pytest has a core at the most: NumPy's threads would spin for others.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Simulated GPU threads that wait for each other hold a thread each of XLA's pool, which is as large as this says.
 os.environ.setdefault("NPROC", "32")
 

@@ -42,7 +42,8 @@ OUT_OF_STEP = "a race detected, or a deadlock reported"
 UNDER_WAY = "a product under way, whose numbers or operands are touched"
 NOT_FINITE = "infinities in a product"
 NOT_ONCE, TOO_LARGE = "a tile that is not taken once", "a config that is too large for shared memory"
-BY_SIZES = (NOT_ONCE, TOO_LARGE)  # of models: no kernel runs
+NOT_VISITED = "a tile that is skipped or not compared, or an order of dQ that does not fit"
+BY_TABLES = (NOT_ONCE, TOO_LARGE, NOT_VISITED)  # no kernel runs
 NO_KERNELS = ("reference", "tiles")
 FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 
@@ -221,7 +222,7 @@ MUTANTS = (
     _forward("the logsumexp is of base 2", online_softmax.finalize, _of_base_2),
     _forward("the last tile of keys is left out", mask.kv_range,
              lambda kv_range, problem, block_kv, *rows: kv_range(problem, block_kv, *rows[:-1],
-             rows[-1] - block_kv + 1)),
+             rows[-1] - block_kv + 1), "mask", rejected_by=NOT_VISITED),
     _forward("head n reads key head n % K", "lax.div(head, jnp.int32(packs // problem.key_heads))",
              "lax.rem(head, jnp.int32(problem.key_heads))", heads=(4, 2)),
     _forward("the bits of even and of odd columns are apart", "of_four(j, e) << (2 * j + e)",
@@ -232,9 +233,9 @@ MUTANTS = (
              heads=(2, 1)),
     _forward("a tile that holds something is taken for one that holds everything", mask.bitmask_blocks,
              _alike_if_they_meet,
-             "mask"),
+             "mask", rejected_by=NOT_VISITED),
     _forward("what a tile of 64 keys holds decides for the next one too", "x >> shift & full", "x & full", "mask",
-             mask="causal", batch=2),
+             mask="causal", batch=2, rejected_by=NOT_VISITED),
     _forward("the bias is scaled", online_softmax.logits, _with_scaled_bias, "bias"),
     _forward("the sink joins the numerator", monoid.combine,
              lambda combine, a, b, **exp: combine(a, (*b[:2], *map(jnp.ones_like, b[2:])), **exp), "sinks"),
@@ -249,13 +250,15 @@ MUTANTS = (
     _forward("scores are compared as if the arrays' ends were the sequences'",
              "mask.window_bounds(problem, place.queries, place.keys)", "mask.window_bounds(problem)", "ends"),
     _forward("tiles are passed over as if the arrays' ends were the sequences'",
-             "= window_bounds(problem, queries, keys)", "= window_bounds(problem)", "ends"),
+             "= window_bounds(problem, queries, keys)", "= window_bounds(problem)", "ends-segments",
+             rejected_by=NOT_VISITED),
     _forward("queries past their length see keys", online_softmax.finalize,
              lambda finish, state, sink, hidden: finish(state, sink, None), "lengths", batch=2),
     _forward("the first tile of keys that a segment is in is skipped", mask.tile_ranges,
-             lambda spans, *a: spans(*a) + jnp.array([1, 0, 0, 0]), "segments"),
+             lambda spans, *a: spans(*a) + jnp.array([1, 0, 0, 0]), "segments", rejected_by=NOT_VISITED),
     _forward("tiles of two segments are taken for tiles of one", mask.tile_ranges,
-             lambda spans, pairs, columns: spans(pairs, columns).at[..., 2].set(columns), "segments"),
+             lambda spans, pairs, columns: spans(pairs, columns).at[..., 2].set(columns), "segments",
+             rejected_by=NOT_VISITED),
     _forward("a warpgroup takes steps that its CTA skips",
              "own = (mask.intersect if narrows else mask.clamp)(tile.span, own)", "pass",
              "segments", rejected_by=DEADLOCK),
@@ -361,14 +364,15 @@ MUTANTS = (
     _backward("the last writes dQ without the scale", "total * tile.problem.scale", "total", deterministic=True),
     _backward("dK lacks the scale", "dk * tile.problem.scale", "dk"),
     _backward("what the first head of a group may pass over, all do", "visible.any(2)", "visible[:, :, 0]",
-              "mask-of-heads", mask="causal", heads=(2, 1)),
+              "mask-of-heads", mask="causal", heads=(2, 1), rejected_by=NOT_VISITED),
     _wide_backward("a block that one head of a group sees whole is not compared for any", "full.all(2)",
-                   "full.any(2)", "mask-of-heads", heads=(3, 1), mask="causal"),
+                   "full.any(2)", "mask-of-heads", heads=(3, 1), mask="causal", rejected_by=NOT_VISITED),
     _wide_backward("what one group of heads sees decides for another", "(x.shape[0], -1, group, *x.shape[2:])",
-                   "(x.shape[0], -1, group, *x.shape[2:])[:, ::-1]", "mask-of-heads", heads=(4, 2), mask="causal"),
+                   "(x.shape[0], -1, group, *x.shape[2:])[:, ::-1]", "mask-of-heads", heads=(4, 2), mask="causal",
+                   rejected_by=NOT_VISITED),
     _backward("segment ids have no effect", gather.apply_segments, lambda keep, x, *a: x, "segments"),
     _backward("a block of keys counts itself among those before", backward_common.dq_positions,
-              lambda dq_positions, *a: dq_positions(*a) + 1, "segments", rejected_by=DEADLOCK, deterministic=True),
+              lambda dq_positions, *a: dq_positions(*a) + 1, "segments", rejected_by=NOT_VISITED, deterministic=True),
     _backward("under a window turns are counted from the first keys of all",
               "0 if left is None else _div(i * block_q + left, block_kv)", "0", "window-left", batch=1, heads=(1, 1),
               deterministic=True, dims=(128, 64), keys=300, rejected_by=DEADLOCK),

@@ -21,10 +21,8 @@ from tests.pairwise import pairwise
 
 RULES: dict[str, dict[str, Any]] = {
     "full": {},
-    "causal": {"causal_offset": 0},
     "window": {"window": (100, 37), "window_offset": 20},
-    "segments-causal": {"segments": True, "causal_offset": 0},
-    "lengths": {"key_lengths": True, "query_lengths": True, "segments": True},
+    "lengths": {"key_lengths": True, "query_lengths": True, "segments": True, "causal_offset": 0},
     "ends": {"key_lengths": True, "query_lengths": True, "causal_offset": 0, "align_ends": True},
 }
 

@@ -9,8 +9,9 @@ import pytest
 import test_attention_backward
 import test_attention_forward
 import test_attention_schedule
-from attention_mutants import BY_SIZES, MUTANTS, Case
+from attention_mutants import BY_TABLES, MUTANTS, Case
 from interpreter import Deadlock, RaceDetected, interpret
+from test_attention_segments import check_backward_visits, check_forward_visits
 from test_kernel_mutants import plant
 
 from pallas_kernels import hardware
@@ -35,6 +36,7 @@ REJECTIONS = {
     faults.UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
     faults.NOT_ONCE: (AssertionError,),
     faults.TOO_LARGE: (AssertionError,),
+    faults.NOT_VISITED: (AssertionError,),
 }
 
 
@@ -63,11 +65,18 @@ def check(case, *, limit_s=20.0):
             test_attention_backward.check(problem, kernel, run, mask=case.mask)
 
 
-def check_sizes(mutant):
-    """Of the problem's kind, what is decided from the sizes of models."""
-    op, kind = mutant.case[:2]
-    if mutant.rejected_by == faults.TOO_LARGE:
+def check_tables(case, rejected_by):
+    """Of the problem's kind, what is decided before a kernel runs."""
+    op, kind = case[:2]
+    if rejected_by == faults.TOO_LARGE:
         return test_attention_schedule.check_memory(op, test_attention_schedule.MEMORY_KINDS[kind])
+    if rejected_by == faults.NOT_VISITED and op is Op.FORWARD:
+        problem = test_attention_forward.problem_of(kind, (513, 700), (8, 8), "bfloat16", case.heads)
+        return check_forward_visits(problem, ForwardConfig(64, warpgroups=2), mask=case.mask)
+    if rejected_by == faults.NOT_VISITED:
+        facts = {"heads": case.heads, "deterministic": True}
+        problem = test_attention_backward.problem_of(kind, (513, 700), (8, 8), "bfloat16", **facts)
+        return check_backward_visits(problem, mask=case.mask)
     for shape in test_attention_schedule.SHAPES:
         problem = test_attention_schedule.problem_of(op, test_attention_schedule.KINDS[kind], shape)
         test_attention_schedule.check_tiles(problem)
@@ -88,22 +97,27 @@ def fresh():
 
 
 def cases():
-    """A mutant's case of each kind and size of heads, the largest, and others of forward with early weights."""
+    """A mutant's case of each kind and size of heads, the largest, and of some kinds one with early weights."""
     largest = {}
-    for case in (m.case for m in MUTANTS if m.rejected_by not in BY_SIZES):
+    for case in (m.case for m in MUTANTS if m.rejected_by not in BY_TABLES):
         key = case.op, case.kind, case.dims, case.early_exp_columns
         largest[key] = max(largest.get(key, case), case, key=lambda c: c.batch * c.heads[0])
-    kinds = set(test_attention_forward.KINDS) - {kind for op, kind, *_ in largest if op is Op.FORWARD}
-    kinds |= {"lengths", "window-nothing", "sinks", "bias", "everything"}
-    early = [
-        Case(Op.FORWARD, kind, 2, (2, 1), early_exp_columns=24) for kind in sorted(kinds) if not kind.startswith("mask")
-    ]
-    return [*largest.values(), *early]
+    kinds = "bias", "bias-of-heads", "bias-of-rows", "everything", "window-left", "window-nothing"
+    return [*largest.values(), *(Case(Op.FORWARD, kind, 2, (2, 1), early_exp_columns=24) for kind in kinds)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: "-".join(map(str, c)))
 def test_without_a_fault_the_check_passes(case):
     check(case)
+
+
+@pytest.mark.parametrize(
+    "case, rejected_by",
+    dict.fromkeys((m.case, m.rejected_by) for m in MUTANTS if m.rejected_by in BY_TABLES),
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
+)
+def test_without_a_fault_the_tables_pass(case, rejected_by):
+    check_tables(case, rejected_by)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.case.op.name.lower()}-{m.words}")
@@ -113,8 +127,8 @@ def test_planted_fault_is_rejected(mutant, monkeypatch):
     expected = REJECTIONS[mutant.rejected_by]
     limit_s = DEADLOCK_S if mutant.rejected_by in (faults.DEADLOCK, faults.OUT_OF_STEP) else 20.0
     rejects = functools.partial(check, mutant.case, limit_s=limit_s)
-    if mutant.rejected_by in BY_SIZES:
-        rejects = functools.partial(check_sizes, mutant)
+    if mutant.rejected_by in BY_TABLES:
+        rejects = functools.partial(check_tables, mutant.case, mutant.rejected_by)
     with pytest.raises(expected) as caught:
         rejects()
     assert calls
