@@ -2,8 +2,8 @@
 
 Of softmax and losses, sampled rows (the first and last always; all rows of small cases) are compared with NumPy
 float64 under the project's one rule, error <= 2 x the error of XLA in the same dtype + 1 unit in the last place,
-relative to the true value; and every row is compared on the device, more loosely, with the float32 reference, so that
-no row can be missing.
+relative to the true value; and every row is compared on the device, more loosely, with XLA in float32, so that no row
+can be missing.
 
 Of attention, every head of every sequence is compared on the device with float32. The rule is FlashAttention's, for
 each head: the error is at most twice that of XLA in 16 bits, plus half a unit of the dtype. Errors are root mean
@@ -20,21 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import impls
+from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.cases import RowCase
-from benchmarks.impls import LOSSES
-from benchmarks.results import NAMES, ROW_WEIGHT, Verdict, errors, oracle, worst_head
-from pallas_kernels.monoid import Stats, log_normalizer
-from pallas_kernels.softmax import reference
-from pallas_kernels.softmax.problem import IGNORED
+from benchmarks.results import NAMES, Verdict
 
 _SAMPLED_ELEMENTS = 1 << 20
 _CHECKED_ELEMENTS = 1 << 28  # at once, in float32
-_LOSS_ULPS = 64.0
+_LOOSE = {"float32": 64 * 2.0**-23, "float16": 8 * 2.0**-10, "bfloat16": 8 * 2.0**-7}  # relative errors of every row
 _SCORES = 1 << 28  # of attention at once, in float32: a head of 16384 tokens
 # The truth is not timed: XLA need not try which of its products are fast, which takes most of the time to compile it.
 _UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-_LOOSE_ULPS = {"float32": 64.0, "float16": 8.0, "bfloat16": 8.0}
 
 
 def compiler(case: RowCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Callable[[], Any]:
@@ -44,57 +40,41 @@ def compiler(case: RowCase | AttentionCase, specs: tuple[Any, ...], graded: bool
         return functools.partial(jax.jit(program).lower(*specs).compile, compiler_options=_UNTUNED)
     program = impls.build(case, "xla")
     prepare = program.prepare or (lambda *operands: operands)
-    outputs = jax.eval_shape(lambda *operands: widened(program.function(*prepare(*operands))), *specs)
-    if "axis" in case.options:
-        outputs = [specs[0]]
-    return every_row(case).lower(specs, outputs).compile
+    outputs = jax.eval_shape(lambda *operands: _widened(program.function(*prepare(*operands))), *specs)
+    return every_row(case).lower(specs, [specs[0]] if "axis" in case.options else outputs).compile
 
 
-def judged(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
-    """The verdict on outputs; `truths` are attention's, or the compiled check of rows and XLA's outputs."""
+def judge(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
+    """The verdict on outputs; `truths` are attention's, or `every_row(case)`, perhaps compiled, and XLA's outputs."""
     if isinstance(case, AttentionCase):
-        return judge_attention(case.shape, got, truths)
+        named = dict(zip(NAMES[len(got)], got, strict=True))
+        errors = jax.device_get(_head_errors(case.shape, named, {name: truths[name] for name in named}))
+        return measured.worst_head({name: found.tolist() for name, found in errors.items()}, case.shape.dtype)
     check, xla = truths
     if "axis" in case.options:
         got, xla = jax.tree.map(jnp.transpose, (got, xla))
-    return judge(case, operands, got, xla, check)
-
-
-def judge(
-    case: RowCase, operands: tuple[jax.Array, ...], got: Any, xla: Any, check: Callable[..., jax.Array]
-) -> Verdict:
-    """Compares `got` with the truth, and with how far `xla` is from it.
-
-    Args:
-      case: what was computed.
-      operands: the case's operands.
-      got: the outputs to judge.
-      xla: XLA's outputs in the same dtype.
-      check: `every_row(case)`, perhaps compiled.
-    """
     rows = _sampled_rows(case)
-    sampled = jax.device_get([_take(leaf, rows) for leaf in operands])
-    truths = _truths(case, sampled)
-    outputs = [jax.device_get([_take(leaf, rows) for leaf in jax.tree.leaves(out) if leaf.ndim]) for out in (got, xla)]
-    ours, xlas = ([_error(o, t, m) for o, (t, m) in zip(out, truths, strict=True)] for out in outputs)
-    deviation = float(check(operands, widened(got)))
-    # Where XLA itself overflows, as much is allowed as if it were off by one.
-    known = [error if math.isfinite(error) else 1.0 for error in xlas]
-    verdicts = [Verdict(a, b, 1.0, every_row=deviation) for a, b in zip(ours, known, strict=True)]
+    sampled = [jax.device_get([_take(x, rows) for x in jax.tree.leaves(y) if x.ndim]) for y in (operands, got, xla)]
+    deviation = float(check(operands, _widened(got)))
+    verdicts = []
+    for mine, theirs, (true, size) in zip(*sampled[1:], measured.row_truths(case.describe(), *sampled[0]), strict=True):
+        # Where XLA itself overflows, as much is allowed as if it were off by one.
+        known = error if math.isfinite(error := _error(theirs, true, size)) else 1.0
+        verdicts.append(Verdict(_error(mine, true, size), known, 1.0, every_row=deviation))
     return next((v for v in verdicts if not v.right), max(verdicts, key=lambda v: v.error))
 
 
-def widened(outputs: Any) -> list[jax.Array]:
+def _widened(outputs: Any) -> list[jax.Array]:
     """One number a row, or one in all, in float32: what XLA gives in the logits' dtype, ours may give so."""
     is_small = lambda y: y.ndim < 2 and jnp.issubdtype(y.dtype, jnp.floating)
     return [y.astype(jnp.float32) if is_small(y) else y for y in jax.tree.leaves(outputs)]
 
 
-def _error(got: np.ndarray, true: np.ndarray, magnitude: np.ndarray | None) -> float:
+def _error(got: np.ndarray, true: np.ndarray, size: np.ndarray | None) -> float:
     """In units of the last place; indices are right or wrong."""
     if np.issubdtype(got.dtype, np.integer):
         return 0.0 if np.array_equal(got, true) else math.inf
-    return errors.max_error(got, true, magnitude=magnitude)
+    return measured.errors.max_error(got, true, magnitude=size)
 
 
 def _sampled_rows(case: RowCase) -> np.ndarray:
@@ -108,126 +88,58 @@ def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
     return leaf[rows]
 
 
-def _truths(case: RowCase, operands: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """(true value, size of the terms it is a difference of) of each output."""
-    if case.op in LOSSES:
-        return _truths_of_loss(case, operands, case.rows)
-    x, *rest = operands
-    forward = {
-        "softmax": lambda: (oracle.softmax(x), None),
-        "log_softmax": lambda: (oracle.log_softmax(x), oracle.log_softmax_terms(x)),
-        "logsumexp": lambda: (oracle.logsumexp(x, -1), None),
-    }[case.op]
-    if case.pass_ in ("fwd", "call"):
-        return [forward()]
-    (t,) = rest
-    if case.op == "softmax":
-        y = oracle.softmax(x)
-        gradient = (oracle.softmax_tangent(y, t), oracle.softmax_tangent_terms(y, t))
-    else:
-        gradient = (oracle.log_softmax_cotangent(x, t), oracle.log_softmax_cotangent_terms(x, t))
-    return [gradient] if case.pass_ == "bwd" else [forward(), gradient]
-
-
 def every_row(case: RowCase) -> Any:
-    """A jitted function of (operands, outputs): the largest deviation from the float32 reference, 1 being tolerated."""
-    row = {"top_k": _top_k_row, "cross_entropy": _loss_row}.get(case.op, _plain_row)(case, _LOOSE_ULPS[case.dtype])
+    """A jitted function of (operands, outputs): the largest deviation from XLA in float32, 1 being tolerated."""
+
+    def row(operands: Sequence[jax.Array], got: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        loss, wanted = _row_in_float32(case, *operands)
+        dtype = "float32" if (case.op, case.pass_) == ("cross_entropy", "fwd") else case.dtype
+        return jnp.stack([_off(y, *want, dtype) for y, want in zip(got, wanted, strict=True)]).max(), loss
 
     def check(operands: tuple[jax.Array, ...], got: Any) -> jax.Array:
         leaves = jax.tree.leaves(got)
+        of_rows = [leaf for leaf in leaves if leaf.ndim]
         batch = max(1, _CHECKED_ELEMENTS // case.cols)
-        rows = (*operands, *(leaf for leaf in leaves if leaf.ndim))
-        off, losses = jax.lax.map(lambda leaves: row(*leaves), rows, batch_size=batch)
-        values = [_off(leaf, losses.mean(), jnp.abs(losses).mean(), _LOSS_ULPS) for leaf in leaves if not leaf.ndim]
+        off, losses = jax.lax.map(lambda leaves: row(*leaves), (operands, of_rows), batch_size=batch)
+        values = [_off(leaf, losses.mean(), jnp.abs(losses).mean(), "float32") for leaf in leaves if not leaf.ndim]
         return jnp.stack([off.max(), *values]).max()
 
     return jax.jit(check)
 
 
-def _plain_row(case: RowCase, ulps: float) -> Any:
-    """A probability is compared with itself, what may be a difference of larger terms with the largest of its row."""
+def _row_in_float32(case: RowCase, x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, list[tuple[Any, Any]]]:
+    """The loss of a row, and of each output that has rows (what it is, the size that an error is relative to).
 
-    def row(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, got, wants = x.astype(jnp.float32)[None], list(rest), []
-        forward = getattr(reference, "stats" if case.op == "logsumexp" else case.op)(x, axes=(1,))
-        if case.pass_ != "bwd":
-            y = log_normalizer(forward) if case.op == "logsumexp" else forward
-            wants.append((y, jnp.abs(y) if case.op == "softmax" else jnp.abs(y).max()))
-        if case.pass_ in ("bwd", "value_and_vjp"):
-            t = got.pop(0)
-            gradient = {"softmax": reference.softmax_tangent, "log_softmax": reference.log_softmax_cotangent}[case.op]
-            dx = gradient(forward if case.op == "softmax" else x, t.astype(jnp.float32)[None], axes=(1,))
-            wants.append((dx, jnp.abs(dx).max()))
-        offs = [_off(y[None], want, size, ulps, case.dtype) for y, (want, size) in zip(got, wants, strict=True)]
-        return jnp.stack(offs).max(), jnp.zeros(())
-
-    return row
-
-
-def _truths_of_loss(case: RowCase, operands: list[np.ndarray], rows: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """(true value, size of the terms) of each output that has rows, for the rows given of a case's `rows`."""
+    A probability is compared with itself, what may be a difference of larger terms with the largest of its row.
+    """
+    nothing = jnp.zeros(())
     if case.op == "top_k":
-        (x,) = operands
-        best = np.argsort(-x.astype(np.float32), axis=-1, kind="stable")[:, : case.options["k"]]
-        return [(np.take_along_axis(oracle.softmax(x), best, -1), None), (best, None)]
-    weights = 1.0 if case.pass_ == "fwd" else 1 / rows
-    true = oracle.cross_entropy(*operands, **_row(case), weights=weights, ignored=case.options.get("ignore_index"))
-    if case.pass_ != "fwd":
-        return [(true.gradient, true.gradient_terms)]
-    # The label's logit is taken from the logsumexp; a capped one errs by as much as the cap would.
-    return [(true.loss, true.loss_terms + np.abs(true.lse) + (_row(case)["soft_cap"] or 0.0))]
+        _, best = jax.lax.top_k(x, case.options["k"])
+        p = jax.nn.softmax(x.astype(jnp.float32))[best]
+        return nothing, [(p, p), (best, nothing)]
+    x = x.astype(jnp.float32)
+    if case.op == "cross_entropy":
+        one = lambda x: impls.xla_loss(x[None], rest[0][None], **case.options)[0]
+        loss, gradient = jax.value_and_grad(one)(x)
+        if case.pass_ == "fwd":
+            return loss, [(loss, jnp.abs(x).max() + math.log(case.cols) + case.options.get("logits_soft_cap", 0.0))]
+        subtracted = 2 * case.options.get("label_smoothing", 0.0) / case.cols
+        return loss, [(gradient / case.rows, (jnp.abs(gradient) + subtracted) / case.rows)]
+    y, pull = jax.vjp(getattr(jax.nn, case.op), x)
+    found = [(y, jnp.abs(y) if case.op == "softmax" else jnp.abs(y).max())]
+    if rest:
+        (dx,) = pull(rest[0].astype(jnp.float32))
+        found.append((dx, jnp.abs(dx).max()))
+    return nothing, found[-1:] if case.pass_ == "bwd" else found
 
 
-def _row(case: RowCase) -> dict[str, Any]:
-    """The options as the kernels' layer names them."""
-    names = {"label_smoothing": ("smoothing", 0.0), "z_loss": ("z_loss", 0.0), "logits_soft_cap": ("soft_cap", None)}
-    return {name: case.options.get(option, default) for option, (name, default) in names.items()}
-
-
-def _loss_row(case: RowCase, ulps: float) -> Any:
-    options = _row(case)
-    cap, smoothing, z_loss = (options[name] for name in ("soft_cap", "smoothing", "z_loss"))
-
-    def row(x: jax.Array, y: jax.Array, got: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = x.astype(jnp.float32)[None]
-        ignored = y == case.options.get("ignore_index")
-        weight = jnp.full((1, 1), 1 / case.rows)
-        label = jnp.where(ignored, IGNORED, y)[None, None]
-        gradient, *numbers = reference.cross_entropy_gradient(x, label, weight, axes=(1,), **options)
-        lse = log_normalizer(Stats(*numbers[:2]))[0]
-        at_label = reference.logits(x[0, jnp.where(ignored, 0, y)], 1.0, cap)
-        loss = lse - (1 - smoothing) * at_label + z_loss * lse**2
-        if smoothing:
-            loss -= smoothing / case.cols * numbers[2][0]
-        loss = jnp.where(ignored, 0.0, loss)
-        if not got.ndim:
-            return _off(got, loss, jnp.abs(lse) + jnp.abs(at_label) + (cap or 0.0), _LOSS_ULPS), loss
-        size = jnp.abs(gradient) + 2 * smoothing / case.cols * weight
-        return _off(got[None], gradient, size, ulps, case.dtype), loss
-
-    return row
-
-
-def _top_k_row(case: RowCase, ulps: float) -> Any:
-    """The k-th has k - 1 before it, and each is before the next: what `lax.top_k` of the logits means."""
-
-    def row(x: jax.Array, got: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-        columns = jnp.arange(case.cols)
-        known = (at >= 0) & (at < case.cols)
-        best = x[jnp.where(known, at, 0)]
-        descend = (best[:-1] > best[1:]) | ((best[:-1] == best[1:]) & (at[:-1] < at[1:]))
-        before = ((x > best[-1]) | ((x == best[-1]) & (columns <= at[-1]))).sum()
-        right = known.all() & descend.all() & (before == at.size)
-        want = reference.softmax(x.astype(jnp.float32), axes=(0,))[jnp.where(known, at, 0)]
-        return jnp.where(right, _off(got, want, want, ulps, case.dtype), jnp.inf), jnp.zeros(())
-
-    return row
-
-
-def _off(got: jax.Array, want: jax.Array, size: jax.Array, ulps: float, dtype: str = "float32") -> jax.Array:
-    info = jnp.finfo(dtype)
+def _off(got: jax.Array, want: jax.Array, size: jax.Array, dtype: str) -> jax.Array:
+    """The largest deviation as a share of what is allowed; indices are right or wrong."""
+    if jnp.issubdtype(got.dtype, jnp.integer):
+        return jnp.where((got == want).all(), 0.0, jnp.inf)
     # Not below what float32 has as a normal number: 0 / 0 is no deviation.
-    allowed = jnp.maximum(ulps * float(info.eps) * jnp.maximum(size, float(info.tiny)), jnp.finfo(jnp.float32).tiny)
+    size = jnp.maximum(size, float(jnp.finfo(dtype).tiny))
+    allowed = jnp.maximum(_LOOSE[dtype] * size, jnp.finfo(jnp.float32).tiny)
     off = jnp.abs(got.astype(jnp.float32) - want) / allowed
     return jnp.where(jnp.isnan(off), jnp.inf, off).max()
 
@@ -274,18 +186,7 @@ def _head_error(got: jax.Array, want: jax.Array) -> jax.Array:
     size = sizes.mean(-1)
     # A row may be nearly zero, as the first queries' gradients are under a causal mask.
     worst_row = (rows / jnp.maximum(sizes, size[..., None])).max(-1)
-    return jnp.sqrt(jnp.maximum(rows.mean(-1) / size, worst_row * ROW_WEIGHT**2))
-
-
-def judge_attention(
-    shape: Shape, got: Sequence[jax.Array], truths: Mapping[str, tuple[jax.Array, jax.Array]]
-) -> Verdict:
-    """Compares a program's outputs with the truth."""
-    names = NAMES[len(got)]
-    errors = jax.device_get(
-        _head_errors(shape, dict(zip(names, got, strict=True)), {name: truths[name] for name in names})
-    )
-    return worst_head({name: found.tolist() for name, found in errors.items()}, shape.dtype)
+    return jnp.sqrt(jnp.maximum(rows.mean(-1) / size, worst_row * measured.ROW_WEIGHT**2))
 
 
 def _by_head(shape: Shape, x: jax.Array) -> jax.Array:

@@ -4,8 +4,9 @@ Protocol
   1. Every variant is a compiled program; compilation and a first launch are never timed.
   2. The variants of a case run interleaved, round-robin, in one schedule: each round launches every variant a few
      times, and the order of the variants rotates from round to round: a drifting clock touches all of them alike.
-  3. Inputs rotate over enough buffers, and outputs are kept alive over as many launches, that at least `ROTATED_BYTES`
-     pass between two uses of one address: L2 (50 MB) holds nothing of use. Cases tagged "hot" use one buffer.
+  3. Inputs rotate over enough buffers, and outputs are kept alive over as many launches, that at least
+     `cases.ROTATED_BYTES` pass between two uses of one address: L2 (50 MB) holds nothing of use. Cases tagged "hot" use
+     one buffer.
   4. Time is the device's: CUPTI's duration of each kernel, summed over the kernels of a launch, the whole schedule in
      one CUPTI session after an identical warm-up. Gaps between launches do not count, and neither do those between
      the kernels of one launch.
@@ -21,7 +22,6 @@ Protocol
 
 import collections
 import dataclasses
-import functools
 import importlib
 import itertools
 import statistics
@@ -40,7 +40,6 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.results import summary
 
 _COLS = 8192  # int32 elements of a block of the copy kernel: 64 registers per thread
-ROTATED_BYTES = 150 * 10**6
 SLOW_SECONDS = 0.02
 _SLOW_ROUNDS = 2
 _ROUND_SECONDS = 1e-3  # of device time per variant and round
@@ -71,11 +70,6 @@ class Timing:
         samples = list(itertools.chain(*self.rounds))
         rounds = [round(statistics.median(r), 3) for r in self.rounds if r]
         return summary(samples) | {"rounds_us": rounds, "launches": len(samples), "kernels": list(self.kernels)}
-
-
-def buffers_needed(operand_bytes: int, *, hot: bool) -> int:
-    """How many sets of operands must rotate."""
-    return 1 if hot else max(1, -(-ROTATED_BYTES // max(operand_bytes, 1)))
 
 
 def launches_per_round(least_bytes: int) -> int:
@@ -129,7 +123,7 @@ class _Schedule:
 
     def count(self, r: int, variant: Variant) -> int:
         """How often a round launches a variant."""
-        return self.launches if not variant.slow else 1 if r < _SLOW_ROUNDS else 0
+        return self.launches if not variant.slow else int(r < _SLOW_ROUNDS)
 
     def __call__(self) -> list[Any]:
         alive = collections.deque(maxlen=self.buffers)
@@ -140,11 +134,10 @@ class _Schedule:
     def trace(self, *_, **__):
         raise NotImplementedError("a schedule only runs")
 
-    def lower(self, *_, **__):
-        raise NotImplementedError("a schedule only runs")
+    lower = trace
 
-    def single(self, variant: Variant) -> "_Schedule":
-        return _Schedule([variant], self.buffers, 1, 1)
+    def alone(self, variant: Variant, launches: int = 1) -> "_Schedule":
+        return _Schedule([variant], self.buffers, 1, launches)
 
 
 def _device_kernels(schedule: _Schedule) -> list[tuple[str, float]]:
@@ -155,7 +148,7 @@ def _device_kernels(schedule: _Schedule) -> list[tuple[str, float]]:
 
 
 def _measure_cupti(schedule: _Schedule) -> dict[str, Timing]:
-    names = {v.name: [name for name, _ in _device_kernels(schedule.single(v))] for v in schedule.variants}
+    names = {v.name: [name for name, _ in _device_kernels(schedule.alone(v))] for v in schedule.variants}
     kernels = iter(_device_kernels(schedule))
     rounds = {v.name: [[] for _ in range(schedule.rounds)] for v in schedule.variants}
     for r, variant in schedule.slots():
@@ -174,8 +167,8 @@ def _measure_cupti_apart(schedule: _Schedule) -> dict[str, Timing]:
     for r in range(schedule.rounds):
         for variant in schedule.variants:
             if count := schedule.count(r, variant):
-                alone = _Schedule([variant], schedule.buffers, 1, count)
-                rounds[variant.name].append((1e3 * sum(ms for _, ms in _device_kernels(alone)) / count,))
+                kernels = _device_kernels(schedule.alone(variant, count))
+                rounds[variant.name].append((1e3 * sum(ms for _, ms in kernels) / count,))
     return {name: Timing(tuple(times)) for name, times in rounds.items()}
 
 
@@ -211,15 +204,7 @@ def mosaic_copy(x: jax.Array) -> jax.Array:
     return kernel(x)
 
 
-@jax.jit
-def xla_copy(x: jax.Array) -> jax.Array:
-    """XLA's copy: a stand-in where there is no GPU."""
-    return jnp.copy(x)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _random_bits(key: jax.Array, blocks: int) -> jax.Array:
-    return jax.random.randint(key, (blocks, _COLS), 0, jnp.iinfo(jnp.int32).max, jnp.int32)
+xla_copy = jax.jit(jnp.copy)  # a stand-in where there is no GPU
 
 
 def moved_bytes(least_bytes: int) -> int:
@@ -230,16 +215,22 @@ def moved_bytes(least_bytes: int) -> int:
 def copy_variant(least_bytes: int, buffers: int) -> Variant:
     """The copy in JAX's process that moves as many bytes as the case."""
     keys = jax.random.split(jax.random.key(1), buffers)
-    sources = [_random_bits(key, _blocks(least_bytes)) for key in keys]
+    shape = _blocks(least_bytes), _COLS
+    sources = [jax.random.randint(key, shape, 0, jnp.iinfo(jnp.int32).max, jnp.int32) for key in keys]
     copy = mosaic_copy if jax.default_backend() == "gpu" else xla_copy
     if not bool((copy(sources[0]) == sources[0]).all()):
         raise RuntimeError("the copy probe does not copy")
     return Variant("copy:mosaic" if copy is mosaic_copy else "copy:xla", lambda k: copy(sources[k]))
 
 
-def torch_copy_us(least_bytes: int, buffers: int, rounds: int) -> float:
-    """The median time of torch's device-to-device copy, ten launches per pair of events."""
-    torch = importlib.import_module("torch")
+def torch_copy_us(least_bytes: int, buffers: int, rounds: int) -> float | None:
+    """The median time of torch's device-to-device copy, ten launches per pair of events; None without torch."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
     elements = max(1, least_bytes // 8)
     sources = [torch.empty(elements, dtype=torch.int32, device="cuda").random_() for _ in range(buffers)]
     targets = [torch.empty_like(source) for source in sources]

@@ -9,6 +9,7 @@ and agree.
     python -m benchmarks.training --json=benchmarks/results/h200/models.json --commit=SHA
 """
 
+import fcntl
 import functools
 import json
 import os
@@ -16,8 +17,9 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # The processes share the device's memory, and whichever trains may have nearly all of it.
@@ -37,39 +39,39 @@ from benchmarks.results import NOT_MEASURED, Results
 
 FLAGS = flags.FLAGS
 VARIANTS = {"ours": "jaxsoftmax", "jax.nn": "`jax.nn`, XLA", "jax.nn cudnn": "`jax.nn`, cuDNN"}
-SIZES = {"tiny": (64, 4, 2, 2, 256, jnp.float32), "small": (768, 12, 4, 12, 32000, jnp.bfloat16)}
+# Of the model: width, heads, key heads, layers, vocabulary and dtype. Of a run: rows, tokens, steps to warm up, steps.
+SIZES = {
+    "tiny": ((64, 4, 2, 2, 256, jnp.float32), (2, 32, 2, 6)),
+    "small": ((768, 12, 4, 12, 32000, jnp.bfloat16), (8, 4096, 5, 20)),
+}
 _ROOT = pathlib.Path(__file__).parents[1]
-_READY = "ready\n"
 _AGREEMENT = 0.05  # nats between two loss curves, in bfloat16
 
 
 def define_flags() -> None:
-    flags.DEFINE_list("impl", list(VARIANTS), f"Variants: {', '.join(VARIANTS)}.")
     flags.DEFINE_enum("size", "small", list(SIZES), "Size of the model.")
-    flags.DEFINE_integer("length", 4096, "Tokens in a row.")
-    flags.DEFINE_integer("rows", 8, "Rows in a batch.")
-    flags.DEFINE_integer("warm", 5, "Steps before time is taken.")
-    flags.DEFINE_integer("steps", 20, "Timed steps.", lower_bound=1)
     flags.DEFINE_string("json", None, "Where to write results.")
     flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
-    flags.DEFINE_string("child", None, "Train this variant, as the process that the binary starts.")
-    flags.register_validator("impl", lambda names: set(names) <= set(VARIANTS), f"--impl takes {', '.join(VARIANTS)}")
+    flags.DEFINE_enum("child", None, list(VARIANTS), "Train this variant, as the process that the binary starts.")
+    flags.DEFINE_string("device", None, "Of such a process: the file that it locks while it has the device.")
 
 
-def train(variant: str, example: Mapping[str, Any], ready: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Traces a variant's step, calls `ready`, compiles and trains, and says what it took."""
-    length, rows, warm = FLAGS.length, FLAGS.rows, FLAGS.warm
-    size = example["Size"](*SIZES[FLAGS.size])
+def train(variant: str) -> dict[str, Any]:
+    """Traces a variant's step, waits for the device, compiles and trains, and says what it took."""
+    example = runpy.run_path(str(_ROOT / "examples" / "packed_gpt.py"))
+    model, (rows, length, warm, steps) = SIZES[FLAGS.size]
+    size = example["Size"](*model)
     attend = example["ours"] if variant == "ours" else example["theirs"]
     if variant == "jax.nn cudnn":
         attend = functools.partial(attend, by="cudnn")
     loss_of = example["loss_of"] if variant == "ours" else _loss_by_optax
     optimizer = optax.adamw(3e-4)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: example["GPT"](size, length, attend, nnx.Rngs(0))))
+    make = lambda: example["GPT"](size, length, attend, nnx.Rngs(0))
+    graph, abstract = nnx.split(nnx.eval_shape(make))
 
     @jax.jit
     def start() -> tuple[Any, Any]:
-        parameters = nnx.state(example["GPT"](size, length, attend, nnx.Rngs(0)))
+        parameters = nnx.state(make())
         return parameters, optimizer.init(parameters)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -79,14 +81,13 @@ def train(variant: str, example: Mapping[str, Any], ready: Callable[[], Any] = l
         return optax.apply_updates(parameters, updates), state, loss
 
     source = example["batches"](length, rows, size.vocabulary)
-    batches = [next(source) for _ in range(warm + FLAGS.steps)]
+    batches = [next(source) for _ in range(warm + steps)]
     first = start.lower()
     lowered = step.lower(*first.out_info, batches[0])
-    ready()
+    fcntl.flock(os.open(FLAGS.device, os.O_RDWR), fcntl.LOCK_EX)  # until the end of the process
     began = time.perf_counter()
     begin, compiled = first.compile(), lowered.compile()
-    memory = compiled.memory_analysis()
-    seconds = time.perf_counter() - began
+    seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     (parameters, state), losses = begin(), []
     for i, batch in enumerate(batches):
         if i == warm:
@@ -95,7 +96,7 @@ def train(variant: str, example: Mapping[str, Any], ready: Callable[[], Any] = l
         parameters, state, loss = compiled(parameters, state, batch)
         losses.append(loss)
     jax.block_until_ready((parameters, losses))
-    step_s = (time.perf_counter() - began) / FLAGS.steps
+    step_s = (time.perf_counter() - began) / steps
     stats = jax.local_devices()[0].memory_stats() or {}
     return {
         "status": "ok",
@@ -118,41 +119,18 @@ def _loss_by_optax(model: Any, batch: Any) -> jax.Array:
     return jnp.where(counts, losses, 0).sum() / counts.sum()
 
 
-def measure(names: list[str]) -> dict[str, dict[str, Any]]:
+def measure() -> dict[str, dict[str, Any]]:
     """Every variant in a process of its own: traced together, compiled and trained one after the other."""
-    own = [f"--{name}={FLAGS[name].value}" for name in ("size", "length", "rows", "warm", "steps")]
-    command = [sys.executable, "-m", "benchmarks.training", *own]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": _ROOT}
-    children = {name: subprocess.Popen([*command, f"--child={name}"], **pipes) for name in names}
-    first = {name: _first_line(child) for name, child in children.items()}
     found = {}
-    for name, child in children.items():
-        rest, _ = child.communicate("go\n")
-        answer = rest if first[name] == _READY else first[name]  # which is its failure
-        died = {"status": "failed", "reason": "the process died; its last words are above"}
-        found[name] = json.loads(answer) if answer else died
-        print(line(name, found[name]), flush=True)
+    with tempfile.NamedTemporaryFile() as device:
+        command = [sys.executable, "-m", "benchmarks.training", f"--size={FLAGS.size}", f"--device={device.name}"]
+        start = lambda name: subprocess.Popen([*command, f"--child={name}"], stdout=subprocess.PIPE, cwd=_ROOT)
+        for name, child in {name: start(name) for name in VARIANTS}.items():
+            answer, _ = child.communicate()
+            died = {"status": "failed", "reason": "the process died; its last words are above"}
+            found[name] = json.loads(answer) if answer else died
+            print(f"{name}: {json.dumps(found[name])}", flush=True)
     return found
-
-
-def _first_line(child: subprocess.Popen) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline()
-
-
-def _child(variant: str) -> None:
-    """Says "ready" when it has traced, waits for a line, compiles, trains and answers in JSON."""
-    said, sys.stdout = sys.stdout, sys.stderr
-
-    def ready() -> None:
-        print(_READY, end="", file=said, flush=True)
-        sys.stdin.readline()
-
-    try:
-        answer = train(variant, runpy.run_path(str(_ROOT / "examples" / "packed_gpt.py")), ready)
-    except Exception as error:  # out of memory, or no cuDNN: part of the result
-        answer = {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    print(json.dumps(answer), file=said, flush=True)
 
 
 def judged(impls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -161,17 +139,6 @@ def judged(impls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     gap = float(np.max([np.abs(curve - curves[0]) for curve in curves])) if curves else float("nan")
     fell = [bool(curve[-3:].mean() < curve[0]) for curve in curves]
     return {"loss_gap": round(gap, 5), "right": bool(curves) and all(fell) and gap < _AGREEMENT}
-
-
-def line(name: str, entry: Mapping[str, Any]) -> str:
-    if entry["status"] != "ok":
-        return f"{name:<14}{entry['status']}: {entry['reason']}"
-    peak = f"{entry['peak_bytes'] / 1e9:.2f} GB at the peak" if entry["peak_bytes"] else "peak unknown"
-    return (
-        f"{name:<14}{entry['tokens_per_s']:>9} tokens/s  {entry['step_ms']:>9.1f} ms a step  {peak}  "
-        f"{(entry['temp_bytes'] or 0) / 1e9:.2f} GB temporary  compiled in {entry['compile_s']:.0f} s  "
-        f"loss {entry['losses'][0]:.4f} to {entry['losses'][-1]:.4f}"
-    )
 
 
 def table(results: Results) -> str:
@@ -183,50 +150,46 @@ def table(results: Results) -> str:
     for record in records:
         case, ours = record["case"], record["impls"]["ours"]
         for name, words in VARIANTS.items():
-            entry = record["impls"].get(name)
-            if entry is not None:
-                name = f"{words}, {case['rows']} x {case['length']}"
-                rows.append([name, *_cells(entry, ours), record["run"]["when"]])
+            entry = record["impls"].get(name, {"status": "-"})
+            cells = [entry["status"], *["-"] * 5]
+            if entry["status"] == "ok":
+                times = f"{ours['tokens_per_s'] / entry['tokens_per_s']:.2f}" if ours["status"] == "ok" else "-"
+                sizes = [f"{entry[key] / 1e9:.1f}" if entry[key] else "-" for key in ("peak_bytes", "temp_bytes")]
+                cells = [str(entry["tokens_per_s"]), times, f"{entry['step_ms']:.1f}", *sizes]
+                cells.append(f"{entry['losses'][-1]:.3f}")
+            rows.append([f"{words}, {case['rows']} x {case['length']}", *cells, record["run"]["when"]])
     heads = ["GPT", "tokens/s", "x", "ms a step", "peak, GB", "temporary, GB", "last loss", "measured"]
     case = records[0]["case"]
-    gap = max(record["loss_gap"] for record in records)
     return report.markdown(heads, rows) + (
         f"\n\n{report.setting(records)}; "
         f"{case['parameters'] / 1e6:.0f} million parameters, {case['layers']} layers, heads {case['heads']}/"
         f"{case['key_heads']} of {case['head_dim']}, vocabulary {case['vocabulary']}, {case['dtype']}; rows x tokens, "
         f'the mean of {case["steps"]} steps by wall clock. "x" says how many times faster ours is. The loss curves are '
-        f"at most {gap:.3f} apart."
+        f"at most {max(record['loss_gap'] for record in records):.3f} apart."
     )
-
-
-def _cells(entry: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    if entry["status"] != "ok":
-        return [entry["status"], *["-"] * 5]
-    times = f"{ours['tokens_per_s'] / entry['tokens_per_s']:.2f}" if ours["status"] == "ok" else "-"
-    sizes = [f"{entry[key] / 1e9:.1f}" if entry[key] else "-" for key in ("peak_bytes", "temp_bytes")]
-    return [str(entry["tokens_per_s"]), times, f"{entry['step_ms']:.1f}", *sizes, f"{entry['losses'][-1]:.3f}"]
-
-
-def record(impls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The run as result files have it."""
-    width, heads, key_heads, layers, vocabulary, dtype = SIZES[FLAGS.size]
-    case = {"name": f"gpt_{FLAGS.size}_{FLAGS.rows}x{FLAGS.length}", "rows": FLAGS.rows, "length": FLAGS.length}
-    case |= {"width": width, "heads": heads, "key_heads": key_heads, "head_dim": width // heads, "layers": layers}
-    case |= {"vocabulary": vocabulary, "dtype": jnp.dtype(dtype).name, "warm": FLAGS.warm, "steps": FLAGS.steps}
-    case["parameters"] = max((entry.get("parameters", 0) for entry in impls.values()), default=0)
-    return {"case": case, "impls": dict(impls), **judged(impls)}
 
 
 def main(_: list[str]) -> None:
     if FLAGS.child:
-        _child(FLAGS.child)
+        said, sys.stdout = sys.stdout, sys.stderr
+        try:
+            answer = train(FLAGS.child)
+        except Exception as error:  # out of memory, or no cuDNN: part of the result
+            answer = {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        print(json.dumps(answer), file=said)
         return
-    header = measured.header(commit=FLAGS.commit, seed=0, rounds=1) | {"topic": "models"}
-    found = record(measure(FLAGS.impl))
+    (width, heads, key_heads, layers, vocabulary, dtype), (rows, length, warm, steps) = SIZES[FLAGS.size]
+    impls = measure()
+    case = {"name": f"gpt_{FLAGS.size}_{rows}x{length}", "rows": rows, "length": length, "warm": warm, "steps": steps}
+    case |= {"width": width, "heads": heads, "key_heads": key_heads, "head_dim": width // heads, "layers": layers}
+    case |= {"vocabulary": vocabulary, "dtype": jnp.dtype(dtype).name}
+    case["parameters"] = max(entry.get("parameters", 0) for entry in impls.values())
+    found = {"case": case, "impls": impls, **judged(impls)}
     print(f"The losses are at most {found['loss_gap']} apart: {'right' if found['right'] else 'WRONG'}.")
     if FLAGS.json:
-        measured.write(pathlib.Path(FLAGS.json), header | {"clocks_after": measured.clocks()}, [found])
-    sys.exit(0 if found["right"] and found["impls"].get("ours", {"status": "ok"})["status"] == "ok" else 1)
+        header = measured.header(commit=FLAGS.commit, seed=0, rounds=1) | {"topic": "models"}
+        measured.write(pathlib.Path(FLAGS.json), header, [found])
+    sys.exit(0 if found["right"] and impls["ours"]["status"] == "ok" else 1)
 
 
 if __name__ == "__main__":

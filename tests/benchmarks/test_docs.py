@@ -7,16 +7,16 @@ import re
 
 import pytest
 
-from benchmarks import attention_cases, cases, docs, report, targets
+from benchmarks import attention_cases, cases, docs, report
 from benchmarks import results as measured
+from benchmarks.docs import TARGETS
 from benchmarks.results import FOLDER, Results
-from benchmarks.targets import TARGETS
 from pallas_kernels.softmax import dispatch
 
 SHORT, LONG = "softmax_fwd_f16_32768x1024", "softmax_fwd_f16_4096x131072"
 LOSS, SELECTION = "cross_entropy_value_and_grad_bf16_8192x32000", "top_k_fwd_bf16_64x32000_k8"
-FULL, CAUSAL = attention_cases.select(tags=["core"], passes=["fwd"], patterns=["d128_s2048"])
-(BACKWARD,) = attention_cases.select(tags=["core"], passes=["bwd"], patterns=["full_d128_s2048"])
+FULL, CAUSAL = attention_cases.TABLE.select(tags=["core"], pass_=["fwd"], patterns=["d128_s2048"])
+(BACKWARD,) = attention_cases.TABLE.select(tags=["core"], pass_=["bwd"], patterns=["full_d128_s2048"])
 
 
 def _record(name, ours=None, **others):
@@ -177,7 +177,7 @@ def test_every_promise_and_every_line_of_the_summary_selects_cases():
     everything = [case.describe() for case in cases.TABLE.cases]
     assert all(any(map(line.takes, everything)) for line in docs.LINES)
     assert not any(line.takes(case) for line in docs.LINES for case in everything if "extended" in case["tags"])
-    wanted = [len(attention_cases.select(tags=[promise.tag], passes=["bwd"])) for promise in targets.PROMISES]
+    wanted = [len(attention_cases.TABLE.select(tags=[promise.tag], pass_=["bwd"])) for promise in report.PROMISES]
     assert wanted == [32, 32, 27, 32]
 
 
@@ -244,7 +244,7 @@ def test_musts_and_goals(attend, ratios, words):
     pairs = zip((FULL, CAUSAL), ratios, strict=True)
     results = attend("1", {case: {"ours": 100.0, "cudnn": 100.0 * ratio, "fa4": 900.0} for case, ratio in pairs})
     (run,) = measured.attention_runs(results.folder)
-    found = [report.judged(promise.judge(run, "fwd")) for promise in targets.PROMISES]
+    found = [promise.judge(run, "fwd") for promise in report.PROMISES]
     assert [text.split(" (2 of ")[0] for text in found] == words
 
 
@@ -291,7 +291,7 @@ def test_committed_results_lie_in_the_folder_of_their_card():
 
 def test_pictures_are_drawn_from_results(folder, attend, tmp_path):
     attend("1", {FULL: {"ours": 100.0, "cudnn": 110.0}})
-    sweep = [case.name for case in cases.select(ops=["softmax"], passes=["fwd"], dtypes=["f16"], tags=["sweep"])]
+    sweep = [case.name for case in cases.TABLE.select(op=["softmax"], pass_=["fwd"], dtype=["float16"], tags=["sweep"])]
     results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) for name in sweep)))
     attend("1", {FULL: {"ours": 100.0, "cudnn": 110.0}}, topic="attention sample")
     drawn = docs.draw(results, tmp_path / "pictures")

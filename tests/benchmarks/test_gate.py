@@ -63,7 +63,7 @@ def ours(monkeypatch):
 
     def replace(function):
         build = impls.build
-        other = lambda case, impl, **kw: function() if impl == "ours" else build(case, impl, **kw)
+        other = lambda case, impl, *rest: function() if impl == "ours" else build(case, impl, *rest)
         monkeypatch.setattr(impls, "build", other)
 
     return replace
@@ -76,13 +76,10 @@ def test_rows_that_are_right_pass(rows, name):
     assert entry["max_error_ulp"] <= entry["allowed_error_ulp"]
 
 
-@pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
-def test_a_loss_in_float32_is_another_formula(rows, pass_):
-    record = _run(rows(f"cross_entropy_{pass_}_bf16_8192x32000"), "ours", "xla", "xla_f32")
+def test_a_loss_in_float32_is_another_formula(rows):
+    record = _run(rows("cross_entropy_fwd_bf16_8192x32000"), "ours", "xla", "xla_f32")
     error = {name: measured.loss_error(record, name) for name in record["impls"]}
-    assert error["ours"] < 1
-    assert error["xla_f32"] < 2
-    assert error["xla"] > (1000 if pass_ == "fwd" else 2)
+    assert (error["ours"] < 1, error["xla_f32"] < 2, error["xla"] > 1000) == (True, True, True)
     with pytest.raises(impls.Declined, match="only a loss"):
         impls.build(rows(SOFTMAX), "xla_f32")
 
@@ -138,13 +135,14 @@ LOSS_FAULTS = {
 
 @pytest.mark.parametrize("name", LOSS_FAULTS)
 def test_a_wrong_loss_is_seen_in_whatever_row(rows, name):
-    case = rows(name).shrunk()
+    case, _ = rows(name).shrunk()
     (operands,) = case.operands(1, seed=0)
     ours, xla = (jax.jit(impls.build(case, impl).function) for impl in ("ours", "xla"))
-    right, baseline, every_row = ours(*operands), xla(*operands), check.every_row(case)
-    assert check.judge(case, operands, right, baseline, every_row).right
+    every_row = check.every_row(case)
+    right, truths = ours(*operands), (every_row, xla(*operands))
+    assert check.judge(case, operands, right, truths).right
     for fault, wrong in LOSS_FAULTS[name].items():
-        assert not check.judge(case, operands, wrong(*operands, ours), baseline, every_row).right, fault
+        assert not check.judge(case, operands, wrong(*operands, ours), truths).right, fault
     for row in range(case.rows):  # by the loose check, without the sampled rows
         spoiled = [y.at[row].add(1) if y.ndim else y for y in jax.tree.leaves(right)]
         assert not every_row(operands, spoiled) <= 1
@@ -152,19 +150,19 @@ def test_a_wrong_loss_is_seen_in_whatever_row(rows, name):
 
 def test_every_row_is_looked_at(rows, monkeypatch):
     """Of many rows only some are sampled; the loose check on the device sees the others."""
-    case = rows(SOFTMAX).shrunk()
+    case, _ = rows(SOFTMAX).shrunk()
     monkeypatch.setattr(check, "_SAMPLED_ELEMENTS", 4 * case.cols)
     ((x,),) = case.operands(1, seed=0)
     xla = jax.nn.softmax(x)
     unsampled = next(iter(set(range(case.rows)) - set(check._sampled_rows(case).tolist())))
-    found = check.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), xla, check.every_row(case))
+    found = check.judge(case, (x,), xla.at[unsampled, 7].multiply(2.0), (check.every_row(case), xla))
     assert found.error <= found.allowed
     assert not found.right
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "value_and_grad"])
 def test_a_kernel_has_the_loss_around_it(rows, pass_):
-    case = rows(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk()
+    case, _ = rows(f"cross_entropy_{pass_}_bf16_8192x32000").shrunk()
     (operands,) = case.operands(1, seed=0)
     kernel = getattr(reference, case.problems[0].op.value)
     run = lambda x, *rows: kernel(x, *(row[:, None] for row in rows), axes=(1,))
@@ -213,7 +211,7 @@ def test_an_attention_that_sees_other_keys_does_not_pass(fault):
         wrong["key"] = operands["key"][:, :, ::-1]
     other = dataclasses.replace(case, shape=dataclasses.replace(case.shape, **changed))
     got = jax.jit(impls.programs(other, "ours", Options())["fwd"].function)(wrong)
-    assert not check.judge_attention(case.shape, got, truths).right
+    assert not check.judge(case, (operands,), got, truths).right
 
 
 def _stopped(operands, name):
@@ -236,7 +234,7 @@ FAULTS = {
 def test_a_wrong_attention_has_no_time(fault, monkeypatch, whole):
     pass_, spoil = FAULTS[fault]
     right = ATTENTION["xla"]
-    wrong = dataclasses.replace(right, call=lambda shape, x: spoil(lambda x: right.call(shape, x), x))
+    wrong = right._replace(call=lambda shape, x: spoil(lambda x: right.call(shape, x), x))
     monkeypatch.setitem(ATTENTION, "ours", wrong)
     record = _run(_case(pass_), "ours", *["xla"] * (pass_ == "fwd"))
     assert record["impls"]["ours"]["status"] == "WRONG"

@@ -1,7 +1,5 @@
 """The protocol: what is launched in which order, and which kernel's time goes to whom."""
 
-import collections
-
 import jax
 import pytest
 from jax.experimental.mosaic.gpu import profiler
@@ -54,10 +52,6 @@ def test_device_time_goes_to_the_variant_that_launched_the_kernel_while_buffers_
     assert buffers == (0, 1, 2, 0, 1, 2, 0, 1)
 
 
-def _busy():
-    raise RuntimeError("CUPTI is busy")
-
-
 @pytest.mark.parametrize(
     "alone, together, clock",
     [
@@ -65,7 +59,6 @@ def _busy():
         pytest.param(list, lambda found: [*found, ("stray", 1.0)], "cupti, each round apart", id="stray kernel"),
         pytest.param(list, lambda found: found[::-1], "cupti, each round apart", id="kernels out of order"),
         pytest.param(lambda found: [], lambda found: [], "wall", id="no kernel"),
-        pytest.param(lambda found: _busy(), lambda found: _busy(), "wall", id="profiler fails"),
     ],
 )
 def test_kernels_in_doubt_are_measured_apart_and_without_a_profile_by_wall_clock(monkeypatch, alone, together, clock):
@@ -79,15 +72,6 @@ def test_kernels_in_doubt_are_measured_apart_and_without_a_profile_by_wall_clock
     assert timings["one"].kernels == ()
 
 
-def test_without_a_device_clock_nothing_is_profiled(monkeypatch):
-    device = FakeDevice(monkeypatch)
-    clock, timings = device.time(device_clock=False)
-    assert (clock, device.sessions) == ("wall", 0)
-    counts = collections.Counter(name for name, _ in device.launches)
-    assert counts == {"one": 5, "two": 5}  # a warm-up, then two rounds of two
-    assert len(timings["one"].rounds) == 2
-
-
 def test_statistics_are_of_all_launches():
     result = timing.Timing(((1.0, 2.0), (3.0, 4.0), (100.0, 5.0))).as_json()
     assert (result["us"], result["min_us"], result["max_us"], result["launches"]) == (3.5, 1.0, 100.0, 6)
@@ -95,20 +79,10 @@ def test_statistics_are_of_all_launches():
     assert result["p20_us"] <= result["us"] <= result["p80_us"]
 
 
-def test_buffers_defeat_the_cache_unless_the_case_is_hot_and_long_kernels_are_launched_less():
-    assert timing.buffers_needed(64 * 2**20, hot=False) * 64 * 2**20 >= timing.ROTATED_BYTES
-    assert timing.buffers_needed(2**30, hot=False) == 1
-    assert timing.buffers_needed(4096, hot=True) == 1
-    assert [timing.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]
-
-
-def test_the_best_copy_is_the_fastest_by_bandwidth():
-    best = timing.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
-    assert best["method"] == "copy:mosaic"
-    assert best["tb_per_s"] == 4.0
-    assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
-
-
-def test_copy_probe_moves_what_it_says():
+def test_the_copy_probe_moves_what_it_says_and_the_best_is_the_fastest_by_bandwidth():
     variant = timing.copy_variant(10**6, buffers=2)
     assert 2 * variant.launch(1).nbytes == timing.moved_bytes(10**6) <= 10**6
+    best = timing.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
+    assert (best["method"], best["tb_per_s"]) == ("copy:mosaic", 4.0)
+    assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
+    assert [timing.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]
