@@ -25,7 +25,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
@@ -37,43 +37,27 @@ from benchmarks import attention_cases, cases, impls, report, runner
 from benchmarks import results as measured
 
 ATTENTION = "attention"
-_ROOT = pathlib.Path(__file__).parents[1]
-_HERE = {"now": "."}  # the tree that this one is
 OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
 
 
 class Topic(NamedTuple):
     """What can be asked of rows or of attention."""
 
-    name: str
     table: cases.Table
     passes: tuple[str, ...]
     impls: tuple[str, ...]
-    libraries: tuple[str, ...]  # of `impls`, those of torch's process
+    libraries: tuple[str, ...]  # of torch's process
     default: tuple[str, ...]
     rounds: int
     flags: tuple[str, ...]  # those that the other has not
 
 
-ROWS = Topic(
-    "rows",
-    cases.TABLE,
-    cases.PASSES,
-    (*impls.ROWS, *measured.ROW_LIBRARIES),
-    measured.ROW_LIBRARIES,
-    ("ours", "xla", *measured.ROW_LIBRARIES),
-    5,
-    ("dtype", "kernel", "config"),
-)
+_LIBRARIES = measured.ROW_LIBRARIES, measured.ATTENTION_LIBRARIES
+_PEERS = ("cudnn", "mgpu", "tokamax")
+_FLAGS = ("dtype", "kernel", "config"), ("kind", "count", "tree")
+ROWS = Topic(cases.TABLE, cases.PASSES, impls.ROWS, _LIBRARIES[0], ("ours", "xla", *_LIBRARIES[0]), 5, _FLAGS[0])
 HEADS = Topic(
-    ATTENTION,
-    attention_cases.TABLE,
-    attention_cases.PASSES,
-    (*impls.ATTENTION, *measured.ATTENTION_LIBRARIES),
-    measured.ATTENTION_LIBRARIES,
-    ("ours", "cudnn", "mgpu", "tokamax"),
-    3,
-    ("kind", "count", "tree"),
+    attention_cases.TABLE, attention_cases.PASSES, (*impls.ATTENTION,), _LIBRARIES[1], ("ours", *_PEERS), 3, _FLAGS[1]
 )
 # Implementations that tags ask for by themselves.
 _OF_TAG = {"invariance": ("ours", impls.INVARIANT), "cpu": ("ours", "xla")}
@@ -87,7 +71,8 @@ flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
 flags.DEFINE_list(
     "tag", [], "Tags; default 'core' of attention; of rows, without a filter, 'standard' on a GPU, 'smoke' elsewhere."
 )
-flags.DEFINE_list("impl", [], f"Of rows: {', '.join(ROWS.impls)}, kernel:NAME. Of attention: {', '.join(HEADS.impls)}.")
+_OF = [", ".join((*topic.impls, *topic.libraries)) for topic in (ROWS, HEADS)]
+flags.DEFINE_list("impl", [], f"Of rows: {_OF[0]}, kernel:NAME. Of attention: {_OF[1]}.")
 flags.DEFINE_string("kernel", None, "The kernel that 'ours' must use on rows.")
 flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
 flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
@@ -96,9 +81,7 @@ flags.DEFINE_string("json", None, "Where to write results, after each case.")
 flags.DEFINE_bool("list", False, "List the selected cases and stop.")
 flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
 flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
-flags.DEFINE_multi_string(
-    "tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention, beside now."
-)
+flags.DEFINE_multi_string("tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention.")
 flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
 flags.DEFINE_integer("count", 60, "How many random calls --tag=sample has.", lower_bound=1)
 flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
@@ -114,22 +97,18 @@ def check_flags() -> Topic:
     if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
     trees = _trees() if topic is HEADS else {}
-    known = {"op": (*OPS, ATTENTION), "impl": (*topic.impls, *trees), "tag": topic.table.tags, "pass": topic.passes}
-    known |= {"kind": attention_cases.KINDS, "dtype": (*cases.SHORT_DTYPES, *cases.LONG_DTYPES)}
-    is_other = lambda name: impls.is_tree(name, trees) or (topic is ROWS and name.startswith(measured.KERNEL))
+    known = {"op": (*OPS, ATTENTION), "impl": (*topic.impls, *topic.libraries, *trees), "tag": topic.table.tags}
+    known |= {"pass": topic.passes, "kind": attention_cases.KINDS, "dtype": (*cases.SHORT_DTYPES, *cases.LONG_DTYPES)}
+    is_variant = lambda name: impls.is_tree(name, trees) or (topic is ROWS and name.startswith(measured.KERNEL))
+    given = {flag: FLAGS[flag].value or [] for flag in known}
+    given["impl"] = [name for name in given["impl"] if not is_variant(name)]
     for flag, names in known.items():
-        wrong = [
-            name for name in FLAGS[flag].value or () if name not in names and not (flag == "impl" and is_other(name))
-        ]
-        if wrong:
-            sys.exit(
-                f"--{flag}: got {','.join(wrong)}, wanted some of {', '.join(names)}; correct or leave out --{flag}."
-            )
+        if wrong := ",".join(name for name in given[flag] if name not in names):
+            sys.exit(f"--{flag}: got {wrong}, wanted some of {', '.join(names)}; correct or leave out --{flag}.")
     for flag in other.flags:
         if FLAGS[flag].present:
-            sys.exit(
-                f"--{flag}: got {FLAGS[flag].value}, wanted it for {other.name} alone; leave it out or change --op."
-            )
+            place = "rows" if topic is HEADS else ATTENTION
+            sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {place} alone; leave it out or change --op.")
     of_tags = (_OF_TAG[tag] for tag in _OF_TAG if tag in FLAGS.tag)
     FLAGS.impl = FLAGS.impl or list(next(of_tags, topic.default))
     FLAGS.rounds = FLAGS.rounds or topic.rounds
@@ -137,16 +116,15 @@ def check_flags() -> Topic:
 
 
 def _trees() -> dict[str, str]:
-    """The trees that `--tree` names, and this one."""
-    return _HERE | dict(tree.split("=", 1) for tree in FLAGS.tree)
+    return {"now": "."} | dict(tree.split("=", 1) for tree in FLAGS.tree)
 
 
 def selected(topic: Topic) -> Sequence[runner.Case]:
-    """The cases that the flags name."""
     filters: dict[str, Any] = {"op": FLAGS.op, "pass_": FLAGS["pass"].value, "patterns": FLAGS.case}
-    filters["kind" if topic is HEADS else "dtype"] = (
-        FLAGS.kind if topic is HEADS else [cases.LONG_DTYPES.get(name, name) for name in FLAGS.dtype]
-    )
+    if topic is HEADS:
+        filters["kind"] = FLAGS.kind
+    else:
+        filters["dtype"] = [cases.LONG_DTYPES.get(name, name) for name in FLAGS.dtype]
     tags = FLAGS.tag or ["core"] * (topic is HEADS)
     if not tags and not any(filters.values()):
         tags = ["standard" if jax.default_backend() == "gpu" else "smoke"]
@@ -166,7 +144,7 @@ class Peers:
         """The answer to a case, as `torch_peers.measure` has it: `told` of a case is what the process is told."""
         if self._child is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
+            self._child = subprocess.Popen(self._command, env=self._env, cwd=measured.ROOT, **pipes)
         assert self._child.stdin
         assert self._child.stdout
         try:
@@ -182,85 +160,56 @@ class Peers:
         return {"name": case["name"], "impls": {name: failed for name in self._names}}
 
     def close(self) -> None:
-        """Ends the process; the next case starts another."""
         if self._child is not None:
             child, self._child = self._child, None
             child.communicate()
 
 
-class Session:
-    """One run of the binary: what it has measured, and where it writes it.
+def measure(
+    chosen: Sequence[runner.Case],
+    options: impls.Options,
+    *,
+    process: Peers | None = None,
+    path: str | None = None,
+    commit: str | None = None,
+    budget_s: float | None = None,
+    processes: int = 1,
+) -> list[dict[str, Any]]:
+    """Measures the cases, printing and saving each; those that the budget leaves out are named in the header.
 
-    Without implementations of JAX's process there are only `peers`. With several `processes` the peers come after all
-    the rest.
+    The peers of `process` come after all the rest; without implementations of JAX's process there are only they.
     """
+    started, records, by_name = time.monotonic(), [], {case.name: case for case in chosen}
+    deadline = float("inf") if budget_s is None else started + budget_s
+    header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
+    header |= {"topic": _topic(chosen, options), "left_out": list(by_name)}
+    header["versions"] |= _cudnn_version()
 
-    def __init__(
-        self,
-        chosen: Sequence[runner.Case],
-        options: impls.Options,
-        *,
-        process: Peers | None = None,
-        path: str | None = None,
-        commit: str | None = None,
-        budget_s: float | None = None,
-        processes: int = 1,
-    ):
-        self.chosen, self.options, self.process, self.path = chosen, options, process, path
-        self.records: list[dict[str, Any]] = []
-        self._by_name = {case.name: case for case in chosen}
-        self._started = time.monotonic()
-        self._deadline = float("inf") if budget_s is None else self._started + budget_s
-        self._processes = processes if options.impls else 1
-        self.header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
-        self.header |= {"topic": _topic(chosen, options), "left_out": list(self._by_name)}
-        self.header["versions"] |= _cudnn_version()
+    def save() -> None:
+        if path is not None:
+            measured.write(pathlib.Path(path), header | {"clocks_after": measured.clocks()}, records)
 
-    def measure(self) -> list[dict[str, Any]]:
-        """Measures the cases, printing and saving each; those that the budget leaves out are named in the header."""
-        apart = self._processes > 1
-        for record in self._found():
-            if self.process is not None and not apart:
-                self._add_peers(record)
-            self.records.append(record)
-            self.header["left_out"].remove(record["case"]["name"])
-            self._show(record)
-        if self.process is not None and apart:
-            for record in self.records:
-                if time.monotonic() < self._deadline:
-                    self._add_peers(record)
-                    self._show(record)
-        if self.header["left_out"]:
-            print(f"left out after {self._elapsed()}: {', '.join(self.header['left_out'])}", flush=True)
-        self._save()
-        return self.records
+    def show(record: dict[str, Any]) -> None:
+        print(f"[{len(records)}/{len(chosen)} {time.monotonic() - started:.0f} s] {report.line(record)}", flush=True)
+        save()
 
-    def _found(self) -> Iterator[dict[str, Any]]:
-        if self._processes > 1:
-            print(f"compiling {len(self.chosen)} cases in {self._processes} processes", flush=True)
-            return runner.in_processes(self.chosen, self.options, self._processes, self._deadline)
-        return runner.one_by_one(self.chosen, self.options, self._deadline)
-
-    def _add_peers(self, record: dict[str, Any]) -> None:
-        """Measures torch's side, and puts it into the record."""
-        assert self.process is not None
-        answer = self.process.measure(self._by_name[record["case"]["name"]].told())
-        record |= {f"peers_{probe}": answer[probe] for probe in ("copy", "matmul") if probe in answer}
-        record["impls"] |= answer["impls"]
-        if self._by_name[record["case"]["name"]].op == ATTENTION:
-            record |= measured.against_best(record)
-
-    def _show(self, record: dict[str, Any]) -> None:
-        print(f"[{len(self.records)}/{len(self.chosen)} {self._elapsed()}] {report.line(record)}", flush=True)
-        self._save()
-
-    def _save(self) -> None:
-        self.header["clocks_after"] = measured.clocks()
-        if self.path is not None:
-            measured.write(pathlib.Path(self.path), self.header, self.records)
-
-    def _elapsed(self) -> str:
-        return f"{time.monotonic() - self._started:.0f} s"
+    together = processes > 1 and options.impls
+    in_processes = lambda: runner.in_processes(chosen, options, processes, deadline)
+    for record in in_processes() if together else runner.one_by_one(chosen, options, deadline):
+        records.append(record)
+        header["left_out"].remove(record["case"]["name"])
+        show(record)
+    for record in records:
+        if process is not None and time.monotonic() < deadline:
+            answer = process.measure(by_name[record["case"]["name"]].told())
+            record |= {f"peers_{probe}": answer[probe] for probe in ("copy", "matmul") if probe in answer}
+            record["impls"] |= answer["impls"]
+            record |= measured.against_best(record) if "fa4" in answer["impls"] else {}
+            show(record)
+    if header["left_out"]:
+        print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
+    save()
+    return records
 
 
 def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
@@ -282,7 +231,6 @@ def red(name: str, records: Sequence[dict[str, Any]], trees: Mapping[str, str]) 
 
 
 def _cudnn_version() -> dict[str, str]:
-    """The version of the cuDNN that is loaded; empty without one."""
     try:
         version = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
     except OSError:
@@ -299,7 +247,7 @@ def main() -> None:
     if not chosen:
         sys.exit("No case matches these flags.")
     if FLAGS.list:
-        print("\n".join(f"{case.name:<50} {case.about:<40} {','.join(sorted(case.tags))}" for case in chosen))
+        print("\n".join(f"{case.name:<60} {','.join(sorted(case.tags))}" for case in chosen))
         return
     if jax.default_backend() != "gpu" and "cpu" not in FLAGS.tag:
         print("No GPU: every case runs small on the CPU, by wall clock. Times say nothing about the kernels.")
@@ -309,7 +257,7 @@ def main() -> None:
     options = impls.Options(ours, FLAGS.rounds, FLAGS.seed, FLAGS.kernel, config, _trees() if topic is HEADS else {})
     process = Peers(theirs, FLAGS.rounds, FLAGS.peers_path) if theirs else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
-    records = Session(chosen, options, process=process, path=FLAGS.json, commit=FLAGS.commit, **limits).measure()
+    records = measure(chosen, options, process=process, path=FLAGS.json, commit=FLAGS.commit, **limits)
     if process is not None:
         process.close()
     if any({"sample", "short"} & case.tags for case in chosen):

@@ -126,7 +126,6 @@ class Shape:
         return np.diff(ends[ends < self.length], prepend=0, append=self.length)
 
     def segments(self) -> np.ndarray:
-        """Segment ids, `[batch, length]`."""
         documents = self.documents()
         return np.tile(np.repeat(np.arange(len(documents), dtype=np.int32), documents), (self.batch, 1))
 
@@ -174,10 +173,6 @@ class AttentionCase:
     @property
     def name(self) -> str:
         return f"attention_{self.pass_}_{self.shape.name}"
-
-    @property
-    def about(self) -> str:
-        return f"{self.flops / 1e12:.3f} TFLOP"
 
     @property
     def key(self) -> Shape:

@@ -161,10 +161,6 @@ class RowCase:
         return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}{end}"
 
     @property
-    def about(self) -> str:
-        return self.source
-
-    @property
     def key(self) -> "RowCase":
         """What is computed."""
         return self
@@ -184,7 +180,6 @@ class RowCase:
 
     @property
     def operand_bytes(self) -> int:
-        """The size of one operand."""
         return self.rows * self.cols * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -216,16 +211,13 @@ class RowCase:
         return small, {"rows_measured": small.rows}
 
     def sizes(self) -> dict[str, Any]:
-        """The bytes and arithmetic that a result file has."""
         return {"least_bytes": self.least_bytes, "operand_bytes": self.operand_bytes, "flops": self.flops}
 
     def describe(self) -> dict[str, Any]:
-        """The case as JSON."""
         facts = {name: getattr(self, name) for name in ("name", "op", "rows", "cols", "dtype", "source", "options")}
         return facts | {"pass": self.pass_, "tags": sorted(self.tags)}
 
     def told(self) -> dict[str, Any]:
-        """What the process of torch's libraries is told."""
         sizes = {"least_bytes": self.least_bytes, "copied_bytes": self.copied_bytes}
         return self.describe() | sizes | {"buffers": self.buffers}
 
@@ -247,7 +239,6 @@ class RowCase:
 
 
 def _cases(table: Iterable[tuple[Any, ...]]) -> Iterator[RowCase]:
-    """The cases of the lines of a table."""
     for op, passes, dtypes, shapes, source, words, *variants in table:
         tags = {*words.split()}
         tags |= set() if tags & _OWN_RUNS else {"standard"}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import attention_cases, cases, report, training
+from benchmarks import attention_cases, cases, report
 from benchmarks import results as measured
 from benchmarks.report import markdown, number
 from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results, Run
@@ -126,7 +126,6 @@ TARGETS = (
 
 
 def documents() -> list[pathlib.Path]:
-    """The files that may hold tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -142,7 +141,6 @@ def _caption(records: Iterable[Record], shown: Iterable[str] = ()) -> str:
 
 
 def promises(results: Results) -> str:
-    """What was promised, beside the worst case measured."""
     rows, shown = [], []
     for target in TARGETS:
         cells = ["-"] * 5
@@ -200,42 +198,37 @@ def _time_and_speed(entry: Mapping[str, Any]) -> str:
     return f"{entry['us']:.0f} ({entry['tb_per_s']:.2f})"
 
 
-class Line(NamedTuple):
-    """An operation in words, and which cases are its."""
+# The lines of the summary: operations, passes and the fewest rows.
+LINES = {
+    "`softmax`": ("softmax", "fwd", 1024),
+    "the same, at most 128 rows": ("softmax", "fwd", 0),
+    "its gradient": ("softmax", "bwd value_and_vjp", 0),
+    "`log_softmax`, `logsumexp`": ("log_softmax logsumexp", "fwd", 0),
+    "cross entropy": ("cross_entropy", "fwd", 0),
+    "and its gradient": ("cross_entropy", "value_and_grad", 0),
+    "the same, by `.mean()`": ("cross_entropy", "value_and_grad_mean", 0),
+    "top-k softmax": ("top_k", "fwd", 0),
+}
 
-    label: str
-    ops: tuple[str, ...]
-    passes: tuple[str, ...]
-    rows: Callable[[int], bool] = lambda rows: True
 
-    def takes(self, case: Mapping[str, Any]) -> bool:
-        """Whether a case counts here; more dtypes and options than the promises name do not."""
-        chosen = case["op"] in self.ops and case["pass"] in self.passes and self.rows(case["rows"])
-        return chosen and "extended" not in case["tags"]
-
-
-LINES = (
-    Line("`softmax`", ("softmax",), ("fwd",), lambda rows: rows >= 1024),
-    Line("the same, at most 128 rows", ("softmax",), ("fwd",), lambda rows: rows < 1024),
-    Line("its gradient", ("softmax",), ("bwd", "value_and_vjp")),
-    Line("`log_softmax`, `logsumexp`", ("log_softmax", "logsumexp"), ("fwd",)),
-    Line("cross entropy", ("cross_entropy",), ("fwd",)),
-    Line("and its gradient", ("cross_entropy",), ("value_and_grad",)),
-    Line("the same, by `.mean()`", ("cross_entropy",), ("value_and_grad_mean",)),
-    Line("top-k softmax", ("top_k",), ("fwd",)),
-)
+def line_of(case: Mapping[str, Any]) -> str | None:
+    """The first line that a case counts in; more dtypes and options than the promises name do not count."""
+    is_in = lambda ops, passes, rows: (
+        case["op"] in ops.split() and case["pass"] in passes.split() and case["rows"] >= rows
+    )
+    return next((label for label, line in LINES.items() if is_in(*line) and "extended" not in case["tags"]), None)
 
 
 def summary(results: Results) -> str:
     """One row for each operation, and where the figures come from."""
     rows, shown = [], []
-    for line in LINES:
-        records = [record for record in results.records() if line.takes(record["case"])]
+    for label, (op, *_) in LINES.items():
+        records = [record for record in results.records() if line_of(record["case"]) == label]
         shown += records
-        shares = [None if "top_k" in line.ops else r["impls"]["ours"].get("fraction_of_copy") for r in records]
+        shares = [None if op == "top_k" else r["impls"]["ours"].get("fraction_of_copy") for r in records]
         peers = [[measured.ratio(record, peer) for peer in measured.ROW_LIBRARIES] for record in records]
         others = [min(filter(None, ratios), default=None) for ratios in peers]
-        rows.append((line.label, records, shares, [measured.ratio(record, "xla") for record in records], others))
+        rows.append((label, records, shares, [measured.ratio(record, "xla") for record in records], others))
     newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}  # of JAX, on each card
     for run in reversed(newest.values()):
         for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
@@ -293,7 +286,6 @@ def of_ops(
 
 
 def title(case: Mapping[str, Any]) -> str:
-    """A case in words: "softmax f16 32768 x 1024"."""
     words = _PASS_WORDS[case["pass"]]
     options = "".join(f", {name} {value:g}" for name, value in case.get("options", {}).items())
     return f"{case['op']}{words} {cases.SHORT_DTYPES[case['dtype']]} {case['rows']} x {case['cols']}{options}"
@@ -347,7 +339,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_sample": report.attention_sample,
     "attention_short": report.attention_short,
     "attention_odd": report.attention_odd,
-    "models": lambda results: training.table(Results(results.folder, "models")),
 }
 
 
@@ -363,19 +354,22 @@ def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
+    drawn = {}
     records = [r for r in results.records() if "sweep" in r["case"]["tags"] and r["case"]["op"] == "softmax"]
     for pass_ in ("fwd", "bwd"):
         series = [r for r in records if (r["case"]["pass"], r["case"]["dtype"]) == (pass_, "float16")]
         if len(series) > 2:
             title = f"softmax {pass_}, float16, {results.runs[0].header['device']['name']}"
             figure = _bandwidth(pyplot, sorted(series, key=lambda record: record["case"]["cols"]), title)
-            drawn.append(_saved(pyplot, figure, folder / f"bandwidth_softmax_{pass_}_float16.svg"))
+            drawn[folder / f"bandwidth_softmax_{pass_}_float16.svg"] = figure
     runs = measured.attention_runs(results.folder)
     if runs:
         samples = measured.attention_runs(results.folder, "attention sample")
-        drawn.append(_saved(pyplot, _attention(pyplot, runs[0], samples), folder / "attention.svg"))
-    return drawn
+        drawn[folder / "attention.svg"] = _attention(pyplot, runs[0], samples)
+    for path, figure in drawn.items():
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+    return list(drawn)
 
 
 def _attention(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
@@ -423,12 +417,6 @@ def _bandwidth(pyplot: Any, records: Sequence[Record], title: str) -> Any:
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
-
-
-def _saved(pyplot: Any, figure: Any, path: pathlib.Path) -> pathlib.Path:
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return path
 
 
 def main(arguments: list[str]) -> None:

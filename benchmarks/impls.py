@@ -27,7 +27,6 @@ from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
 
-LOSSES = ("cross_entropy", "top_k")
 INVARIANT = "batch_invariant"
 ROWS = ("ours", INVARIANT, "xla", "xla_f32", "ladder")
 BASELINES = ("xla", "xla_f32")  # of rows, right by definition: what ours is compared with
@@ -35,19 +34,6 @@ ITERATIONS = 1000  # of a loop over one small call
 
 # The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
 _MGPU_BLOCK_KV = {64: 256, 128: 128, 256: 64}
-
-_OPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "ours": {
-        "softmax": jaxsoftmax.softmax,
-        "log_softmax": jaxsoftmax.log_softmax,
-        "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
-    },
-    "xla": {
-        "softmax": jax.nn.softmax,
-        "log_softmax": jax.nn.log_softmax,
-        "logsumexp": functools.partial(jax.scipy.special.logsumexp, axis=-1),
-    },
-}
 
 Operands = Mapping[str, jax.Array]
 
@@ -85,7 +71,6 @@ class NotInstalled(Exception):
 
 
 def is_tree(impl: str, trees: Mapping[str, str]) -> bool:
-    """Whether an implementation is a tree, as it is or with another config."""
     return impl.partition(":")[0] in trees
 
 
@@ -93,14 +78,12 @@ def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict
     """The programs in which a pass of an implementation is timed; those of attention take the operands by name.
 
     A backward pass of attention is the difference of two, or "direct", from the residuals of a forward pass; "loop" has
-    one small call many times.
-
-    Raises:
-      Declined: the implementation does not take the case.
+    one small call many times. An implementation that does not take the case raises `Declined`.
     """
     if isinstance(case, RowCase):
         program = build(case, name, options)
-        return {case.pass_: program} | ({"loop": Program(_loop(program.function))} if case.pass_ == "call" else {})
+        loop = lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: program.function(y), x)
+        return {case.pass_: program} | ({"loop": Program(loop)} if case.pass_ == "call" else {})
     if is_tree(name, options.trees):
         return _of_tree(case, name, options)
     found = _of_attention(case, ATTENTION[name])
@@ -109,7 +92,6 @@ def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict
 
 
 def expand(impls: Sequence[str]) -> Iterator[str]:
-    """Replaces "ladder" by its kernels."""
     for impl in impls:
         yield from (f"{KERNEL}{name}" for name in dispatch.KERNELS) if impl == "ladder" else (impl,)
 
@@ -143,11 +125,7 @@ def _passes(
 
 
 def build(case: RowCase, name: str, options: Options = _DEFAULT) -> Program:
-    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME".
-
-    Raises:
-      Declined: the implementation does not take the case.
-    """
+    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME"."""
     if name == INVARIANT:
         program = build(case, "ours")
         return Program(invariant(program.function), program.prepare and invariant(program.prepare))
@@ -156,11 +134,11 @@ def build(case: RowCase, name: str, options: Options = _DEFAULT) -> Program:
         return _kernel(case, kernel, options.config)
     if name == "xla_f32" and case.op != "cross_entropy":
         raise Declined("only a loss is compared in float32 too")
-    if case.op in LOSSES:
+    if case.op in ("cross_entropy", "top_k"):
         program = Program(loss_of(case, name))
     else:
-        op = functools.partial(_OPS[name][case.op], **case.options)
-        program = _of_pass(case, lambda x: op(x))
+        op = lambda x: getattr(jaxsoftmax if name == "ours" else jax.nn, case.op)(x, **{"axis": -1, **case.options})
+        program = _of_pass(case, op)
         if name == "xla" and case.pass_ == "bwd":  # in its leanest form, from the saved output
             program = Program(functools.partial(_xla_backward, case.op), lambda x, t: (op(x), t))
         if "axis" in case.options:
@@ -169,17 +147,12 @@ def build(case: RowCase, name: str, options: Options = _DEFAULT) -> Program:
 
 
 def _of_pass(case: RowCase, op: Callable[[jax.Array], jax.Array]) -> Program:
-    """The case through a function and `jax.vjp`, as a user has it."""
     program = _passes(op, lambda x, t: (op, (x,), t))[{"bwd": "direct", "call": "fwd"}.get(case.pass_, case.pass_)]
     if case.pass_ in ("fwd", "call"):
         return program
     kept = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype))
     facts = {"residual_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))}
     return dataclasses.replace(program, facts=facts)
-
-
-def _loop(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: function(y), x)
 
 
 def _xla_backward(op: str, y: jax.Array, t: jax.Array) -> jax.Array:
@@ -193,10 +166,8 @@ def _kernel(case: RowCase, kernel: str, config: Mapping[str, Any] | None) -> Pro
     """One kernel, straight through the dispatcher, without the primitive around it."""
     if jax.default_backend() != "gpu":
         raise Declined("kernels need a GPU")
-    if len(case.problems) != 1:
-        raise Declined("a kernel runs one problem; this case has two")
-    if case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
-        raise Declined("a kernel runs plain operations")
+    if len(case.problems) != 1 or case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
+        raise Declined("a kernel runs one plain operation")
     decide = functools.partial(dispatch.decide, *case.problems, hardware.current(), kernel=kernel)
     decision = decide()
     if decision.kernel is None:
@@ -216,7 +187,6 @@ def _kernel(case: RowCase, kernel: str, config: Mapping[str, Any] | None) -> Pro
 
 
 def _explained(case: RowCase) -> dict[str, Any]:
-    """The kernels that the public functions choose here."""
     if case.op == "top_k":
         return {}
     operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
@@ -226,11 +196,8 @@ def _explained(case: RowCase) -> dict[str, Any]:
     chosen = [jaxsoftmax.explain(operand, op=op, **case.options, **weights) for op in calls.get(case.pass_, (case.op,))]
     if not all(call.here and call.kernel for call in chosen):
         return {"kernel": "reference (XLA)"}
-    return {
-        "kernel": " + ".join(str(call.kernel) for call in chosen),
-        "config": " + ".join(repr(call.config) for call in chosen),
-        "bytes_moved": sum(call.bytes_moved or 0 for call in chosen),
-    }
+    names = {field: " + ".join(str(getattr(call, field)) for call in chosen) for field in ("kernel", "config")}
+    return names | {"bytes_moved": sum(call.bytes_moved or 0 for call in chosen)}
 
 
 def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
@@ -326,15 +293,11 @@ def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
     return jaxsoftmax.flash_attention(**_common(shape, operands), query_segment_ids=operands.get("segments"))
 
 
-def _attend_cudnn(shape: Shape, operands: Operands) -> jax.Array:
-    """The values padded to the keys' head dimension."""
+def _attend_jax(implementation: Any, shape: Shape, operands: Operands) -> jax.Array:
+    """`jax.nn`'s attention, the values padded to the keys' head dimension."""
     padding = ((0, 0), (0, 0), (0, 0), (0, shape.head_dim - shape.value_dim))
     arguments: dict[str, Any] = _common(shape, operands) | {"value": jnp.pad(operands["value"], padding)}
-    return jax.nn.dot_product_attention(**arguments, implementation="cudnn")[..., : shape.value_dim]
-
-
-def _attend_xla(shape: Shape, operands: Operands) -> jax.Array:
-    return jax.nn.dot_product_attention(**_common(shape, operands), implementation="xla")
+    return jax.nn.dot_product_attention(**arguments, implementation=implementation)[..., : shape.value_dim]
 
 
 def _segments_as_mask(shape: Shape, operands: Operands) -> Operands:
@@ -342,8 +305,7 @@ def _segments_as_mask(shape: Shape, operands: Operands) -> Operands:
     if "segments" not in operands:
         return operands
     ids = operands["segments"]
-    rest = {name: x for name, x in operands.items() if name != "segments"}
-    return rest | {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+    return {**operands, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
 
 
 def _attend_tokamax(shape: Shape, operands: Operands) -> jax.Array:
@@ -380,10 +342,10 @@ def _import(name: str) -> Any:
 ATTENTION = {
     "ours": Impl(_attend_ours),
     INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
-    "cudnn": Impl(_attend_cudnn, _segments_as_mask),
+    "cudnn": Impl(functools.partial(_attend_jax, "cudnn"), _segments_as_mask),
     "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes),
     "tokamax": Impl(_attend_tokamax, _segments_as_mask),
-    "xla": Impl(_attend_xla, _segments_as_mask, lambda shape, _: shape.value_dim == shape.head_dim),
+    "xla": Impl(functools.partial(_attend_jax, "xla"), _segments_as_mask, lambda x, _: x.value_dim == x.head_dim),
 }
 
 
@@ -408,7 +370,6 @@ def _of_tree(case: AttentionCase, impl: str, options: Options) -> dict[str, Prog
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """A config's field and its value."""
     name, _, value = text.partition("=")
     with contextlib.suppress(ValueError):
         return name, ast.literal_eval(value)
@@ -449,7 +410,6 @@ def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: M
 
 
 def _arrays(operands: Operands) -> tuple[jax.Array, ...]:
-    """The operands in the kernels' order."""
     extras = [operands["bias"]] if "bias" in operands else []
     extras += [operands["mask"].astype(jnp.int8)] if "mask" in operands else []
     segments = [operands["segments"]] * 2 if "segments" in operands else []

@@ -91,7 +91,6 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, spec: str) -> str:
-    """A number as text, and a dash where there is none."""
     return "-" if value is None else format(value, spec)
 
 
@@ -108,7 +107,6 @@ def time_of(record: Record | None, name: str) -> str:
 
 
 def call(case: Mapping[str, Any]) -> str:
-    """A call of attention in words: "D 128, S 2048, causal"."""
     dim, value = case["head_dim"], case["value_dim"]
     heads = f", heads {case['heads']}/{case['key_heads']}" if case["heads"] != case["key_heads"] else ""
     span = f" {case['span']}" if case["span"] else ""
@@ -141,7 +139,6 @@ class Promise(NamedTuple):
         return f"{self.label}, {', '.join(bounds)}"
 
     def judge(self, run: Run, pass_: str) -> str:
-        """How a run keeps it."""
         records = _cells(run, pass_, self.tag)
         ratios = [self._ratio(r) if r["impls"]["ours"]["status"] == "ok" else 0.0 for r in records if r]
         return self.verdict([ratio for ratio in ratios if ratio is not None], len(records))
@@ -169,8 +166,7 @@ VERSIONS = Promise("geometric mean", must=0.99, goal=1.0, mean=True)
 
 
 def _cells(run: Run, pass_: str, tag: str = CELLS) -> list[Record | None]:
-    cells = attention_cases.TABLE.select(tags=[tag], pass_=[pass_])
-    return [run.records.get(case.name) for case in cells]
+    return [run.records.get(case.name) for case in attention_cases.TABLE.select(tags=[tag], pass_=[pass_])]
 
 
 def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
@@ -188,7 +184,6 @@ def _speed(newer: Record | None, older: Record | None) -> float | None:
 
 
 def attention_runs(results: Results) -> str:
-    """What each run of attention was made of."""
     rows = []
     for run in measured.attention_runs(results.folder):
         header, records = run.header, run.records.values()
@@ -248,7 +243,6 @@ def attention_cells(pass_: str) -> Callable[[Results], str]:
 
 
 def attention_sample(results: Results) -> str:
-    """Each run of random calls, and its ten worst."""
     rows, worst = [], []
     for run in measured.attention_runs(results.folder, "attention sample"):
         found = against_libraries(run.records.values())
@@ -263,7 +257,6 @@ def attention_sample(results: Results) -> str:
 
 
 def attention_short(results: Results) -> str:
-    """Every short sequence, in each run."""
     found = []
     for run in measured.attention_runs(results.folder, "attention short"):
         left = ", ".join(f"`{name.removeprefix('attention_')}`" for name in run.header.get("left_out", ()))

@@ -69,19 +69,17 @@ class Verdict:
     def right(self) -> bool:
         return self.error <= self.allowed and self.every_row <= 1.0  # false for NaN
 
-    def describe(self) -> str:
-        if self.output:
-            return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e} in {self.place}"
-        return f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; every row: {self.every_row:.3g} of the bound"
-
     def entry(self) -> dict[str, Any]:
         """What a result file says of an implementation with this verdict; it is timed if "ok"."""
-        status = {"status": "ok"} if self.right else {"status": "WRONG", "reason": self.describe()}
-        if not self.output:
-            return status | {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
-        error = self.error if math.isfinite(self.error) else None
-        errors = {"error": error, "plain_error": self.xla_error, "allowed_error": self.allowed}
-        return status | {"output": self.output} | errors
+        if self.output:
+            error = self.error if math.isfinite(self.error) else None
+            facts = {"error": error, "plain_error": self.xla_error, "allowed_error": self.allowed}
+            facts["output"] = self.output
+            reason = f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e} in {self.place}"
+        else:
+            facts = {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
+            reason = f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; rows: {self.every_row:.3g} of the bound"
+        return {"status": "ok"} | facts if self.right else {"status": "WRONG", "reason": reason} | facts
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -110,8 +108,7 @@ def row_truths(case: Record, x: np.ndarray, *rest: np.ndarray) -> list[tuple[Any
         best = np.argsort(-x.astype(np.float32), axis=-1, kind="stable")[:, : case["options"]["k"]]
         return [(np.take_along_axis(oracle.softmax(x), best, -1), None), (best, None)]
     if op == "cross_entropy":
-        named = [(_ORACLE_OPTIONS.get(name) or name, value) for name, value in case["options"].items()]
-        options: dict[str, Any] = dict(named)
+        options: dict[str, Any] = {_ORACLE_OPTIONS.get(x) or x: value for x, value in case["options"].items()}
         true = oracle.cross_entropy(x, *rest, weights=1.0 if pass_ == "fwd" else 1 / case["rows"], **options)
         if pass_ != "fwd":
             return [(true.gradient, true.gradient_terms)]
@@ -125,7 +122,6 @@ def row_truths(case: Record, x: np.ndarray, *rest: np.ndarray) -> list[tuple[Any
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median, extremes and percentiles of microseconds."""
     low, p20, p50, p80, high = np.percentile(samples, (0, 20, 50, 80, 100)).round(3).tolist()
     return {"us": p50, "min_us": low, "max_us": high, "p20_us": p20, "p80_us": p80}
 
@@ -174,7 +170,6 @@ class Run:
 
 
 def _runs(folder: pathlib.Path, card: str, topic: str | None) -> list[Run]:
-    """The result files of a topic, the newest first by their own timestamps."""
     files = map(read, sorted(folder.glob(f"{card}/*.json")))
     runs = [Run(**file) for file in files if file["header"].get("topic") == topic]
     return sorted(runs, key=lambda run: run.header["timestamp"], reverse=True)
@@ -211,12 +206,10 @@ class Results:
         return found | {"impls": found["impls"] | next(filter(None, map(of_torch, known)), {})}
 
     def kernels(self, name: str) -> dict[str, Any] | None:
-        """The newest run of single kernels on a case."""
         known = (run.records[name] for run in self.runs if name in run.records)
         return next((r for r in known if any(impl.startswith(KERNEL) for impl in r["impls"])), None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Every case with "ours", once, in the order of the files."""
         names = dict.fromkeys(name for run in self.runs for name in run.records)
         return [record for record in map(self.case, names) if record is not None]
 
@@ -276,7 +269,6 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def header(*, commit: str | None, seed: int, rounds: int) -> dict[str, Any]:
-    """Device, driver, versions, commit, seed, clocks and time of a run."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -297,7 +289,6 @@ def header(*, commit: str | None, seed: int, rounds: int) -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str]:
-    """What nvidia-smi says of the clocks now; empty without it."""
     return _nvidia_smi(_CLOCKS)
 
 

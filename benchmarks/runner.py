@@ -4,11 +4,11 @@ A backward of attention alone is timed as (value and vjp) less forward, which is
 implementation alike; ours also directly, from its residuals ("direct"). Operands of the table's cases of attention
 exceed L2, so that one set is enough; calls that are drawn may run from L2, those of every implementation alike.
 
-Cases may be dealt over processes: each compiles its share, and once all have, they measure one after another. Tracing
-holds Python's lock, and Mosaic compiles one kernel of a process at a time, so that threads alone gain little.
+Cases may be dealt over processes: each compiles its share, and once all have, they measure one after another. Nothing
+is compiled while something is timed, as XLA's tuning runs kernels. Tracing holds Python's lock, and Mosaic compiles one
+kernel of a process at a time, so that threads would gain little.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -21,104 +21,81 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import check, impls, timing
+from benchmarks import impls, protocol
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase
 from benchmarks.cases import PASSES, RowCase
 from benchmarks.impls import Declined, NotInstalled, Options, Program
 
 Case = RowCase | AttentionCase
-_TOGETHER = 5  # cases that are compiled at once
 _CALLS = 200  # of one small call in a round
 _LAUNCHES = 4  # of each program of attention in a round
 _COPIED_BYTES = 2**30  # read and written beside attention
 
-Key = tuple[Any, str, str]  # what is computed, the implementation and the program
 Entry = dict[str, Any]  # what a result file says of an implementation
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ready:
+class _Ready(NamedTuple):
     """A compiled program, the one that makes its operands, and what is launched."""
 
     program: Program
     compiled: Any
-    prepare: Callable[..., Any] | None
+    prepare: Callable[..., Any]
     launched: Callable[..., Any]
 
     def bound(self, operands: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
-        """The launch on the k-th set of operands."""
-        own = [self.prepare(*each) for each in operands] if self.prepare else operands
+        own = [self.prepare(*each) for each in operands]
         return lambda k: self.launched(*own[k])
 
 
 class Bench:
-    """Measures cases as this machine can; holds the compiled programs."""
+    """Measures the `chosen` cases as this machine can; holds the compiled programs."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, chosen: Sequence[Case]):
         self.options, self.on_gpu = options, jax.default_backend() == "gpu"
-        self._names: dict[tuple[Case, str], list[str] | Entry] = {}  # programs of an implementation, or why not
-        self._compiled: dict[Key, _Ready | Entry] = {}
+        self._graded = {self._here(case)[0].key for case in chosen if case.pass_ != "fwd"}
+        self._programs: dict[tuple[Case, str], dict[str, _Ready] | Entry] = {}  # of an implementation, or why not
+        self._compiled: dict[tuple[Any, str, str], _Ready] = {}  # passes of attention have programs in common
         self._truths: dict[Any, Any] = {}
-        self._held: tuple[Any, Any, Any] = (None, None, None)  # a truth's program, operands, and the truth of them
-
-    def prepare(self, chosen: Sequence[Case]) -> None:
-        """Compiles what the cases need, in threads: never while something is timed, as XLA's tuning runs kernels.
-
-        Tracing stays in this thread, because Mosaic's is not known to be safe in others.
-        """
-        cases = [self._here(case)[0] for case in chosen]
-        graded = {case.key for case in cases if case.pass_ != "fwd"}
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            waiting: dict[Key, tuple[Program, Any, list[Any]]] = {}
-            truths: dict[Any, Any] = {}
-            for case in cases:
-                specs = jax.eval_shape(lambda case=case: case.operands(1, 0))[0]
-                for name in dict.fromkeys((*_baselines(case), *self.options.impls)):
-                    self._start(pool, case, name, specs, waiting)
-                is_graded = case.key in graded
-                if not {(case.key, is_graded), (case.key, True)} & (self._truths.keys() | truths.keys()):
-                    truths[case.key, is_graded] = pool.submit(check.compiler(case, specs, is_graded))
-            for key, (program, called, futures) in waiting.items():
-                entry: Entry = {}
-                with caught(entry):
-                    *first, compiled = [future.result() for future in futures]
-                    ready = _Ready(program, compiled, first[0] if first else None, called or compiled)
-                self._compiled[key] = entry or ready  # one program that does not compile must not hide the others
-            self._truths |= {key: future.result() for key, future in truths.items()}
+        self._held: tuple[Any, Any, Any] = (None, None, None)  # a key, its operands and the truth of them
 
     def _here(self, case: Case) -> tuple[Case, dict[str, Any]]:
         """The case as this machine measures it, and what a result file says of that."""
         return (case, {}) if self.on_gpu else case.shrunk()
 
-    def _start(self, pool: Any, case: Case, name: str, specs: Any, waiting: dict[Key, Any]) -> None:
-        """Lowers the programs of an implementation, and has them compiled."""
-        entry: Entry = {}
-        with caught(entry):
-            programs = impls.programs(case, name, self.options)
-            self._names[case, name] = list(programs)
-            for program_name, program in programs.items():
-                key = case.key, name, program_name
-                if key in self._compiled or key in waiting:
-                    continue
-                stages, own = [], specs
-                if program.prepare is not None:
-                    stages.append(jax.jit(program.prepare).lower(*specs))
-                    own = stages[0].out_info
-                function = jax.jit(program.function)
-                stages.append(function.lower(*own))
-                called = function if case.pass_ == "call" else None  # one small call is timed with the way through jit
-                waiting[key] = program, called, [pool.submit(stage.compile) for stage in stages]
-        if entry:
-            self._names[case, name] = entry
+    def prepare(self, case: Case) -> None:
+        case, _ = self._here(case)
+        specs = jax.eval_shape(lambda: case.operands(1, 0))[0]
+        if case.key not in self._truths:
+            self._truths[case.key] = protocol.compiled_truth(case, specs, case.key in self._graded)
+        # XLA's result is a part of the truth of rows.
+        for name in dict.fromkeys((*["xla"] * isinstance(case, RowCase), *self.options.impls)):
+            entry: Entry = {}
+            with caught(entry):
+                programs = impls.programs(case, name, self.options)
+                self._programs[case, name] = {x: self._ready(case, name, x, programs[x], specs) for x in programs}
+            if entry:  # what does not compile must not hide the others
+                self._programs[case, name] = entry
+
+    def _ready(self, case: Case, impl: str, name: str, program: Program, specs: Any) -> _Ready:
+        key = case.key, impl, name
+        if key not in self._compiled:
+            prepare = lambda *operands: operands
+            if program.prepare is not None:
+                lowered = jax.jit(program.prepare).lower(*specs)
+                prepare, specs = lowered.compile(), lowered.out_info
+            function = jax.jit(program.function)
+            compiled = function.lower(*specs).compile()
+            launched = function if case.pass_ == "call" else compiled  # a small call is timed with the way through jit
+            self._compiled[key] = _Ready(program, compiled, prepare, launched)
+        return self._compiled[key]
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Checks, then times. Implementations that are wrong or decline are recorded with the reason and no time."""
         started = time.perf_counter()
         here, small = self._here(case)
         buffers = case.buffers if self.on_gpu else 1
@@ -131,7 +108,10 @@ class Bench:
         for entry, variants in checked.values():
             if variants:
                 mine = {variant.name.rpartition(":")[2]: timings[variant.name] for variant in variants}
-                entry |= _row_speeds(mine, record) if isinstance(here, RowCase) else _attention_speeds(mine, record)
+                if isinstance(here, RowCase):
+                    entry |= _row_speeds(mine, record)
+                else:
+                    entry |= measured.speeds(case.pass_, {x: t.as_json() for x, t in mine.items()}, here.flops)
         record["impls"] = {name: entry for name, (entry, _) in checked.items()}
         if isinstance(here, RowCase):
             record["buffers"] = buffers
@@ -140,41 +120,35 @@ class Bench:
         return record | {"seconds": round(time.perf_counter() - started, 2)}
 
     def _made(self, case: Case, buffers: int) -> tuple[Any, Any]:
-        """The operands and the truth of a case, kept until those of another one, or with gradients, are wanted."""
-        truth = self._truths.get((case.key, True)) or self._truths[case.key, False]
-        if self._held[0] is not truth:
+        """The operands and the truth of a case, kept until those of another one are wanted."""
+        if self._held[0] != case.key:
             self._held = (None, None, None)  # frees the memory first
-            operands = case.operands(buffers, self.options.seed)
+            operands, truth = case.operands(buffers, self.options.seed), self._truths[case.key]
             if isinstance(case, RowCase):
-                xla = self._compiled[case.key, "xla", case.pass_]
-                if isinstance(xla, dict):
+                xla = self._programs[case, "xla"]
+                if "status" in xla:
                     raise RuntimeError(f"xla: {xla['reason']}")
-                self._held = truth, operands, (truth, jax.block_until_ready(xla.bound(operands[:1])(0)))
+                found = truth, jax.block_until_ready(xla[case.pass_].bound(operands[:1])(0))
             else:
-                self._held = truth, operands, truth(*operands[0])
+                found = truth(*operands[0])
+            self._held = case.key, operands, found
         return self._held[1:]
 
-    def _checked(self, case: Case, name: str, operands: Any, truths: Any) -> tuple[Entry, list[timing.Variant]]:
+    def _checked(self, case: Case, name: str, operands: Any, truths: Any) -> tuple[Entry, list[protocol.Variant]]:
         """What is known of an implementation before it is timed, and what to time if it is right."""
-        names = self._names[case, name]
-        if isinstance(names, dict):
-            return dict(names), []
-        found: dict[str, _Ready] = {}
-        for program in names:
-            ready = self._compiled[case.key, name, program]
-            if isinstance(ready, dict):
-                return dict(ready), []
-            found[program] = ready
+        found: Any = self._programs[case, name]
+        if "status" in found:
+            return dict(found), []
         entry: Entry = {}
         variants, verdicts = [], []
         with caught(entry):
             for program, ready in found.items():
                 launch = ready.bound(operands)
                 if program != "loop":
-                    verdicts.append(check.judge(case, operands[0], jax.block_until_ready(launch(0)), truths))
+                    verdicts.append(protocol.judge(case, operands[0], jax.block_until_ready(launch(0)), truths))
                 # A difference of two programs, as of attention, needs all rounds of both.
                 slow = case.op != "attention" and case.pass_ != "call" and _is_slow(launch)
-                variants.append(timing.Variant(f"{name}:{program}", launch, slow))
+                variants.append(protocol.Variant(f"{name}:{program}", launch, slow))
             right = self._entry(case, name, measured.worst(verdicts).entry(), found)
             return right, variants if right["status"] == "ok" else []
         return entry, []
@@ -196,51 +170,47 @@ class Bench:
                 entry |= {"status": "failed", "reason": "no kernel took the call, and XLA must not be timed as ours"}
         return entry
 
-    def _time(self, case: Case, schedule: Sequence[timing.Variant], buffers: int) -> tuple[str, Any, dict[str, Any]]:
+    def _time(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, dict[str, Any]]:
         """Times implementations and a copy together, and for attention a large matrix product.
 
         Beside rows, torch's copy comes once before and once after them.
         """
         if isinstance(case, RowCase):
             n, size = 0, case.copied_bytes
-            launches = timing.launches_per_round(size) if self.on_gpu else 1
-            probes = [timing.copy_variant(size, buffers)]
+            launches = protocol.launches_per_round(size) if self.on_gpu else 1
+            probes = [protocol.copy_variant(size, buffers)]
         else:
             n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
             launches = _LAUNCHES if self.on_gpu or "cpu" in case.tags else 1
             probes = _attention_probes(n, size)
         facts = {"buffers": buffers, "rounds": self.options.rounds, "launches": launches}
-        torch_copy = functools.partial(timing.torch_copy_us, size, buffers, self.options.rounds)
+        torch_copy = functools.partial(protocol.torch_copy_us, size, buffers, self.options.rounds)
         beside = [torch_copy] if self.on_gpu and isinstance(case, RowCase) else []
         torch_times = [copy() for copy in beside]
-        clock, timings = timing.measure([*schedule, *probes], device_clock=self.on_gpu, **facts)
+        clock, timings = protocol.measure([*schedule, *probes], device_clock=self.on_gpu, **facts)
         torch_times += [copy() for copy in beside]
-        copies = {name: (t.median, timing.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
+        copies = {
+            name: (t.median, protocol.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")
+        }
         if known := [us for us in torch_times if us is not None]:
             copies["copy:torch"] = (min(known), 8 * max(1, size // 8))
-        ceilings = {"copy": timing.best_copy(copies)}
+        ceilings = {"copy": protocol.best_copy(copies)}
         if n:
             us = timings["matmul"].median
             ceilings["matmul"] = {"size": n, "us": round(us, 3), "tflop_per_s": round(2 * n**3 / us / 1e6, 2)}
         return clock, timings, ceilings
 
-    def _time_calls(self, case: Case, schedule: Sequence[timing.Variant], buffers: int) -> tuple[str, Any, Any]:
+    def _time_calls(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, Any]:
         """What one small call costs on the host, and then in a loop, both by wall clock."""
         timings = {}
         for program, launches in (("call", _CALLS), ("loop", 1)):
             mine = [variant for variant in schedule if variant.name.endswith(f":{program}")]
             facts = {"buffers": buffers, "rounds": self.options.rounds, "launches": launches}
-            timings |= timing.measure(mine, device_clock=False, **facts)[1]
+            timings |= protocol.measure(mine, device_clock=False, **facts)[1]
         return "wall", timings, {"copy": None}
 
 
-def _baselines(case: Case) -> tuple[str, ...]:
-    """XLA's result is a part of the truth of rows."""
-    return ("xla",) if isinstance(case, RowCase) else ()
-
-
-def _row_speeds(timings: dict[str, timing.Timing], record: dict[str, Any]) -> Entry:
-    """The time, the bandwidth of the least traffic and its share of the copy's."""
+def _row_speeds(timings: dict[str, protocol.Timing], record: dict[str, Any]) -> Entry:
     taken, *rest = timings.values()
     if rest:
         return taken.as_json() | {"us_per_iteration": round(rest[0].median / impls.ITERATIONS, 4)}
@@ -249,29 +219,23 @@ def _row_speeds(timings: dict[str, timing.Timing], record: dict[str, Any]) -> En
     return taken.as_json() | {"tb_per_s": round(speed, 4), "fraction_of_copy": round(share, 4)}
 
 
-def _attention_speeds(timings: dict[str, timing.Timing], record: dict[str, Any]) -> Entry:
-    times = {program: taken.as_json() for program, taken in timings.items()}
-    return measured.speeds(record["case"]["pass"], times, record["flops"])
-
-
 @functools.cache
-def _attention_probes(n: int, copied: int) -> list[timing.Variant]:
+def _attention_probes(n: int, copied: int) -> list[protocol.Variant]:
     a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(jax.random.key(3)))
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(a, b))
-    return [timing.Variant("matmul", lambda _: product(a, b)), timing.copy_variant(copied, 1)]
+    return [protocol.Variant("matmul", lambda _: product(a, b)), protocol.copy_variant(copied, 1)]
 
 
 def _is_slow(launch: Callable[[int], Any]) -> bool:
     """Whether a launch, which is not the first, takes long enough to launch it less often."""
     started = time.perf_counter()
     jax.block_until_ready(launch(0))
-    return time.perf_counter() - started > timing.SLOW_SECONDS
+    return time.perf_counter() - started > protocol.SLOW_SECONDS
 
 
 @contextlib.contextmanager
 def caught(entry: dict[str, Any]) -> Iterator[None]:
-    """Puts into `entry` what an exception says of an implementation."""
     try:
         yield
     except NotInstalled as reason:
@@ -284,28 +248,23 @@ def caught(entry: dict[str, Any]) -> Iterator[None]:
 
 
 def run(case: Case, options: Options) -> dict[str, Any]:
-    """The record of one case."""
-    bench = Bench(options)
-    bench.prepare([case])
+    bench = Bench(options, [case])
+    bench.prepare(case)
     return bench.run(case)
 
 
-def attempt(bench: Bench, case: Case) -> dict[str, Any]:
+def attempt(bench: Bench, case: Case, *, compiled: bool) -> dict[str, Any]:
     """The record of a case, with the reason if it failed: out of memory in the truth, say. The other cases go on."""
     try:
+        if not compiled:
+            bench.prepare(case)
         return bench.run(case)
     except Exception as error:
         return _failed(case, f"{type(error).__name__}: {error}")
 
 
 def _failed(case: Case, reason: str) -> dict[str, Any]:
-    """The record of a case that has no result."""
     return {"case": case.describe(), "impls": {}, "error": reason[:500]}
-
-
-def _empty(case: Case) -> dict[str, Any]:
-    """The record of a case that torch's side alone measures."""
-    return {"case": case.describe(), "impls": {}, "clock": "cuda events", **case.sizes()}
 
 
 def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
@@ -325,16 +284,11 @@ def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
 
 
 def one_by_one(chosen: Sequence[Case], options: Options, deadline: float) -> Iterator[dict[str, Any]]:
-    """The record of each case, in this process; one without results of JAX where no implementation is JAX's."""
-    bench = Bench(options)
-    for first in range(0, len(chosen), _TOGETHER):
-        group = chosen[first : first + _TOGETHER]
-        if options.impls and time.monotonic() < deadline:
-            bench.prepare(group)
-        for case in group:
-            if time.monotonic() >= deadline:
-                return
-            yield attempt(bench, case) if options.impls else _empty(case)
+    """The record of each case, in this process; without times where torch's side alone measures."""
+    bench = Bench(options, chosen)
+    for case in itertools.takewhile(lambda _: time.monotonic() < deadline, chosen):
+        empty = {"case": case.describe(), "impls": {}, "clock": "cuda events", **case.sizes()}
+        yield attempt(bench, case, compiled=False) if options.impls else empty
 
 
 def in_processes(chosen: Sequence[Case], options: Options, processes: int, deadline: float) -> Iterator[dict[str, Any]]:
@@ -370,22 +324,14 @@ def in_processes(chosen: Sequence[Case], options: Options, processes: int, deadl
                 yield record
 
 
-def _measure(
-    pipe: Any,
-    chosen: Sequence[Case],
-    options: Options,
-    compiled: Any,
-    device: str,
-    deadline: float,
-) -> None:
+def _measure(pipe: Any, chosen: Sequence[Case], options: Options, compiled: Any, device: str, deadline: float) -> None:
     """Sends the records of a share; `device` is a file that a process has locked while it has the device."""
-    bench = Bench(options)
-    bench.prepare(chosen)
+    bench = Bench(options, chosen)
+    for case in chosen:
+        bench.prepare(case)
     with contextlib.suppress(threading.BrokenBarrierError):
         compiled.wait()
     # Closed by the end of the process, which frees the device's memory too.
     fcntl.flock(os.open(device, os.O_RDWR), fcntl.LOCK_EX)
-    for case in chosen:
-        if time.monotonic() >= deadline:
-            break
-        pipe.send(attempt(bench, case))
+    for case in itertools.takewhile(lambda _: time.monotonic() < deadline, chosen):
+        pipe.send(attempt(bench, case, compiled=True))

@@ -6,7 +6,7 @@ launches to a pair of events (short ones as a CUDA graph, so that the host's pac
 as on JAX's side. This process measures its own copy or matrix product, so that shares of it compare across processes.
 Of a loss, "value_and_grad" is what a library does in the fewest passes, so quack's kernel that writes the gradient of
 the sum; "value_and_grad_mean" is the mean loss and its gradient by autograd. torch.compile is given static shapes,
-afresh for each case. Attention is judged as `benchmarks.check` judges, and timed as on JAX's side.
+afresh for each case. Attention is judged as `benchmarks.protocol` judges, and timed as on JAX's side.
 """
 
 import collections
@@ -30,6 +30,7 @@ _LIGER_OPTIONS = {"label_smoothing": "label_smoothing", "z_loss": "lse_square_sc
 _SOFTMAX = {"quack": ("quack.softmax", "softmax"), "liger": (_LIGER, "liger_softmax")}
 _GRAPHED_BYTES = 1 << 28
 _MATMUL_SIZE = 8192
+_SIZES = ("batch", "queries", "length", "heads", "key_heads", "head_dim", "value_dim")
 
 Case = dict[str, Any]
 Launch = Callable[[int], Any]  # on the k-th set of operands
@@ -60,10 +61,10 @@ def measure(torch: Any, case: Case, names: Sequence[str], rounds: int) -> dict[s
         impls[name], programs = _checked(call, name)
         launches |= {f"{name}:{program}": launch for program, launch in programs.items()}
     launches[call.ceiling] = call.probe()
-    bursts = {name: _burst(torch, launch, call, graphed=call.graphed(name)) for name, launch in launches.items()}
+    bursts = {name: burst(torch, launch, call.buffers, graphed=call.graphed(name)) for name, launch in launches.items()}
     times = {
         name: measured.summary(samples) | {"rounds": rounds, "rounds_us": [round(us, 3) for us in samples]}
-        for name, samples in _interleaved(torch, bursts, rounds).items()
+        for name, samples in interleaved(torch, bursts, rounds).items()
     }
     probe = call.rate(times.pop(call.ceiling))
     for name, entry in impls.items():
@@ -90,13 +91,13 @@ def _checked(call: Any, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
     return {"process": "torch"} | entry, programs if entry["status"] == "ok" else {}
 
 
-def _burst(torch: Any, launch: Launch, call: Any, *, graphed: bool) -> Callable[[], None]:
+def burst(torch: Any, launch: Launch, buffers: int, *, graphed: bool = False) -> Callable[[], None]:
     """`_LAUNCHES` launches, outputs kept alive as long as inputs rotate; `graphed` as a CUDA graph where possible."""
 
     def launches() -> None:
-        alive = collections.deque(maxlen=call.buffers)
+        alive = collections.deque(maxlen=buffers)
         for k in range(_LAUNCHES):
-            alive.append(launch(k % call.buffers))
+            alive.append(launch(k % buffers))
 
     if not graphed:
         return launches
@@ -107,12 +108,12 @@ def _burst(torch: Any, launch: Launch, call: Any, *, graphed: bool) -> Callable[
         with torch.cuda.graph(graph):
             launches()
     except RuntimeError as error:
-        print(f"{call.case['name']}: launched one by one, no CUDA graph: {error}", file=sys.stderr)
+        print(f"launched one by one, no CUDA graph: {error}", file=sys.stderr)
         return launches
     return graph.replay
 
 
-def _interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Microseconds per launch, one number for each round; the first round is not counted."""
     times, names = {name: [] for name in bursts}, list(bursts)
     for r in range(rounds + 1):
@@ -124,6 +125,13 @@ def _interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: i
             torch.cuda.synchronize()
             times[name].append(1e3 * start.elapsed_time(end) / _LAUNCHES)
     return {name: us[1:] for name, us in times.items()}
+
+
+def copying(torch: Any, moved_bytes: int, buffers: int) -> Launch:
+    elements = max(1, moved_bytes // 8)
+    sources = [torch.empty(elements, dtype=torch.int32, device="cuda").random_() for _ in range(buffers)]
+    targets = [torch.empty_like(source) for source in sources]
+    return lambda k: targets[k].copy_(sources[k])
 
 
 class RowCall:
@@ -142,11 +150,7 @@ class RowCall:
         return {"status": "ok", "max_error_ulp": error}, {"": lambda k: function(*prepared[k])}
 
     def probe(self) -> Launch:
-        elements = max(1, self.case["copied_bytes"] // 8)
-        facts = {"dtype": self.torch.int32, "device": "cuda"}
-        sources = [self.torch.empty(elements, **facts).random_() for _ in range(self.buffers)]
-        targets = [self.torch.empty_like(source) for source in sources]
-        return lambda k: targets[k].copy_(sources[k])
+        return copying(self.torch, self.case["copied_bytes"], self.buffers)
 
     def graphed(self, name: str) -> bool:
         return self.case["least_bytes"] <= _GRAPHED_BYTES
@@ -168,19 +172,20 @@ class AttentionCall:
 
     def __init__(self, torch: Any, case: Case):
         self.torch, self.case = torch, case | {"queries": case["queries"] or case["length"]}
-        self.operands = _attention_operands(torch, self.case)
-        self.truths: list[Any] = []
+        b, t, s, n, k, d, v = (self.case[name] for name in _SIZES)
+        shapes = (b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)  # of query, key, value and the cotangent
+        kind = {"device": "cuda", "dtype": getattr(torch, case["dtype"])}
+        self.operands = [torch.randn(shape, **kind) for shape in shapes]
 
     def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
         attend, version = _fa4(self.torch, self.case)
-        self.truths = self.truths or _truths(self.torch, self.case, self.operands)
+        truths = _truths(self.torch, self.case, self.operands)
         programs = _programs(self.torch, attend, self.operands, self.case["pass"])
-        verdicts = [_judge(self.torch, self.case, program(), self.truths) for program in programs.values()]
+        verdicts = [_judge(self.torch, self.case, program(), truths) for program in programs.values()]
         launches = {name: lambda _, program=program: program() for name, program in programs.items()}
         return measured.worst(verdicts).entry() | {"version": version}, launches
 
     def probe(self) -> Launch:
-        self.truths.clear()
         shape, kind = (_MATMUL_SIZE, _MATMUL_SIZE), {"device": "cuda", "dtype": self.torch.bfloat16}
         a, b = (self.torch.randn(shape, **kind) for _ in range(2))
         return lambda _: self.torch.matmul(a, b)
@@ -306,14 +311,6 @@ def _to_numpy(torch: Any, tensor: Any) -> Any:
     return tensor.cpu().numpy()
 
 
-def _attention_operands(torch: Any, case: Case) -> list[Any]:
-    """Query, key, value and the cotangent, random normal."""
-    b, t, s, n, k = case["batch"], case["queries"], case["length"], case["heads"], case["key_heads"]
-    d, v = case["head_dim"], case["value_dim"]
-    shapes = [(b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)]
-    return [torch.randn(shape, device="cuda", dtype=getattr(torch, case["dtype"])) for shape in shapes]
-
-
 def _fa4(torch: Any, case: Case) -> tuple[Callable[..., Any], str]:
     """The call, and the package's version; documents are sequences of their own lengths."""
     kind = case["kind"]
@@ -413,7 +410,6 @@ def _judge(torch: Any, case: Case, got: Sequence[Any], truths: Sequence[Any]) ->
 
 
 def _error(torch: Any, got: Any, want: Any) -> Any:
-    """The relative error of each head, as `check` has it."""
     rows, sizes = ((x * x).mean(-1) for x in (got - want, want))
     size = sizes.mean(-1)
     worst_row = (rows / torch.maximum(sizes, size[:, None])).amax(-1)
