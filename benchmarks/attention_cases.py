@@ -175,11 +175,6 @@ class AttentionCase:
         return f"attention_{self.pass_}_{self.shape.name}"
 
     @property
-    def key(self) -> Shape:
-        """The call without the pass, because passes have programs in common."""
-        return self.shape
-
-    @property
     def kind(self) -> str:
         return self.shape.kind
 

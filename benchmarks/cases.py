@@ -161,11 +161,6 @@ class RowCase:
         return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}{end}"
 
     @property
-    def key(self) -> "RowCase":
-        """What is computed."""
-        return self
-
-    @property
     def options(self) -> dict[str, Any]:
         return OPTIONS[self.variant]
 

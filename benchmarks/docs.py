@@ -338,7 +338,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_backward": report.attention_cells("bwd"),
     "attention_sample": report.attention_sample,
     "attention_short": report.attention_short,
-    "attention_odd": report.attention_odd,
 }
 
 

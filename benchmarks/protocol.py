@@ -89,7 +89,7 @@ def judge(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, tr
     if "axis" in case.options:
         got, xla = jax.tree.map(jnp.transpose, (got, xla))
     rows = _sampled_rows(case)
-    sampled = [jax.device_get([_take(x, rows) for x in jax.tree.leaves(y) if x.ndim]) for y in (operands, got, xla)]
+    sampled = [jax.device_get([x[rows] for x in jax.tree.leaves(y) if x.ndim]) for y in (operands, got, xla)]
     deviation = float(check(operands, _widened(got)))
     verdicts = []
     for mine, theirs, (true, size) in zip(*sampled[1:], measured.row_truths(case.describe(), *sampled[0]), strict=True):
@@ -115,11 +115,6 @@ def _sampled_rows(case: RowCase) -> np.ndarray:
     count = min(case.rows, max(2, _SAMPLED_ELEMENTS // case.cols))
     inner = np.random.default_rng(0).choice(case.rows, count, replace=False)
     return np.unique(np.concatenate([[0, case.rows - 1], inner[2:]]))
-
-
-@jax.jit
-def _take(leaf: jax.Array, rows: jax.Array) -> jax.Array:
-    return leaf[rows]
 
 
 def every_row(case: RowCase) -> Any:

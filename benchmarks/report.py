@@ -274,23 +274,3 @@ def _beside_libraries(records: Iterable[Record]) -> str:
         times = [time_of(record, impl) for impl in ("ours", *LIBRARIES)]
         rows.append([name, *times, floored(measured.against_best(record, LIBRARIES)["ratio"])])
     return markdown(["call", "ours, us", *(f"{name}, us" for name in LIBRARIES.values()), "x best"], rows)
-
-
-def attention_odd(results: Results) -> str:
-    """The rate at a length that is one less, over the rate at the length, of one source on one card."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    runs: dict[str, dict[tuple[Any, ...], Record]] = {}
-    # What two lengths of a cell have in common, and the length.
-    key = lambda case: tuple(value for name, value in sorted(case.items()) if name not in ("name", "tags"))
-    for run in measured.attention_runs(results.folder, "attention odd"):
-        where = runs.setdefault(f"{run.card}, JAX {run.jax}, {run.commit}", {})
-        where |= {key(record["case"]): record for record in run.records.values()}
-    for where, found in runs.items():
-        for record in sorted(found.values(), key=lambda r: (r["case"]["head_dim"], r["case"]["length"])):
-            longer = record["case"] | {"length": record["case"]["length"] + 1}
-            pair = [r["impls"]["ours"].get("tflop_per_s") for r in (record, found.get(key(longer))) if r]
-            if len(pair) == 2 and all(pair):
-                words = f"{pair[0] / pair[1]:.3f} ({pair[0]:.0f} / {pair[1]:.0f})"
-                rows.setdefault((where, call(longer)), {})[longer["pass"]] = words
-    heads = ["run", "cell of S", *(f"{words}, S - 1 over S (TFLOP/s)" for words in PASSES.values())]
-    return markdown(heads, [[*where, *(found.get(pass_, "-") for pass_ in PASSES)] for where, found in rows.items()])

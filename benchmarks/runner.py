@@ -58,7 +58,7 @@ class Bench:
 
     def __init__(self, options: Options, chosen: Sequence[Case]):
         self.options, self.on_gpu = options, jax.default_backend() == "gpu"
-        self._graded = {self._here(case)[0].key for case in chosen if case.pass_ != "fwd"}
+        self._graded = {_key(self._here(case)[0]) for case in chosen if case.pass_ != "fwd"}
         self._programs: dict[tuple[Case, str], dict[str, _Ready] | Entry] = {}  # of an implementation, or why not
         self._compiled: dict[tuple[Any, str, str], _Ready] = {}  # passes of attention have programs in common
         self._truths: dict[Any, Any] = {}
@@ -71,8 +71,9 @@ class Bench:
     def prepare(self, case: Case) -> None:
         case, _ = self._here(case)
         specs = jax.eval_shape(lambda: case.operands(1, 0))[0]
-        if case.key not in self._truths:
-            self._truths[case.key] = protocol.compiled_truth(case, specs, case.key in self._graded)
+        key = _key(case)
+        if key not in self._truths:
+            self._truths[key] = protocol.compiled_truth(case, specs, key in self._graded)
         # XLA's result is a part of the truth of rows.
         for name in dict.fromkeys((*["xla"] * isinstance(case, RowCase), *self.options.impls)):
             entry: Entry = {}
@@ -83,7 +84,7 @@ class Bench:
                 self._programs[case, name] = entry
 
     def _ready(self, case: Case, impl: str, name: str, program: Program, specs: Any) -> _Ready:
-        key = case.key, impl, name
+        key = _key(case), impl, name
         if key not in self._compiled:
             prepare = lambda *operands: operands
             if program.prepare is not None:
@@ -121,9 +122,9 @@ class Bench:
 
     def _made(self, case: Case, buffers: int) -> tuple[Any, Any]:
         """The operands and the truth of a case, kept until those of another one are wanted."""
-        if self._held[0] != case.key:
+        if self._held[0] != _key(case):
             self._held = (None, None, None)  # frees the memory first
-            operands, truth = case.operands(buffers, self.options.seed), self._truths[case.key]
+            operands, truth = case.operands(buffers, self.options.seed), self._truths[_key(case)]
             if isinstance(case, RowCase):
                 xla = self._programs[case, "xla"]
                 if "status" in xla:
@@ -131,7 +132,7 @@ class Bench:
                 found = truth, jax.block_until_ready(xla[case.pass_].bound(operands[:1])(0))
             else:
                 found = truth(*operands[0])
-            self._held = case.key, operands, found
+            self._held = _key(case), operands, found
         return self._held[1:]
 
     def _checked(self, case: Case, name: str, operands: Any, truths: Any) -> tuple[Entry, list[protocol.Variant]]:
@@ -183,17 +184,15 @@ class Bench:
             n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
             launches = _LAUNCHES if self.on_gpu or "cpu" in case.tags else 1
             probes = _attention_probes(n, size)
-        facts = {"buffers": buffers, "rounds": self.options.rounds, "launches": launches}
-        torch_copy = functools.partial(protocol.torch_copy_us, size, buffers, self.options.rounds)
-        beside = [torch_copy] if self.on_gpu and isinstance(case, RowCase) else []
-        torch_times = [copy() for copy in beside]
-        clock, timings = protocol.measure([*schedule, *probes], device_clock=self.on_gpu, **facts)
-        torch_times += [copy() for copy in beside]
-        copies = {
-            name: (t.median, protocol.moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")
-        }
-        if known := [us for us in torch_times if us is not None]:
-            copies["copy:torch"] = (min(known), 8 * max(1, size // 8))
+        facts = {"buffers": buffers, "rounds": self.options.rounds}
+        has_torch = self.on_gpu and isinstance(case, RowCase)
+        torch_copy = lambda: protocol.torch_copy_us(size, **facts) if has_torch else None
+        before = torch_copy()
+        clock, timings = protocol.measure([*schedule, *probes], device_clock=self.on_gpu, launches=launches, **facts)
+        moved = protocol.moved_bytes(size)
+        copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
+        if known := [us for us in (before, torch_copy()) if us is not None]:
+            copies["copy:torch"] = min(known), 8 * max(1, size // 8)
         ceilings = {"copy": protocol.best_copy(copies)}
         if n:
             us = timings["matmul"].median
@@ -208,6 +207,11 @@ class Bench:
             facts = {"buffers": buffers, "rounds": self.options.rounds, "launches": launches}
             timings |= protocol.measure(mine, device_clock=False, **facts)[1]
         return "wall", timings, {"copy": None}
+
+
+def _key(case: Case) -> Any:
+    """What is computed: passes of attention have programs in common."""
+    return case.shape if isinstance(case, AttentionCase) else case
 
 
 def _row_speeds(timings: dict[str, protocol.Timing], record: dict[str, Any]) -> Entry:
@@ -275,7 +279,7 @@ def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
     """
     calls: dict[Any, list[Case]] = {}
     for case in chosen:
-        key: Any = case.key
+        key = _key(case)
         if isinstance(case, AttentionCase):
             key = dataclasses.replace(case.shape, length=case.shape.length + case.shape.length % 2)
         calls.setdefault(key, []).append(case)

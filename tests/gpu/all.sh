@@ -30,7 +30,7 @@ attention() { # NAME FLAGS...: a benchmark of attention
 rows() { # NAME FLAGS...: a benchmark of softmax or a loss
   json=$out/$1.json
   shift
-  timeout -k 10 500 python3 -m benchmarks "$@" --json="$json" --commit="${COMMIT:?}"
+  timeout -k 10 500 python3 -m benchmarks "$@" --processes="${PROCESSES:-16}" --json="$json" --commit="${COMMIT:?}"
 }
 
 do_part() {
