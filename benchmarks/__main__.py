@@ -25,6 +25,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,25 +44,21 @@ OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
 class Topic(NamedTuple):
     """What can be asked of rows or of attention."""
 
-    table: cases.Table
-    passes: tuple[str, ...]
+    cases: types.ModuleType
     impls: tuple[str, ...]
     libraries: tuple[str, ...]  # of torch's process
-    default: tuple[str, ...]
+    default: str
     rounds: int
     flags: tuple[str, ...]  # those that the other has not
 
 
-_LIBRARIES = measured.ROW_LIBRARIES, measured.ATTENTION_LIBRARIES
-_PEERS = ("cudnn", "mgpu", "tokamax")
-_FLAGS = ("dtype", "kernel", "config"), ("kind", "count", "tree")
-ROWS = Topic(cases.TABLE, cases.PASSES, impls.ROWS, _LIBRARIES[0], ("ours", "xla", *_LIBRARIES[0]), 5, _FLAGS[0])
-HEADS = Topic(
-    attention_cases.TABLE, attention_cases.PASSES, (*impls.ATTENTION,), _LIBRARIES[1], ("ours", *_PEERS), 3, _FLAGS[1]
-)
+_ROW_FLAGS, _ATTENTION_FLAGS = ("dtype", "kernel", "config"), ("kind", "count", "tree")
+ROWS = Topic(cases, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS)
+_OTHERS = "ours cudnn mgpu tokamax"
+HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS)
 # Implementations that tags ask for by themselves.
-_OF_TAG = {"invariance": ("ours", impls.INVARIANT), "cpu": ("ours", "xla")}
-_OF_TAG |= dict.fromkeys(("sample", "short"), ("ours", "cudnn", "xla"))
+_OF_TAG = {"invariance": f"ours {impls.INVARIANT}", "cpu": "ours xla"}
+_OF_TAG |= dict.fromkeys(("sample", "short"), "ours cudnn xla")
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
@@ -97,8 +94,12 @@ def check_flags() -> Topic:
     if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
     trees = _trees() if topic is HEADS else {}
-    known = {"op": (*OPS, ATTENTION), "impl": (*topic.impls, *topic.libraries, *trees), "tag": topic.table.tags}
-    known |= {"pass": topic.passes, "kind": attention_cases.KINDS, "dtype": (*cases.SHORT_DTYPES, *cases.LONG_DTYPES)}
+    known = {"op": (*OPS, ATTENTION), "impl": (*topic.impls, *topic.libraries, *trees), "tag": topic.cases.TABLE.tags}
+    known |= {
+        "pass": topic.cases.PASSES,
+        "kind": attention_cases.KINDS,
+        "dtype": (*cases.SHORT_DTYPES, *cases.LONG_DTYPES),
+    }
     is_variant = lambda name: impls.is_tree(name, trees) or (topic is ROWS and name.startswith(measured.KERNEL))
     given = {flag: FLAGS[flag].value or [] for flag in known}
     given["impl"] = [name for name in given["impl"] if not is_variant(name)]
@@ -110,7 +111,7 @@ def check_flags() -> Topic:
             place = "rows" if topic is HEADS else ATTENTION
             sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {place} alone; leave it out or change --op.")
     of_tags = (_OF_TAG[tag] for tag in _OF_TAG if tag in FLAGS.tag)
-    FLAGS.impl = FLAGS.impl or list(next(of_tags, topic.default))
+    FLAGS.impl = FLAGS.impl or next(of_tags, topic.default).split()
     FLAGS.rounds = FLAGS.rounds or topic.rounds
     return topic
 
@@ -128,7 +129,7 @@ def selected(topic: Topic) -> Sequence[runner.Case]:
     tags = FLAGS.tag or ["core"] * (topic is HEADS)
     if not tags and not any(filters.values()):
         tags = ["standard" if jax.default_backend() == "gpu" else "smoke"]
-    return topic.table.select(tags=tags, count=FLAGS.count, seed=FLAGS.seed, **filters)
+    return topic.cases.TABLE.select(tags=tags, count=FLAGS.count, seed=FLAGS.seed, **filters)
 
 
 class Peers:
@@ -216,7 +217,7 @@ def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
     tags = {tag for case in chosen for tag in case.tags}
     words = [ATTENTION] * any(case.op == ATTENTION for case in chosen)
-    words += [tag for tag in HEADS.table.apart if tag in tags]
+    words += [tag for tag in attention_cases.TABLE.apart if tag in tags]
     words += ["trees"] * any(impls.is_tree(name, options.trees) for name in options.impls)
     return " ".join(words) or None
 

@@ -125,10 +125,6 @@ class Shape:
         ends = np.random.default_rng(7).integers(self.span // 2, self.span + self.span // 2 + 1, self.length).cumsum()
         return np.diff(ends[ends < self.length], prepend=0, append=self.length)
 
-    def segments(self) -> np.ndarray:
-        documents = self.documents()
-        return np.tile(np.repeat(np.arange(len(documents), dtype=np.int32), documents), (self.batch, 1))
-
     def shrunk(self) -> "Shape":
         """One short sequence, for machines without the speed."""
         group, heads = self.heads // self.key_heads, min(self.key_heads, 2)
@@ -156,7 +152,9 @@ class Shape:
         if self.kind == "bias":
             made["bias"] = jax.random.normal(next(keys), (1, heads, t, s), self.dtype)
         if self.kind == "documents":
-            made["segments"] = jnp.asarray(self.segments())
+            documents = self.documents()
+            ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
+            made["segments"] = jnp.tile(ids, (b, 1))
         return made
 
 
