@@ -23,11 +23,10 @@ The clock
   5. If the kernels seen are not the kernels launched, each round of each variant gets a session of its own. Without
      CUPTI (a CPU, or a profiler that fails) time is wall clock around a blocked launch. The clock used is part of
      every result.
-  6. What takes longer than `SLOW_SECONDS` is launched once in each of the first `_SLOW_ROUNDS` rounds.
-  7. The ceiling of a case is a copy of as many bytes in the same schedule. XLA's elementwise code is none (3.4 TB/s
+  6. The ceiling of a case is a copy of as many bytes in the same schedule. XLA's elementwise code is none (3.4 TB/s
      where a copy reaches 4.2), so the better of two counts: a Mosaic GPU kernel that loads registers and stores them,
      and torch's `copy_`, which is the driver's own, by CUDA events, where torch can be imported beside JAX.
-  8. Reported: median, minimum, maximum and the 20th and 80th percentiles over all launches, and each round's median.
+  7. Reported: median, minimum, maximum and the 20th and 80th percentiles over all launches, and each round's median.
 """
 
 import collections
@@ -62,8 +61,6 @@ _SCORES = 1 << 28  # of attention at once, in float32: a head of 16384 tokens
 # The truth is not timed: XLA need not try which of its products are fast, which takes most of the time to compile it.
 _UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _COLS = 8192  # int32 elements of a block of the copy kernel: 64 registers per thread
-SLOW_SECONDS = 0.02
-_SLOW_ROUNDS = 2
 _ROUND_SECONDS = 1e-3  # of device time per variant and round
 _ASSUMED_BYTES_PER_SECOND = 3e12
 
@@ -261,7 +258,6 @@ class Variant:
 
     name: str
     launch: Callable[[int], Any]
-    slow: bool = False
 
 
 @dataclasses.dataclass
@@ -277,7 +273,7 @@ class Timing:
 
     def as_json(self) -> dict[str, Any]:
         samples = list(itertools.chain(*self.rounds))
-        rounds = [round(statistics.median(r), 3) for r in self.rounds if r]
+        rounds = [round(statistics.median(r), 3) for r in self.rounds]
         return measured.summary(samples) | {"rounds_us": rounds, "launches": len(samples), "kernels": self.kernels}
 
 
@@ -320,10 +316,7 @@ class _Schedule:
         for r in range(self.rounds):
             first = r % len(self.variants)
             for variant in self.variants[first:] + self.variants[:first]:
-                yield from [(r, variant)] * self.count(r, variant)
-
-    def count(self, r: int, variant: Variant) -> int:
-        return self.launches if not variant.slow else int(r < _SLOW_ROUNDS)
+                yield from [(r, variant)] * self.launches
 
     def empty(self) -> dict[str, Timing]:
         return {variant.name: Timing([[] for _ in range(self.rounds)]) for variant in self.variants}
@@ -370,9 +363,8 @@ def _measure_cupti_apart(schedule: _Schedule) -> dict[str, Timing]:
     """A CUPTI session for each round of each variant: no doubt whose kernels they are, but only their sum counts."""
     found = schedule.empty()
     for r, variant in dict.fromkeys(schedule.slots()):
-        count = schedule.count(r, variant)
-        kernels = _device_kernels(schedule.alone(variant, count))
-        found[variant.name].rounds[r].append(1e3 * sum(ms for _, ms in kernels) / count)
+        kernels = _device_kernels(schedule.alone(variant, schedule.launches))
+        found[variant.name].rounds[r].append(1e3 * sum(ms for _, ms in kernels) / schedule.launches)
     return found
 
 

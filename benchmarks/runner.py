@@ -97,7 +97,6 @@ class Bench:
         return self._compiled[key]
 
     def run(self, case: Case) -> dict[str, Any]:
-        started = time.perf_counter()
         here, small = self._here(case)
         buffers = case.buffers if self.on_gpu else 1
         operands, truths = self._made(here, buffers)
@@ -118,7 +117,7 @@ class Bench:
             record["buffers"] = buffers
         else:
             record |= {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}
-        return record | {"seconds": round(time.perf_counter() - started, 2)}
+        return record
 
     def _made(self, case: Case, buffers: int) -> tuple[Any, Any]:
         """The operands and the truth of a case, kept until those of another one are wanted."""
@@ -147,23 +146,19 @@ class Bench:
                 launch = ready.bound(operands)
                 if program != "loop":
                     verdicts.append(protocol.judge(case, operands[0], jax.block_until_ready(launch(0)), truths))
-                # A difference of two programs, as of attention, needs all rounds of both.
-                slow = case.op != "attention" and case.pass_ != "call" and _is_slow(launch)
-                variants.append(protocol.Variant(f"{name}:{program}", launch, slow))
+                variants.append(protocol.Variant(f"{name}:{program}", launch))
             right = self._entry(case, name, measured.worst(verdicts).entry(), found)
             return right, variants if right["status"] == "ok" else []
         return entry, []
 
     def _entry(self, case: Case, name: str, entry: Entry, found: dict[str, _Ready]) -> Entry:
         """With what is known of the programs; those of rows that ours is compared with are right by definition."""
-        memory = {program: ready.compiled.memory_analysis() for program, ready in found.items()}
         if isinstance(case, RowCase):
             if name in impls.BASELINES:
                 entry = {key: value for key, value in entry.items() if key != "reason"} | {"status": "ok"}
-            sizes = memory[case.pass_]
+            sizes = found[case.pass_].compiled.memory_analysis()
             entry |= {"temp_bytes": sizes.temp_size_in_bytes, "output_bytes": sizes.output_size_in_bytes}
             return entry | {"process": "jax"} | dict(found[case.pass_].program.facts)
-        entry["temp_bytes"] = {program: sizes.temp_size_in_bytes for program, sizes in memory.items()}
         if name == "ours" and self.on_gpu:
             calls = {program: ready.compiled.as_text() for program, ready in found.items()}
             entry["kernels"] = {name: text.count('custom_call_target="mosaic_gpu') for name, text in calls.items()}
@@ -229,13 +224,6 @@ def _attention_probes(n: int, copied: int) -> list[protocol.Variant]:
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(a, b))
     return [protocol.Variant("matmul", lambda _: product(a, b)), protocol.copy_variant(copied, 1)]
-
-
-def _is_slow(launch: Callable[[int], Any]) -> bool:
-    """Whether a launch, which is not the first, takes long enough to launch it less often."""
-    started = time.perf_counter()
-    jax.block_until_ready(launch(0))
-    return time.perf_counter() - started > protocol.SLOW_SECONDS
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
 """A run of the binary without a GPU: flags, report, result file, processes, budget, and what makes it red."""
 
-import contextlib
 import dataclasses
 import fcntl
-import itertools
 import json
 import pathlib
 import subprocess
@@ -271,27 +269,3 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(rows, monkeypatch, 
     assert set(record["copy"]["all_tb_per_s"]) == {"copy:mosaic", "copy:torch"}
     assert record["impls"]["ours"]["us"] == 1000.0
     assert record["impls"]["ours"]["fraction_of_copy"] == pytest.approx(0.4, rel=0.02)
-
-
-def test_what_is_slow_is_launched_less_often(rows, monkeypatch, gpu):
-    """XLA takes long, with and without sessions apart."""
-
-    def kernels(schedule):
-        launched = [variant.name for _, variant in schedule.slots()]
-        schedule()
-        if together and len(set(launched)) > 1:
-            raise RuntimeError("kernels of no one")
-        return [(name, 30.0 if name == "xla:fwd" else 1.0) for name in launched]
-
-    gpu(kernels)
-    monkeypatch.setattr(cases, "ROTATED_BYTES", 1)
-    slow = itertools.cycle((False, True))  # of ours, of XLA
-    monkeypatch.setattr(runner, "_is_slow", lambda launch: next(slow))
-    case, _ = rows("cross_entropy_fwd_bf16_8192x32000").shrunk()
-    for together in (False, True):
-        with pytest.warns(UserWarning, match="kernels of no one") if together else contextlib.nullcontext():
-            record = runner.run(case, Options(rounds=4))
-        assert record["clock"] == ("cupti, each round apart" if together else "cupti")
-        assert (record["impls"]["xla"]["us"], record["impls"]["ours"]["us"]) == (30000.0, 1000.0)
-        assert [len(record["impls"][name]["rounds_us"]) for name in ("xla", "ours")] == [2, 4]
-        assert record["impls"]["xla"]["launches"] == 2
