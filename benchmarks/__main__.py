@@ -25,105 +25,111 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, cases, impls, report, runner, trees
+from benchmarks import attention_cases, cases, impls, report, runner
 from benchmarks import results as measured
 
 ATTENTION = "attention"
-_ROOT = pathlib.Path(__file__).parents[1]
 OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
-ROW_IMPLS = (*impls.ROWS, *measured.ROW_LIBRARIES)
-ATTENTION_IMPLS = (*impls.ATTENTION, *measured.ATTENTION_LIBRARIES)
+
+
+class Topic(NamedTuple):
+    """What can be asked of rows or of attention."""
+
+    cases: types.ModuleType
+    impls: tuple[str, ...]
+    libraries: tuple[str, ...]  # of torch's process
+    default: str
+    rounds: int
+    flags: tuple[str, ...]  # those that the other has not
+
+
+_ROW_FLAGS, _ATTENTION_FLAGS = ("dtype", "kernel", "config"), ("kind", "count", "tree")
+ROWS = Topic(cases, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS)
+_OTHERS = "ours cudnn mgpu tokamax"
+HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS)
+# Implementations that tags ask for by themselves.
+_OF_TAG = {"invariance": f"ours {impls.INVARIANT}", "cpu": "ours xla"}
+_OF_TAG |= dict.fromkeys(("sample", "short"), "ours cudnn xla")
 
 FLAGS = flags.FLAGS
-_OP = flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
-_CASE = flags.DEFINE_list("case", [], "Regular expressions searched in case names; or names of calls of attention.")
-_DTYPE = flags.DEFINE_list("dtype", [], "Of rows: float16 or f16, bfloat16 or bf16, float32 or f32.")
-_PASS = flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
-_TAG = flags.DEFINE_list(
+flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
+flags.DEFINE_list("case", [], "Regular expressions searched in case names; or names of calls of attention.")
+flags.DEFINE_list("dtype", [], "Of rows: float16 or f16, bfloat16 or bf16, float32 or f32.")
+flags.DEFINE_list("pass", [], f"Passes: {', '.join(cases.PASSES)}.")
+flags.DEFINE_list(
     "tag", [], "Tags; default 'core' of attention; of rows, without a filter, 'standard' on a GPU, 'smoke' elsewhere."
 )
-_IMPL = flags.DEFINE_list(
-    "impl", [], f"Of rows: {', '.join(ROW_IMPLS)}, kernel:NAME. Of attention: {', '.join(ATTENTION_IMPLS)}."
-)
-_KERNEL = flags.DEFINE_string("kernel", None, "The kernel that 'ours' must use on rows.")
-_CONFIG = flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
-_ROUNDS = flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
-_JSON = flags.DEFINE_string("json", None, "Where to write results, after each case.")
-_LIST = flags.DEFINE_bool("list", False, "List the selected cases and stop.")
-_COMMIT = flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
-_PEERS_PATH = flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
-flags.DEFINE_multi_string(
-    "tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention, beside now."
-)
-_KIND = flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
-_COUNT = flags.DEFINE_integer("count", 60, "How many random calls --tag=sample has.", lower_bound=1)
-_BUDGET = flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
-_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
+_OF = [", ".join((*topic.impls, *topic.libraries)) for topic in (ROWS, HEADS)]
+flags.DEFINE_list("impl", [], f"Of rows: {_OF[0]}, kernel:NAME. Of attention: {_OF[1]}.")
+flags.DEFINE_string("kernel", None, "The kernel that 'ours' must use on rows.")
+flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
+flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
+flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
+flags.DEFINE_string("json", None, "Where to write results, after each case.")
+flags.DEFINE_bool("list", False, "List the selected cases and stop.")
+flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
+flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
+flags.DEFINE_multi_string("tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention.")
+flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
+flags.DEFINE_integer("count", 60, "How many random calls --tag=sample has.", lower_bound=1)
+flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
+flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
 
 
-def check_flags() -> None:
+def check_flags() -> Topic:
     """Completes the flags by what a topic has as default, and ends the process at a name that there is not."""
-    attends = ATTENTION in _OP.value
-    if attends and len(_OP.value) > 1:
-        rest = ",".join(op for op in _OP.value if op != ATTENTION)
+    topic, other = (HEADS, ROWS) if ATTENTION in FLAGS.op else (ROWS, HEADS)
+    if topic is HEADS and len(FLAGS.op) > 1:
+        rest = ",".join(op for op in FLAGS.op if op != ATTENTION)
         sys.exit(f"--op: got {ATTENTION} beside {rest}, wanted it alone; run the binary once for each.")
     if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
-    folders = _folders()
-    allowed = (*ATTENTION_IMPLS, *folders) if attends else ROW_IMPLS
-    is_other = lambda name: trees.is_tree(name, folders) if attends else name.startswith(measured.KERNEL)
-    given = [name for name in _IMPL.value if not is_other(name)]
-    known = {"op": (*OPS, ATTENTION), "impl": allowed, "tag": _table(attends).tags}
-    known |= {"pass": attention_cases.PASSES if attends else cases.PASSES, "kind": attention_cases.KINDS}
-    known["dtype"] = (*cases.SHORT_DTYPES, *cases.SHORT_DTYPES.values())
+    trees = _trees() if topic is HEADS else {}
+    known = {"op": (*OPS, ATTENTION), "impl": (*topic.impls, *topic.libraries, *trees), "tag": topic.cases.TABLE.tags}
+    known |= {
+        "pass": topic.cases.PASSES,
+        "kind": attention_cases.KINDS,
+        "dtype": (*cases.SHORT_DTYPES, *cases.LONG_DTYPES),
+    }
+    is_variant = lambda name: impls.is_tree(name, trees) or (topic is ROWS and name.startswith(measured.KERNEL))
+    given = {flag: FLAGS[flag].value or [] for flag in known}
+    given["impl"] = [name for name in given["impl"] if not is_variant(name)]
     for flag, names in known.items():
-        wrong = [name for name in (given if flag == "impl" else FLAGS[flag].value or ()) if name not in names]
-        if wrong:
-            sys.exit(
-                f"--{flag}: got {','.join(wrong)}, wanted some of {', '.join(names)}; correct or leave out --{flag}."
-            )
-    for flag in ("dtype", "kernel", "config") if attends else ("kind", "count", "tree"):
+        if wrong := ",".join(name for name in given[flag] if name not in names):
+            sys.exit(f"--{flag}: got {wrong}, wanted some of {', '.join(names)}; correct or leave out --{flag}.")
+    for flag in other.flags:
         if FLAGS[flag].present:
-            topic = "rows" if attends else ATTENTION
-            sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {topic} alone; leave it out or change --op.")
-    if not _IMPL.value:
-        FLAGS.impl = ["ours", "cudnn", "mgpu", "tokamax"] if attends else ["ours", "xla", *measured.ROW_LIBRARIES]
-        if "invariance" in _TAG.value:
-            FLAGS.impl = ["ours", impls.INVARIANT]
-        elif "cpu" in _TAG.value:
-            FLAGS.impl = ["ours", "xla"]
-        elif {"sample", "short"} & {*_TAG.value}:
-            FLAGS.impl = ["ours", "cudnn", "xla"]
-    FLAGS.rounds = _ROUNDS.value or (3 if attends else 5)
+            place = "rows" if topic is HEADS else ATTENTION
+            sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {place} alone; leave it out or change --op.")
+    of_tags = (_OF_TAG[tag] for tag in _OF_TAG if tag in FLAGS.tag)
+    FLAGS.impl = FLAGS.impl or next(of_tags, topic.default).split()
+    FLAGS.rounds = FLAGS.rounds or topic.rounds
+    return topic
 
 
-def _table(attends: bool) -> cases.Table[Any]:
-    return attention_cases.TABLE if attends else cases.TABLE
+def _trees() -> dict[str, str]:
+    return {"now": "."} | dict(tree.split("=", 1) for tree in FLAGS.tree)
 
 
-def _folders() -> dict[str, str]:
-    """The trees that `--tree` names, and this one."""
-    return trees.HERE | dict(tree.split("=", 1) for tree in FLAGS.tree)
-
-
-def selected() -> Sequence[runner.Case]:
-    """The cases that the flags name."""
-    attends = ATTENTION in _OP.value
-    filters: dict[str, Any] = {"passes": _PASS.value, "patterns": _CASE.value, "kinds": _KIND.value}
-    filters |= {"ops": _OP.value, "dtypes": _DTYPE.value}
-    tags = _TAG.value or ["core"] * attends
+def selected(topic: Topic) -> Sequence[runner.Case]:
+    filters: dict[str, Any] = {"op": FLAGS.op, "pass_": FLAGS["pass"].value, "patterns": FLAGS.case}
+    if topic is HEADS:
+        filters["kind"] = FLAGS.kind
+    else:
+        filters["dtype"] = [cases.LONG_DTYPES.get(name, name) for name in FLAGS.dtype]
+    tags = FLAGS.tag or ["core"] * (topic is HEADS)
     if not tags and not any(filters.values()):
         tags = ["standard" if jax.default_backend() == "gpu" else "smoke"]
-    return _table(attends).select(tags=tags, count=_COUNT.value, seed=_SEED.value, **filters)
+    return topic.cases.TABLE.select(tags=tags, count=FLAGS.count, seed=FLAGS.seed, **filters)
 
 
 class Peers:
@@ -139,9 +145,9 @@ class Peers:
         """The answer to a case, as `torch_peers.measure` has it: `told` of a case is what the process is told."""
         if self._child is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._child = subprocess.Popen(self._command, env=self._env, cwd=_ROOT, **pipes)
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
+            self._child = subprocess.Popen(self._command, env=self._env, cwd=measured.ROOT, **pipes)
+        assert self._child.stdin
+        assert self._child.stdout
         try:
             self._child.stdin.write(json.dumps(case) + "\n")
             self._child.stdin.flush()
@@ -155,102 +161,70 @@ class Peers:
         return {"name": case["name"], "impls": {name: failed for name in self._names}}
 
     def close(self) -> None:
-        """Ends the process; the next case starts another."""
         if self._child is not None:
             child, self._child = self._child, None
             child.communicate()
 
 
-class Session:
-    """One run of the binary: what it has measured, and where it writes it.
+def measure(
+    chosen: Sequence[runner.Case],
+    options: impls.Options,
+    *,
+    process: Peers | None = None,
+    path: str | None = None,
+    commit: str | None = None,
+    budget_s: float | None = None,
+    processes: int = 1,
+) -> list[dict[str, Any]]:
+    """Measures the cases, printing and saving each; those that the budget leaves out are named in the header.
 
-    Without implementations of JAX's process there are only `peers`. With several `processes` the peers come after all
-    the rest.
+    The peers of `process` come after all the rest; without implementations of JAX's process there are only they.
     """
+    started, records, by_name = time.monotonic(), [], {case.name: case for case in chosen}
+    deadline = float("inf") if budget_s is None else started + budget_s
+    header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
+    header |= {"topic": _topic(chosen, options), "left_out": list(by_name)}
+    header["versions"] |= _cudnn_version()
 
-    def __init__(
-        self,
-        chosen: Sequence[runner.Case],
-        options: impls.Options,
-        *,
-        process: Peers | None = None,
-        path: pathlib.Path | None = None,
-        commit: str | None = None,
-        budget_s: float | None = None,
-        processes: int = 1,
-    ):
-        self.chosen, self.options, self.process, self.path = chosen, options, process, path
-        self.records: list[dict[str, Any]] = []
-        self._by_name = {case.name: case for case in chosen}
-        self._started = time.monotonic()
-        self._deadline = None if budget_s is None else self._started + budget_s
-        self._processes = processes if options.impls else 1
-        self.header = measured.header(commit=commit, seed=options.seed, rounds=options.rounds)
-        self.header |= {"topic": _topic(chosen, options), "left_out": list(self._by_name)}
-        self.header["versions"] |= _cudnn_version()
+    def save() -> None:
+        if path is not None:
+            measured.write(pathlib.Path(path), header | {"clocks_after": measured.clocks()}, records)
 
-    def measure(self) -> list[dict[str, Any]]:
-        """Measures the cases, printing and saving each; those that the budget leaves out are named in the header."""
-        apart = self._processes > 1
-        for record in self._found():
-            if self.process is not None and not apart:
-                self._add_peers(record)
-            self.records.append(record)
-            self.header["left_out"].remove(record["case"]["name"])
-            self._show(record)
-        if self.process is not None and apart:
-            for record in self.records:
-                if not runner.is_over(self._deadline):
-                    self._add_peers(record)
-                    self._show(record)
-        if self.header["left_out"]:
-            print(f"left out after {self._elapsed()}: {', '.join(self.header['left_out'])}", flush=True)
-        self._save()
-        return self.records
+    def show(record: dict[str, Any]) -> None:
+        print(f"[{len(records)}/{len(chosen)} {time.monotonic() - started:.0f} s] {report.line(record)}", flush=True)
+        save()
 
-    def _found(self) -> Iterator[dict[str, Any]]:
-        if self._processes > 1:
-            print(f"compiling {len(self.chosen)} cases in {self._processes} processes", flush=True)
-            return runner.in_processes(self.chosen, self.options, self._processes, self._deadline)
-        return runner.one_by_one(self.chosen, self.options, self._deadline)
-
-    def _add_peers(self, record: dict[str, Any]) -> None:
-        """Measures torch's side, and puts it into the record."""
-        assert self.process is not None
-        answer = self.process.measure(self._by_name[record["case"]["name"]].told())
-        record |= {f"peers_{probe}": answer[probe] for probe in ("copy", "matmul") if probe in answer}
-        record["impls"] |= answer["impls"]
-        if _attends(self.chosen):
-            record |= measured.against_best(record)
-
-    def _show(self, record: dict[str, Any]) -> None:
-        print(f"[{len(self.records)}/{len(self.chosen)} {self._elapsed()}] {report.line(record)}", flush=True)
-        self._save()
-
-    def _save(self) -> None:
-        self.header["clocks_after"] = measured.clocks()
-        if self.path is not None:
-            measured.write(self.path, self.header, self.records)
-
-    def _elapsed(self) -> str:
-        return f"{time.monotonic() - self._started:.0f} s"
-
-
-def _attends(chosen: Sequence[runner.Case]) -> bool:
-    return any(case.op == ATTENTION for case in chosen)
+    together = processes > 1 and options.impls
+    in_processes = lambda: runner.in_processes(chosen, options, processes, deadline)
+    for record in in_processes() if together else runner.one_by_one(chosen, options, deadline):
+        records.append(record)
+        header["left_out"].remove(record["case"]["name"])
+        show(record)
+    for record in records:
+        if process is not None and time.monotonic() < deadline:
+            answer = process.measure(by_name[record["case"]["name"]].told())
+            record |= {f"peers_{probe}": answer[probe] for probe in ("copy", "matmul") if probe in answer}
+            record["impls"] |= answer["impls"]
+            record |= measured.against_best(record) if "fa4" in answer["impls"] else {}
+            show(record)
+    if header["left_out"]:
+        print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
+    save()
+    return records
 
 
 def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
     tags = {tag for case in chosen for tag in case.tags}
-    words = [ATTENTION] * _attends(chosen) + [tag for tag in attention_cases.TABLE.apart if tag in tags]
-    words += ["trees"] * any(trees.is_tree(name, options.trees) for name in options.impls)
+    words = [ATTENTION] * any(case.op == ATTENTION for case in chosen)
+    words += [tag for tag in attention_cases.TABLE.apart if tag in tags]
+    words += ["trees"] * any(impls.is_tree(name, options.trees) for name in options.impls)
     return " ".join(words) or None
 
 
-def red(name: str, records: Sequence[dict[str, Any]], folders: Mapping[str, str]) -> list[str]:
+def red(name: str, records: Sequence[dict[str, Any]], trees: Mapping[str, str]) -> list[str]:
     """The cases in which an implementation of ours is wrong or failed; a tree is to have a time in every case."""
-    is_tree = trees.is_tree(name, folders)
+    is_tree = impls.is_tree(name, trees)
     if not is_tree and name not in ("ours", impls.INVARIANT) and not name.startswith(measured.KERNEL):
         return []
     bad = ("WRONG", "failed", "declined") if is_tree else ("WRONG", "failed")
@@ -258,43 +232,33 @@ def red(name: str, records: Sequence[dict[str, Any]], folders: Mapping[str, str]
 
 
 def _cudnn_version() -> dict[str, str]:
-    """The version of the cuDNN that is loaded; empty without one."""
-    if jax.default_backend() != "gpu":
-        return {}
     try:
         version = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
-    except (OSError, AttributeError):
+    except OSError:
         return {}
     version.restype = ctypes.c_size_t
     return {"cudnn": str(version())}
 
 
-def _list(chosen: Sequence[runner.Case]) -> None:
-    for case in chosen:
-        print(f"{case.name:<50} {case.about:<40} {','.join(sorted(case.tags))}")
-
-
 def main() -> None:
     app.define_help_flags()
     FLAGS(sys.argv)
-    check_flags()
-    chosen = selected()
+    topic = check_flags()
+    chosen = selected(topic)
     if not chosen:
         sys.exit("No case matches these flags.")
-    if _LIST.value:
-        _list(chosen)
+    if FLAGS.list:
+        print("\n".join(f"{case.name:<60} {','.join(sorted(case.tags))}" for case in chosen))
         return
-    if jax.default_backend() != "gpu" and "cpu" not in _TAG.value:
+    if jax.default_backend() != "gpu" and "cpu" not in FLAGS.tag:
         print("No GPU: every case runs small on the CPU, by wall clock. Times say nothing about the kernels.")
-    libraries = measured.ATTENTION_LIBRARIES if _attends(chosen) else measured.ROW_LIBRARIES
-    theirs = [name for name in _IMPL.value if name in libraries]
-    ours = tuple(impls.expand([name for name in _IMPL.value if name not in libraries]))
-    config = json.loads(_CONFIG.value) if _CONFIG.value else None
-    options = impls.Options(ours, FLAGS.rounds, _SEED.value, _KERNEL.value, config, _folders())
-    process = Peers(theirs, FLAGS.rounds, _PEERS_PATH.value) if theirs else None
-    path = pathlib.Path(_JSON.value) if _JSON.value else None
-    limits = {"budget_s": _BUDGET.value, "processes": _PROCESSES.value}
-    records = Session(chosen, options, process=process, path=path, commit=_COMMIT.value, **limits).measure()
+    theirs = [name for name in FLAGS.impl if name in topic.libraries]
+    ours = tuple(impls.expand([name for name in FLAGS.impl if name not in theirs]))
+    config = json.loads(FLAGS.config) if FLAGS.config else None
+    options = impls.Options(ours, FLAGS.rounds, FLAGS.seed, FLAGS.kernel, config, _trees() if topic is HEADS else {})
+    process = Peers(theirs, FLAGS.rounds, FLAGS.peers_path) if theirs else None
+    limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
+    records = measure(chosen, options, process=process, path=FLAGS.json, commit=FLAGS.commit, **limits)
     if process is not None:
         process.close()
     if any({"sample", "short"} & case.tags for case in chosen):

@@ -3,9 +3,8 @@
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
 `standard` (everything). Others are measured only where they are asked for: `odd` (lengths that are one less), `sample`
-(random calls), `short` (sequences shorter than a tile, and lengths that once were copied), `cpu` (small calls, which
-the XLA program is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()` costs). A call that no table has
-is named in the same form.
+(random calls), `short` (short sequences), `cpu` (small calls, which the XLA program is measured on) and `invariance`
+(what `jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the same form.
 """
 
 import dataclasses
@@ -13,27 +12,45 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import Buffers, Table
+from benchmarks.cases import Table
 
 PASSES = ("fwd", "bwd", "value_and_vjp")
 KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
-TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
-DTYPES = {"bfloat16": "", "float16": "_f16", "float32": "_f32"}  # and the end of the name
-SPAN = 1024  # of windows and documents, unless the name has another
 LENGTHS, DIMS = (512, 2048, 4096, 16384), (64, 128, 256)
+TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
+SPAN = 1024  # of windows and documents, unless the name has another
 _SCORES, _ELEMENTS = 2**28, 2**27  # of a random call: of all its heads, and of one array
 
-
+# Calls by the name of their shapes.
+_SHORT = (
+    *("full_d64_s50_b256_h12", "full_d128_s256_b1_h16", "full_d64_s197_b32_h12", "causal_d64_s73_b47_h8"),
+    *("causal_d128_s22_b12_h32g8", "full_d256_s49_b5_h8", "full_d64_t38_s2021_b32_h4", "full_d64_t6511_s76_b104_h16g2"),
+    *("causal_d64_s336_b10_h4", "causal_d128_s1363_b9_h16g2", "causal_d128_s3405_b19_h2", "causal_d64_s2955_b22_h4"),
+    *("causal_d80_s525_b44_h4", "causal_d256_s1964_b5_h32g4"),
+)
+_OTHERS = (
+    *("full_d128_s4096_b4_h64g8", "causal_d128_s4096_b4_h64g8", "causal_d192v128_s4096_b4_h16"),
+    *("window_d128_s16384_b1_h16", "documents_d128_s16384_b1_h16"),
+    *("mask_d128_s2048_b8_h16", "causal_mask_d128_s2048_b8_h16", "bias_d128_s2048_b8_h16"),
+)
+_INVARIANT = (
+    *(f"causal_d{dim}_s4096_b2_h16" for dim in DIMS),
+    *("full_d64_s4096_b2_h16", "full_d128_t1_s4096_b2_h16", "bias_d128_s2048_b2_h16"),
+)
+_FOR_CPU = (
+    *("d32_s256_b8_h4", "d64_s512_b2_h8", "d64_s512_b2_h8g2"),
+    *("d64_t1_s4096_b8_h8", "d64_t1_s4096_b8_h8g2", "d64_s2048_b1_h4"),
+)
+_ENDS = {"bfloat16": "", "float16": "_f16", "float32": "_f32"}
 _NAME = re.compile(
-    rf"(?:attention_)?({'|'.join(PASSES)})_({'|'.join(KINDS)})_d(\d+)(?:v(\d+))?(?:_t(\d+))?_s(\d+)_b(\d+)_h(\d+)"
-    r"(?:g(\d+))?(?:_w(\d+))?(_f16|_f32)?"
+    rf"({'|'.join(KINDS)})_d(\d+)(?:v(\d+))?(?:_t(\d+))?_s(\d+)_b(\d+)_h(\d+)(?:g(\d+))?(?:_w(\d+))?(_f16|_f32)?"
 )
 
 
@@ -58,6 +75,18 @@ class Shape:
     queries: int = 0
     dtype: str = "bfloat16"
 
+    @classmethod
+    def parse(cls, name: str) -> "Shape":
+        """The shape of a name, as `causal_d64_s8192_b2_h32`."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"no call of attention: {name}")
+        kind, dim, value_dim, queries, length, batch, heads, key_heads, span, end = match.groups()
+        b, n, k, s, d, v = map(int, (batch, heads, key_heads or heads, length, dim, value_dim or dim))
+        spans = int(span or SPAN) if kind in ("window", "documents") else 0
+        dtype = next(dtype for dtype, short in _ENDS.items() if short == (end or ""))
+        return cls(b, n, k, s, d, v, kind, spans, int(queries or 0), dtype)
+
     @property
     def query_length(self) -> int:
         return self.queries or self.length
@@ -68,7 +97,7 @@ class Shape:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}v{self.value_dim}"
         queries = f"_t{self.queries}" if self.queries else ""
         span = f"_w{self.span}" if self.span not in (0, SPAN) else ""
-        return f"{self.kind}_d{dims}{queries}_s{self.length}_b{self.batch}_h{heads}{span}{DTYPES[self.dtype]}"
+        return f"{self.kind}_d{dims}{queries}_s{self.length}_b{self.batch}_h{heads}{span}{_ENDS[self.dtype]}"
 
     @property
     def is_causal(self) -> bool:
@@ -78,13 +107,11 @@ class Shape:
     def pairs(self) -> float:
         """Pairs of query and key in a head and sequence that count as work; by convention, causal is half of full."""
         t, s = self.query_length, self.length
-        if self.kind == "window":
-            return sum(min(i + 1, self.span) for i in range(s))
         if self.kind == "documents":
             return float((self.documents() ** 2).sum() / 2)
-        if self.kind not in ("causal", "causal_mask"):
-            return t * s
-        return s * s / 2 if t == s else sum(min(i + 1, s) for i in range(t))
+        if self.kind == "window" or (self.kind in ("causal", "causal_mask") and t != s):
+            return sum(min(i + 1, self.span or s) for i in range(t))
+        return t * s / (2 if self.kind in ("causal", "causal_mask") else 1)
 
     def flops(self, pass_: str) -> float:
         """4·B·H·S²·D forward, 10·B·H·S²·D backward, for equal head dimensions."""
@@ -97,11 +124,6 @@ class Shape:
         """The lengths of the packed documents: within half of `span`, the same in every sequence."""
         ends = np.random.default_rng(7).integers(self.span // 2, self.span + self.span // 2 + 1, self.length).cumsum()
         return np.diff(ends[ends < self.length], prepend=0, append=self.length)
-
-    def segments(self) -> np.ndarray:
-        """Segment ids, `[batch, length]`."""
-        documents = self.documents()
-        return np.tile(np.repeat(np.arange(len(documents), dtype=np.int32), documents), (self.batch, 1))
 
     def shrunk(self) -> "Shape":
         """One short sequence, for machines without the speed."""
@@ -130,7 +152,9 @@ class Shape:
         if self.kind == "bias":
             made["bias"] = jax.random.normal(next(keys), (1, heads, t, s), self.dtype)
         if self.kind == "documents":
-            made["segments"] = jnp.asarray(self.segments())
+            documents = self.documents()
+            ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
+            made["segments"] = jnp.tile(ids, (b, 1))
         return made
 
 
@@ -149,15 +173,6 @@ class AttentionCase:
         return f"attention_{self.pass_}_{self.shape.name}"
 
     @property
-    def about(self) -> str:
-        return f"{self.flops / 1e12:.3f} TFLOP"
-
-    @property
-    def key(self) -> Shape:
-        """The call without the pass, because passes have programs in common."""
-        return self.shape
-
-    @property
     def kind(self) -> str:
         return self.shape.kind
 
@@ -165,13 +180,13 @@ class AttentionCase:
     def flops(self) -> float:
         return self.shape.flops(self.pass_)
 
-    def shrunk(self) -> "AttentionCase":
-        return self if "cpu" in self.tags else dataclasses.replace(self, shape=self.shape.shrunk())
+    def shrunk(self) -> tuple["AttentionCase", dict[str, Any]]:
+        if "cpu" in self.tags:
+            return self, {}
+        small = dataclasses.replace(self, shape=self.shape.shrunk())
+        return small, {"measured": dataclasses.asdict(small.shape)}
 
-    def as_measured(self) -> dict[str, Any]:
-        return {} if "cpu" in self.tags else {"measured": dataclasses.asdict(self.shape)}
-
-    def operands(self, count: int, seed: int) -> Buffers:
+    def operands(self, count: int, seed: int) -> list[tuple[Any, ...]]:
         return [(self.shape.operands(seed),)] * count
 
     def sizes(self) -> dict[str, Any]:
@@ -186,17 +201,52 @@ class AttentionCase:
         return self.describe() | {"flops": self.flops, "documents": documents}
 
 
+def square(length: int, dim: int, kind: str) -> Shape:
+    """A call of `TOKENS` tokens and `WIDTH` features."""
+    heads = WIDTH // dim
+    return Shape(TOKENS // length, heads, heads, length, dim, dim, kind)
+
+
 def parse(name: str) -> AttentionCase | None:
     """The case of a name, in the table or not: `attention_bwd_causal_d64_s8192_b2_h32`; None if it is no such name."""
-    match = _NAME.fullmatch(name)
+    match = re.fullmatch(rf"(?:attention_)?({'|'.join(PASSES)})_({_NAME.pattern})", name)
     if match is None:
         return None
-    pass_, kind, dim, value_dim, queries, length, batch, heads, key_heads, span, end = match.groups()
-    b, n, k, s, d, v = map(int, (batch, heads, key_heads or heads, length, dim, value_dim or dim))
-    spans = int(span or SPAN) if kind in ("window", "documents") else 0
-    dtype = next(dtype for dtype, short in DTYPES.items() if short == (end or ""))
-    shape = Shape(b, n, k, s, d, v, kind, spans, int(queries or 0), dtype)
-    return AttentionCase(shape, pass_, _tags(shape, pass_) if shape in set(_shapes()) else frozenset())
+    known = {case.name: case for case in TABLE.cases}
+    case = AttentionCase(Shape.parse(match[2]), match[1], frozenset())
+    return known.get(case.name, case)
+
+
+def _declared() -> list[AttentionCase]:
+    """Those that decide first."""
+    squares = [square(*cell) for cell in itertools.product(LENGTHS, DIMS, ("full", "causal"))]
+    found = []
+    for shape, pass_ in itertools.product((*squares, *map(Shape.parse, _OTHERS)), PASSES):
+        tags = {"standard"}
+        if shape.kind in ("full", "causal") and pass_ != "value_and_vjp":
+            tags.add("grid")
+            if shape in squares and shape.length in (512, 4096):
+                tags.add("rest")
+            elif shape in squares and (pass_, shape.head_dim) != ("bwd", 256):
+                tags.add("core")
+        found.append(AttentionCase(shape, pass_, frozenset(tags)))
+    return sorted(found, key=lambda case: "core" not in case.tags)
+
+
+def _cases(names: Iterable[str], passes: Iterable[str], tag: str) -> Iterator[AttentionCase]:
+    for name, pass_ in itertools.product(names, passes):
+        yield AttentionCase(Shape.parse(name), pass_, frozenset({tag}))
+
+
+def _odd(*_: int) -> Iterator[AttentionCase]:
+    squares = (square(*cell) for cell in itertools.product(LENGTHS, DIMS, ("full", "causal")))
+    return _cases((dataclasses.replace(x, length=x.length - 1).name for x in squares), ("fwd", "bwd"), "odd")
+
+
+def _for_cpu(*_: int) -> Iterator[AttentionCase]:
+    sizes = itertools.product(_FOR_CPU, ("_f32", ""), ("full", "causal"))
+    names = (f"{kind}_{name}{end}" for name, end, kind in sizes if kind == "full" or "_t1_" not in name)
+    return _cases(names, ("fwd", "value_and_vjp"), "cpu")
 
 
 def sample(count: int, seed: int) -> tuple[AttentionCase, ...]:
@@ -226,103 +276,19 @@ def _drawn(rng: random.Random) -> AttentionCase:
     batch = min(batch, heads // (group * key_heads))
     if min(queries, keys) < 8:
         kind, pass_ = ("full" if queries < keys else kind), "fwd"
-    shape = Shape(
-        batch, key_heads * group, key_heads, keys, dim, dim, kind, 0, queries if queries != keys else 0, dtype
-    )
+    queries = queries if queries != keys else 0
+    shape = Shape(batch, key_heads * group, key_heads, keys, dim, dim, kind, 0, queries, dtype)
     return AttentionCase(shape, pass_, frozenset({"sample"}))
 
 
-def square(length: int, dim: int, kind: str, span: int = 0) -> Shape:
-    """A call of `TOKENS` tokens and `WIDTH` features."""
-    heads = WIDTH // dim
-    return Shape(TOKENS // length, heads, heads, length, dim, dim, kind, span)
-
-
-def _shapes() -> Iterator[Shape]:
-    for length, dim, kind in itertools.product(LENGTHS, DIMS, ("full", "causal")):
-        yield square(length, dim, kind)
-    for kind in ("full", "causal"):
-        yield Shape(TOKENS // 4096, 64, 8, 4096, 128, 128, kind)
-    yield Shape(TOKENS // 4096, 16, 16, 4096, 192, 128, "causal")
-    yield square(16384, 128, "window", 1024)
-    yield square(16384, 128, "documents", 1024)
-    yield square(2048, 128, "mask")
-    yield square(2048, 128, "causal_mask")
-    yield square(2048, 128, "bias")
-
-
-def _cpu(*_: int) -> Iterator[AttentionCase]:
-    sizes = ((8, 256, 256, 4, 4, 32), (2, 512, 512, 8, 8, 64), (2, 512, 512, 8, 2, 64))
-    sizes += ((8, 1, 4096, 8, 8, 64), (8, 1, 4096, 8, 2, 64), (1, 2048, 2048, 4, 4, 64))
-    for (b, t, s, n, k, d), dtype, kind, pass_ in itertools.product(
-        sizes, ("float32", "bfloat16"), ("full", "causal"), ("fwd", "value_and_vjp")
-    ):
-        if kind == "full" or t > 1:
-            shape = Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0, dtype)
-            yield AttentionCase(shape, pass_, frozenset({"cpu"}))
-
-
-def _odd(*_: int) -> Iterator[AttentionCase]:
-    for length, dim, kind, pass_ in itertools.product(LENGTHS, DIMS, ("full", "causal"), ("fwd", "bwd")):
-        shape = dataclasses.replace(square(length, dim, kind), length=length - 1)
-        yield AttentionCase(shape, pass_, frozenset({"odd"}))
-
-
-def _short(*_: int) -> Iterator[AttentionCase]:
-    for shape, pass_ in itertools.product(_SHORT, ("fwd", "value_and_vjp")):
-        yield AttentionCase(shape, pass_, frozenset({"short"}))
-
-
-def _invariance(*_: int) -> Iterator[AttentionCase]:
-    calls = [("causal", 4096, dim, 0) for dim in DIMS]
-    calls += [("full", 4096, 64, 0), ("full", 4096, 128, 1), ("bias", 2048, 128, 0)]
-    for kind, length, dim, queries in calls:
-        shape = Shape(2, 16, 16, length, dim, dim, kind, 0, queries)
-        yield AttentionCase(shape, "fwd", frozenset({"invariance"}))
-
-
-_SHORT = tuple(
-    Shape(b, n, k, s, d, d, kind, 0, t if t != s else 0)
-    for b, t, s, n, k, d, kind in (
-        *((256, 50, 50, 12, 12, 64, "full"), (1, 256, 256, 16, 16, 128, "full"), (32, 197, 197, 12, 12, 64, "full")),
-        *((47, 73, 73, 8, 8, 64, "causal"), (12, 22, 22, 32, 8, 128, "causal"), (5, 49, 49, 8, 8, 256, "full")),
-        *((32, 38, 2021, 4, 4, 64, "full"), (104, 6511, 76, 16, 2, 64, "full"), (10, 336, 336, 4, 4, 64, "causal")),
-        *((9, 1363, 1363, 16, 2, 128, "causal"), (19, 3405, 3405, 2, 2, 128, "causal")),
-        *(
-            (22, 2955, 2955, 4, 4, 64, "causal"),
-            (44, 525, 525, 4, 4, 80, "causal"),
-            (5, 1964, 1964, 32, 4, 256, "causal"),
-        ),
-    )
-)
-
-
-def _tags(shape: Shape, pass_: str) -> frozenset[str]:
-    tags = {"standard"}
-    if shape.kind in ("full", "causal"):
-        is_square = shape == square(shape.length, shape.head_dim, shape.kind)
-        dims = {"fwd": DIMS, "bwd": (64, 128)}.get(pass_, ())
-        if is_square and shape.length in (2048, 16384) and shape.head_dim in dims:
-            tags.add("core")
-        if pass_ in ("fwd", "bwd"):
-            tags.add("grid")
-            if is_square and shape.length in (512, 4096):
-                tags.add("rest")
-    return frozenset(tags)
-
-
-def _declared() -> list[AttentionCase]:
-    """Those that decide first."""
-    found = [AttentionCase(shape, pass_, _tags(shape, pass_)) for shape, pass_ in itertools.product(_shapes(), PASSES)]
-    return sorted(found, key=lambda case: "core" not in case.tags)
-
-
 TABLE = Table(
-    _declared, {"odd": _odd, "sample": sample, "short": _short, "cpu": _cpu, "invariance": _invariance}, parse
+    _declared,
+    {
+        "odd": _odd,
+        "sample": sample,
+        "short": lambda *_: _cases(_SHORT, ("fwd", "value_and_vjp"), "short"),
+        "cpu": _for_cpu,
+        "invariance": lambda *_: _cases(_INVARIANT, ("fwd",), "invariance"),
+    },
+    parse,
 )
-select = TABLE.select
-
-
-def all_cases() -> tuple[AttentionCase, ...]:
-    """Every case once, those that decide first."""
-    return TABLE.cases

@@ -1,11 +1,20 @@
-"""What is compared in JAX's own process, of rows and of attention: it builds programs, and times nothing."""
+"""What is compared in JAX's own process, of rows and of attention: it builds programs, and times nothing.
 
+`--tree=before=../before --impl=before,now,now:stages=1:scheduler=dynamic` adds attention's kernels as source trees have
+them: a tree as it is, this one, and this one with another config. What is timed of a tree is the kernel with XLA's
+share before and after it, and of a backward pass that from the residuals of a forward pass of the same tree.
+"""
+
+import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
 import math
+import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +27,6 @@ from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
 
-LOSSES = ("cross_entropy", "top_k")
 INVARIANT = "batch_invariant"
 ROWS = ("ours", INVARIANT, "xla", "xla_f32", "ladder")
 BASELINES = ("xla", "xla_f32")  # of rows, right by definition: what ours is compared with
@@ -26,19 +34,6 @@ ITERATIONS = 1000  # of a loop over one small call
 
 # The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
 _MGPU_BLOCK_KV = {64: 256, 128: 128, 256: 64}
-
-_OPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "ours": {
-        "softmax": jaxsoftmax.softmax,
-        "log_softmax": jaxsoftmax.log_softmax,
-        "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
-    },
-    "xla": {
-        "softmax": jax.nn.softmax,
-        "log_softmax": jax.nn.log_softmax,
-        "logsumexp": functools.partial(jax.scipy.special.logsumexp, axis=-1),
-    },
-}
 
 Operands = Mapping[str, jax.Array]
 
@@ -53,6 +48,9 @@ class Options:
     kernel: str | None = None
     config: Mapping[str, Any] | None = None
     trees: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_DEFAULT = Options()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,34 +70,28 @@ class NotInstalled(Exception):
     """An implementation is missing on this machine."""
 
 
-def names(case: RowCase | AttentionCase, name: str) -> tuple[str, ...]:
-    """The names of the programs in which a pass of an implementation is timed.
-
-    Without a difference of two programs, "direct" is a backward pass from the residuals of a forward pass; "loop" has
-    one small call many times.
-    """
-    if isinstance(case, RowCase):
-        return (case.pass_, "loop") if case.pass_ == "call" else (case.pass_,)
-    both = ("fwd", "value_and_vjp") if case.pass_ == "bwd" else (case.pass_,)
-    return (*both, "direct") if case.pass_ == "bwd" and name == "ours" else both
+def is_tree(impl: str, trees: Mapping[str, str]) -> bool:
+    return impl.partition(":")[0] in trees
 
 
 def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict[str, Program]:
-    """The programs of a pass of an implementation, by name; those of attention take the operands by name.
+    """The programs in which a pass of an implementation is timed; those of attention take the operands by name.
 
-    Raises:
-      Declined: the implementation does not take the case.
+    A backward pass of attention is the difference of two, or "direct", from the residuals of a forward pass; "loop" has
+    one small call many times. An implementation that does not take the case raises `Declined`.
     """
     if isinstance(case, RowCase):
-        program = build(case, name, kernel=options.kernel, config=options.config)
-        found = {case.pass_: program, "loop": Program(_loop(program.function))}
-    else:
-        found = _attention_programs(case, ATTENTION[name])
-    return {program: found[program] for program in names(case, name)}
+        program = build(case, name, options)
+        loop = lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: program.function(y), x)
+        return {case.pass_: program} | ({"loop": Program(loop)} if case.pass_ == "call" else {})
+    if is_tree(name, options.trees):
+        return _of_tree(case, name, options)
+    found = _of_attention(case, ATTENTION[name])
+    both = ("fwd", "value_and_vjp", *(["direct"] if name == "ours" else []))
+    return {program: found[program] for program in (both if case.pass_ == "bwd" else (case.pass_,))}
 
 
 def expand(impls: Sequence[str]) -> Iterator[str]:
-    """Replaces "ladder" by its kernels."""
     for impl in impls:
         yield from (f"{KERNEL}{name}" for name in dispatch.KERNELS) if impl == "ladder" else (impl,)
 
@@ -132,35 +124,29 @@ def _passes(
     return {"fwd": Program(forward, prepare), "value_and_vjp": Program(value_and_vjp, prepare), "direct": direct}
 
 
-def build(case: RowCase, name: str, *, kernel: str | None = None, config: Mapping[str, Any] | None = None) -> Program:
-    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME".
-
-    Raises:
-      Declined: the implementation does not take the case.
-    """
+def build(case: RowCase, name: str, options: Options = _DEFAULT) -> Program:
+    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME"."""
     if name == INVARIANT:
         program = build(case, "ours")
         return Program(invariant(program.function), program.prepare and invariant(program.prepare))
-    if name.startswith(KERNEL):
-        return _kernel(case, name.removeprefix(KERNEL), config)
-    if name == "ours" and kernel is not None:
-        return _kernel(case, kernel, config)
+    kernel = options.kernel if name == "ours" else name.partition(KERNEL)[2]
+    if kernel:
+        return _kernel(case, kernel, options.config)
     if name == "xla_f32" and case.op != "cross_entropy":
         raise Declined("only a loss is compared in float32 too")
-    if case.op in LOSSES:
+    if case.op in ("cross_entropy", "top_k"):
         program = Program(loss_of(case, name))
     else:
-        op = functools.partial(_OPS[name][case.op], **case.options)
-        program = _of_pass(case, lambda x: op(x))
+        op = lambda x: getattr(jaxsoftmax if name == "ours" else jax.nn, case.op)(x, **{"axis": -1, **case.options})
+        program = _of_pass(case, op)
         if name == "xla" and case.pass_ == "bwd":  # in its leanest form, from the saved output
-            program = Program(_XLA_BACKWARD[case.op], lambda x, t: (op(x), t))
+            program = Program(functools.partial(_xla_backward, case.op), lambda x, t: (op(x), t))
         if "axis" in case.options:
             return dataclasses.replace(program, prepare=lambda x: (x.T,))
     return dataclasses.replace(program, facts={**program.facts, **_explained(case)}) if name == "ours" else program
 
 
 def _of_pass(case: RowCase, op: Callable[[jax.Array], jax.Array]) -> Program:
-    """The case through a function and `jax.vjp`, as a user has it."""
     program = _passes(op, lambda x, t: (op, (x,), t))[{"bwd": "direct", "call": "fwd"}.get(case.pass_, case.pass_)]
     if case.pass_ in ("fwd", "call"):
         return program
@@ -169,43 +155,27 @@ def _of_pass(case: RowCase, op: Callable[[jax.Array], jax.Array]) -> Program:
     return dataclasses.replace(program, facts=facts)
 
 
-def _loop(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: function(y), x)
-
-
-def _softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
+def _xla_backward(op: str, y: jax.Array, t: jax.Array) -> jax.Array:
     y32, t32 = y.astype(jnp.float32), t.astype(jnp.float32)
-    return (y32 * (t32 - (y32 * t32).sum(-1, keepdims=True))).astype(t.dtype)
-
-
-def _log_softmax_backward(y: jax.Array, t: jax.Array) -> jax.Array:
-    y32, t32 = y.astype(jnp.float32), t.astype(jnp.float32)
+    if op == "softmax":
+        return (y32 * (t32 - (y32 * t32).sum(-1, keepdims=True))).astype(t.dtype)
     return (t32 - jnp.exp(y32) * t32.sum(-1, keepdims=True)).astype(t.dtype)
-
-
-_XLA_BACKWARD = {"softmax": _softmax_backward, "log_softmax": _log_softmax_backward}
 
 
 def _kernel(case: RowCase, kernel: str, config: Mapping[str, Any] | None) -> Program:
     """One kernel, straight through the dispatcher, without the primitive around it."""
     if jax.default_backend() != "gpu":
         raise Declined("kernels need a GPU")
-    if len(case.problems) != 1:
-        raise Declined("a kernel runs one problem; this case has two")
-    if case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
-        raise Declined("a kernel runs plain operations")
-    (problem,) = case.problems
-    device = hardware.present() or hardware.H200
-    decision = dispatch.decide(problem, device, kernel=kernel)
-    if decision.kernel is not None and config:
-        config = dataclasses.replace(decision.config, **config)
-        decision = dispatch.decide(problem, device, kernel=kernel, config=config)
+    if len(case.problems) != 1 or case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
+        raise Declined("a kernel runs one plain operation")
+    decide = functools.partial(dispatch.decide, *case.problems, hardware.current(), kernel=kernel)
+    decision = decide()
     if decision.kernel is None:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
+    decision = decide(config=dataclasses.replace(decision.config, **config)) if config else decision
     facts = {"kernel": decision.kernel, "config": repr(decision.config), "bytes_moved": decision.bytes_moved}
     if case.op == "cross_entropy":
-        labelled, taken = kernel_of_loss(case, decision)
-        return Program(labelled, taken, facts)
+        return Program(*kernel_of_loss(case, decision), facts)
 
     def run(*operands: jax.Array) -> jax.Array:
         out = decision.run(*operands)
@@ -217,21 +187,17 @@ def _kernel(case: RowCase, kernel: str, config: Mapping[str, Any] | None) -> Pro
 
 
 def _explained(case: RowCase) -> dict[str, Any]:
-    """The kernels that the public functions choose here."""
     if case.op == "top_k":
         return {}
     operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
-    calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}.get(case.pass_, (case.op,))
-    calls = calls if "value_and_grad" not in case.pass_ else ("cross_entropy_gradient",)
+    calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}
+    calls |= dict.fromkeys(("value_and_grad", "value_and_grad_mean"), ("cross_entropy_gradient",))
     weights: dict[str, Any] = {"weights": 1 / case.rows} if case.pass_ == "value_and_grad" else {}
-    chosen = [jaxsoftmax.explain(operand, op=op, **case.options, **weights) for op in calls]
+    chosen = [jaxsoftmax.explain(operand, op=op, **case.options, **weights) for op in calls.get(case.pass_, (case.op,))]
     if not all(call.here and call.kernel for call in chosen):
         return {"kernel": "reference (XLA)"}
-    return {
-        "kernel": " + ".join(str(call.kernel) for call in chosen),
-        "config": " + ".join(repr(call.config) for call in chosen),
-        "bytes_moved": sum(call.bytes_moved or 0 for call in chosen),
-    }
+    names = {field: " + ".join(str(getattr(call, field)) for call in chosen) for field in ("kernel", "config")}
+    return names | {"bytes_moved": sum(call.bytes_moved or 0 for call in chosen)}
 
 
 def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
@@ -244,7 +210,7 @@ def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
         return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
     if case.op == "top_k":
         return lambda x: tuple(jax.lax.top_k(jax.nn.softmax(x, -1), **case.options))
-    formula = jaxsoftmax.softmax_cross_entropy_with_integer_labels if name == "ours" else _optax
+    formula = jaxsoftmax.softmax_cross_entropy_with_integer_labels if name == "ours" else xla_loss
     loss = functools.partial(formula, **case.options)
     if case.pass_ == "value_and_grad" and name == "ours":
         return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())
@@ -254,7 +220,7 @@ def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
     return jax.value_and_grad(lambda x, y: loss(widened(x), y).mean())
 
 
-def _optax(
+def xla_loss(
     x: jax.Array,
     y: jax.Array,
     *,
@@ -289,22 +255,18 @@ def kernel_of_loss(case: RowCase, decision: dispatch.Decision) -> tuple[Callable
     return run, (lambda x, y: (x, y, *weights)) if weights else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Impl:
-    """`call(shape, operands)` is attention's output; `prepare` brings operands to its form, outside of what is timed.
-
-    `check` says why a shape or pass is not for it.
-    """
+class Impl(NamedTuple):
+    """`call` makes attention's output, `prepare`, untimed, its operands; `takes` says whether a call is for it."""
 
     call: Callable[[Shape, Operands], jax.Array]
     prepare: Callable[[Shape, Operands], Operands] | None = None
-    check: Callable[[Shape, str], None] = lambda shape, pass_: None
-    note: str = ""
+    takes: Callable[[Shape, str], bool] = lambda shape, pass_: True
 
 
-def _attention_programs(case: AttentionCase, impl: Impl) -> dict[str, Program]:
-    shape = case.shape
-    impl.check(shape, case.pass_)
+def _of_attention(case: AttentionCase, impl: Impl) -> dict[str, Program]:
+    shape, prepare = case.shape, impl.prepare
+    if not impl.takes(shape, case.pass_):
+        raise Declined("it takes no such shape or pass")
 
     def call(operands: Operands) -> jax.Array:
         try:
@@ -316,7 +278,6 @@ def _attention_programs(case: AttentionCase, impl: Impl) -> dict[str, Program]:
         attend = lambda query, key, value: call({**operands, "query": query, "key": key, "value": value})
         return attend, [operands[name] for name in ("query", "key", "value")], operands["d_out"]
 
-    prepare = impl.prepare
     return _passes(
         lambda operands: (call(operands),), split, prepare and (lambda operands: (prepare(shape, operands),))
     )
@@ -332,17 +293,11 @@ def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
     return jaxsoftmax.flash_attention(**_common(shape, operands), query_segment_ids=operands.get("segments"))
 
 
-def _attend_cudnn(shape: Shape, operands: Operands) -> jax.Array:
-    arguments = _common(shape, operands)
-    padding = shape.head_dim - shape.value_dim
-    arguments["value"] = jnp.pad(arguments["value"], ((0, 0), (0, 0), (0, 0), (0, padding)))
-    return jax.nn.dot_product_attention(**arguments, implementation="cudnn")[..., : shape.value_dim]
-
-
-def _attend_xla(shape: Shape, operands: Operands) -> jax.Array:
-    if shape.value_dim != shape.head_dim:
-        raise Declined("jax.nn: key and value differ in their head dimensions")
-    return jax.nn.dot_product_attention(**_common(shape, operands), implementation="xla")
+def _attend_jax(implementation: Any, shape: Shape, operands: Operands) -> jax.Array:
+    """`jax.nn`'s attention, the values padded to the keys' head dimension."""
+    padding = ((0, 0), (0, 0), (0, 0), (0, shape.head_dim - shape.value_dim))
+    arguments: dict[str, Any] = _common(shape, operands) | {"value": jnp.pad(operands["value"], padding)}
+    return jax.nn.dot_product_attention(**arguments, implementation=implementation)[..., : shape.value_dim]
 
 
 def _segments_as_mask(shape: Shape, operands: Operands) -> Operands:
@@ -350,8 +305,7 @@ def _segments_as_mask(shape: Shape, operands: Operands) -> Operands:
     if "segments" not in operands:
         return operands
     ids = operands["segments"]
-    rest = {name: x for name, x in operands.items() if name != "segments"}
-    return rest | {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+    return {**operands, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
 
 
 def _attend_tokamax(shape: Shape, operands: Operands) -> jax.Array:
@@ -373,15 +327,9 @@ def _mgpu_operands(shape: Shape, operands: Operands) -> Operands:
     return made | {"query": scaled.astype(jnp.float16)}
 
 
-def _mgpu_takes(shape: Shape, pass_: str) -> None:
-    if pass_ != "fwd":
-        raise Declined("no causal backward; only its forward is measured")
-    if (
-        shape.kind not in ("full", "causal")
-        or shape.value_dim != shape.head_dim
-        or shape.head_dim not in _MGPU_BLOCK_KV
-    ):
-        raise Declined("only full and causal attention with equal head dimensions")
+def _mgpu_takes(shape: Shape, pass_: str) -> bool:
+    dims = shape.value_dim == shape.head_dim and shape.head_dim in _MGPU_BLOCK_KV
+    return pass_ == "fwd" and shape.kind in ("full", "causal") and dims
 
 
 def _import(name: str) -> Any:
@@ -394,10 +342,75 @@ def _import(name: str) -> Any:
 ATTENTION = {
     "ours": Impl(_attend_ours),
     INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
-    "cudnn": Impl(
-        _attend_cudnn, _segments_as_mask, note="documents as a mask tensor; values padded to the keys' head dimension"
-    ),
-    "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes, "float16; the scale multiplied into the query beforehand"),
-    "tokamax": Impl(_attend_tokamax, _segments_as_mask, note="heuristic configs; documents as a mask tensor"),
-    "xla": Impl(_attend_xla, _segments_as_mask, note="scores in memory"),
+    "cudnn": Impl(functools.partial(_attend_jax, "cudnn"), _segments_as_mask),
+    "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes),
+    "tokamax": Impl(_attend_tokamax, _segments_as_mask),
+    "xla": Impl(functools.partial(_attend_jax, "xla"), _segments_as_mask, lambda x, _: x.value_dim == x.head_dim),
 }
+
+
+def _of_tree(case: AttentionCase, impl: str, options: Options) -> dict[str, Program]:
+    """The program of a tree's kernel, by the pass's name for it."""
+    shape, is_backward = case.shape, case.pass_ == "bwd"
+    if case.pass_ == "value_and_vjp":
+        raise Declined("a tree is measured forward or backward, not both at once")
+    tree, *replaced = impl.split(":")
+    with imported(options.trees[tree]) as load:
+        kernel = _decided(load, shape, is_backward, dict(map(_field, replaced)))
+        forward = _decided(load, shape, False, {}) if is_backward else kernel
+    if not is_backward:
+        return {"fwd": Program(lambda *arrays: kernel(*arrays)[:1], lambda operands: _arrays(operands))}
+
+    def residuals(operands: Operands) -> tuple[jax.Array, ...]:
+        arrays = _arrays(operands)
+        out, lse = forward(*arrays)
+        return (*arrays, out, lse, operands["d_out"], jnp.zeros_like(lse))
+
+    return {"direct": Program(lambda *arrays: kernel(*arrays)[:3], residuals)}
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    with contextlib.suppress(ValueError):
+        return name, ast.literal_eval(value)
+    return name, value
+
+
+@contextlib.contextmanager
+def imported(tree: str) -> Iterator[Callable[[str], Any]]:
+    """A function that imports modules of the tree's `pallas_kernels`, and of no other tree's."""
+    loaded = lambda: [name for name in sys.modules if name.split(".")[0] == "pallas_kernels"]
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    sys.path.insert(0, str(pathlib.Path(tree).resolve()))
+    try:
+        yield lambda name: importlib.import_module(f"pallas_kernels.{name}")
+    finally:
+        sys.path.pop(0)
+        for name in loaded():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: Mapping[str, Any]) -> Callable[..., Any]:
+    """The kernel that a tree decides for, with other fields of its config."""
+    problems, dispatch, hardware = map(load, ("attention.problem", "attention.dispatch", "hardware"))
+    lengths = shape.query_length, shape.length
+    mask = {"mask": (shape.batch, 1, *lengths)}
+    bias = {"bias": (1, shape.heads, *lengths), "bias_dtype": jnp.dtype(shape.dtype), "bias_gradient": backward}
+    own = {"window": {"window": (shape.span - 1, None)}, "documents": {"segments": True}, "bias": bias}
+    facts = (own | {"mask": mask, "causal_mask": mask}).get(shape.kind, {})
+    facts = {"causal_offset": 0, **facts} if shape.is_causal else facts
+    sizes = shape.batch, shape.heads, shape.key_heads, *lengths, shape.head_dim, shape.value_dim
+    op = problems.Op.BACKWARD if backward else problems.Op.FORWARD
+    problem = problems.Attention(op, *sizes, jnp.dtype(shape.dtype), shape.head_dim**-0.5, **facts)
+    decision = dispatch.decide(problem, hardware.current())
+    if decision.kernel is None:
+        raise Declined(f"no kernel takes it: {dict(decision.declined)}")
+    return dataclasses.replace(decision, config=dataclasses.replace(decision.config, **fields)).run
+
+
+def _arrays(operands: Operands) -> tuple[jax.Array, ...]:
+    extras = [operands["bias"]] if "bias" in operands else []
+    extras += [operands["mask"].astype(jnp.int8)] if "mask" in operands else []
+    segments = [operands["segments"]] * 2 if "segments" in operands else []
+    return (operands["query"], operands["key"], operands["value"], *extras, *segments)

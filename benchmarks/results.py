@@ -7,21 +7,24 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import math
 import pathlib
 import platform
 import re
+import runpy
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 Record = Mapping[str, Any]
 
-FOLDER = pathlib.Path(__file__).parent / "results"
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "results"
 CARD = "h200"  # the folder of the card that every table but attention's is about
 KERNEL = "kernel:"  # before the name of a kernel that is measured without the choice
 ROW_LIBRARIES = ("torch", "torch_compile", "quack", "liger")
@@ -33,6 +36,7 @@ NAMES = {1: ("out",), 3: ("d_query", "d_key", "d_value"), 4: ("out", "d_query", 
 ROW_WEIGHT = 1 / 16  # of the worst row of a head: a row that is missing or another's errs by a third at least
 SLACK = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-4}  # half of epsilon in 16 bits
 
+_ORACLE_OPTIONS = {"label_smoothing": "smoothing", "logits_soft_cap": "soft_cap", "ignore_index": "ignored"}
 _FLOAT32_ULPS = {"float16": 2**13, "bfloat16": 2**16, "float32": 1}  # one unit in the last place, in float32's
 _CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,temperature.gpu"
 _PACKAGES = (
@@ -40,19 +44,10 @@ _PACKAGES = (
     *("tokamax", "quack-kernels", "liger-kernel"),
 )
 
-
-def _load(name: str) -> types.ModuleType:
-    path = pathlib.Path(__file__).parents[1] / "tests" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmarks.tests_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # They are the tests' and need NumPy alone; `tests` is no package, so that they are loaded by path.
-oracle, errors = _load("oracle"), _load("errors")
+oracle, errors = (
+    types.SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / f"{name}.py"))) for name in ("oracle", "errors")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +69,17 @@ class Verdict:
     def right(self) -> bool:
         return self.error <= self.allowed and self.every_row <= 1.0  # false for NaN
 
-    def describe(self) -> str:
-        if self.output:
-            return f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e} in {self.place}"
-        return f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; every row: {self.every_row:.3g} of the bound"
-
     def entry(self) -> dict[str, Any]:
         """What a result file says of an implementation with this verdict; it is timed if "ok"."""
-        status = {"status": "ok"} if self.right else {"status": "WRONG", "reason": self.describe()}
-        if not self.output:
-            return status | {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
-        error = self.error if math.isfinite(self.error) else None
-        errors = {"error": error, "plain_error": self.xla_error, "allowed_error": self.allowed}
-        return status | {"output": self.output} | errors
+        if self.output:
+            error = self.error if math.isfinite(self.error) else None
+            facts = {"error": error, "plain_error": self.xla_error, "allowed_error": self.allowed}
+            facts["output"] = self.output
+            reason = f"{self.output}: relative error {self.error:.2e}, allowed {self.allowed:.2e} in {self.place}"
+        else:
+            facts = {"max_error_ulp": round(self.error, 4), "allowed_error_ulp": round(self.allowed, 4)}
+            reason = f"error {self.error:.3g} ulp, allowed {self.allowed:.3g}; rows: {self.every_row:.3g} of the bound"
+        return {"status": "ok"} | facts if self.right else {"status": "WRONG", "reason": reason} | facts
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -105,10 +98,30 @@ def worst_head(errors: Mapping[str, Sequence[Sequence[Sequence[float]]]], dtype:
     )
 
 
-def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median, extremes and percentiles of microseconds."""
-    import numpy as np
+def row_truths(case: Record, x: np.ndarray, *rest: np.ndarray) -> list[tuple[Any, Any]]:
+    """(The true value in float64, the size of the terms it is a difference of) of each output that has rows.
 
+    `x` and `rest` are some rows of a case's operands.
+    """
+    op, pass_ = case["op"], case["pass"]
+    if op == "top_k":
+        best = np.argsort(-x.astype(np.float32), axis=-1, kind="stable")[:, : case["options"]["k"]]
+        return [(np.take_along_axis(oracle.softmax(x), best, -1), None), (best, None)]
+    if op == "cross_entropy":
+        options: dict[str, Any] = {_ORACLE_OPTIONS.get(x) or x: value for x, value in case["options"].items()}
+        true = oracle.cross_entropy(x, *rest, weights=1.0 if pass_ == "fwd" else 1 / case["rows"], **options)
+        if pass_ != "fwd":
+            return [(true.gradient, true.gradient_terms)]
+        # The label's logit is taken from the logsumexp; a capped one errs by as much as the cap would.
+        return [(true.loss, true.loss_terms + np.abs(true.lse) + options.get("soft_cap", 0.0))]
+    found = [(getattr(oracle, op)(x, -1), oracle.log_softmax_terms(x, -1) if op == "log_softmax" else None)]
+    if rest:
+        name, at = ("softmax_tangent", oracle.softmax(x)) if op == "softmax" else ("log_softmax_cotangent", x)
+        found.append((getattr(oracle, name)(at, *rest), getattr(oracle, f"{name}_terms")(at, *rest)))
+    return found[-1:] if pass_ == "bwd" else found
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
     low, p20, p50, p80, high = np.percentile(samples, (0, 20, 50, 80, 100)).round(3).tolist()
     return {"us": p50, "min_us": low, "max_us": high, "p20_us": p20, "p80_us": p80}
 
@@ -136,108 +149,69 @@ def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) 
     return found | {"programs": programs}
 
 
-@dataclasses.dataclass(frozen=True)
 class Run:
-    """A result file of attention that has times of "ours"; `repeat` counts the runs before it with the same setting."""
+    """A result file; of a case, "run" says on which day it was measured, of which commit, and with what.
 
-    header: Mapping[str, Any]
-    records: Mapping[str, Record]
-    repeat: int = 0
+    `repeat` counts the runs of attention before it with the same setting.
+    """
 
-    @property
-    def card(self) -> str:
-        """The card in a word: "H100"."""
-        return self.header["device"]["name"].removeprefix("NVIDIA ").split()[0]
-
-    @property
-    def jax(self) -> str:
-        return self.header["versions"]["jax"]
-
-    @property
-    def seed(self) -> int:
-        return self.header.get("seed", 0)
-
-    @property
-    def day(self) -> str:
-        return self.header["timestamp"][:10]
-
-    @property
-    def commit(self) -> str:
-        return str(self.header["commit"])[:12]
+    def __init__(self, header: Mapping[str, Any], records: Iterable[Record]):
+        self.header, self.repeat = header, 0
+        self.card = header["device"]["name"].removeprefix("NVIDIA ").split(" ")[0]  # in a word: "H100"
+        self.jax, self.seed = header["versions"].get("jax"), header.get("seed", 0)
+        self.day, self.commit = header["timestamp"][:10], str(header["commit"])[:12]
+        facts = {name: header[name] for name in ("commit", "device", "versions")}
+        facts["when"] = f"{self.day} {self.commit}"
+        self.records = {r["case"]["name"]: {**r, "run": facts} for r in records}
 
     @property
     def label(self) -> str:
         return f"{self.card}, JAX {self.jax}" + (", again" * self.repeat)
 
 
+def _runs(folder: pathlib.Path, card: str, topic: str | None) -> list[Run]:
+    files = map(read, sorted(folder.glob(f"{card}/*.json")))
+    runs = [Run(**file) for file in files if file["header"].get("topic") == topic]
+    return sorted(runs, key=lambda run: run.header["timestamp"], reverse=True)
+
+
 def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> list[Run]:
-    """Every run of a topic, by card, the newest JAX first, and runs with the same JAX and seed in the order of time."""
+    """Every run of "ours", by card, the newest JAX first, and runs with the same JAX and seed in the order of time."""
     found: dict[tuple[str, tuple[int, ...], int], list[Run]] = {}
-    for file in reversed(_newest_first(folder, "*", topic)):
-        run = Run(file["header"], {r["case"]["name"]: r for r in file["records"] if "ours" in r["impls"]})
+    for run in reversed(_runs(folder, "*", topic)):
+        run.records = {name: record for name, record in run.records.items() if "ours" in record["impls"]}
         same = found.setdefault((run.card, tuple(map(int, re.findall(r"\d+", run.jax))), -run.seed), [])
-        same += [dataclasses.replace(run, repeat=len(same))] if run.records else []
+        run.repeat = len(same)
+        same += [run] if run.records else []
     return [run for setting in sorted(found, reverse=True) for run in found[setting]]
 
 
 class Results:
-    """What the result files of one topic on `CARD` say, newest first by each file's own timestamp."""
+    """What the result files of one topic on `CARD` say."""
 
     def __init__(self, folder: pathlib.Path = FOLDER, topic: str | None = None):
-        self.folder = folder
-        self._files = _newest_first(folder, CARD, topic)
-
-    def __bool__(self) -> bool:
-        return bool(self._files)
-
-    def about(self, topic: str) -> "Results":
-        """What the same folder says of another topic, on the same card."""
-        return Results(self.folder, topic)
+        self.folder, self.runs = folder, _runs(folder, CARD, topic)
 
     def case(self, name: str) -> dict[str, Any] | None:
         """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's libraries beside it.
 
         Those may come from another run, as they are compared by shares of each process's own copy.
         """
-        ours = list(_with(self._files, name, lambda impl: impl == "ours"))
-        found = next((record for record in ours if "xla" in record["impls"]), ours[0] if ours else None)
-        if found is None:
+        known = [run.records[name] for run in self.runs if name in run.records]
+        ours = [record for record in known if "ours" in record["impls"]]
+        if not ours:
             return None
-        beside = next(_with(self._files, name, lambda impl: impl in ROW_LIBRARIES), {"impls": {}})
-        libraries = {impl: entry for impl, entry in beside["impls"].items() if impl in ROW_LIBRARIES}
-        return found | {"impls": found["impls"] | libraries}
+        found = next((record for record in ours if "xla" in record["impls"]), ours[0])
+        of_torch = lambda record: {name: x for name, x in record["impls"].items() if name in ROW_LIBRARIES}
+        return found | {"impls": found["impls"] | next(filter(None, map(of_torch, known)), {})}
 
     def kernels(self, name: str) -> dict[str, Any] | None:
-        """The newest run of single kernels on a case."""
-        return next(_with(self._files, name, lambda impl: impl.startswith(KERNEL)), None)
-
-    def headers(self) -> list[Mapping[str, Any]]:
-        return [file["header"] for file in self._files]
+        known = (run.records[name] for run in self.runs if name in run.records)
+        return next((r for r in known if any(impl.startswith(KERNEL) for impl in r["impls"])), None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Every case with "ours", once, in the order of the files."""
-        names = dict.fromkeys(r["case"]["name"] for file in self._files for r in file["records"])
+        names = dict.fromkeys(name for run in self.runs for name in run.records)
         return [record for record in map(self.case, names) if record is not None]
-
-
-def _newest_first(folder: pathlib.Path, card: str, topic: str | None) -> list[dict[str, Any]]:
-    files = (read(path) for path in sorted(folder.glob(f"{card}/*.json")))
-    files = (file for file in files if file["header"].get("topic") == topic)
-    files = ({**file, "records": [r | {"run": _run(file["header"])} for r in file["records"]]} for file in files)
-    return sorted(files, key=lambda file: file["header"]["timestamp"], reverse=True)
-
-
-def _with(files: list[dict[str, Any]], name: str, wanted: Any) -> Iterator[dict[str, Any]]:
-    for file in files:
-        for record in file.get("records", ()):
-            if record["case"]["name"] == name and any(map(wanted, record["impls"])):
-                yield record
-
-
-def _run(header: Mapping[str, Any]) -> dict[str, Any]:
-    """On which day a record was measured, of which commit, and with what."""
-    when = f"{header['timestamp'][:10]} {str(header['commit'])[:12]}"
-    return {"when": when, "commit": header["commit"], "device": header["device"], "versions": header["versions"]}
 
 
 def ratio(record: Record, peer: str) -> float | None:
@@ -291,22 +265,22 @@ def write(path: pathlib.Path, header: Mapping[str, Any], records: Iterable[Recor
 
 def read(path: pathlib.Path) -> dict[str, Any]:
     """A result file as `{"header": ..., "records": [...]}`; older files have another word for kernels."""
-    file = json.loads(path.read_text())
-    for record in file.get("records", ()):
-        if "impls" in record:
-            record["impls"] = {re.sub("^rung:", KERNEL, name): entry for name, entry in record["impls"].items()}
-    return file
+    return json.loads(path.read_text().replace('"rung:', f'"{KERNEL}'))
 
 
 def header(*, commit: str | None, seed: int, rounds: int) -> dict[str, Any]:
-    """Device, driver, versions, commit, seed, clocks and time of a run."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "schema": 1,
         "timestamp": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or _git_commit(),
+        "commit": commit
+        or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
         "device": _nvidia_smi("name,driver_version,memory.total") or {"name": f"CPU ({platform.machine()})"},
         "clocks_before": clocks(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
         "inputs": "standard normal",
         "seed": seed,
         "rounds": rounds,
@@ -315,16 +289,12 @@ def header(*, commit: str | None, seed: int, rounds: int) -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str]:
-    """What nvidia-smi says of the clocks now; empty without it."""
     return _nvidia_smi(_CLOCKS)
 
 
 def loaded(library: str) -> str | None:
     """The file of a shared library that this process has loaded, by the beginning of its name."""
-    try:
-        lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     paths = (line.split(maxsplit=5)[5] for line in lines if "/" in line)
     return next((path for path in paths if pathlib.Path(path).name.startswith(library)), None)
 
@@ -334,21 +304,8 @@ def _nvidia_smi(query: str) -> dict[str, str]:
     return {} if line is None else dict(zip(query.split(","), map(str.strip, line.split(",")), strict=False))
 
 
-def _git_commit() -> str | None:
-    root = str(pathlib.Path(__file__).parents[1])
-    return _output("git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-
-
 def _output(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found

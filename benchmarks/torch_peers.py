@@ -6,10 +6,11 @@ launches to a pair of events (short ones as a CUDA graph, so that the host's pac
 as on JAX's side. This process measures its own copy or matrix product, so that shares of it compare across processes.
 Of a loss, "value_and_grad" is what a library does in the fewest passes, so quack's kernel that writes the gradient of
 the sum; "value_and_grad_mean" is the mean loss and its gradient by autograd. torch.compile is given static shapes,
-afresh for each case. Attention is judged as `benchmarks.check` judges, and timed as on JAX's side.
+afresh for each case. Attention is judged as `benchmarks.protocol` judges, and timed as on JAX's side.
 """
 
 import collections
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -26,11 +27,13 @@ from benchmarks import results as measured
 _LAUNCHES = 10
 _LIGER = "liger_kernel.transformers.functional"
 _LIGER_OPTIONS = {"label_smoothing": "label_smoothing", "z_loss": "lse_square_scale", "logits_soft_cap": "softcap"}
+_SOFTMAX = {"quack": ("quack.softmax", "softmax"), "liger": (_LIGER, "liger_softmax")}
 _GRAPHED_BYTES = 1 << 28
 _MATMUL_SIZE = 8192
+_SIZES = ("batch", "queries", "length", "heads", "key_heads", "head_dim", "value_dim")
 
 Case = dict[str, Any]
-Attend = Callable[[Any, Any, Any], Any]
+Launch = Callable[[int], Any]  # on the k-th set of operands
 
 
 def serve(measure: Callable[..., dict[str, Any]], names: Sequence[str], rounds: int) -> None:
@@ -39,15 +42,13 @@ def serve(measure: Callable[..., dict[str, Any]], names: Sequence[str], rounds: 
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what is written below Python, too
     try:
         torch = importlib.import_module("torch")
+        missing = "" if torch.cuda.is_available() else "a GPU for torch"
     except ImportError:
-        torch = None
+        torch, missing = None, "torch"
     for text in sys.stdin:
         case = json.loads(text)
-        if torch is None or not torch.cuda.is_available():
-            reason = "torch" if torch is None else "a GPU for torch"
-            answer = {"impls": {name: {"status": "not installed", "reason": reason} for name in names}}
-        else:
-            answer = measure(torch, case, names, rounds)
+        nothing = {"impls": {name: {"status": "not installed", "reason": missing} for name in names}}
+        answer = nothing if missing else measure(torch, case, names, rounds)
         print(json.dumps({"name": case["name"], **answer}), file=answers, flush=True)
 
 
@@ -60,7 +61,7 @@ def measure(torch: Any, case: Case, names: Sequence[str], rounds: int) -> dict[s
         impls[name], programs = _checked(call, name)
         launches |= {f"{name}:{program}": launch for program, launch in programs.items()}
     launches[call.ceiling] = call.probe()
-    bursts = {name: burst(torch, launch, call, graphed=call.graphed(name)) for name, launch in launches.items()}
+    bursts = {name: burst(torch, launch, call.buffers, graphed=call.graphed(name)) for name, launch in launches.items()}
     times = {
         name: measured.summary(samples) | {"rounds": rounds, "rounds_us": [round(us, 3) for us in samples]}
         for name, samples in interleaved(torch, bursts, rounds).items()
@@ -78,25 +79,25 @@ def measure(torch: Any, case: Case, names: Sequence[str], rounds: int) -> dict[s
     return {call.ceiling: probe, "impls": impls}
 
 
-def _checked(call: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _checked(call: Any, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
     """What is known of a peer before it is timed, and what to time if it is right."""
     try:
         entry, programs = call.checked(name)
+    except ImportError as error:
+        return {"status": "not installed", "reason": str(error)}, {}
     except Exception as error:  # peers refuse shapes in their own ways; the reason is part of the result
-        if isinstance(error, ImportError):
-            return {"status": "not installed", "reason": str(error)}, {}
         status = "declined" if isinstance(error, call.refusals) else "failed"
         return {"status": status, "reason": f"{type(error).__name__}: {error}"[:300]}, {}
     return {"process": "torch"} | entry, programs if entry["status"] == "ok" else {}
 
 
-def burst(torch: Any, launch: Callable[[int], Any], call: Any, *, graphed: bool) -> Callable[[], None]:
+def burst(torch: Any, launch: Launch, buffers: int, *, graphed: bool = False) -> Callable[[], None]:
     """`_LAUNCHES` launches, outputs kept alive as long as inputs rotate; `graphed` as a CUDA graph where possible."""
 
     def launches() -> None:
-        alive = collections.deque(maxlen=call.buffers)
+        alive = collections.deque(maxlen=buffers)
         for k in range(_LAUNCHES):
-            alive.append(launch(k % call.buffers))
+            alive.append(launch(k % buffers))
 
     if not graphed:
         return launches
@@ -107,25 +108,30 @@ def burst(torch: Any, launch: Callable[[int], Any], call: Any, *, graphed: bool)
         with torch.cuda.graph(graph):
             launches()
     except RuntimeError as error:
-        print(f"{call.case['name']}: launched one by one, no CUDA graph: {error}", file=sys.stderr)
+        print(f"launched one by one, no CUDA graph: {error}", file=sys.stderr)
         return launches
     return graph.replay
 
 
 def interleaved(torch: Any, bursts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds per launch, one number for each round."""
-    times = {name: [] for name in bursts}
-    names = list(bursts)
-    for r in range(-1, rounds):
+    """Microseconds per launch, one number for each round; the first round is not counted."""
+    times, names = {name: [] for name in bursts}, list(bursts)
+    for r in range(rounds + 1):
         for name in names[r % len(names) :] + names[: r % len(names)]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             bursts[name]()
             end.record()
             torch.cuda.synchronize()
-            if r >= 0:
-                times[name].append(1e3 * start.elapsed_time(end) / _LAUNCHES)
-    return times
+            times[name].append(1e3 * start.elapsed_time(end) / _LAUNCHES)
+    return {name: us[1:] for name, us in times.items()}
+
+
+def copying(torch: Any, moved_bytes: int, buffers: int) -> Launch:
+    elements = max(1, moved_bytes // 8)
+    sources = [torch.empty(elements, dtype=torch.int32, device="cuda").random_() for _ in range(buffers)]
+    targets = [torch.empty_like(source) for source in sources]
+    return lambda k: targets[k].copy_(sources[k])
 
 
 class RowCall:
@@ -135,22 +141,16 @@ class RowCall:
 
     def __init__(self, torch: Any, case: Case):
         self.torch, self.case, self.buffers = torch, case, case["buffers"]
-        self.operands = _row_operands(torch, case)
+        self.operands = [_row_operands(torch, case) for _ in range(self.buffers)]
 
-    def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Callable[[int], Any]]]:
-        """What is known of a peer, and what to time."""
+    def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
         function, prepare = _peer(self.torch, name, self.case)
         prepared = [prepare(*operands) for operands in self.operands]
         error = _row_error(self.torch, self.case, self.operands[0], function(*prepared[0]))
         return {"status": "ok", "max_error_ulp": error}, {"": lambda k: function(*prepared[k])}
 
-    def probe(self) -> Callable[[int], Any]:
-        """The copy of the same bytes."""
-        elements = max(1, self.case["copied_bytes"] // 8)
-        facts = {"dtype": self.torch.int32, "device": "cuda"}
-        sources = [self.torch.empty(elements, **facts).random_() for _ in range(self.buffers)]
-        targets = [self.torch.empty_like(source) for source in sources]
-        return lambda k: targets[k].copy_(sources[k])
+    def probe(self) -> Launch:
+        return copying(self.torch, self.case["copied_bytes"], self.buffers)
 
     def graphed(self, name: str) -> bool:
         return self.case["least_bytes"] <= _GRAPHED_BYTES
@@ -159,7 +159,6 @@ class RowCall:
         return {"method": "torch", "tb_per_s": self.case["copied_bytes"] / probe["us"] / 1e6, **probe}
 
     def speeds(self, times: Mapping[str, dict[str, Any]], probe: Mapping[str, Any]) -> dict[str, Any]:
-        """The time, the bandwidth of the least traffic, and its share of the copy's."""
         (taken,) = times.values()
         speed = round(self.case["least_bytes"] / taken["us"] / 1e6, 4)
         return taken | {"tb_per_s": speed, "fraction_of_copy": round(speed / probe["tb_per_s"], 4)}
@@ -173,20 +172,20 @@ class AttentionCall:
 
     def __init__(self, torch: Any, case: Case):
         self.torch, self.case = torch, case | {"queries": case["queries"] or case["length"]}
-        self.operands = _attention_operands(torch, self.case)
-        self.truths = _truths(torch, self.case, self.operands)
+        b, t, s, n, k, d, v = (self.case[name] for name in _SIZES)
+        shapes = (b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)  # of query, key, value and the cotangent
+        kind = {"device": "cuda", "dtype": getattr(torch, case["dtype"])}
+        self.operands = [torch.randn(shape, **kind) for shape in shapes]
 
-    def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Callable[[int], Any]]]:
-        """What is known of flash-attn-4, and what to time if it is right."""
+    def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
         attend, version = _fa4(self.torch, self.case)
+        truths = _truths(self.torch, self.case, self.operands)
         programs = _programs(self.torch, attend, self.operands, self.case["pass"])
-        verdicts = [_judge(self.torch, self.case, program(), self.truths) for program in programs.values()]
+        verdicts = [_judge(self.torch, self.case, program(), truths) for program in programs.values()]
         launches = {name: lambda _, program=program: program() for name, program in programs.items()}
         return measured.worst(verdicts).entry() | {"version": version}, launches
 
-    def probe(self) -> Callable[[int], Any]:
-        """A large matrix product."""
-        self.truths.clear()
+    def probe(self) -> Launch:
         shape, kind = (_MATMUL_SIZE, _MATMUL_SIZE), {"device": "cuda", "dtype": self.torch.bfloat16}
         a, b = (self.torch.randn(shape, **kind) for _ in range(2))
         return lambda _: self.torch.matmul(a, b)
@@ -201,34 +200,28 @@ class AttentionCall:
         return measured.speeds(self.case["pass"], times, self.case["flops"])
 
 
-def _row_operands(torch: Any, case: Case) -> list[tuple[Any, ...]]:
-    """Logits, and random labels or a cotangent."""
+def _row_operands(torch: Any, case: Case) -> tuple[Any, ...]:
+    """Logits, and random labels or a cotangent; with an `ignore_index`, every second row has that as its label."""
     shape, kind = (case["rows"], case["cols"]), {"device": "cuda", "dtype": getattr(torch, case["dtype"])}
-    second = lambda: _labels(torch, case) if case["op"] == "cross_entropy" else torch.randn(shape, **kind)
-    alone = case["op"] != "cross_entropy" and case["pass"] in ("fwd", "call")
-    return [(torch.randn(shape, **kind), *([] if alone else [second()])) for _ in range(case["buffers"])]
-
-
-def _labels(torch: Any, case: Case) -> Any:
-    """Random labels; with an `ignore_index`, every second row has that."""
+    x = torch.randn(shape, **kind)
+    if case["op"] != "cross_entropy":
+        return (x,) if case["pass"] in ("fwd", "call") else (x, torch.randn(shape, **kind))
     y = torch.randint(0, case["cols"], (case["rows"],), device="cuda")
     if "ignore_index" in case["options"]:
         y[::2] = case["options"]["ignore_index"]
-    return y
+    return x, y
 
 
 def _peer(torch: Any, name: str, case: Case) -> tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]:
     """What to time, and how its arguments come from a case's operands: copies of logits that Liger writes over."""
-    if case["op"] == "top_k":
-        if name not in ("torch", "torch_compile"):
-            raise NotImplementedError(f"{name} has no top-k softmax of such rows")
-        select = lambda x: torch.topk(torch.softmax(x, -1), case["options"]["k"])
-        return _compiled(torch, name, select), lambda x: (x,)
-    if case["op"] == "cross_entropy":
+    op, pass_ = case["op"], case["pass"]
+    if op == "top_k":
+        return _torch(torch, name, lambda x: torch.topk(torch.softmax(x, -1), case["options"]["k"])), lambda x: (x,)
+    if op == "cross_entropy":
         loss = _loss(torch, name, case)
-        if name == "quack" and case["pass"] == "value_and_grad":
+        if name == "quack" and pass_ == "value_and_grad":
             return loss, lambda x, y: (x, y)
-        if case["pass"] == "fwd":
+        if pass_ == "fwd":
             return lambda x, y: loss(x, y, reduction="none"), lambda x, y: (x.clone(), y)
 
         def value_and_grad(x, y):
@@ -236,21 +229,29 @@ def _peer(torch: Any, name: str, case: Case) -> tuple[Callable[..., Any], Callab
             return value, torch.autograd.grad(value, x)[0]
 
         return value_and_grad, lambda x, y: (x.clone().requires_grad_(), y)
-    forward = _forward(torch, name, case["op"])
-    if case["pass"] in ("fwd", "call"):
+    if pass_ == "bwd":
+        saved = getattr(torch, op)
+        return _backward(torch, name, case), lambda x, t: (saved(x, -1), t)
+    if name in _SOFTMAX and op == "softmax":
+        module, function = _SOFTMAX[name]
+        forward = getattr(importlib.import_module(module), function)
+    else:
+        eager = getattr(torch, op)
+        forward = _torch(torch, name, lambda x: eager(x, -1))
+    if pass_ != "value_and_vjp":
         return forward, lambda x: (x,)
-    if case["pass"] == "value_and_vjp":
 
-        def value_and_vjp(x, t):
-            y = forward(x)
-            return y, torch.autograd.grad(y, x, t)[0]
+    def value_and_vjp(x, t):
+        y = forward(x)
+        return y, torch.autograd.grad(y, x, t)[0]
 
-        return value_and_vjp, lambda x, t: (x.requires_grad_(), t)
-    saved = getattr(torch, case["op"])
-    return _backward(torch, name, case), lambda x, t: (saved(x, -1), t)
+    return value_and_vjp, lambda x, t: (x.requires_grad_(), t)
 
 
-def _compiled(torch: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _torch(torch: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function by torch itself, compiled or not; other libraries have none."""
+    if name not in ("torch", "torch_compile"):
+        raise NotImplementedError(f"{name} has no such operation or pass")
     return torch.compile(function, dynamic=False) if name == "torch_compile" else function
 
 
@@ -258,12 +259,11 @@ def _loss(torch: Any, name: str, case: Case) -> Callable[..., Any]:
     options = {key: value for key, value in case["options"].items() if key != "ignore_index"}  # -100 is everyone's
     if name == "liger":
         function = importlib.import_module(_LIGER).liger_cross_entropy
-        named = {_LIGER_OPTIONS[key]: value for key, value in options.items()}
-        return lambda x, y, reduction: function(x, y, reduction=reduction, **named)
+        return functools.partial(function, **{_LIGER_OPTIONS[key]: value for key, value in options.items()})
     if options:
         raise NotImplementedError(f"{name} has no {', '.join(options)} together")
     if name != "quack":
-        return _compiled(torch, name, torch.nn.functional.cross_entropy)
+        return _torch(torch, name, torch.nn.functional.cross_entropy)
     module = importlib.import_module("quack.cross_entropy")
     if case["pass"] == "fwd":
         return lambda x, y, reduction: module.cross_entropy_fwd(x, y)
@@ -277,49 +277,31 @@ def _loss(torch: Any, name: str, case: Case) -> Callable[..., Any]:
     return in_one
 
 
-def _forward(torch: Any, name: str, op: str) -> Callable[[Any], Any]:
-    if name in ("torch", "torch_compile"):
-        eager = getattr(torch, op)
-        return _compiled(torch, name, lambda x: eager(x, -1))
-    if op != "softmax":
-        raise NotImplementedError(f"{name} has no {op}")
-    module, function = {"quack": ("quack.softmax", "softmax"), "liger": (_LIGER, "liger_softmax")}[name]
-    return getattr(importlib.import_module(module), function)
-
-
 def _backward(torch: Any, name: str, case: Case) -> Callable[[Any, Any], Any]:
     """(saved output, cotangent) to gradient."""
-    eager = {"softmax": torch.ops.aten._softmax_backward_data, "log_softmax": torch.ops.aten._log_softmax_backward_data}
     if name == "torch":
-        return lambda y, t: eager[case["op"]](t, y, -1, getattr(torch, case["dtype"]))
-    if name == "torch_compile" and case["op"] == "softmax":
-
-        def backward(y, t):
-            y32, t32 = y.float(), t.float()
-            return (y32 * (t32 - (y32 * t32).sum(-1, keepdim=True))).to(t.dtype)
-
-        return torch.compile(backward, dynamic=False)
+        eager = getattr(torch.ops.aten, f"_{case['op']}_backward_data")
+        return lambda y, t: eager(t, y, -1, getattr(torch, case["dtype"]))
     if name == "quack" and case["op"] == "softmax":
-        quack_backward = importlib.import_module("quack.softmax").softmax_bwd
-        return lambda y, t: quack_backward(t, y)
-    raise NotImplementedError(f"{name} has no separate backward of {case['op']}")
+        backward = importlib.import_module("quack.softmax").softmax_bwd
+        return lambda y, t: backward(t, y)
+    if name != "torch_compile" or case["op"] != "softmax":
+        raise NotImplementedError(f"{name} has no separate backward of {case['op']}")
+
+    def formula(y, t):
+        y32, t32 = y.float(), t.float()
+        return (y32 * (t32 - (y32 * t32).sum(-1, keepdim=True))).to(t.dtype)
+
+    return torch.compile(formula, dynamic=False)
 
 
 def _row_error(torch: Any, case: Case, operands: Sequence[Any], out: Any) -> float | None:
     """The error of the first and last rows, measured as ours is; None for gradients and selections."""
     if case["pass"] not in ("fwd", "call") or case["op"] == "top_k":
         return None
-    x = _to_numpy(torch, operands[0][[0, -1]])
-    if case["op"] == "cross_entropy":
-        names = {"label_smoothing": "smoothing", "logits_soft_cap": "soft_cap", "ignore_index": "ignored"}
-        options = {names.get(key) or key: value for key, value in case["options"].items()}
-        true = measured.oracle.cross_entropy(x, _to_numpy(torch, operands[1][[0, -1]]), **options)
-        truth, size = true.loss, true.loss_terms + abs(true.lse)
-    else:
-        truth, size = getattr(measured.oracle, case["op"])(x, -1), None
-    if case["op"] == "log_softmax":
-        size = measured.oracle.log_softmax_terms(x, -1)
-    return round(measured.errors.max_error(_to_numpy(torch, out.detach()[[0, -1]]), truth, magnitude=size), 4)
+    *operands, out = (_to_numpy(torch, x.detach()[[0, -1]]) for x in (*operands, out))
+    ((truth, size),) = measured.row_truths(case, *operands)
+    return round(measured.errors.max_error(out, truth, magnitude=size), 4)
 
 
 def _to_numpy(torch: Any, tensor: Any) -> Any:
@@ -329,23 +311,16 @@ def _to_numpy(torch: Any, tensor: Any) -> Any:
     return tensor.cpu().numpy()
 
 
-def _attention_operands(torch: Any, case: Case) -> list[Any]:
-    """Query, key, value and the cotangent, random normal."""
-    b, t, s, n, k = case["batch"], case["queries"], case["length"], case["heads"], case["key_heads"]
-    d, v = case["head_dim"], case["value_dim"]
-    shapes = [(b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)]
-    return [torch.randn(shape, device="cuda", dtype=getattr(torch, case["dtype"])) for shape in shapes]
-
-
-def _fa4(torch: Any, case: Case) -> tuple[Attend, str]:
+def _fa4(torch: Any, case: Case) -> tuple[Callable[..., Any], str]:
     """The call, and the package's version; documents are sequences of their own lengths."""
-    if case["kind"] in ("mask", "causal_mask", "bias"):
+    kind = case["kind"]
+    if kind in ("mask", "causal_mask", "bias"):
         raise NotImplementedError("flash-attn-4 takes such tensors only by a function compiled into its kernel")
-    if case["queries"] != case["length"] and case["kind"] != "full":
+    if case["queries"] != case["length"] and kind != "full":
         raise NotImplementedError("flash-attn-4 lets the last query see the last key, and not the first the first")
     module = importlib.import_module("flash_attn.cute.interface")
     version = importlib.metadata.version("flash-attn-4")
-    if case["kind"] == "documents":
+    if kind == "documents":
         ends = [0, *itertools.accumulate(case["documents"] * case["batch"])]
         ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
         longest = max(case["documents"])
@@ -357,11 +332,13 @@ def _fa4(torch: Any, case: Case) -> tuple[Attend, str]:
             return out.reshape((*query.shape[:-1], value.shape[-1]))
 
         return packed, version
-    options = {"window_size": (case["span"] - 1, 0)} if case["kind"] == "window" else {"causal": case["kind"] != "full"}
+    options = {"window_size": (case["span"] - 1, 0)} if kind == "window" else {"causal": kind != "full"}
     return lambda query, key, value: module.flash_attn_func(query, key, value, **options)[0], version
 
 
-def _programs(torch: Any, attend: Attend, operands: Sequence[Any], pass_: str) -> dict[str, Callable[[], Any]]:
+def _programs(
+    torch: Any, attend: Callable[..., Any], operands: Sequence[Any], pass_: str
+) -> dict[str, Callable[[], Any]]:
     *inputs, d_out = operands
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
 
@@ -369,12 +346,11 @@ def _programs(torch: Any, attend: Attend, operands: Sequence[Any], pass_: str) -
         out = attend(*leaves)
         return out, *torch.autograd.grad(out, leaves, d_out)
 
-    forward = lambda: (attend(*inputs),)
+    both = {"fwd": lambda: (attend(*inputs),), "value_and_vjp": value_and_vjp}
     if pass_ != "bwd":
-        return {"fwd": {"fwd": forward}, "value_and_vjp": {"value_and_vjp": value_and_vjp}}[pass_]
+        return {pass_: both[pass_]}
     saved = attend(*leaves)
-    direct = lambda: torch.autograd.grad(saved, leaves, d_out, retain_graph=True)
-    return {"fwd": forward, "value_and_vjp": value_and_vjp, "direct": direct}
+    return both | {"direct": lambda: torch.autograd.grad(saved, leaves, d_out, retain_graph=True)}
 
 
 def _by_pair(case: Case, x: Any) -> list[Any]:
@@ -383,15 +359,12 @@ def _by_pair(case: Case, x: Any) -> list[Any]:
     return [of[:, i : i + group].swapaxes(0, 1) for of in x for i in range(0, x.shape[2], group)]
 
 
-def _truths(torch: Any, case: Case, operands: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
-    """For each output, by sequence and key head, it in float32, and with every array rounded to 16 bits."""
-    seen, found = _seen(torch, case), []
-    for arrays in zip(*(_by_pair(case, x) for x in operands), strict=True):
-        mine = [x.float() for x in arrays]
-        exact = _attention(torch, seen, mine, lambda x: x)
-        plain = _attention(torch, seen, mine, lambda x: x.to(getattr(torch, case["dtype"])).float())
-        found.append((exact, plain))
-    return {name: ([x[name] for x, _ in found], [x[name] for _, x in found]) for name in measured.NAMES[4]}
+def _truths(torch: Any, case: Case, operands: Sequence[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each sequence and key head, its outputs in float32, and with every array rounded to 16 bits."""
+    seen, narrow = _seen(torch, case), getattr(torch, case["dtype"])
+    of_pair = lambda arrays, rounded: _attention(torch, seen, [x.float() for x in arrays], rounded)
+    pairs = zip(*(_by_pair(case, x) for x in operands), strict=True)
+    return [(of_pair(arrays, lambda x: x), of_pair(arrays, lambda x: x.to(narrow).float())) for arrays in pairs]
 
 
 def _attention(torch: Any, seen: Any, operands: Sequence[Any], rounded: Callable[[Any], Any]) -> dict[str, Any]:
@@ -411,33 +384,32 @@ def _attention(torch: Any, seen: Any, operands: Sequence[Any], rounded: Callable
 
 
 def _seen(torch: Any, case: Case) -> Any:
-    """Which keys each query sees, `[queries, keys]`."""
-    at, queries = (torch.arange(n, device="cuda") for n in (case["length"], case["queries"]))
-    query, key = queries[:, None], at[None, :]
-    if case["kind"] in ("full", "mask", "bias"):
+    """Which keys each query sees, `[queries, keys]`, of the kinds that flash-attn-4 takes."""
+    key, query = torch.arange(case["length"], device="cuda")[None, :], torch.arange(case["queries"], device="cuda")
+    query = query[:, None]
+    if case["kind"] == "full":
         return (key >= 0) & (query >= 0)
     seen = key <= query
     if case["kind"] == "window":
         return seen & (query - key < case["span"])
-    if case["kind"] == "documents":
-        starts = torch.tensor(list(itertools.accumulate(case["documents"]))[:-1], device="cuda")
-        document = (at[:, None] >= starts).sum(-1)
-        seen = seen & (document[:, None] == document[None, :])
+    for start in list(itertools.accumulate(case["documents"]))[:-1]:
+        seen = seen & ((query < start) == (key < start))
     return seen
 
 
-def _judge(torch: Any, case: Case, got: Sequence[Any], truths: Mapping[str, tuple[Any, Any]]) -> Any:
-    def errors(output: Any, exact: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
-        mine = [x.detach().float() for x in _by_pair(case, output)]
-        found = [torch.stack([_error(torch, *x) for x in zip(kind, exact, strict=True)]) for kind in (mine, plain)]
-        return [x.reshape((case["batch"], -1)).tolist() for x in found]
-
-    named = zip(measured.NAMES[len(got)], got, strict=True)
-    return measured.worst_head({name: errors(output, *truths[name]) for name, output in named}, case["dtype"])
+def _judge(torch: Any, case: Case, got: Sequence[Any], truths: Sequence[Any]) -> measured.Verdict:
+    errors = {}
+    for name, output in zip(measured.NAMES[len(got)], got, strict=True):
+        pairs = zip(_by_pair(case, output), truths, strict=True)
+        heads = [
+            [_error(torch, x, exact[name]) for x in (mine.detach().float(), plain[name])]
+            for mine, (exact, plain) in pairs
+        ]
+        errors[name] = [torch.stack(of).reshape((case["batch"], -1)).tolist() for of in zip(*heads, strict=True)]
+    return measured.worst_head(errors, case["dtype"])
 
 
 def _error(torch: Any, got: Any, want: Any) -> Any:
-    """The relative error of each head, as `check` has it."""
     rows, sizes = ((x * x).mean(-1) for x in (got - want, want))
     size = sizes.mean(-1)
     worst_row = (rows / torch.maximum(sizes, size[:, None])).amax(-1)

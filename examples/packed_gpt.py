@@ -6,10 +6,11 @@ a mask of every query with every key. The losses must fall and agree, or the exi
 
     python examples/packed_gpt.py --steps 300 --plot loss.svg
 
-`python -m benchmarks.training` runs the same model at 100 million parameters.
+With `--size small --length 4096 --steps 25 --cudnn` the model has 100 million parameters, and needs a GPU.
 """
 
 import argparse
+import functools
 import itertools
 import sys
 import sysconfig
@@ -38,7 +39,7 @@ class Size(NamedTuple):
     dtype: Any
 
 
-TINY = Size(64, 4, 2, 2, 256, jnp.float32)
+SIZES = {"tiny": Size(64, 4, 2, 2, 256, jnp.float32), "small": Size(768, 12, 4, 12, 32000, jnp.bfloat16)}
 
 
 class Batch(NamedTuple):
@@ -134,9 +135,9 @@ class Run(NamedTuple):
     megabytes: float
 
 
-def train(attend: Callable[..., jax.Array], steps: int, length: int, rows: int) -> Run:
-    model = GPT(TINY, length, attend, nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+def train(attend: Callable[..., jax.Array], size: Size, steps: int, length: int, rows: int) -> Run:
+    model = GPT(size, length, attend, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(3e-3 * 64 / size.width), wrt=nnx.Param)
 
     @nnx.jit
     def step(model: GPT, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
@@ -147,7 +148,7 @@ def train(attend: Callable[..., jax.Array], steps: int, length: int, rows: int) 
     graph, state = nnx.split(model)
     gradient = jax.jit(jax.grad(lambda state, batch: loss_of(nnx.merge(graph, state), batch)))
     losses, start, megabytes = [], time.perf_counter(), 0.0
-    for i, batch in enumerate(itertools.islice(batches(length, rows), steps)):
+    for i, batch in enumerate(itertools.islice(batches(length, rows, size.vocabulary), steps)):
         if i == 0:
             memory = gradient.lower(state, batch).compile().memory_analysis()
             megabytes = memory.temp_size_in_bytes / 1e6 if memory else float("nan")
@@ -172,6 +173,8 @@ def plot(runs: dict[str, Run], path: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--cudnn", action="store_true", help="`jax.nn`'s attention by cuDNN")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--length", type=int, default=256, help="tokens in a row")
     parser.add_argument("--rows", type=int, default=8)
@@ -180,8 +183,9 @@ def main() -> int:
 
     runs = {}
     print(f"{'':<12}{'first loss':>12}{'last loss':>12}{'tokens/s':>12}{'temporary MB':>14}")
-    for name, attend in (("jaxsoftmax", ours), ("jax.nn", theirs)):
-        run = runs[name] = train(attend, args.steps, args.length, args.rows)
+    other = functools.partial(theirs, by="cudnn" if args.cudnn else None)
+    for name, attend in (("jaxsoftmax", ours), ("jax.nn", other)):
+        run = runs[name] = train(attend, SIZES[args.size], args.steps, args.length, args.rows)
         last = run.losses[-10:].mean()
         print(f"{name:<12}{run.losses[0]:>12.4f}{last:>12.4f}{run.tokens_per_second:>12.0f}{run.megabytes:>14.1f}")
     if args.plot:

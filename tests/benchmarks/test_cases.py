@@ -6,14 +6,13 @@ import re
 
 import jax
 import numpy as np
-import pytest
 
 from benchmarks import attention_cases, cases
 from benchmarks.attention_cases import Shape, square
 
 MIB = 2**20
-TINY = Shape(2, 4, 2, 16, 8, 8, "full")
 MANY = attention_cases.sample(400, seed=5)
+ROWS, ATTENTION = cases.TABLE.select, attention_cases.TABLE.select
 
 
 def test_names_are_unique_and_say_what_is_measured():
@@ -22,37 +21,31 @@ def test_names_are_unique_and_say_what_is_measured():
     ops, passes = "softmax|log_softmax|logsumexp|cross_entropy|top_k", "|".join(cases.PASSES)
     pattern = rf"({ops})_({passes})_(f16|bf16|f32)_\d+x\d+(_({'|'.join(filter(None, cases.OPTIONS))}))?"
     assert all(re.fullmatch(pattern, name) for name in names)
-    names = [case.name for case in attention_cases.all_cases()]
+    names = [case.name for case in attention_cases.TABLE.cases]
     assert len(set(names)) == len(names) == 3 * (4 * 3 * 2 + 8)
 
 
 def test_every_shape_of_the_claims_is_there():
-    forward = {(c.dtype, c.rows, c.cols) for c in cases.select(ops=["softmax"], passes=["fwd"], tags=["standard"])}
+    forward = {(c.dtype, c.rows, c.cols) for c in ROWS(op=["softmax"], pass_=["fwd"], tags=["standard"])}
     for dtype in cases.SHORT_DTYPES:
         assert {n for d, _, n in forward if d == dtype} >= {2**k for k in range(8, 19)}
-    assert {("float16", m, n) for m, n in cases.HTILE} | {("float32", 8765, 4096)} <= forward
+    assert {("float16", m, n) for m, n in cases.HTILE} | {("float32", 8765, 4096), ("float16", 64, 2**20)} <= forward
     assert {("bfloat16", n) for n in cases.VOCABULARIES} <= {(d, n) for d, _, n in forward}
-    assert {("float16", 64, 2**20), ("float32", 64, 2**20), ("float16", 4096, 2**20)} <= forward
-    assert {("float32", m, 131072) for m in (1, 16, 64)} <= forward
-    assert {c.cols for c in cases.select(passes=["bwd"], tags=["standard"])} >= {2**k for k in range(10, 19)}
-    assert [c.name for c in cases.select(passes=["call"])] == ["softmax_call_f32_8x128"]
-    assert all(case.operand_bytes >= 64 * MIB for case in cases.select(tags=["sweep"]))  # more than the cache
+    assert {c.cols for c in ROWS(pass_=["bwd"], tags=["standard"])} >= {2**k for k in range(10, 19)}
+    assert all(case.operand_bytes >= 64 * MIB for case in ROWS(tags=["sweep"]))  # more than the cache
+    counts = [len(ROWS(tags=[tag])) for tag in ("cross_entropy", "top_k", "few_rows", "latency", "ladder")]
+    assert counts == [15, 27, 3, 1, 18]
+    assert not {c.op for c in ROWS(tags=["standard"])} & {"cross_entropy", "top_k"}  # which have runs of their own
 
 
-def test_every_loss_and_selection_is_there():
-    shapes = {(8192, 32000), (8192, 50257), (8192, 128256), (4096, 151936), (4096, 262144)}
-    losses = {(c.pass_, c.rows, c.cols) for c in cases.select(tags=["cross_entropy"])}
-    assert losses == {(p, *shape) for p in ("fwd", "value_and_grad", "value_and_grad_mean") for shape in shapes}
-    selections = {(c.rows, c.cols, c.options["k"]) for c in cases.select(tags=["top_k"])}
-    most = {32000: 8192, 128256: 8192, 262144: 4096}
-    assert selections == {(m, n, k) for n in most for m in (1, 64, most[n]) for k in (1, 8, 64)}
-    extended = {(c.dtype, c.rows, c.variant) for c in cases.select(ops=["cross_entropy"], tags=["extended"])}
-    assert extended >= {("bfloat16", 8192, "smoothed_capped"), ("bfloat16", 8192, "half_ignored"), ("bfloat16", 64, "")}
-    assert not {c.op for c in cases.select(tags=["standard"])} & {"cross_entropy", "top_k"}
+def test_the_tags_name_cases_that_there_are():
+    known = {case.name for case in cases.TABLE.cases}
+    named = [f"{start}_{x}" for of in cases._TAGGED.values() for start, shapes in of.items() for x in shapes.split()]
+    assert set(named) <= known
 
 
 def test_the_cells_of_attention_are_of_equal_work_and_core_and_rest_are_most_of_them():
-    grid, rest, core = (attention_cases.select(tags=[tag]) for tag in ("grid", "rest", "core"))
+    grid, rest, core = (ATTENTION(tags=[tag]) for tag in ("grid", "rest", "core"))
     shapes = [case.shape for case in grid if case.shape.heads < 64 and case.shape.head_dim == case.shape.value_dim]
     assert {(shape.batch * shape.length, shape.heads * shape.head_dim) for shape in shapes} == {(16384, 2048)}
     cells = {(case.pass_, case.shape.length, case.shape.head_dim, case.shape.kind) for case in rest}
@@ -68,49 +61,45 @@ def test_what_is_measured_apart_is_in_no_other_run():
         apart = {tag: table.select(tags=[tag]) for tag in table.apart}
         assert {tag: len({case.name for case in found}) for tag, found in apart.items()} == wanted
         assert not {case for found in apart.values() for case in found} & {*table.cases}
-    assert {case.op for case in cases.select(tags=["invariance"])} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
+    assert {case.op for case in ROWS(tags=["invariance"])} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
     assert {case.shape.length for case in apart["odd"]} == {511, 2047, 4095, 16383}
     assert {case.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
 
 
 def test_filters_are_conjunctions_and_a_shape_of_two_sources_is_one_case(rows):
-    chosen = cases.select(ops=["softmax"], passes=["bwd"], dtypes=["f16"], tags=["core"], patterns=["x4096$"])
+    chosen = ROWS(op=["softmax"], pass_=["bwd"], dtype=["float16"], tags=["core"], patterns=["x4096$"])
     assert [case.name for case in chosen] == ["softmax_bwd_f16_32768x4096"]
-    assert not cases.select(patterns=["no such case"])
-    chosen = attention_cases.select(tags=["sample"], passes=["fwd"], kinds=["causal"], count=400, seed=5)
+    assert not ROWS(patterns=["no such case"])
+    chosen = ATTENTION(tags=["sample"], pass_=["fwd"], kind=["causal"], count=400, seed=5)
     assert chosen == tuple(case for case in MANY if (case.pass_, case.kind) == ("fwd", "causal"))
-    assert rows("softmax_fwd_f16_32768x4096").source == "powers of two; HTile"
     assert {"sweep", "htile", "core", "standard"} <= rows("softmax_fwd_f16_4096x32768").tags
 
 
-@pytest.mark.parametrize(
-    "name, least",
-    [
-        ("softmax_fwd_f16_32768x1024", 2 * 64 * MIB),
-        ("softmax_bwd_f32_32768x4096", 3 * 512 * MIB),
-        ("softmax_value_and_vjp_bf16_32768x4096", 5 * 256 * MIB),
-        ("logsumexp_fwd_bf16_32768x4096", 256 * MIB),
-        ("log_softmax_bwd_bf16_8192x128256", 3 * 8192 * 128256 * 2),
-        ("cross_entropy_fwd_bf16_8192x128256", 8192 * 128256 * 2),
-        ("cross_entropy_fwd_bf16_8192x128256_half_ignored", 8192 * 128256),
-        ("cross_entropy_value_and_grad_mean_bf16_4096x262144", 2 * 4096 * 262144 * 2),
-        ("cross_entropy_value_and_grad_bf16_8192x128256_half_ignored", 3 * 8192 * 128256),
-        ("top_k_fwd_bf16_64x128256_k8", 64 * 128256 * 2),
-    ],
-)
-def test_least_bytes_match_a_hand_count(rows, name, least):
-    assert rows(name).least_bytes == least
-
-
-def test_copies_flops_and_small_cases_match_a_hand_count(rows):
+def test_bytes_flops_and_small_cases_match_a_hand_count(rows):
+    least = {
+        "softmax_fwd_f16_32768x1024": 2 * 64 * MIB,
+        "softmax_bwd_f32_32768x4096": 3 * 512 * MIB,
+        "softmax_value_and_vjp_bf16_32768x4096": 5 * 256 * MIB,
+        "logsumexp_fwd_bf16_32768x4096": 256 * MIB,
+        "log_softmax_bwd_bf16_8192x128256": 3 * 8192 * 128256 * 2,
+        "cross_entropy_fwd_bf16_8192x128256": 8192 * 128256 * 2,
+        "cross_entropy_fwd_bf16_8192x128256_half_ignored": 8192 * 128256,
+        "cross_entropy_value_and_grad_mean_bf16_4096x262144": 2 * 4096 * 262144 * 2,
+        "cross_entropy_value_and_grad_bf16_8192x128256_half_ignored": 3 * 8192 * 128256,
+        "top_k_fwd_bf16_64x128256_k8": 64 * 128256 * 2,
+    }
+    assert {name: rows(name).least_bytes for name in least} == least
     for name in ("cross_entropy_fwd_f32_8192x128256", "cross_entropy_value_and_grad_f32_8192x128256"):
         assert rows(name).copied_bytes == 2 * 8192 * 128256 * 4  # of the logits
     assert rows("softmax_bwd_f32_32768x4096").copied_bytes == 3 * 512 * MIB
     assert rows("cross_entropy_value_and_grad_bf16_8192x50257").flops == 6 * 8192 * 50257
     assert rows("softmax_fwd_f16_32768x1024").flops == 5 * 32768 * 1024
     assert rows("softmax_value_and_vjp_bf16_32768x4096").flops == 9 * 32768 * 4096
-    small = [rows(f"softmax_fwd_{name}").shrunk() for name in ("bf16_8192x50257", "f16_4096x1048576")]
+    small = [rows(f"softmax_fwd_{name}").shrunk()[0] for name in ("bf16_8192x50257", "f16_4096x1048576")]
     assert [(case.rows, case.cols) for case in small] == [(5, 50257), (1, 1048576)]
+    # Buffers defeat the cache unless a case is hot.
+    names = ("softmax_fwd_f16_32768x1024", "softmax_bwd_f32_32768x4096", "softmax_fwd_f32_16x131072")
+    assert [rows(name).buffers for name in names] == [3, 1, 1]
 
 
 def test_the_arithmetic_of_attention_by_hand():
@@ -118,27 +107,23 @@ def test_the_arithmetic_of_attention_by_hand():
     assert full.flops("fwd") == 4 * 8 * 16 * 2048**2 * 128 == 274877906944
     assert [full.flops(pass_) / full.flops("fwd") for pass_ in ("bwd", "value_and_vjp")] == [2.5, 3.5]
     assert square(2048, 128, "causal").flops("fwd") == full.flops("fwd") / 2
-    assert Shape(4, 64, 8, 4096, 128, 128, "full").flops("fwd") == 4 * 4 * 64 * 4096**2 * 128
     mla = Shape(4, 16, 16, 4096, 192, 128, "causal")
     assert mla.flops("fwd") == 2 * 4 * 16 * 4096**2 * (192 + 128) / 2
     assert mla.flops("bwd") == 2 * 4 * 16 * 4096**2 * (3 * 192 + 2 * 128) / 2
-    assert dataclasses.replace(TINY, kind="window", span=5).pairs == 1 + 2 + 3 + 4 + 12 * 5
+    assert Shape(2, 4, 2, 16, 8, 8, "window", span=5).pairs == 1 + 2 + 3 + 4 + 12 * 5
     causal = Shape(1, 1, 1, 4, 8, 8, "causal", queries=6)
     assert causal.pairs == 1 + 2 + 3 + 4 + 4 + 4
     assert dataclasses.replace(causal, queries=2).pairs == 1 + 2
     assert dataclasses.replace(causal, kind="mask").pairs == 24
 
 
-def test_documents_fill_the_sequence_and_torch_is_told_of_them(rows):
-    (case,) = attention_cases.select(tags=["standard"], passes=["fwd"], kinds=["documents"])
+def test_documents_fill_the_sequence_and_labels_are_of_every_kind(rows):
+    (case,) = ATTENTION(tags=["standard"], pass_=["fwd"], kind=["documents"])
     shape, told = case.shape, case.told()
     assert (sum(told["documents"]), told["flops"]) == (16384, case.flops)
     assert 512 <= shape.documents()[:-1].min() <= shape.documents().max() <= 1536
-    np.testing.assert_array_equal(np.bincount(shape.segments()[0]), shape.documents())
-    assert rows("softmax_fwd_f16_32768x1024").told()["buffers"] == 3
-
-
-def test_labels_are_of_every_kind(rows):
+    ids = dataclasses.replace(shape, batch=1, heads=1, key_heads=1).operands(0)["segments"]
+    np.testing.assert_array_equal(np.bincount(ids[0]), shape.documents())
     case = rows("cross_entropy_fwd_bf16_8192x32000")
     y = case.labels(jax.random.key(0))
     assert (y[0], y[-1]) == (0, case.cols - 1)
@@ -153,7 +138,6 @@ def test_a_sample_has_every_size_and_is_bounded_and_a_seed_decides_it():
     assert len({case.name for case in MANY}) == 400
     shapes = [case.shape for case in MANY]
     for many in (
-        lambda s: s.query_length == s.length,
         lambda s: s.query_length > s.length,
         lambda s: s.query_length < s.length,
         lambda s: s.length < 64,
@@ -174,8 +158,8 @@ def test_a_sample_has_every_size_and_is_bounded_and_a_seed_decides_it():
 
 def test_a_name_is_enough_to_measure_a_call_again():
     for case in MANY:
-        (again,) = attention_cases.select(patterns=[case.name])
+        (again,) = ATTENTION(patterns=[case.name])
         assert (again.shape, again.pass_, again.name) == (case.shape, case.pass_, case.name)
-    (known,) = attention_cases.select(tags=["core"], patterns=["attention_fwd_full_d64_s2048_b8_h32$"])
+    (known,) = ATTENTION(tags=["core"], patterns=["attention_fwd_full_d64_s2048_b8_h32$"])
     assert attention_cases.parse(known.name) == known
     assert attention_cases.parse("attention_fwd_full_d64") is None

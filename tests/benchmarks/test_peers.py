@@ -220,6 +220,10 @@ def _attention(pass_="fwd", kind="full", **changes):
     return attention_cases.AttentionCase(shape, pass_, frozenset()).told()
 
 
+def _measured(torch, case, *names, rounds=1):
+    return torch_peers.measure(torch, case, names, rounds)["impls"]
+
+
 @pytest.mark.parametrize("graphed", [True, False])
 def test_every_peer_is_timed_or_says_why_not(torch, installed, monkeypatch, graphed):
     if not graphed:
@@ -234,20 +238,35 @@ def test_every_peer_is_timed_or_says_why_not(torch, installed, monkeypatch, grap
         assert entry["max_error_ulp"] < 8
 
 
-@pytest.mark.parametrize("name, case, module", [
-    ("quack", _rows("fwd"), "quack.softmax"), ("fa4", _attention(), "flash_attn.cute.interface"),
-])  # fmt: skip
-def test_what_is_not_installed_says_so(torch, installed, name, case, module):
-    del installed[module]
-    answer = torch_peers.measure(torch, case, [name], rounds=1)
-    assert answer["impls"][name] == {"status": "not installed", "reason": f"No module named {module!r}"}
-    assert answer[{"quack": "copy", "fa4": "matmul"}[name]]["us"] == 1.0
+def test_what_is_missing_or_refused_says_so(torch, installed, monkeypatch):
+    for name, module, case, probe in (
+        ("quack", "quack.softmax", _rows("fwd"), "copy"),
+        ("fa4", "flash_attn.cute.interface", _attention(), "matmul"),
+    ):
+        kept = installed.pop(module)
+        answer = torch_peers.measure(torch, case, [name], rounds=1)
+        assert answer["impls"][name] == {"status": "not installed", "reason": f"No module named {module!r}"}
+        assert answer[probe]["us"] == 1.0
+        installed[module] = kept
+    smoothed = _rows("fwd", op="cross_entropy", variant="smoothed_capped")
+    reason = "NotImplementedError: quack has no label_smoothing, z_loss, logits_soft_cap together"
+    assert _measured(torch, smoothed, "quack")["quack"] == {"status": "declined", "reason": reason}
+    found = _measured(torch, _rows("fwd", op="top_k", variant="k8"), *measured.ROW_LIBRARIES)
+    assert [found[name]["status"] for name in measured.ROW_LIBRARIES] == ["ok", "ok", "declined", "declined"]
+    assert _measured(torch, _attention(kind="bias"), "fa4")["fa4"]["status"] == "declined"
+    for error, status in ((AssertionError("(192, 128)"), "declined"), (RuntimeError("CUDA error"), "failed")):
+
+        def refuse(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(FlashAttention, "flash_attn_func", refuse)
+        assert _measured(torch, _attention(), "fa4")["fa4"]["status"] == status
 
 
 def test_the_backward_pass_starts_from_the_saved_output(torch, installed):
-    impls = torch_peers.measure(torch, _rows("bwd"), ["torch", "quack", "liger"], rounds=1)["impls"]
-    assert [entry["status"] for entry in impls.values()] == ["ok", "ok", "declined"]
-    assert impls["torch"]["max_error_ulp"] is None
+    found = _measured(torch, _rows("bwd"), "torch", "quack", "liger")
+    assert [entry["status"] for entry in found.values()] == ["ok", "ok", "declined"]
+    assert found["torch"]["max_error_ulp"] is None
 
 
 def test_a_graph_that_cannot_be_captured_is_launched_one_by_one(torch, installed, capsys):
@@ -255,14 +274,14 @@ def test_a_graph_that_cannot_be_captured_is_launched_one_by_one(torch, installed
         raise RuntimeError("capture failed")
 
     torch.cuda.graph = refuse
-    assert torch_peers.measure(torch, _rows("fwd"), ["torch"], rounds=1)["impls"]["torch"]["us"] == 1.0
+    assert _measured(torch, _rows("fwd"), "torch")["torch"]["us"] == 1.0
     assert "capture failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variant", ["", "half_ignored"])
 def test_every_peer_has_the_loss_right_whoever_writes_over_the_logits(torch, installed, variant):
     case = _rows("fwd", rows=2**12, op="cross_entropy", variant=variant)
-    for entry in torch_peers.measure(torch, case, measured.ROW_LIBRARIES[::-1], rounds=1)["impls"].values():
+    for entry in _measured(torch, case, *measured.ROW_LIBRARIES[::-1]).values():
         assert (entry["status"], entry["us"]) == ("ok", 1.0)
         assert entry["max_error_ulp"] < 4
         # The copy beside it moves twice the logits' bytes, as many as it takes microseconds.
@@ -274,40 +293,28 @@ def test_peers_give_the_mean_loss_and_its_gradient(torch, installed, pass_):
     case = _rows(pass_, op="cross_entropy")
     for name in measured.ROW_LIBRARIES:
         function, prepare = torch_peers._peer(torch, name, case)
-        (operands, *_) = torch_peers._row_operands(torch, case)
+        operands = torch_peers._row_operands(torch, case)
         value, gradient = function(*prepare(*operands))
         in_one = (name, pass_) == ("quack", "value_and_grad")
         assert value == pytest.approx(_cross_entropy(*operands) * (case["rows"] if in_one else 1))
         assert gradient.shape == (case["rows"], case["cols"])
 
 
-def test_what_a_peer_lacks_is_declined(torch, installed):
-    impls = torch_peers.measure(torch, _rows("fwd", op="cross_entropy", variant="smoothed_capped"), ["quack"], 1)[
-        "impls"
-    ]
-    reason = "NotImplementedError: quack has no label_smoothing, z_loss, logits_soft_cap together"
-    assert impls["quack"] == {"status": "declined", "reason": reason}
-    impls = torch_peers.measure(torch, _rows("fwd", op="top_k", variant="k8"), measured.ROW_LIBRARIES, 1)["impls"]
-    assert [impls[name]["status"] for name in measured.ROW_LIBRARIES] == ["ok", "ok", "declined", "declined"]
-
-
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
 def test_flash_attention_is_called_as_each_kind_means_and_is_right(torch, installed, kind):
-    answer = torch_peers.measure(torch, _attention("fwd", kind), ["fa4"], rounds=2)
-    entry = answer["impls"]["fa4"]
+    entry = _measured(torch, _attention("fwd", kind), "fa4", rounds=2)["fa4"]
     assert (entry["status"], entry["us"], entry["version"], entry["process"]) == ("ok", 2.0, "4.0", "torch")
     assert entry["error"] < entry["allowed_error"] < 0.02
-    assert answer["matmul"]["us"] == 1.0
-    json.dumps(answer, allow_nan=False)
+    json.dumps(entry, allow_nan=False)
 
 
 def test_the_backward_pass_is_what_value_and_vjp_takes_longer(torch, installed):
     case = _attention("bwd", "causal")
-    entry = torch_peers.measure(torch, case, ["fa4"], rounds=3)["impls"]["fa4"]
+    entry = _measured(torch, case, "fa4", rounds=3)["fa4"]
     assert (entry["status"], entry["us"], entry["direct_us"]) == ("ok", 5.0, 5.0)
     assert set(entry["programs"]) == {"fwd", "value_and_vjp", "direct"}
     assert entry["tflop_per_s"] == round(case["flops"] / 5e6, 2)
-    assert torch_peers.measure(torch, _attention("value_and_vjp"), ["fa4"], rounds=1)["impls"]["fa4"]["us"] == 7.0
+    assert _measured(torch, _attention("value_and_vjp"), "fa4")["fa4"]["us"] == 7.0
 
 
 @pytest.mark.parametrize(
@@ -315,26 +322,11 @@ def test_the_backward_pass_is_what_value_and_vjp_takes_longer(torch, installed):
 )
 def test_a_wrong_output_has_no_time(torch, installed, fault, kind):
     installed["flash_attn.cute.interface"].fault = fault
-    entry = torch_peers.measure(torch, _attention("bwd", kind), ["fa4"], rounds=1)["impls"]["fa4"]
+    entry = _measured(torch, _attention("bwd", kind), "fa4")["fa4"]
     assert entry["status"] == "WRONG"
     assert entry["reason"].startswith(f"{fault}: relative error")
     assert entry["reason"].endswith(" in sequence 0, head 0")
     assert "us" not in entry
-
-
-def test_what_flash_attention_refuses_is_no_failure(torch, installed, monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("(192, 128) is not supported")
-
-    def crash(*_, **__):
-        raise RuntimeError("CUDA error")
-
-    for call, status in ((refuse, "declined"), (crash, "failed")):
-        monkeypatch.setattr(FlashAttention, "flash_attn_func", call)
-        answer = torch_peers.measure(torch, _attention(), ["fa4"], rounds=1)
-        assert answer["impls"]["fa4"]["status"] == status
-        assert answer["matmul"]["us"] == 1.0
-    assert torch_peers.measure(torch, _attention(kind="bias"), ["fa4"], 1)["impls"]["fa4"]["status"] == "declined"
 
 
 def test_the_process_survives_being_killed():

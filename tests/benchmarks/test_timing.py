@@ -1,12 +1,10 @@
 """The protocol: what is launched in which order, and which kernel's time goes to whom."""
 
-import collections
-
 import jax
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks import timing
+from benchmarks import protocol
 
 KERNELS = {"one": [("a", 1.0)], "two": [("b", 2.0), ("c", 3.0)]}
 
@@ -16,7 +14,9 @@ class FakeDevice:
 
     def __init__(self, monkeypatch):
         self.launches, self.sessions = [], 0
-        self.variants = [timing.Variant(name, lambda k, name=name: self.launches.append((name, k))) for name in KERNELS]
+        self.variants = [
+            protocol.Variant(name, lambda k, name=name: self.launches.append((name, k))) for name in KERNELS
+        ]
         monkeypatch.setattr(profiler, "measure", self.measure)
 
     def measure(self, schedule, *, aggregate):
@@ -36,7 +36,7 @@ class FakeDevice:
         return [kernel for name in launched for kernel in KERNELS[name]]
 
     def time(self, **overrides):
-        return timing.measure(
+        return protocol.measure(
             self.variants, **{"buffers": 3, "rounds": 2, "launches": 2, "device_clock": True} | overrides
         )
 
@@ -45,17 +45,13 @@ def test_device_time_goes_to_the_variant_that_launched_the_kernel_while_buffers_
     device = FakeDevice(monkeypatch)
     clock, timings = device.time()
     assert clock == "cupti"
-    assert timings["one"].rounds == ((1000.0, 1000.0), (1000.0, 1000.0))
-    assert timings["two"].rounds == ((5000.0, 5000.0), (5000.0, 5000.0))
-    assert timings["two"].kernels == ("b", "c")
+    assert timings["one"].rounds == [[1000.0, 1000.0], [1000.0, 1000.0]]
+    assert timings["two"].rounds == [[5000.0, 5000.0], [5000.0, 5000.0]]
+    assert timings["two"].kernels == ["b", "c"]
     assert device.sessions == 3  # one to learn each variant's kernels, one for the whole schedule
     names, buffers = zip(*device.launches[-8:], strict=True)
     assert names == ("one", "one", "two", "two", "two", "two", "one", "one")
     assert buffers == (0, 1, 2, 0, 1, 2, 0, 1)
-
-
-def _busy():
-    raise RuntimeError("CUPTI is busy")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +61,6 @@ def _busy():
         pytest.param(list, lambda found: [*found, ("stray", 1.0)], "cupti, each round apart", id="stray kernel"),
         pytest.param(list, lambda found: found[::-1], "cupti, each round apart", id="kernels out of order"),
         pytest.param(lambda found: [], lambda found: [], "wall", id="no kernel"),
-        pytest.param(lambda found: _busy(), lambda found: _busy(), "wall", id="profiler fails"),
     ],
 )
 def test_kernels_in_doubt_are_measured_apart_and_without_a_profile_by_wall_clock(monkeypatch, alone, together, clock):
@@ -75,40 +70,21 @@ def test_kernels_in_doubt_are_measured_apart_and_without_a_profile_by_wall_clock
     with pytest.warns(UserWarning, match="no time by cupti"):
         found, timings = device.time()
     assert found == clock
-    assert clock == "wall" or timings["two"].rounds == ((5000.0,), (5000.0,))
-    assert timings["one"].kernels == ()
-
-
-def test_without_a_device_clock_nothing_is_profiled(monkeypatch):
-    device = FakeDevice(monkeypatch)
-    clock, timings = device.time(device_clock=False)
-    assert (clock, device.sessions) == ("wall", 0)
-    counts = collections.Counter(name for name, _ in device.launches)
-    assert counts == {"one": 5, "two": 5}  # a warm-up, then two rounds of two
-    assert len(timings["one"].rounds) == 2
+    assert clock == "wall" or timings["two"].rounds == [[5000.0], [5000.0]]
+    assert timings["one"].kernels == []
 
 
 def test_statistics_are_of_all_launches():
-    result = timing.Timing(((1.0, 2.0), (3.0, 4.0), (100.0, 5.0))).as_json()
+    result = protocol.Timing([[1.0, 2.0], [3.0, 4.0], [100.0, 5.0]]).as_json()
     assert (result["us"], result["min_us"], result["max_us"], result["launches"]) == (3.5, 1.0, 100.0, 6)
     assert result["rounds_us"] == [1.5, 3.5, 52.5]
     assert result["p20_us"] <= result["us"] <= result["p80_us"]
 
 
-def test_buffers_defeat_the_cache_unless_the_case_is_hot_and_long_kernels_are_launched_less():
-    assert timing.buffers_needed(64 * 2**20, hot=False) * 64 * 2**20 >= timing.ROTATED_BYTES
-    assert timing.buffers_needed(2**30, hot=False) == 1
-    assert timing.buffers_needed(4096, hot=True) == 1
-    assert [timing.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]
-
-
-def test_the_best_copy_is_the_fastest_by_bandwidth():
-    best = timing.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
-    assert best["method"] == "copy:mosaic"
-    assert best["tb_per_s"] == 4.0
+def test_the_copy_probe_moves_what_it_says_and_the_best_is_the_fastest_by_bandwidth():
+    variant = protocol.copy_variant(10**6, buffers=2)
+    assert 2 * variant.launch(1).nbytes == protocol.moved_bytes(10**6) <= 10**6
+    best = protocol.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
+    assert (best["method"], best["tb_per_s"]) == ("copy:mosaic", 4.0)
     assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
-
-
-def test_copy_probe_moves_what_it_says():
-    variant = timing.copy_variant(10**6, buffers=2)
-    assert 2 * variant.launch(1).nbytes == timing.moved_bytes(10**6) <= 10**6
+    assert [protocol.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]

@@ -7,7 +7,7 @@ import pytest
 
 import pallas_kernels
 from benchmarks import __main__ as program
-from benchmarks import attention_cases, runner, trees
+from benchmarks import attention_cases, impls, runner
 from benchmarks.impls import Declined, Options
 
 STAND_IN = {
@@ -57,7 +57,7 @@ def tree(tmp_path):
 
 def test_a_tree_is_imported_beside_ours(tree):
     ours = sys.modules["pallas_kernels"]
-    with trees.imported(tree) as load:
+    with impls.imported(tree) as load:
         assert load("hardware").current() is None
         assert load("hardware").__file__.startswith(tree)
     assert sys.modules["pallas_kernels"] is ours is pallas_kernels
@@ -70,7 +70,7 @@ def test_the_programs_of_a_tree(pass_, program, tree):
     case = attention_cases.parse(f"{pass_}_causal_d64_s64_b1_h2")
     operands = case.shape.operands(0)
     for knobs, shift in (("", 0.0), (":shift=8.0", 8.0)):
-        (found,) = trees.programs(case, f"other{knobs}", Options(trees={"other": tree})).items()
+        (found,) = impls.programs(case, f"other{knobs}", Options(trees={"other": tree})).items()
         assert found[0] == program
         got = found[1].function(*found[1].prepare(operands))
         assert len(got) == (1 if pass_ == "fwd" else 3)
@@ -94,4 +94,4 @@ def test_a_tree_that_is_wrong_or_fails_has_no_time_and_the_run_is_red(tree):
 def test_what_no_tree_takes_is_declined(name, words):
     case = attention_cases.parse(name)
     with pytest.raises(Declined, match=words):
-        trees.programs(case, "now", Options(trees=trees.HERE))
+        impls.programs(case, "now", Options(trees={"now": "."}))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import KINDS, abstract, check_compiled, name_of, problem_of
 
-from benchmarks.attention_cases import Shape, all_cases
+from benchmarks.attention_cases import TABLE, Shape
 from jaxsoftmax import explain_attention
 from pallas_kernels.attention import backward_xla, dispatch
 from pallas_kernels.attention.dispatch import Decision
@@ -28,7 +28,7 @@ from tests.pairwise import pairwise
 
 _MAY_SPILL = 32  # bytes of a thread, in calls that are not the benchmark's
 
-SHAPES = tuple(dict.fromkeys(case.shape for case in all_cases()))
+SHAPES = tuple(dict.fromkeys(case.shape for case in TABLE.cases))
 MORE_KINDS: dict[str, dict[str, Any]] = {
     "shared-bias": {"bias": "1NTS"},
     "shared-bias-causal": {"bias": "1NTS", "causal_offset": 0},
