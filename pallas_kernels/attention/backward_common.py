@@ -27,11 +27,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.mask import TileRange
-from pallas_kernels.attention.online_softmax import WGMMA, TileCoord
+from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
-from pallas_kernels.mosaic.ptx import Index
+from pallas_kernels.mosaic.ptx import WGMMA, Index
 
 Compare = bool | jax.Array  # whether a step compares indices and segment ids, and applies the mask
 COLUMN = WGMMA.reduce(0)
@@ -394,9 +394,7 @@ def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
         ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(semaphore)], text, "=r,l", has_side_effects=True)
         return ptx.integer(ended)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(load_semaphore)(
-        _counter(tile, warpgroup, step.head, step.i)
-    )
+    return ptx.inline(load_semaphore, _counter(tile, warpgroup, step.head, step.i), result=ptx.INTEGER)
 
 
 def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.Array) -> None:
@@ -412,9 +410,7 @@ def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
         operands = [ptx.global_address(semaphore), ptx.scalar(value), ptx.scalar(ended)]
         ptx.asm(text, "l,r,r,~{memory}", operands)
 
-    arguments = (plgpu.RefType(), ptx.SPLAT, ptx.SPLAT)
-    counter = _counter(tile, warpgroup, step.head, step.i)
-    plgpu.inline_mgpu(arg_types=arguments)(acquire_semaphore)(counter, jnp.int32(value), ended)
+    ptx.inline(acquire_semaphore, _counter(tile, warpgroup, step.head, step.i), value, ended)
 
 
 def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
@@ -454,7 +450,7 @@ def _release_semaphore(semaphore: jax.Ref) -> None:
         text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
         ptx.asm(text, "l,b,~{memory}", [ptx.global_address(semaphore), leader])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(release_semaphore)(semaphore)
+    ptx.inline(release_semaphore, semaphore)
 
 
 # Probabilities.
@@ -566,9 +562,7 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
                 registers.flat[2 * j + r] = vector.from_elements(registers.flat[2 * j + r].type, values)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=WGMMA)
-    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[ptx.SPLAT] * 3), return_type=result)
-    return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))
+    return ptx.inline(mask_tile, (x, WGMMA), *limits, result=(shape, jnp.float32, WGMMA))
 
 
 def zero_rows(target: Any, lse: Any) -> None:
@@ -593,4 +587,4 @@ def zero_rows(target: Any, lse: Any) -> None:
         )
         ptx.asm(text, "l,r,~{memory}", [ptx.global_address(lse), ptx.shared_address(target)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(zero_rows_of_warp)(target, lse)
+    ptx.inline(zero_rows_of_warp, target, lse)

@@ -8,7 +8,6 @@ import functools
 import math
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -20,13 +19,15 @@ from pallas_kernels.attention import mask
 from pallas_kernels.attention.config import WARPGROUP_ROWS
 from pallas_kernels.mosaic.ptx import (
     INTEGER,
-    SPLAT,
+    ROW,
+    WGMMA,
     Index,
     c32,
     c64,
     elements,
     global_address,
     i32,
+    inline,
     integer,
     scalar,
     thread_in_warpgroup,
@@ -37,7 +38,7 @@ Corner = tuple[Index, Index, Index, Index]
 
 def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     """`[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
-    dtype, layout = jnp.dtype(ref.dtype), plgpu.Layout.WGMMA
+    dtype = jnp.dtype(ref.dtype)
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)]
     pairs = shape[3] % 2 == 0
 
@@ -57,7 +58,7 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
             return arith.muli(at, arith.constant(base.type, stride))
 
         base = arith.addi(base, arith.addi(offset(batch, 0), offset(head, 1)))
-        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
         for r in range(2):
             at_row = arith.addi(row, c32(8 * r))
             in_row = arith.cmpi(arith.CmpIPredicate.ult, at_row, c32(shape[2]))
@@ -83,11 +84,9 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
                     words = [_load(address[e], predicates[e], dtype.itemsize) for e in range(count)] * (3 - count)
                     registers.flat[2 * j + r] = vector.from_elements(pair, [arith.bitcast(element, w) for w in words])
         signed = True if isinstance(element, ir.IntegerType) else None
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=signed)
 
-    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), dtype, layout=layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
-    return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
+    return inline(load_broadcast, ref, *corner, result=((WARPGROUP_ROWS, columns), dtype, WGMMA))
 
 
 def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Array:
@@ -97,7 +96,7 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Arra
     """
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(5)]
     row_axis, place_axis = mask.AXES[axis]
-    rows, layout = shape[row_axis], plgpu.Layout.WGMMA
+    rows = shape[row_axis]
 
     def load_words(ctx, ref, batch, head, row, column):
         thread = thread_in_warpgroup()
@@ -116,13 +115,11 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Arra
             inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(max(rows - 8 * r, 0))) if rows > 1 else None
             word = _load(arith.addi(address, c64(4 * 8 * r * strides[row_axis])), inside, 4)
             pairs.append(vector.broadcast(ir.VectorType.get((2,), word.type), arith.shrui(word, lower_bits)))
-        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
         registers.flat[:] = pairs * (2 // len(pairs))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
+        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=False)
 
-    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, 8), jnp.dtype(jnp.uint32), layout=layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
-    return operation(load_words)(ref, *(jnp.int32(x) for x in corner))
+    return inline(load_words, ref, *corner, result=((WARPGROUP_ROWS, 8), jnp.uint32, WGMMA))
 
 
 def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
@@ -140,9 +137,7 @@ def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
             registers.flat[i] = vector.from_elements(pair.type, kept)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    wgmma = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(apply_bits)(x, words)
+    return inline(apply_bits, (x, WGMMA), (words, WGMMA), result=(x.shape, x.dtype, WGMMA))
 
 
 def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Index, ...]:
@@ -173,9 +168,7 @@ def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     bounds = (high,) if low is None else (high, low)
-    wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(apply_between)(x, *bounds)
+    return inline(apply_between, (x, WGMMA), *((bound, ROW) for bound in bounds), result=(x.shape, x.dtype, WGMMA))
 
 
 def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
@@ -210,10 +203,8 @@ def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: 
 
     batch, head, row, column = (jnp.int32(i) for i in corner)
     rows = load_tile(of_rows, (batch, head, row, column), 8)
-    wgmma = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), wgmma, wgmma, SPLAT, SPLAT), return_type=result)
-    return operation(apply_same)(of_columns, x, rows, batch, column)
+    result = x.shape, x.dtype, WGMMA
+    return inline(apply_same, of_columns, (x, WGMMA), (rows, WGMMA), batch, column, result=result)
 
 
 def warp_uniform(x: jax.Array) -> jax.Array:
@@ -223,7 +214,7 @@ def warp_uniform(x: jax.Array) -> jax.Array:
         value = llvm.inline_asm(i32(), [scalar(x)], "redux.sync.or.b32 $0, $1, -1;", "=r,r", has_side_effects=True)
         return integer(value)
 
-    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(first_lane)(x)
+    return inline(first_lane, x, result=INTEGER)
 
 
 def warp_any(x: jax.Array) -> jax.Array:
@@ -232,7 +223,7 @@ def warp_any(x: jax.Array) -> jax.Array:
     def vote_any(ctx, x):
         return _vote(_numbers(x))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=INTEGER)(vote_any)(x) != 0
+    return inline(vote_any, (x, ROW), result=INTEGER) != 0
 
 
 def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
@@ -245,8 +236,7 @@ def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
             above.append(arith.cmpf(arith.CmpFPredicate.UGT, product, limit))
         return _vote(above)
 
-    wgmma = plgpu.Layout.WGMMA
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma.reduce(1)), return_type=INTEGER)(vote_above)(x, limits) != 0
+    return inline(vote_above, (x, WGMMA), (limits, ROW), result=INTEGER) != 0
 
 
 def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -258,9 +248,7 @@ def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
             registers.flat[i] = llvm.intr_fma(a, utils.c(factor, a.type), arith.negf(b))
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    wgmma = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(multiply_subtract)(x, y)
+    return inline(multiply_subtract, (x, WGMMA), (y, WGMMA), result=(x.shape, x.dtype, WGMMA))
 
 
 def _vote(mask_bits: list[ir.Value]) -> mgpu.FragmentedArray:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pallas_kernels.attention import backward as backward_kernel
-from pallas_kernels.attention import backward_common, mask, wgmma
+from pallas_kernels.attention import backward_common, mask
 from pallas_kernels.attention import backward_wide as backward_wide_kernel
 from pallas_kernels.attention import forward as forward_kernel
 from pallas_kernels.attention.config import (
@@ -229,7 +229,7 @@ def _duration(problem: Attention, config: ForwardConfig, rates: Rates, device: D
 def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
     """The widest tiles that fit in shared memory together with tiles of the bias, if TMA can copy those."""
     narrow = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8)
-    if problem.batch_invariant or not wgmma.bias_is_tiled(problem):
+    if problem.batch_invariant or not problem.bias_is_tiled:
         return narrow
     copied = [dataclasses.replace(narrow, bias_stages=stages) for stages in (2, 1)]
     if not problem.has_data_mask:
@@ -381,7 +381,7 @@ def _with_bias_stages[Config: (BackwardConfig, BackwardWideConfig)](
     problem: Attention, device: Device, configs: list[Config], shared_bytes: Callable[[Attention, Any], int]
 ) -> Config:
     """The first config that fits in shared memory, with as many stages of the bias as do, if TMA can copy it."""
-    stages = (2, 1, 0) if wgmma.bias_is_tiled(problem) else (0,)
+    stages = (2, 1, 0) if problem.bias_is_tiled else (0,)
     found = (dataclasses.replace(c, bias_stages=n) for n in stages for c in configs)
     # Mosaic's kernels declare a byte beside what they are given at the launch.
     return next(c for c in found if shared_bytes(problem, c) < device.smem_per_cta)

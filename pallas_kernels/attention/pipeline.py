@@ -23,9 +23,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention import wgmma
 from pallas_kernels.mosaic import mbarrier, ptx
-from pallas_kernels.mosaic.ptx import INTEGER, SPLAT, Index
+from pallas_kernels.mosaic.ptx import Index
 
-WARPS = 4  # of a warpgroup
 LANES = 32  # of a warp
 VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
@@ -47,7 +46,7 @@ def wait(full: jax.Ref, n: Index, stages: int) -> None:
         )
         ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(full), ptx.scalar(parity)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(full.at[stage(n, stages)], parity)
+    ptx.inline(wait_barrier, full.at[stage(n, stages)], parity)
 
 
 def stage(n: Index, stages: int) -> jax.Array:
@@ -68,7 +67,7 @@ def arrive(empty: jax.Ref) -> jax.Array:
         pending = llvm.inline_asm(ptx.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
         return ptx.integer(pending)
 
-    pending = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(arrive_at_stage)(empty)
+    pending = ptx.inline(arrive_at_stage, empty, result=ptx.INTEGER)
     return (pending == 1).astype(jnp.int32)
 
 
@@ -88,7 +87,7 @@ def release(empty: jax.Ref) -> jax.Array:
         last = llvm.inline_asm(ptx.i32(), [address], text, "=r,r,~{memory}", has_side_effects=True)
         return ptx.integer(last)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(release_stage)(empty)
+    return ptx.inline(release_stage, empty, result=ptx.INTEGER)
 
 
 def is_first_warp() -> jax.Array:
@@ -101,7 +100,7 @@ def is_first_warp() -> jax.Array:
         )
         return ptx.integer(llvm.inline_asm(ptx.i32(), [], text, "=r", has_side_effects=True))
 
-    return plgpu.inline_mgpu(arg_types=(), return_type=INTEGER)(first_warp)()
+    return ptx.inline(first_warp, result=ptx.INTEGER)
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
@@ -115,8 +114,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         return ptx.integer(llvm.inline_asm(ptx.i32(), [ptx.scalar(x)], text, "=r,r", has_side_effects=True))
 
     vote_any.interpret = lambda x: ({}, [x])
-    operation = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(vote_any)
-    return pl.when(operation(jnp.asarray(condition).astype(jnp.int32)) != 0)
+    return pl.when(ptx.inline(vote_any, condition, result=ptx.INTEGER) != 0)
 
 
 def expect(full: jax.Ref, count: Index) -> None:
@@ -127,7 +125,7 @@ def expect(full: jax.Ref, count: Index) -> None:
         operands = [ptx.shared_address(full), ptx.scalar(count), elected]
         ptx.asm("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(expect_copies)(full, jnp.int32(count))
+    ptx.inline(expect_copies, full, count)
 
 
 def size(ref: Any) -> int:
@@ -175,8 +173,7 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
         )
 
     target = plgpu.RefType(wgmma.transforms(columns, dtype) if tiled else ())
-    arguments = plgpu.RefType(), target, plgpu.RefType(), *[SPLAT] * len(starts)
-    plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
+    ptx.inline(copy_tile, source, (to, target), full, *starts)
 
 
 def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
@@ -207,8 +204,7 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
             copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
         return None
 
-    arguments = *[plgpu.RefType()] * 3, *[SPLAT] * len(starts)
-    plgpu.inline_mgpu(arg_types=arguments)(copy_panels)(source, to, full, *starts)
+    ptx.inline(copy_panels, source, to, full, *starts)
 
 
 def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
@@ -231,15 +227,14 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
                 arrive=True,
             )
 
-    arguments = *[plgpu.RefType()] * 2, *[SPLAT] * (1 + len(starts))
-    plgpu.inline_mgpu(arg_types=arguments)(store_panels)(source, target, jnp.int32(column), *starts)
+    ptx.inline(store_panels, source, target, column, *starts)
 
 
-def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[jax.Array], tuple[int, ...]]:
+def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[Index], tuple[int, ...]]:
     """Where a copy begins along each axis but the last, and how far it goes; 0: along an index."""
     sizes = tuple(int(i.size) if isinstance(i, pl.Slice) else 0 for i in at)
     assert math.prod(size for size in sizes if size) == panels.shape[1]
-    return [jnp.int32(i.start if isinstance(i, pl.Slice) else i) for i in at], sizes
+    return [i.start if isinstance(i, pl.Slice) else i for i in at], sizes
 
 
 def _places(starts: tuple[Any, ...], sizes: tuple[int, ...]) -> list[Any]:
@@ -273,4 +268,4 @@ def zero_rows(ref: Any, first: Index) -> None:
         text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
         ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(ref), ptx.scalar(first)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(zero_from)(ref, jnp.int32(first))
+    ptx.inline(zero_from, ref, first)

@@ -69,6 +69,13 @@ class Attention:
         """Whether which tiles are passed over is known on the device alone."""
         return self.segments or self.mask is not None
 
+    @property
+    def bias_is_tiled(self) -> bool:
+        """Whether the bias is whole tiles of 8 rows and 128 bytes, none of them repeated, which TMA can copy."""
+        if self.bias is None or self.bias_dtype is None:
+            return False
+        return self.bias[2] % 8 == 0 and self.bias[3] * self.bias_dtype.itemsize % 128 == 0
+
 
 def operand_names(problem: Attention) -> tuple[str, ...]:
     """The operands that the problem has, in their order."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -52,9 +51,8 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
             ptx.asm("@$5 st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,b,~{memory}", operands)
         ptx.asm("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
-    arguments = (plgpu.RefType(), *[ptx.SPLAT] * len(record))
     rows = tile_smem.shape[0] // RECORDS
-    plgpu.inline_mgpu(arg_types=arguments)(store_record)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
+    ptx.inline(store_record, tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
 def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
@@ -73,7 +71,7 @@ def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
         operands = [ptx.global_address(words), first]
         return ptx.integer(llvm.inline_asm(ptx.i32(), operands, text, "=&r,l,b", has_side_effects=True))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(fetch_next_tile)(tile_counter)
+    return ptx.inline(fetch_next_tile, tile_counter, result=ptx.INTEGER)
 
 
 def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:

@@ -15,7 +15,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 WARPGROUP = 128
 WARPS = 4  # of a warpgroup
 SPLAT = plgpu.Layout.WG_SPLAT
-INTEGER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)  # a result that is the same in a warp
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)  # one number a row
+INTEGER: Any = (), jnp.int32, SPLAT  # a result that is the same in a warp
 Index = jax.Array | int
 
 
@@ -125,13 +127,14 @@ def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
 def inline(body: Callable[..., Any], *operands: Any, result: tuple[Any, Any, Any] | None = None) -> Any:
     """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
 
-    An operand is a reference, a number that is the same in every thread, or a pair of an array and its layout.
+    An operand is a reference, an integer that is the same in every thread, or a pair of either and its type: an array's
+    layout, or a reference's transforms.
     """
     types, arguments = [], []
     for x in operands:
         if isinstance(x, tuple):
             x, of_x = x
-        elif isinstance(x, int) or x.shape == ():
+        elif isinstance(x, (int, jax.Array)):
             x, of_x = jnp.int32(x), SPLAT
         else:
             of_x = plgpu.RefType()
@@ -167,4 +170,4 @@ def opaque(x: jax.Array) -> jax.Array:
     def copy_scalar(ctx, x):
         return integer(llvm.inline_asm(i32(), [scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
 
-    return inline(copy_scalar, x, result=((), jnp.int32, SPLAT))
+    return inline(copy_scalar, x, result=INTEGER)
