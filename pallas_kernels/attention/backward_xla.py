@@ -16,7 +16,7 @@ from pallas_kernels.attention import backward_common, mask, wgmma
 from pallas_kernels.attention.backward_common import capped_bias
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention, operand_names
-from pallas_kernels.mosaic import workspace
+from pallas_kernels.mosaic import reduce
 from pallas_kernels.mosaic.fast_math import LOG2E
 
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
@@ -212,7 +212,7 @@ def launch(
     )
 
     def run(issued: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        return workspace.with_workspace(call, arrays, issued, list(whole.values()))
+        return reduce.with_workspace(call, arrays, issued, list(whole.values()))
 
     # Each call needs a tile counter of its own, which `vmap` would share.
     run = run if tile_counter is None else sequential_vmap(run)

@@ -27,7 +27,7 @@ from pallas_kernels.attention import gather
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.mask import tile_kv_range
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.mosaic import ptx, workspace
+from pallas_kernels.mosaic import ptx, reduce
 
 LOOKAHEAD = 2  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
@@ -78,7 +78,7 @@ def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -
     """Calls a kernel with a tile counter, which `vmap` does not share between the calls that it makes of one."""
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        return workspace.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
+        return reduce.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
 
     return sequential_vmap(run)(*operands)
 
