@@ -23,7 +23,7 @@ from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
 from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
 from jaxsoftmax._top_k.select import chunk_size, select
 from pallas_kernels import hardware
-from pallas_kernels.attention.operands import DIFFERENTIABLE
+from pallas_kernels.attention.problem import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import RULES, Op
 

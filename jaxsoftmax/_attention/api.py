@@ -13,7 +13,7 @@ from jaxsoftmax._core import batch_invariance
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from pallas_kernels.attention import reference
-from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.attention.problem import Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 

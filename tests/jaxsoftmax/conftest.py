@@ -23,8 +23,7 @@ from jaxsoftmax._softmax import primitives as row_primitives
 from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.attention.operands import Operands, Rules
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import Attention, Operands, Rules
 from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.problem import Op, Problem
 
