@@ -14,14 +14,13 @@ from jax.extend.core import Primitive
 
 from jaxsoftmax._attention.api import flash_attention
 from jaxsoftmax._attention.primitives import BY_PART, Call, Part
-from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.primitives import Lowerable, Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax import api
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
-from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
-from jaxsoftmax._top_k.select import chunk_size, select
+from jaxsoftmax._top_k import TOP_K, chunk_size, select, top_k_softmax
 from pallas_kernels import hardware
 from pallas_kernels.attention.problem import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
@@ -154,7 +153,7 @@ def explain(
             target[0],
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
-            (NOT_INVARIANT,) if batch_invariance.enabled() else (),
+            (NOT_INVARIANT,) if checks.is_batch_invariant() else (),
         )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import settings_for
 from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
@@ -173,7 +173,7 @@ def softmax_cross_entropy_with_integer_labels(
         stats=return_lse,
         all_rows=return_lse,
         implementation=checks.implementation(name, implementation),
-        **batch_invariance.parameter(),
+        **checks.batch_invariance(),
     )
     loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss

@@ -17,10 +17,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
 
+from jaxsoftmax import _top_k
 from jaxsoftmax._attention import primitives as attention_primitives
 from jaxsoftmax._core import primitives as lowering
 from jaxsoftmax._softmax import primitives as row_primitives
-from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.problem import Attention, Operands, Rules
@@ -130,7 +130,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     def register(rule: Callable[..., Any], **may_count: bool) -> None:
         for primitive, computation in {**row_primitives.COMPUTATIONS, **calls}.items():
             mlir.register_lowering(primitive, functools.partial(rule, computation), platform="cpu")
-        mlir.register_lowering(api.TOP_K, functools.partial(api.lower, **may_count), platform="cpu")
+        mlir.register_lowering(_top_k.TOP_K, functools.partial(_top_k.lower, **may_count), platform="cpu")
         jax.clear_caches()
 
     register(lowering.kernel_rule, may_count=True)
@@ -176,9 +176,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def clear() -> None:
         jax.clear_caches()
-        select.chunk_size.cache_clear()
+        _top_k.chunk_size.cache_clear()
 
-    monkeypatch.setattr(select, "_AT_ONCE", 4)
+    monkeypatch.setattr(_top_k, "_AT_ONCE", 4)
     clear()
     yield
     monkeypatch.undo()
