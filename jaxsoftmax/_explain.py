@@ -316,13 +316,19 @@ _GRADIENT_APART = (
     "where the logsumexp has a cotangent too; given weights, even of 1, it is written in the first"
 )
 
+
+def _differentiable(op: Op) -> dict[str, tuple[Op, Callable[..., Any]]]:
+    function, rule = getattr(api, op.value), RULES[op]
+    return {
+        op.value: (op, function),
+        f"{op}_vjp": (rule.cotangent, _pulled_back(function)),
+        f"{op}_jvp": (rule.tangent, _pushed_forward(function)),
+    }
+
+
+# Which operation is explained for a name, and how the call is traced.
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
-    "softmax": (Op.SOFTMAX, api.softmax),
-    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(api.softmax)),
-    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(api.softmax)),
-    "log_softmax": (Op.LOG_SOFTMAX, api.log_softmax),
-    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(api.log_softmax)),
-    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(api.log_softmax)),
+    **{name: call for op in RULES for name, call in _differentiable(op).items()},
     "logsumexp": (Op.STATS, api.logsumexp),
     "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
     "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),
