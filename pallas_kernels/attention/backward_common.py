@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
@@ -391,7 +391,7 @@ def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
 
     def load_semaphore(ctx, semaphore):
         text = "ld.relaxed.gpu.global.s32 $0, [$1];"
-        ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(semaphore)], text, "=r,l", has_side_effects=True)
+        ended = ptx.asm_value(text, "=r,l", [ptx.global_address(semaphore)])
         return ptx.integer(ended)
 
     return ptx.inline(load_semaphore, _counter(tile, warpgroup, step.head, step.i), result=ptx.INTEGER)
@@ -536,26 +536,26 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
     def mask_tile(ctx, x, keys, most, least):
         registers = x.registers.copy()
         thread = ptx.thread_found_here()
-        lane, warp = arith.remui(thread, ptx.c32(32)), arith.divui(thread, ptx.c32(32))
-        first = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
-        column = arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2))
+        lane, warp = ptx.rem(thread, 32), ptx.div(thread, 32)
+        first = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
+        column = ptx.mul(ptx.rem(lane, 4), 2)
         outside = utils.c(-math.inf, ir.F32Type.get())
         keys, most, least = (ptx.scalar(v) for v in (keys, most, least))
         for r in range(2):
-            at = arith.addi(first, ptx.c32(8 * r))
+            at = ptx.add(first, 8 * r)
             # The register's column is a constant, so that each comparison is one instruction.
-            lowest = arith.subi(arith.subi(at, most), column)
-            highest = arith.subi(arith.subi(at, least), column)
-            exists = arith.cmpi(arith.CmpIPredicate.slt, at, keys)
+            lowest = ptx.sub(ptx.sub(at, most), column)
+            highest = ptx.sub(ptx.sub(at, least), column)
+            exists = ptx.compare("slt", at, keys)
             for j in range(shape[1] // 8):
                 values = []
                 for e, value in enumerate(ptx.elements(registers.flat[2 * j + r])):
                     tests = [exists] if ragged else []
                     constant = ptx.c32(8 * j + e)
                     if right is not None:
-                        tests.append(arith.cmpi(arith.CmpIPredicate.sge, constant, lowest))
+                        tests.append(ptx.compare("sge", constant, lowest))
                     if left is not None:
-                        tests.append(arith.cmpi(arith.CmpIPredicate.sle, constant, highest))
+                        tests.append(ptx.compare("sle", constant, highest))
                     for test in tests:
                         value = arith.select(test, value, outside)
                     values.append(value)

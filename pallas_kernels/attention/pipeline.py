@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.attention import wgmma
 from pallas_kernels.mosaic import mbarrier, ptx
@@ -64,7 +64,7 @@ def arrive(empty: jax.Ref) -> jax.Array:
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
         )
         address = ptx.shared_address(empty)
-        pending = llvm.inline_asm(ptx.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
+        pending = ptx.asm_value(text, "=&r,r,~{memory}", [address])
         return ptx.integer(pending)
 
     pending = ptx.inline(arrive_at_stage, empty, result=ptx.INTEGER)
@@ -84,7 +84,7 @@ def release(empty: jax.Ref) -> jax.Array:
             "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
         )
         address = ptx.shared_address(empty)
-        last = llvm.inline_asm(ptx.i32(), [address], text, "=r,r,~{memory}", has_side_effects=True)
+        last = ptx.asm_value(text, "=r,r,~{memory}", [address])
         return ptx.integer(last)
 
     return ptx.inline(release_stage, empty, result=ptx.INTEGER)
@@ -98,7 +98,7 @@ def is_first_warp() -> jax.Array:
             "{ .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32; "
             "vote.sync.any.pred first, first, 0xffffffff; selp.u32 $0, 1, 0, first; }"
         )
-        return ptx.integer(llvm.inline_asm(ptx.i32(), [], text, "=r", has_side_effects=True))
+        return ptx.integer(ptx.asm_value(text, "=r", []))
 
     return ptx.inline(first_warp, result=ptx.INTEGER)
 
@@ -111,7 +111,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
 
     def vote_any(ctx, x):
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
-        return ptx.integer(llvm.inline_asm(ptx.i32(), [ptx.scalar(x)], text, "=r,r", has_side_effects=True))
+        return ptx.integer(ptx.asm_value(text, "=r,r", [ptx.scalar(x)]))
 
     vote_any.interpret = lambda x: ({}, [x])
     return pl.when(ptx.inline(vote_any, condition, result=ptx.INTEGER) != 0)
@@ -218,7 +218,7 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
     def store_panels(ctx, source, target, column, *starts):
         first = arith.index_cast(ir.IndexType.get(), ptx.scalar(column))
         for panel in range(count):
-            here = arith.addi(first, arith.constant(ir.IndexType.get(), panel * columns))
+            here = ptx.add(first, arith.constant(ir.IndexType.get(), panel * columns))
             ctx.async_copy(
                 src_ref=_panel(source, panel, sizes),
                 dst_ref=target,

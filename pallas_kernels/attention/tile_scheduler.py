@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention import gather
 from pallas_kernels.attention.config import ForwardConfig
@@ -46,7 +45,7 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     def store_record(ctx, words, *numbers):
         first = ptx.equals(ptx.thread_in_warpgroup(), 0)
         for i in range(0, len(numbers), 4):
-            address = arith.addi(ptx.shared_address(words), ptx.c32(4 * i))
+            address = ptx.add(ptx.shared_address(words), 4 * i)
             operands = [address, *map(ptx.scalar, numbers[i : i + 4]), first]
             ptx.asm("@$5 st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,b,~{memory}", operands)
         ptx.asm("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
@@ -69,7 +68,7 @@ def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
         first = ptx.equals(ptx.thread_in_warpgroup(), 0)
         text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
         operands = [ptx.global_address(words), first]
-        return ptx.integer(llvm.inline_asm(ptx.i32(), operands, text, "=&r,l,b", has_side_effects=True))
+        return ptx.integer(ptx.asm_value(text, "=&r,l,b", operands))
 
     return ptx.inline(fetch_next_tile, tile_counter, result=ptx.INTEGER)
 

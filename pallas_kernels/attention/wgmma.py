@@ -123,7 +123,7 @@ def _issue(
     constraints = ["=f"] * count + [str(i) for i in range(len(given))]
     constraints += [kind for left, _ in pairs for kind in (*["r" if in_registers else "l"] * len(left), "l")]
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
-    results = llvm.inline_asm(struct, [*given, *operands], text, ",".join(constraints), has_side_effects=True)
+    results = ptx.asm_value(text, ",".join(constraints), [*given, *operands], struct)
     return _array([llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(count)], numbers)
 
 
@@ -136,13 +136,13 @@ def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
 
 def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir.Value:
     """The matrix descriptor of panels from byte `offset` on; `between_panels`: their stride where there are several."""
-    place = arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF))
+    place = ptx.bit_and(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), 0x3FFF)
     layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
     layout = ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout)
     # Added elsewhere, the offset has the same value, but ptxas keeps the descriptor in registers of each thread.
     if between_panels:
-        return arith.addi(arith.ori(arith.extui(ptx.i64(), place), layout), ptx.c64(offset >> 4))
-    return arith.ori(arith.extui(ptx.i64(), arith.addi(place, ptx.c32(offset >> 4))), layout)
+        return ptx.add(arith.ori(arith.extui(ptx.i64(), place), layout), offset >> 4)
+    return arith.ori(arith.extui(ptx.i64(), ptx.add(place, offset >> 4)), layout)
 
 
 def wait(issued: Any, *, pending: int) -> jax.Array:
@@ -230,7 +230,7 @@ def load_square(source: jax.Ref) -> jax.Array:
         struct, pair = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"), ir.VectorType.get((2,), f32)
         for i, pairs in enumerate(_vectors(registers)):
             text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{_offset(i)}];"
-            found = llvm.inline_asm(struct, [at], text, "=f,=f,=f,=f,r,~{memory}", has_side_effects=True)
+            found = ptx.asm_value(text, "=f,=f,=f,=f,r,~{memory}", [at], struct)
             numbers = [llvm.extractvalue(f32, found, [e]) for e in range(4)]
             pairs[:] = [vector.from_elements(pair, numbers[e : e + 2]) for e in (0, 2)]
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
@@ -262,8 +262,8 @@ def add_sums(target: jax.Ref, sums: jax.Array) -> None:
 
     def reduce_fragments(ctx, target, sums):
         lane, warp = _lane_and_warp()
-        offset = arith.addi(arith.muli(warp, ptx.c32(_WARP_BYTES)), arith.muli(lane, ptx.c32(16)))
-        at = arith.addi(ptx.global_address(target), arith.extui(ptx.i64(), offset))
+        offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
+        at = ptx.add(ptx.global_address(target), arith.extui(ptx.i64(), offset))
         for i, pairs in enumerate(_vectors(sums.registers)):
             numbers = [number for pair in pairs for number in ptx.elements(pair)]
             text = f"red.relaxed.gpu.global.add.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};"
@@ -298,16 +298,16 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
         lane, warp = _lane_and_warp(once)
         # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
         # eight columns on.
-        matrix, row = arith.divui(lane, ptx.c32(8)), arith.remui(lane, ptx.c32(8))
-        below, right = arith.remui(matrix, ptx.c32(2)), arith.divui(matrix, ptx.c32(2))
-        line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.addi(arith.muli(below, ptx.c32(8)), row))
-        base = arith.addi(ptx.shared_address(target), arith.muli(line, ptx.c32(_LINE)))
+        matrix, row = ptx.div(lane, 8), ptx.rem(lane, 8)
+        below, right = ptx.rem(matrix, 2), ptx.div(matrix, 2)
+        line = ptx.add(ptx.mul(warp, 16), ptx.add(ptx.mul(below, 8), row))
+        base = ptx.add(ptx.shared_address(target), ptx.mul(line, _LINE))
         # Opaque, lest the compiler keep each sum with a constant in a register all along the loop.
-        swizzled = ptx.opaque_word(arith.muli(arith.xori(right, row), ptx.c32(16)))
+        swizzled = ptx.opaque_word(ptx.mul(arith.xori(right, row), 16))
         words = [ptx.pair_word(pair) for pair in factor.registers.flat]
         for i in range(0, len(words), 4):
             square, columns = divmod(i // 4, _SIDE // 16)
-            at, here = arith.addi(base, arith.xori(swizzled, ptx.c32(32 * columns))), words[i : i + 4]
+            at, here = ptx.add(base, arith.xori(swizzled, ptx.c32(32 * columns))), words[i : i + 4]
             registers = ",".join(f"${1 + j}" for j in range(len(here)))
             text = f"stmatrix.sync.aligned.m8n8.x{len(here)}.shared.b16 [$0+{square * _SIDE * _LINE}]"
             ptx.asm(f"{text}, {{{registers}}};", ",".join(["r"] * (1 + len(here))) + ",~{memory}", [at, *here])
@@ -323,14 +323,14 @@ def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
 
     def store_row_values(ctx, target, values, *coord):
         lane, warp = _lane_and_warp(once=True)
-        first = ptx.equals(arith.remui(lane, ptx.c32(4)), 0)
+        first = ptx.equals(ptx.rem(lane, 4), 0)
         for r, value in enumerate(values.registers.flat):
             batch, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
-            of_head = arith.addi(arith.muli(batch, ptx.c32(heads)), head)
-            index = arith.muli(arith.extui(ptx.i64(), of_head), ptx.c64(queries))
-            index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), query)), ptx.c64(4))
-            address = arith.addi(ptx.global_address(target), index)
-            operands = [address, _number(value), arith.andi(first, exists)]
+            of_head = ptx.add(ptx.mul(batch, heads), head)
+            index = ptx.mul(arith.extui(ptx.i64(), of_head), queries)
+            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), query)), 4)
+            address = ptx.add(ptx.global_address(target), index)
+            operands = [address, _number(value), ptx.bit_and(first, exists)]
             ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", operands)
 
     ptx.inline(store_row_values, target, (values, ROW), place.batch, place.head, place.row)
@@ -342,15 +342,15 @@ def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) 
 
     def store_row_sums(ctx, target, sums, *coord):
         lane, warp = _lane_and_warp(once=True)
-        within = arith.addi(arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2)), ptx.c32(column))
+        within = ptx.add(ptx.mul(ptx.rem(lane, 4), 2), column)
         addresses, stored = [], []
         for r in range(2):
             index, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
             for extent, i in ((queries, query), (heads, head)):
-                index = arith.addi(arith.muli(index, ptx.c32(extent)), i)
-            index = arith.muli(arith.extui(ptx.i64(), index), ptx.c64(columns))
-            index = arith.muli(arith.addi(index, arith.extui(ptx.i64(), within)), ptx.c64(4))
-            addresses.append(arith.addi(ptx.global_address(target), index))
+                index = ptx.add(ptx.mul(index, extent), i)
+            index = ptx.mul(arith.extui(ptx.i64(), index), columns)
+            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), within)), 4)
+            addresses.append(ptx.add(ptx.global_address(target), index))
             stored.append(exists)
         for i, pair in enumerate(sums.registers.flat):
             text = f"@$3 st.global.v2.f32 [$0+{i // 2 * 32}], {{$1, $2}};"
@@ -364,11 +364,11 @@ def _row_coord(
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """Batch, head and query of a thread's row `r`, of two, in a tile of `packed` heads, and whether there is one."""
     batch, head, row = map(ptx.scalar, coord)
-    line = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
-    line = arith.addi(line, ptx.c32(8 * r))
-    query = arith.addi(row, arith.divui(line, ptx.c32(packed)))
-    head = arith.addi(arith.muli(head, ptx.c32(packed)), arith.remui(line, ptx.c32(packed)))
-    return batch, head, query, arith.cmpi(arith.CmpIPredicate.ult, query, ptx.c32(queries))
+    line = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
+    line = ptx.add(line, 8 * r)
+    query = ptx.add(row, ptx.div(line, packed))
+    head = ptx.add(ptx.mul(head, packed), ptx.rem(line, packed))
+    return batch, head, query, ptx.compare("ult", query, queries)
 
 
 def _number(value: ir.Value) -> ir.Value:
@@ -399,10 +399,10 @@ def _offset(i: int) -> int:
 
 def _thread_place(ref: ir.Value) -> ir.Value:
     lane, warp = _lane_and_warp()
-    offset = arith.addi(arith.muli(warp, ptx.c32(_WARP_BYTES)), arith.muli(lane, ptx.c32(16)))
-    return arith.addi(ptx.shared_address(ref), offset)
+    offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
+    return ptx.add(ptx.shared_address(ref), offset)
 
 
 def _lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
     thread = ptx.thread_found_here() if once else ptx.thread_in_warpgroup()
-    return arith.remui(thread, ptx.c32(32)), arith.divui(thread, ptx.c32(32))
+    return ptx.rem(thread, 32), ptx.div(thread, 32)
