@@ -25,15 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import (
-    backward_common,
-    backward_xla,
-    gather,
-    mask,
-    pipeline,
-    tile_scheduler,
-    wgmma,
-)
+from pallas_kernels.attention import backward_common, backward_xla, gather, mask, pipeline, tile_scheduler, wgmma
 from pallas_kernels.attention.backward_common import (
     Compare,
     Step,

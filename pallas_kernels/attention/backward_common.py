@@ -446,7 +446,7 @@ def _release_semaphore(semaphore: jax.Ref) -> None:
     """
 
     def release_semaphore(ctx, semaphore):
-        leader = ptx.equals(ptx.thread_in_warpgroup(), 0)
+        leader = ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
         text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
         ptx.asm(text, "l,b,~{memory}", [ptx.global_address(semaphore), leader])
 

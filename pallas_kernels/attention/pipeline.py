@@ -37,16 +37,7 @@ start = mbarrier.start_barriers
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: the barriers of all stages."""
     parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
-
-    def wait_barrier(ctx, full, parity):
-        # In the scope of the CTA: in that of a cluster, each wait would invalidate the L1 cache.
-        text = (
-            "{ .reg .pred done; AGAIN: "
-            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
-        )
-        ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(full), ptx.scalar(parity)])
-
-    ptx.inline(wait_barrier, full.at[stage(n, stages)], parity)
+    mbarrier.wait(full.at[stage(n, stages)], parity, "cta")
 
 
 def stage(n: Index, stages: int) -> jax.Array:
@@ -161,19 +152,26 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
                 continue
             first = arith.index_cast(ir.IndexType.get(), ptx.scalar(next(following)))
             index.append(mgpu.ds(first, int(extent)) if extent else first)
-        ctx.async_copy(
-            src_ref=source,
+        _copier(ctx, source, full, columns * dtype.itemsize if tiled else None)(
             dst_ref=to,
             gmem_slice=tuple(index),
             gmem_transform=(mgpu.TileTransform((TMA_ROWS, columns)),) if tiled else (),
-            swizzle=columns * dtype.itemsize if tiled else None,
-            barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
-            arrive=False,
-            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
         )
 
     target = plgpu.RefType(wgmma.transforms(columns, dtype) if tiled else ())
     ptx.inline(copy_tile, source, (to, target), full, *starts)
+
+
+def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> Callable[..., None]:
+    """A function by which one thread of the calling warp issues copies of `source` that count their bytes at `full`."""
+    return functools.partial(
+        ctx.async_copy,
+        src_ref=source,
+        swizzle=swizzle,
+        barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
+        arrive=False,
+        predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
+    )
 
 
 def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
@@ -185,14 +183,7 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
     (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
 
     def copy_panels(ctx, source, to, full, *starts):
-        copy = functools.partial(
-            ctx.async_copy,
-            src_ref=source,
-            swizzle=SWIZZLE_BYTES,
-            barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
-            arrive=False,
-            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
-        )
+        copy = _copier(ctx, source, full, SWIZZLE_BYTES)
         places = _places(starts, sizes)
         if source.type.shape[-1] % columns == 0:
             axes = sum(map(bool, sizes))

@@ -101,12 +101,13 @@ RANK = {name: operand.rank for name, operand in OPERANDS.items()}
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.is_differentiable)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What is static of a call; `Attention` says what the fields mean.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelRules:
+    """What is static of a call, for kernels and references.
 
-    `precision` is of the matrix products in the references, in JAX's terms; None: as exact as the dtype. `is_local`
-    says that one device holds the operands, so that the references may mix heads that a partitioner keeps apart.
+    Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
+    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
+    `align_ends` both offsets grow by each sequence's count of keys less its count of queries.
     """
 
     scale: float = 1.0
@@ -115,15 +116,25 @@ class Rules:
     window: tuple[int | None, int | None] = (None, None)
     window_offset: int = 0
     align_ends: bool = False
-    deterministic: bool = False
-    batch_invariant: bool = False
-    precision: Any = None
-    is_local: bool = False
+    deterministic: bool = False  # whether the gradients come out the same, bit by bit, every time
+    batch_invariant: bool = False  # whether what is chosen for FORWARD may depend on neither batch nor lengths
 
     @property
     def of_kernels(self) -> dict[str, Any]:
-        """The rules that kernels follow too."""
-        return {name: x for name, x in vars(self).items() if name not in ("precision", "is_local")}
+        """These fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(KernelRules)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules(KernelRules):
+    """What is static of a call, with what concerns the references alone.
+
+    `precision` is of their matrix products, in JAX's terms; None: as exact as the dtype. `is_local` says that one
+    device holds the operands, so that they may mix heads that a partitioner keeps apart.
+    """
+
+    precision: Any = None
+    is_local: bool = False
 
 
 def leading(x: Any, name: str) -> tuple[int, ...]:
@@ -145,13 +156,8 @@ class Op(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """One call. Head n of the query reads head `n // (query_heads // key_heads)` of key and value.
-
-    Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
-    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
-    `align_ends` both offsets grow by each sequence's count of keys less its count of queries.
-    """
+class Attention(KernelRules):
+    """One call. Head n of the query reads head `n // (query_heads // key_heads)` of key and value."""
 
     op: Op
     batch: int
@@ -162,12 +168,7 @@ class Attention:
     head_dim: int
     value_dim: int
     dtype: jnp.dtype
-    scale: float = 1.0
-    soft_cap: float | None = None
-    causal_offset: int | None = None
-    window: tuple[int | None, int | None] = (None, None)
-    window_offset: int = 0
-    align_ends: bool = False
+    _: dataclasses.KW_ONLY
     bias: tuple[int, int, int, int] | None = None  # its shape
     bias_dtype: jnp.dtype | None = None
     bias_gradient: bool = False  # whether BACKWARD returns `d_bias`
@@ -176,8 +177,6 @@ class Attention:
     key_lengths: bool = False
     segments: bool = False
     sinks: bool = False
-    deterministic: bool = False  # whether the gradients come out the same, bit by bit, every time
-    batch_invariant: bool = False  # whether what is chosen for FORWARD may depend on neither batch nor lengths
 
     @property
     def has_data_mask(self) -> bool:

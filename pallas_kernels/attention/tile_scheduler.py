@@ -43,7 +43,7 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     record += [record[0]] * (-len(record) % 4)
 
     def store_record(ctx, words, *numbers):
-        first = ptx.equals(ptx.thread_in_warpgroup(), 0)
+        first = ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
         for i in range(0, len(numbers), 4):
             address = ptx.add(ptx.shared_address(words), 4 * i)
             operands = [address, *map(ptx.scalar, numbers[i : i + 4]), first]
@@ -65,7 +65,7 @@ def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
     """Takes the next number from the launch's tile counter, in the warpgroup's first thread; 0 in the others."""
 
     def fetch_next_tile(ctx, words):
-        first = ptx.equals(ptx.thread_in_warpgroup(), 0)
+        first = ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
         text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
         operands = [ptx.global_address(words), first]
         return ptx.integer(ptx.asm_value(text, "=&r,l,b", operands))

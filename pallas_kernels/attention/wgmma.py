@@ -323,7 +323,7 @@ def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
 
     def store_row_values(ctx, target, values, *coord):
         lane, warp = _lane_and_warp(once=True)
-        first = ptx.equals(ptx.rem(lane, 4), 0)
+        first = ptx.compare("eq", ptx.rem(lane, 4), 0)
         for r, value in enumerate(values.registers.flat):
             batch, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
             of_head = ptx.add(ptx.mul(batch, heads), head)

@@ -30,7 +30,7 @@ def barriers(count: int) -> Any:
 
 def _leader() -> ir.Value:
     """Whether this is the warpgroup's first thread."""
-    return ptx.equals(ptx.thread_in_warpgroup(), 0)
+    return ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
 
 
 def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
@@ -39,7 +39,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
         text = makes + "@$1 fence.mbarrier_init.release.cluster;"
-        ptx.asm(text, "r,b", [ptx.shared_address(ref), ptx.equals(utils.thread_idx(), 0)])
+        ptx.asm(text, "r,b", [ptx.shared_address(ref), ptx.compare("eq", utils.thread_idx(), 0)])
 
     ptx.inline(make_barriers, ref)
 
@@ -64,13 +64,16 @@ def arrive_each(ref: jax.Ref) -> None:
     ptx.inline(arrive_threads, ref)
 
 
-def wait(ref: jax.Ref, parity: jax.Array) -> None:
-    """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs sent."""
+def wait(ref: jax.Ref, parity: jax.Array, scope: Literal["cluster", "cta"] = "cluster") -> None:
+    """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs, or this one's copies, sent.
+
+    In the scope of a cluster each wait invalidates the L1 cache.
+    """
 
     def wait_barrier(ctx, ref, parity):
         text = (
             "{ .reg .pred done; AGAIN: "
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
+            f"mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }}"
         )
         ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(ref), ptx.scalar(parity)])
 
@@ -131,7 +134,7 @@ def fill_outside(
         thread, v = utils.thread_idx(), row_pred.tile.vector
         word = ir.IntegerType.get_signless(bits)
         value = arith.bitcast(word, utils.c(fill, ir.MemRefType(gmem.type).element_type))
-        pieces = [] if row_pred.aligned else [(ptx.c32(0), ptx.equals(thread, 0))]
+        pieces = [] if row_pred.aligned else [(ptx.c32(0), ptx.compare("eq", thread, 0))]
         for at in range(start, stop, threads):
             k = ptx.add(thread, at)
             pieces.append((k, ptx.compare("ult", k, stop)))

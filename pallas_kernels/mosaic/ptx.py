@@ -70,11 +70,6 @@ def compare(kind: str, x: ir.Value, y: ir.Value | int) -> ir.Value:
     return arith.cmpi(getattr(arith.CmpIPredicate, kind), x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
 
 
-def equals(x: ir.Value, constant: int) -> ir.Value:
-    """Whether an integer is the constant."""
-    return compare("eq", x, constant)
-
-
 def scalar(x: mgpu.FragmentedArray) -> ir.Value:
     """The value of an array that is the same in every thread."""
     return x.registers.item()

@@ -99,7 +99,7 @@ def block_gather(
 
     def publish(ctx, slots, index, *values):
         lane, slot = _lane_and_slot(index)
-        first_lane = ptx.equals(lane, 0)
+        first_lane = ptx.compare("eq", lane, 0)
         for q, value in enumerate(values):
             at = ptx.add(ptx.shared_address(slots), ptx.add(slot, 4 * q * buffer.slots))
             ptx.asm("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, ptx.word(value), first_lane])
@@ -217,7 +217,7 @@ def next_tile(words: jax.Ref, to: jax.Ref) -> None:
     """
 
     def count_tile(ctx, words, to):
-        first = ptx.equals(utils.thread_idx(), 0)
+        first = ptx.compare("eq", utils.thread_idx(), 0)
         text = (
             "{ .reg .b32 ticket; @$2 atom.relaxed.gpu.global.add.u32 ticket, [$0], 1; "
             "@$2 add.u32 ticket, ticket, 1; @$2 st.shared.u32 [$1], ticket; }"
@@ -236,7 +236,7 @@ def grid_store(
     """
 
     def publish_words(ctx, words, row, rank, *values):
-        first = ptx.equals(utils.thread_idx(), 0)
+        first = ptx.compare("eq", utils.thread_idx(), 0)
         for q, value in enumerate(values):
             at = _word(buffer, words, ptx.scalar(row), q, ptx.scalar(rank))
             ptx.asm("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, ptx.word(value), first])

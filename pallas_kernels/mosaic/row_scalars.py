@@ -47,10 +47,7 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
 
     def load_from(ctx, ref, row, column):
         f32, element = ir.F32Type.get(), ir.MemRefType(ref.type).element_type
-        at, wanted = (
-            _wide(ptx.row_value(column)),
-            ptx.compare("sge", ptx.row_value(column), 0),
-        )
+        at, wanted = _wide(ptx.row_value(column)), ptx.compare("sge", ptx.row_value(column), 0)
         if rows > 1:
             at = ptx.add(ptx.mul(_wide(row_of(tile, ptx.scalar(row))), cols), at)
         address = ptx.add(ptx.global_address(ref), ptx.mul(at, itemsize))
@@ -73,7 +70,7 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> Non
     def store_each(ctx, ref, value, row):
         thread = ptx.thread_in_warpgroup()
         at = ptx.add(ptx.scalar(row), ptx.div(thread, tile.lanes))
-        first_lane = ptx.equals(ptx.rem(thread, tile.lanes), 0)
+        first_lane = ptx.compare("eq", ptx.rem(thread, tile.lanes), 0)
         exists = ptx.compare("ult", at, ref_rows)
         address = ptx.add(ptx.global_address(ref), ptx.mul(_wide(at), 4))
         ptx.asm(
@@ -108,18 +105,13 @@ def store_element(
         _, head, _ = row_pred.row(ptx.global_address(ref), at)
         k = ptx.sub(ptx.div(ptx.add(head, place), tile.vector), ptx.scalar(first))
         lane, here = ptx.rem(k, tile.lanes_in_warp), ptx.rem(thread, tile.lanes_in_warp)
-        conditions = [
-            ptx.compare("sge", place, 0),
-            ptx.compare("eq", lane, here),
-        ]
+        conditions = [ptx.compare("sge", place, 0), ptx.compare("eq", lane, here)]
         if tile.lanes > 32:
             warp = ptx.rem(ptx.div(k, 32 * tile.registers), 4 * warpgroups)
             conditions.append(ptx.compare("eq", warp, ptx.div(thread, 32)))
         if vectors is not None:
             conditions.append(ptx.compare("ult", k, vectors))
-        mine = conditions[0]
-        for condition in conditions[1:]:
-            mine = ptx.bit_and(mine, condition)
+        mine = functools.reduce(ptx.bit_and, conditions)
         index = ptx.add(ptx.mul(_wide(at), cols), _wide(place))
         address = ptx.add(ptx.global_address(ref), ptx.mul(index, itemsize))
         word = arith.bitcast(ir.IntegerType.get_signless(bits), ptx.row_value(value))
@@ -182,7 +174,7 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
         begin = end = _over_registers(parts, add)
         if tile.wraps and len(parts) & (len(parts) - 1):
             # The first lane's vectors end row vectors of the last lane, each one of the register before.
-            is_first, after = ptx.equals(among, 0), [*parts[1:], parts[0]]
+            is_first, after = ptx.compare("eq", among, 0), [*parts[1:], parts[0]]
             turn = lambda part, other: [arith.select(is_first, b, a) for a, b in zip(part, other, strict=True)]
             end = _over_registers(list(map(turn, parts, after)), add)
         total = utils.c(0.0, f32)

@@ -178,7 +178,7 @@ class RowPredicate:
 
     def wrapped(self, head: ir.Value) -> list[ir.Value]:
         """Which elements of its first vector the warp's first lane takes from behind the warp's quarter."""
-        is_first = ptx.equals(ptx.rem(ptx.thread_in_warpgroup(), 32), 0)
+        is_first = ptx.compare("eq", ptx.rem(ptx.thread_in_warpgroup(), 32), 0)
         before = [ptx.compare("ult", ptx.c32(e), head) for e in range(self.tile.vector)]
         return [ptx.bit_and(is_first, b) for b in before]
 

@@ -83,7 +83,7 @@ class AttentionStandIn:
         assert p.head_dim % 8 == p.value_dim % 8 == 0
         if p.sinks:
             operands["sinks"] = operands["sinks"][None]
-        rules = Rules(p.scale, p.soft_cap, p.causal_offset, p.window, p.window_offset, p.align_ends)
+        rules = Rules(**p.of_kernels)
         if p.op is attention_problem.Op.FORWARD:
             return attention_reference.forward(Operands(**operands), rules)
         wanted = ["query", "key", "value", *(["bias"] if p.bias_gradient else []), *(["sinks"] if p.sinks else [])]
