@@ -402,7 +402,7 @@ def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: M
     facts = {"causal_offset": 0, **facts} if shape.is_causal else facts
     sizes = shape.batch, shape.heads, shape.key_heads, *lengths, shape.head_dim, shape.value_dim
     op = problems.Op.BACKWARD if backward else problems.Op.FORWARD
-    problem = problems.Attention(op, *sizes, jnp.dtype(shape.dtype), shape.head_dim**-0.5, **facts)
+    problem = problems.Attention(op, *sizes, jnp.dtype(shape.dtype), scale=shape.head_dim**-0.5, **facts)
     decision = dispatch.decide(problem, hardware.current())
     if decision.kernel is None:
         raise Declined(f"no kernel takes it: {dict(decision.declined)}")

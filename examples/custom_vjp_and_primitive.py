@@ -1,6 +1,6 @@
 """Why `jaxsoftmax.softmax` is a primitive and not a `jax.custom_vjp` function: the same derivative, bound twice.
 
-`pallas_kernels.softmax.vjp` binds the pair (forward, backward) by `jax.custom_vjp`; `jaxsoftmax` registers it
+`pallas_kernels.custom_vjp` binds the pair (forward, backward) by `jax.custom_vjp`; `jaxsoftmax` registers it
 as the rules of a primitive. Gradients are the same; forward mode, and what is built on it, exists only for the
 primitive. Here the `custom_vjp` function is written out over the plain XLA reference, so that it runs on any machine.
 """

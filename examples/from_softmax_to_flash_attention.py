@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsoftmax
-from pallas_kernels.softmax import vjp
+from pallas_kernels import custom_vjp
 
 State = tuple[np.floating, np.floating]  # m, the maximum so far, and l, the sum of exp(x - m)
 Array = np.ndarray
@@ -236,7 +236,7 @@ def time_ladder() -> None:
     """The kernels of docs/ladder.md on rows that most take, and on rows that only the last ones take."""
     for rows, cols in ((65536, 1024), (4096, 32768), (1024, 131072)):
         x = jax.random.normal(jax.random.key(0), (rows, cols), jnp.float16)
-        time_kernels({name: lambda x, name=name: vjp.softmax(x, 1.0, name) for name in LADDER}, x)
+        time_kernels({name: lambda x, name=name: custom_vjp.softmax(x, 1.0, name) for name in LADDER}, x)
 
 
 def main() -> None:

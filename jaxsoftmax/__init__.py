@@ -1,7 +1,7 @@
 """Softmax, cross entropy, top-k softmax and flash attention for JAX, by Pallas kernels on Hopper GPUs."""
 
 from jaxsoftmax._attention.api import flash_attention as flash_attention
-from jaxsoftmax._core.batch_invariance import batch_invariant as batch_invariant
+from jaxsoftmax._core.checks import batch_invariant as batch_invariant
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy
 from jaxsoftmax._cross_entropy.api import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
@@ -17,7 +17,7 @@ from jaxsoftmax._softmax.api import log_softmax as log_softmax
 from jaxsoftmax._softmax.api import logsumexp as logsumexp
 from jaxsoftmax._softmax.api import merge as merge
 from jaxsoftmax._softmax.api import softmax as softmax
-from jaxsoftmax._top_k.api import top_k_softmax as top_k_softmax
+from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 
 __version__ = "0.1.0"

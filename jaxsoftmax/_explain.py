@@ -14,16 +14,15 @@ from jax.extend.core import Primitive
 
 from jaxsoftmax._attention.api import flash_attention
 from jaxsoftmax._attention.primitives import BY_PART, Call, Part
-from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.primitives import Lowerable, Plan
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax import api
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
-from jaxsoftmax._top_k.api import TOP_K, top_k_softmax
-from jaxsoftmax._top_k.select import chunk_size, select
+from jaxsoftmax._top_k import TOP_K, chunk_size, select, top_k_softmax
 from pallas_kernels import hardware
-from pallas_kernels.attention.operands import DIFFERENTIABLE
+from pallas_kernels.attention.problem import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import RULES, Op
 
@@ -154,7 +153,7 @@ def explain(
             target[0],
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
             _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
-            (NOT_INVARIANT,) if batch_invariance.enabled() else (),
+            (NOT_INVARIANT,) if checks.is_batch_invariant() else (),
         )
     eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
@@ -317,13 +316,19 @@ _GRADIENT_APART = (
     "where the logsumexp has a cotangent too; given weights, even of 1, it is written in the first"
 )
 
+
+def _differentiable(op: Op) -> dict[str, tuple[Op, Callable[..., Any]]]:
+    function, rule = getattr(api, op.value), RULES[op]
+    return {
+        op.value: (op, function),
+        f"{op}_vjp": (rule.cotangent, _pulled_back(function)),
+        f"{op}_jvp": (rule.tangent, _pushed_forward(function)),
+    }
+
+
+# Which operation is explained for a name, and how the call is traced.
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
-    "softmax": (Op.SOFTMAX, api.softmax),
-    "softmax_vjp": (RULES[Op.SOFTMAX].cotangent, _pulled_back(api.softmax)),
-    "softmax_jvp": (RULES[Op.SOFTMAX].tangent, _pushed_forward(api.softmax)),
-    "log_softmax": (Op.LOG_SOFTMAX, api.log_softmax),
-    "log_softmax_vjp": (RULES[Op.LOG_SOFTMAX].cotangent, _pulled_back(api.log_softmax)),
-    "log_softmax_jvp": (RULES[Op.LOG_SOFTMAX].tangent, _pushed_forward(api.log_softmax)),
+    **{name: call for op in RULES for name, call in _differentiable(op).items()},
     "logsumexp": (Op.STATS, api.logsumexp),
     "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
     "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),

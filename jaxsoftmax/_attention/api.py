@@ -9,11 +9,10 @@ from jaxsoftmax._attention import checks
 from jaxsoftmax._attention.checks import CausalAlignment
 from jaxsoftmax._attention.layout import unify_shardings
 from jaxsoftmax._attention.primitives import attend
-from jaxsoftmax._core import batch_invariance
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from pallas_kernels.attention import reference
-from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.attention.problem import Operands, Rules
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 
@@ -245,7 +244,7 @@ def flash_attention(
         window_offset=end if local_window_size is not None else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
-        batch_invariant=batch_invariance.enabled(),
+        batch_invariant=core_checks.is_batch_invariant(),
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._attention.layout import OPERANDS
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
+from pallas_kernels.attention.problem import OPERANDS
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]

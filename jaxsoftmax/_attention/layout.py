@@ -1,7 +1,4 @@
-"""The operand table of attention, and the layout of operands that follows from it: for kernels, and over devices.
-
-Its names, order and ranks are those of `pallas_kernels.attention.operands`. An operand that is added there has a row
-here and a check in `checks.CHECKS`; what else it needs in this package is an argument of `flash_attention`.
+"""The layout of attention's operands, for kernels and over devices: it follows from the table `OPERANDS`.
 
 Kernels have one batch axis and one axis of heads. Leading axes become the batch. Axes along which keys and values are
 shared (as when only the query is mapped) become more query heads to each key head instead, so that keys and values are
@@ -16,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,56 +35,14 @@ from jaxsoftmax._core.sharding import (
     sharding_rule,
     spec_of,
 )
-from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Rules
-from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.attention.problem import DIFFERENTIABLE, OPERANDS, RANK, Op, Rules, problem_of
 from pallas_kernels.hardware import Device
 
-_OF_REFERENCES = ("precision", "is_local")  # rules that no kernel supports
 _DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
 
 
-class Operand(NamedTuple):
-    """An operand, or a result, by the axes that follow its leading ones."""
-
-    heads: Literal["query", "key"] | None = None  # whose heads it has
-    head_axis: int = 0
-    padded: Literal["head_dim", "value_dim"] | None = None  # what its last axis is, which kernels want in multiples
-    broadcasts: bool = False  # whether a kernel takes extents of 1 for any
-    has_batch: bool = True  # whether a kernel takes one for each element of the batch
-    dtype: Any = None  # a kernel's; None for the operand's own
-    problem_field: str | None = None  # what the kernels' problem calls it
-    field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
-    gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
-    argument: str | None = None  # what `flash_attention` calls it; None for the operand's own name
-
-
-OPERANDS = {
-    "query": Operand("query", 1, padded="head_dim"),
-    "key": Operand("key", 1, padded="head_dim"),
-    "value": Operand("key", 1, padded="value_dim"),
-    "bias": Operand("query", broadcasts=True, problem_field="bias", field_is_shape=True, gradient_on_request=True),
-    "mask": Operand("query", broadcasts=True, dtype=jnp.int8, problem_field="mask", field_is_shape=True),
-    "query_lengths": Operand(problem_field="query_lengths", argument="query_seq_lengths"),
-    "key_lengths": Operand(problem_field="key_lengths", argument="key_value_seq_lengths"),
-    "query_segments": Operand(problem_field="segments", argument="query_segment_ids"),
-    "key_segments": Operand(problem_field="segments", argument="key_value_segment_ids"),
-    "sinks": Operand("query", broadcasts=True, has_batch=False, problem_field="sinks"),
-    "out": Operand("query", 1, padded="value_dim"),
-    "lse": Operand("query"),
-}
-
 QUERY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if operand.heads == "query"}
 KEY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if operand.heads == "key"}
-
-
-def problem_fields(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the kernels' problem for the operands of a call, from their shapes in the kernel."""
-    fields: dict[str, Any] = {}
-    for name, shape in shapes.items():
-        field, is_shape = OPERANDS[name].problem_field, OPERANDS[name].field_is_shape
-        if field is not None:
-            fields[field] = shape if is_shape else True
-    return fields
 
 
 def kernel_gradients(names: Collection[str], wanted: Collection[str]) -> list[str]:
@@ -216,22 +171,11 @@ def plan(
         if not OPERANDS[name].has_batch and any(shape[d] != 1 for d in folded.batch_axes):
             return Plan(((str(op), f"takes one set of {name}, and here they differ within the batch"),))
     found: dict[str, Any] = {name: folded.kernel_shape(name, shape) for name, shape in shapes.items()}
-    batch, length, heads, dim = found["query"]
-    problem = Attention(
-        op=op,
-        batch=batch,
-        query_heads=heads,
-        key_heads=found["key"][2],
-        query_length=length,
-        key_length=found["key"][1],
-        head_dim=dim + -dim % _DIM_MULTIPLE,
-        value_dim=found["value"][3] + -found["value"][3] % _DIM_MULTIPLE,
-        dtype=jnp.dtype(dtypes["query"]),
-        bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
-        bias_gradient=bias_gradient,
-        **problem_fields(found),
-        **{name: value for name, value in vars(rules).items() if name not in _OF_REFERENCES},
-    )
+    in_kernel = {
+        name: (*shape[:-1], shape[-1] + -shape[-1] % _DIM_MULTIPLE) if OPERANDS[name].padded else shape
+        for name, shape in found.items()
+    }
+    problem = problem_of(op, in_kernel, dtypes, rules, bias_gradient=bias_gradient)
     decision = dispatch.decide(problem, device, named=named)
     if decision.kernel is None:
         return Plan(decision.declined)

@@ -39,8 +39,7 @@ from jaxsoftmax._core.primitives import (
 from jaxsoftmax._core.sharding import is_explicit, mesh_of, unify_varying
 from pallas_kernels import hardware
 from pallas_kernels.attention import reference
-from pallas_kernels.attention.operands import DIFFERENTIABLE, RANK, Operands, Rules, leading, sum_to
-from pallas_kernels.attention.problem import Op
+from pallas_kernels.attention.problem import DIFFERENTIABLE, RANK, Op, Operands, Rules, leading, sum_to
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.reference import accumulator_dtype
 

@@ -1,1 +1,1 @@
-"""What all operations share: checks of arguments, lowering, sharding, and the batch-invariant context."""
+"""What all operations share: checks of arguments, the batch-invariant context, lowering and sharding."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import settings_for
 from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
@@ -140,21 +140,20 @@ def softmax_cross_entropy_with_integer_labels(
     >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
     Array([1.3862944, 0.       ], dtype=float32)
     """
-    name = NAME
-    x = checks.floating(name, "logits", logits)
-    listed = checks.listed_axes(name, axis, x.ndim, "logits")
+    x = checks.floating(NAME, "logits", logits)
+    listed = checks.listed_axes(NAME, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
     cols = math.prod(x.shape[d] for d in axes)
-    factor = checks.scale_factor(name, scale, x.shape, "the logits'")
-    ignored = _checked_ignore_index(name, ignore_index)
+    factor = checks.scale_factor(NAME, scale, x.shape, "the logits'")
+    ignored = _checked_ignore_index(ignore_index)
     wide = accumulator_dtype(x.dtype)
-    given, shape = _checked_labels(name, labels, x.shape, axes)
-    mask = () if where is None else (_checked_mask(name, where, shape, axes),)
+    given, shape = _checked_labels(labels, x.shape, axes)
+    mask = () if where is None else (_checked_mask(NAME, where, shape, axes),)
     shape = jnp.broadcast_shapes(shape, *(m.shape for m in mask))
     rows = tuple(n for d, n in enumerate(shape) if d not in axes)
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
-    factors = jnp.ones((1,) * len(rows), wide) if weights is None else _checked_weights(name, weights, rows, wide)
-    _check_range(name, given, cols, ignored, counts)
+    factors = jnp.ones((1,) * len(rows), wide) if weights is None else _checked_weights(weights, rows, wide)
+    _check_range(given, cols, ignored, counts)
     target, factors = _rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
     # With weights in the primitive, the gradient is written with the loss, before its cotangent is known.
@@ -166,14 +165,14 @@ def softmax_cross_entropy_with_integer_labels(
         *mask,
         axes=axes,
         scale=factor,
-        soft_cap=_checked_soft_cap(name, logits_soft_cap),
-        smoothing=_checked_number(name, "label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=_checked_number(name, "z_loss", z_loss, -math.inf, math.inf),
+        soft_cap=_checked_soft_cap(logits_soft_cap),
+        smoothing=_checked_number("label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=_checked_number("z_loss", z_loss, -math.inf, math.inf),
         weighted=weighted,
         stats=return_lse,
         all_rows=return_lse,
-        implementation=checks.implementation(name, implementation),
-        **batch_invariance.parameter(),
+        implementation=checks.implementation(NAME, implementation),
+        **checks.batch_invariance(),
     )
     loss = loss if weighted else weigh(factors, loss)
     return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
@@ -273,33 +272,33 @@ def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) ->
     return jnp.where(labels == IGNORED, IGNORED, column)
 
 
-def _checked_number(function: str, name: str, value: Any, low: float, high: float) -> float:
+def _checked_number(name: str, value: Any, low: float, high: float) -> float:
     """A finite Python or NumPy number between two bounds."""
     if not checks.is_number(value):
         got = f"is {value!r}" if not isinstance(value, jax.Array) else f"is an array, {jax.typeof(value)}"
-        raise TypeError(f"{function}: {name} {got}, expected a Python number, and a real one; it is compiled in.")
-    result = checks.as_float(function, name, value)
+        raise TypeError(f"{NAME}: {name} {got}, expected a Python number, and a real one; it is compiled in.")
+    result = checks.as_float(NAME, name, value)
     if not (low <= result <= high and math.isfinite(result)):
-        raise ValueError(f"{function}: {name} is {value}, expected a finite number from {low} to {high}.")
+        raise ValueError(f"{NAME}: {name} is {value}, expected a finite number from {low} to {high}.")
     return result
 
 
-def _checked_soft_cap(function: str, value: Any) -> float | None:
+def _checked_soft_cap(value: Any) -> float | None:
     """A positive number, or None."""
     if value is None:
         return None
-    cap = _checked_number(function, "logits_soft_cap", value, 0.0, math.inf)
+    cap = _checked_number("logits_soft_cap", value, 0.0, math.inf)
     if cap == 0:
-        raise ValueError(f"{function}: logits_soft_cap is 0, expected a positive number. Pass None for no cap.")
+        raise ValueError(f"{NAME}: logits_soft_cap is 0, expected a positive number. Pass None for no cap.")
     return cap
 
 
-def _checked_ignore_index(function: str, value: Any) -> int | None:
+def _checked_ignore_index(value: Any) -> int | None:
     """An integer, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{function}: ignore_index is {value!r}, expected a Python integer or None.")
+        raise TypeError(f"{NAME}: ignore_index is {value!r}, expected a Python integer or None.")
     return int(value)
 
 
@@ -321,9 +320,7 @@ def _checked_mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) 
     return full
 
 
-def _checked_labels(
-    function: str, given: Any, shape: Shape, axes: Sequence[int]
-) -> tuple[jax.Array | np.ndarray, Shape]:
+def _checked_labels(given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array | np.ndarray, Shape]:
     """Labels as an array of integers, one for each row, and the logits' shape, broadcast to the labels' rows.
 
     Values that are known stay in NumPy, because an array of JAX may have fewer than their 64 bits.
@@ -332,7 +329,7 @@ def _checked_labels(
     array = jnp.asarray(given) if traced else np.asarray(given)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
-            f"{function}: labels has dtype {array.dtype}, expected integers. Pass labels.astype(int), or use "
+            f"{NAME}: labels has dtype {array.dtype}, expected integers. Pass labels.astype(int), or use "
             "softmax_cross_entropy for probabilities."
         )
     rows = tuple(n for d, n in enumerate(shape) if d not in axes)
@@ -341,12 +338,12 @@ def _checked_labels(
     full = None if expanded is None else _with_rows(expanded, shape, axes)
     if full is None:
         raise ValueError(
-            f"{function}: labels has shape {array.shape}, expected that of the logits without axis, {rows}, or one of "
+            f"{NAME}: labels has shape {array.shape}, expected that of the logits without axis, {rows}, or one of "
             "that rank that broadcasts with it."
         )
     cols = math.prod(shape[d] for d in axes)
     if isinstance(cols, int) and cols >= 2**31:
-        raise ValueError(f"{function}: logits has {cols} columns along axis, expected fewer than 2^31.")
+        raise ValueError(f"{NAME}: logits has {cols} columns along axis, expected fewer than 2^31.")
     return array, full
 
 
@@ -371,7 +368,7 @@ def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | Non
     return full if len(full) == len(shape) and all(full[d] == shape[d] for d in axes) else None
 
 
-def _check_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
+def _check_range(given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
     """Raises if labels whose values are known are no columns; `counts` says which rows to check (None: all)."""
     arrays = [x for x in (given, counts) if isinstance(x, jax.Array)]
     if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
@@ -387,12 +384,12 @@ def _check_range(function: str, given: Any, cols: Any, ignored: int | None, coun
         return
     at = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
-        f"{function}: labels has {values[at]} at {at}, expected 0 <= label < {cols}, the number of logits in a row. "
+        f"{NAME}: labels has {values[at]} at {at}, expected 0 <= label < {cols}, the number of logits in a row. "
         f"Pass ignore_index={values[at]} to leave such rows out."
     )
 
 
-def _checked_weights(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
+def _checked_weights(given: Any, rows: Shape, dtype: Any) -> jax.Array:
     """Weights of the rows' rank, in the dtype of the loss."""
-    array = checks.floating(function, "weights", given)
-    return checks.broadcasting(function, "weights", array, rows, "the rows'").astype(dtype)
+    array = checks.floating(NAME, "weights", given)
+    return checks.broadcasting(NAME, "weights", array, rows, "the rows'").astype(dtype)

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core import batch_invariance, checks
+from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import unify_shardings
 from jaxsoftmax._softmax.primitives import bind
@@ -209,7 +209,7 @@ def logsumexp(
         dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
         named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
         return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
-    how = {"implementation": implementation, "function": name, **batch_invariance.parameter()}
+    how = {"implementation": implementation, "function": name, **checks.batch_invariance()}
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
@@ -293,7 +293,7 @@ def _row_op(
     if mask and not _has_infinity(dtype):
         operand = operand.astype(accumulator_dtype(dtype))  # the derivatives take -inf for an excluded element
     operand, factor = scaled(operand, factor)
-    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **batch_invariance.parameter())
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **checks.batch_invariance())
     return y if operand.dtype == dtype else y.astype(dtype)
 
 

@@ -381,26 +381,18 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
     return None, out.sum(broadcast, keepdims=True) if broadcast else out
 
 
-def _computation(op: Op, called: str) -> Computation:
+def _computation(op: Op, name: str) -> Computation:
     """The computation of a primitive that is a row operation."""
     results = ("reduced", "reduced") if op is Op.STATS else ("full",)
     whole = lambda rows, *operands, **row: rows(op, *operands, **row)
+    # Callers of the statistics name the public function.
+    called = next((f"the derivative of {of}" for of, rule in RULES.items() if op in rule), name)
     return Computation(op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(_across, op))
 
 
-# Callers of the statistics name the public function.
-_NAMES = {
-    Op.SOFTMAX: "softmax",
-    Op.SOFTMAX_TANGENT: "the derivative of softmax",
-    Op.LOG_SOFTMAX: "log_softmax",
-    Op.LOG_SOFTMAX_TANGENT: "the derivative of log_softmax",
-    Op.LOG_SOFTMAX_COTANGENT: "the derivative of log_softmax",
-    Op.STATS: "softmax_stats",
-}
-
-for _op, _called in _NAMES.items():
+for _op in _ACROSS:
     _name = "softmax_stats" if _op is Op.STATS else _op.value
-    BY_OP[_op] = _primitive = implement(_name, _computation(_op, _called), many=_op is Op.STATS)
+    BY_OP[_op] = _primitive = implement(_name, _computation(_op, _name), many=_op is Op.STATS)
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:

@@ -25,16 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import (
-    backward_common,
-    backward_xla,
-    fragments,
-    gather,
-    mask,
-    pipeline,
-    tile_scheduler,
-    wgmma,
-)
+from pallas_kernels.attention import backward_common, backward_xla, gather, mask, pipeline, tile_scheduler, wgmma
 from pallas_kernels.attention.backward_common import (
     Compare,
     Step,
@@ -46,11 +37,11 @@ from pallas_kernels.attention.backward_common import (
 )
 from pallas_kernels.attention.backward_xla import CHUNK, padded_dims
 from pallas_kernels.attention.config import BackwardConfig
-from pallas_kernels.attention.online_softmax import WGMMA
 from pallas_kernels.attention.problem import Attention, unsupported_reason
 from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
+from pallas_kernels.mosaic.ptx import WGMMA
 
 RECORD = 8  # integers of a tile's record
 RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrier has
@@ -78,7 +69,7 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
         words_smem=pipeline.barriers(RING_ROWS + sum(map(len, _arrivals(problem, config).values()))),
     )
     if config.ordered_dq or not (config.fused_dq_cast or config.dq_from_registers):
-        found["dq_smem"] = plgpu.SMEM((w, *fragments.SHAPE), jnp.float32)
+        found["dq_smem"] = plgpu.SMEM((w, *wgmma.SQUARE), jnp.float32)
     if config.fused_dq_cast:
         found["d_query_smem"] = panels((w, CHUNK, CHUNK), dtype)
         if config.ordered_dq:
@@ -97,7 +88,7 @@ def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
 
 def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int, ...]]:
     """The CTA's barriers by name, with the number of arrivals that completes a phase."""
-    warps, stages, slots = pipeline.WARPS * config.warpgroups, config.stages, config.bias_stages
+    warps, stages, slots = ptx.WARPS * config.warpgroups, config.stages, config.bias_stages
     found = {"kv_full": (1,), "kv_empty": (warps,), "full": (1,) * stages, "empty": (warps,) * stages}
     if slots:
         found |= {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots}
@@ -436,8 +427,8 @@ def _read_bias(part: _Part) -> jax.Array:
 
 def _share(part: _Part, ds: jax.Array) -> None:
     """Stores score gradients in shared memory, and waits for those of the other warpgroups."""
-    fragments.stmatrix(part.ds_smem.at[part.warpgroup], ds)
-    fragments.commit()
+    wgmma.stmatrix(part.ds_smem.at[part.warpgroup], ds)
+    wgmma.commit_square()
     reduce.sync_block(part.tile.config.warpgroups)
 
 
@@ -462,7 +453,7 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]
     dk = wgmma.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
     square = wgmma.wait(dq, pending=2 if config.prefetch_scores else 1)
     if _warps_add(problem, config):
-        fragments.await_read()
+        wgmma.await_square_read()
     elif not config.ordered_dq:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if problem.bias_gradient and not capped_bias(problem):
@@ -490,10 +481,10 @@ def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array |
     """Adds a square to the sum in global memory, in order if dQ is ordered."""
     tile = part.tile
     if tile.config.dq_from_registers:
-        return fragments.reduce(part.sum_gmem, square)
-    fragments.store(part.sum_smem, square)
+        return wgmma.add_sums(part.sum_gmem, square)
+    wgmma.store_square(part.sum_smem, square)
     if _warps_add(tile.problem, tile.config):
-        return fragments.add(part.sum_smem, part.sum_gmem)
+        return wgmma.add_square(part.sum_smem, part.sum_gmem)
     plgpu.commit_smem()
     if ended is not None:
         earlier = backward_common.dq_position(tile, part.step.i) if earlier is None else earlier
@@ -522,7 +513,7 @@ def _write_last(part: _Part, square: jax.Array) -> None:
 
     def with_others(square: jax.Array) -> jax.Array:
         plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])
-        return square + fragments.load(part.sum_smem)
+        return square + wgmma.load_square(part.sum_smem)
 
     others = backward_common.dq_position(part.tile, part.step.i) > 0
     _write_square(part, lax.cond(others, with_others, lambda square: square, square))
@@ -532,7 +523,7 @@ def _write_square(part: _Part, total: jax.Array) -> None:
     """Writes a square of dQ in 16 bits, so that XLA need not clear a sum before or convert it after."""
     tile, step, (row, column) = part.tile, part.step, part.square
     d_query_smem = tile.refs.d_query_smem.at[part.warpgroup]
-    fragments.stmatrix(d_query_smem, (total * tile.problem.scale).astype(tile.problem.dtype))
+    wgmma.stmatrix(d_query_smem, (total * tile.problem.scale).astype(tile.problem.dtype))
     plgpu.commit_smem()
     rows = pl.ds(step.i * tile.config.block_q + row * CHUNK, CHUNK)
     pipeline.store_rows(d_query_smem, tile.refs.d_query, (tile.batch, rows, step.head), column * CHUNK)
@@ -560,7 +551,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     rows = pl.ds(first_row, CHUNK)
     if tile.config.head_splits > 1:
         for sums, ref in ((dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)):
-            fragments.store_sums(ref, sums, tile.place(first_row), 0)
+            wgmma.store_sums(ref, sums, tile.place(first_row), 0)
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     gradients = (dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)
     slots = [refs.ds_smem.at[stage, warpgroup, pl.ds(c, 1)] for stage in range(2) for c in range(refs.ds_smem.shape[2])]
@@ -571,7 +562,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     while pieces:
         here, pieces = pieces[: len(slots)], pieces[len(slots) :]
         for slot, (gradient, _, _) in zip(slots, here, strict=False):
-            fragments.stmatrix(slot, gradient.astype(dtype), once=True)
+            wgmma.stmatrix(slot, gradient.astype(dtype), once=True)
         plgpu.commit_smem()
         for slot, (_, ref, column) in zip(slots, here, strict=False):
             pipeline.store_rows(slot, ref, (tile.batch, rows, tile.key_head), column)

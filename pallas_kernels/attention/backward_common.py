@@ -22,16 +22,16 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.mask import TileRange
-from pallas_kernels.attention.online_softmax import WGMMA, TileCoord
+from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
-from pallas_kernels.mosaic.ptx import Index
+from pallas_kernels.mosaic.ptx import WGMMA, Index
 
 Compare = bool | jax.Array  # whether a step compares indices and segment ids, and applies the mask
 COLUMN = WGMMA.reduce(0)
@@ -391,12 +391,10 @@ def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
 
     def load_semaphore(ctx, semaphore):
         text = "ld.relaxed.gpu.global.s32 $0, [$1];"
-        ended = llvm.inline_asm(ptx.i32(), [ptx.global_address(semaphore)], text, "=r,l", has_side_effects=True)
+        ended = ptx.asm_value(text, "=r,l", [ptx.global_address(semaphore)])
         return ptx.integer(ended)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(load_semaphore)(
-        _counter(tile, warpgroup, step.head, step.i)
-    )
+    return ptx.inline(load_semaphore, _counter(tile, warpgroup, step.head, step.i), result=ptx.INTEGER)
 
 
 def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.Array) -> None:
@@ -412,9 +410,7 @@ def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
         operands = [ptx.global_address(semaphore), ptx.scalar(value), ptx.scalar(ended)]
         ptx.asm(text, "l,r,r,~{memory}", operands)
 
-    arguments = (plgpu.RefType(), ptx.SPLAT, ptx.SPLAT)
-    counter = _counter(tile, warpgroup, step.head, step.i)
-    plgpu.inline_mgpu(arg_types=arguments)(acquire_semaphore)(counter, jnp.int32(value), ended)
+    ptx.inline(acquire_semaphore, _counter(tile, warpgroup, step.head, step.i), value, ended)
 
 
 def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
@@ -450,11 +446,11 @@ def _release_semaphore(semaphore: jax.Ref) -> None:
     """
 
     def release_semaphore(ctx, semaphore):
-        leader = ptx.equals(ptx.thread_in_warpgroup(), 0)
+        leader = ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
         text = "@$1 red.release.gpu.global.add.s32 [$0], 1;"
         ptx.asm(text, "l,b,~{memory}", [ptx.global_address(semaphore), leader])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(release_semaphore)(semaphore)
+    ptx.inline(release_semaphore, semaphore)
 
 
 # Probabilities.
@@ -540,35 +536,33 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
     def mask_tile(ctx, x, keys, most, least):
         registers = x.registers.copy()
         thread = ptx.thread_found_here()
-        lane, warp = arith.remui(thread, ptx.c32(32)), arith.divui(thread, ptx.c32(32))
-        first = arith.addi(arith.muli(warp, ptx.c32(16)), arith.divui(lane, ptx.c32(4)))
-        column = arith.muli(arith.remui(lane, ptx.c32(4)), ptx.c32(2))
+        lane, warp = ptx.rem(thread, 32), ptx.div(thread, 32)
+        first = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
+        column = ptx.mul(ptx.rem(lane, 4), 2)
         outside = utils.c(-math.inf, ir.F32Type.get())
         keys, most, least = (ptx.scalar(v) for v in (keys, most, least))
         for r in range(2):
-            at = arith.addi(first, ptx.c32(8 * r))
+            at = ptx.add(first, 8 * r)
             # The register's column is a constant, so that each comparison is one instruction.
-            lowest = arith.subi(arith.subi(at, most), column)
-            highest = arith.subi(arith.subi(at, least), column)
-            exists = arith.cmpi(arith.CmpIPredicate.slt, at, keys)
+            lowest = ptx.sub(ptx.sub(at, most), column)
+            highest = ptx.sub(ptx.sub(at, least), column)
+            exists = ptx.compare("slt", at, keys)
             for j in range(shape[1] // 8):
                 values = []
                 for e, value in enumerate(ptx.elements(registers.flat[2 * j + r])):
                     tests = [exists] if ragged else []
                     constant = ptx.c32(8 * j + e)
                     if right is not None:
-                        tests.append(arith.cmpi(arith.CmpIPredicate.sge, constant, lowest))
+                        tests.append(ptx.compare("sge", constant, lowest))
                     if left is not None:
-                        tests.append(arith.cmpi(arith.CmpIPredicate.sle, constant, highest))
+                        tests.append(ptx.compare("sle", constant, highest))
                     for test in tests:
                         value = arith.select(test, value, outside)
                     values.append(value)
                 registers.flat[2 * j + r] = vector.from_elements(registers.flat[2 * j + r].type, values)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=WGMMA)
-    operation = plgpu.inline_mgpu(arg_types=(WGMMA, *[ptx.SPLAT] * 3), return_type=result)
-    return operation(mask_tile)(x, *(jnp.int32(limit) for limit in limits))
+    return ptx.inline(mask_tile, (x, WGMMA), *limits, result=(shape, jnp.float32, WGMMA))
 
 
 def zero_rows(target: Any, lse: Any) -> None:
@@ -593,4 +587,4 @@ def zero_rows(target: Any, lse: Any) -> None:
         )
         ptx.asm(text, "l,r,~{memory}", [ptx.global_address(lse), ptx.shared_address(target)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(zero_rows_of_warp)(target, lse)
+    ptx.inline(zero_rows_of_warp, target, lse)

@@ -24,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import backward_common, backward_xla, fragments, gather, mask, pipeline, wgmma
+from pallas_kernels.attention import backward_common, backward_xla, gather, mask, pipeline, wgmma
 from pallas_kernels.attention.backward_common import (
     Compare,
     Step,
@@ -38,11 +38,11 @@ from pallas_kernels.attention.backward_common import (
 from pallas_kernels.attention.backward_xla import CHUNK, TILE, padded_dims
 from pallas_kernels.attention.config import BackwardWideConfig
 from pallas_kernels.attention.mask import TileRange
-from pallas_kernels.attention.online_softmax import WGMMA
 from pallas_kernels.attention.problem import Attention, unsupported_reason
 from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, ptx, reduce
+from pallas_kernels.mosaic.ptx import WGMMA
 
 Sums = tuple[jax.Array, ...]  # the pieces of a gradient
 
@@ -57,7 +57,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple[int, ...]]:
     """The CTA's barriers by name, with the arrivals that complete a phase."""
-    warps, threads = (pipeline.WARPS,), (ptx.WARPGROUP,)
+    warps, threads = (ptx.WARPS,), (ptx.WARPGROUP,)
     stages, d_out_stages, slots = config.stages, config.d_out_stages, config.bias_stages
     found = {"key_full": (1,), "value_full": (1,), "p_full": threads, "ds_full": threads}
     found |= {"query_full": (1,) * stages, "query_empty": warps * stages}
@@ -77,13 +77,13 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
     if config.bias_stages:
         optional["bias_smem"] = tiled((config.bias_stages, *TILE), problem.bias_dtype)
     if capped_bias(problem):
-        optional["slope_smem"] = plgpu.SMEM(fragments.SHAPE, jnp.float32)
+        optional["slope_smem"] = plgpu.SMEM(wgmma.SQUARE, jnp.float32)
     return optional | dict(
         key_smem=panels((1, CHUNK, head_dim), dtype),
         value_smem=panels((1, CHUNK, value_dim), dtype),
         query_smem=panels((config.stages, CHUNK, head_dim), dtype),
         d_out_smem=panels((config.d_out_stages, CHUNK, value_dim), dtype),
-        squares_smem=plgpu.SMEM((config.squares, *fragments.SHAPE), jnp.float32),
+        squares_smem=plgpu.SMEM((config.squares, *wgmma.SQUARE), jnp.float32),
         ds_smem=panels((1, *TILE), dtype),
         statistics_smem=plgpu.SMEM((config.stages + config.d_out_stages, CHUNK), jnp.float32),
         barriers=pipeline.barriers(sum(map(len, _arrivals(problem, config).values()))),
@@ -257,16 +257,16 @@ def _add_to_dv(
     else:
         extras = _load_early(tile, step)
     if config.bias_stages:
-        fragments.commit()
+        wgmma.commit_square()
         _release(tile, step, refs.bias_empty, config.bias_stages, _fetch_bias)
     extras |= load_late(tile, step, 0)
     x, slope = soft_capped(problem, x)
     if slope is not None and capped_bias(problem):
-        fragments.store(refs.slope_smem, slope)
+        wgmma.store_square(refs.slope_smem, slope)
         slope = None
     p = probabilities(tile, step, 0, x, extras, compare)
     _release_previous(tile, step, VALUES)
-    fragments.store(tile.refs.squares_smem.at[0], p if slope is None else p * slope)
+    wgmma.store_square(tile.refs.squares_smem.at[0], p if slope is None else p * slope)
     mbarrier.arrive_each(refs.p_full.at[0])
     pipeline.wait(refs.d_out_full, step.n, config.d_out_stages)
     sums = _multiply(sums, p.astype(problem.dtype), refs.d_out_smem.at[d_out_slot])
@@ -319,15 +319,15 @@ def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
     dp = wgmma.multiply(refs.value_smem.at[here], d_out, depth=problem.value_dim, sums=delta)
     d_p = wgmma.wait(dp, pending=0)
     pipeline.wait(refs.p_full, step.n, 1)
-    d_scores = fragments.load(tile.refs.squares_smem.at[0]) * d_p
+    d_scores = wgmma.load_square(tile.refs.squares_smem.at[0]) * d_p
     if capped_bias(problem):
         if problem.bias_gradient:
             store(_d_logits(tile, step), d_scores.astype(problem.dtype))
-        d_scores = d_scores * fragments.load(refs.slope_smem)
+        d_scores = d_scores * wgmma.load_square(refs.slope_smem)
     ds = d_scores.astype(problem.dtype)
     _release_previous(tile, step, KEYS)
-    fragments.stmatrix(refs.ds_smem.at[0], ds)
-    fragments.commit()  # orders the reads of lse and delta, too, before the copies that write over them
+    wgmma.stmatrix(refs.ds_smem.at[0], ds)
+    wgmma.commit_square()  # orders the reads of lse and delta, too, before the copies that write over them
     mbarrier.arrive_each(refs.ds_full.at[0])
     pipeline.wait(refs.ds_full, step.n, 1)
     if bias_of_scores:
@@ -356,7 +356,7 @@ def _release_previous(tile: Tile, step: Step, warpgroup: int) -> None:
     elif tile.problem.bias_gradient:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     elif tile.config.squares > 1:
-        fragments.await_read()
+        wgmma.await_square_read()
 
 
 def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
@@ -388,20 +388,20 @@ def _add_square(tile: Tile, step: Step, warpgroup: int, square: Any, column: int
     """Adds 64 columns of dQ to the sum in global memory."""
     target = tile.refs.dq_sum.at[tile.batch, step.head, step.i, column]
     if tile.config.squares == 1:
-        return fragments.reduce(target, square)
+        return wgmma.add_sums(target, square)
     # Warpgroup 0 has no part of dQ on its way from the probabilities to the score gradients.
     dq_smem = tile.refs.squares_smem.at[tile.config.squares - 2 + warpgroup]
     if tile.config.ordered_dq:
         if not is_first:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        fragments.store(dq_smem, square)
+        wgmma.store_square(dq_smem, square)
         plgpu.commit_smem()
         backward_common.add_ordered(tile, dq_smem, target, before)
     else:
         if not is_first:
-            fragments.await_read()
-        fragments.store(dq_smem, square)
-        fragments.add(dq_smem, target)
+            wgmma.await_square_read()
+        wgmma.store_square(dq_smem, square)
+        wgmma.add_square(dq_smem, target)
 
 
 def _pieces(columns: int) -> list[tuple[int, int]]:
@@ -428,11 +428,11 @@ def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax
     reduce.sync_block(tile.config.warpgroups)
     if tile.config.head_splits > 1:
         for i, x in enumerate(gradient):
-            fragments.store_sums(target, x, tile.place(tile.first_key), i * PIECE)
+            wgmma.store_sums(target, x, tile.place(tile.first_key), i * PIECE)
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(gradient):
         panels = pl.ds(i * PIECE // CHUNK, -(-x.shape[1] // CHUNK))
-        fragments.stmatrix(place.at[panels], x.astype(tile.problem.dtype), once=True)
+        wgmma.stmatrix(place.at[panels], x.astype(tile.problem.dtype), once=True)
     plgpu.commit_smem()
     pipeline.store_rows(place, target, (tile.batch, pl.ds(tile.first_key, CHUNK), tile.key_head))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

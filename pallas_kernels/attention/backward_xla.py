@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_common, fragments, mask
+from pallas_kernels.attention import backward_common, mask, wgmma
 from pallas_kernels.attention.backward_common import capped_bias
 from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.problem import Attention, operand_names
-from pallas_kernels.mosaic import workspace
+from pallas_kernels.mosaic import reduce
 from pallas_kernels.mosaic.fast_math import LOG2E
 
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
@@ -120,7 +120,7 @@ def outputs(
         "d_value": jax.ShapeDtypeStruct((*kv_shape, problem.value_dim), kv_dtype),
     }
     places = {}
-    dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *fragments.SHAPE), jnp.float32)
+    dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *wgmma.SQUARE), jnp.float32)
     if config.fused_dq_cast:
         whole["d_query"] = jax.ShapeDtypeStruct(inputs["query"].shape, problem.dtype)
     if backward_common.first_stores(problem, config):
@@ -149,7 +149,7 @@ def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, 
     if "d_query" in written:
         d_query = written["d_query"]
     else:
-        dq_sum = fragments.as_rows(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
+        dq_sum = wgmma.rows_of_squares(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
     return [d_query, full_update(written["d_key"]), full_update(written["d_value"])]
 
@@ -212,7 +212,7 @@ def launch(
     )
 
     def run(issued: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        return workspace.with_workspace(call, arrays, issued, list(whole.values()))
+        return reduce.with_workspace(call, arrays, issued, list(whole.values()))
 
     # Each call needs a tile counter of its own, which `vmap` would share.
     run = run if tile_counter is None else sequential_vmap(run)

@@ -1,4 +1,4 @@
-"""The kernels' configs, which `heuristics` chooses: sizes of tiles, depths of pipelines, schedules."""
+"""The kernels' configs, which `dispatch` chooses: sizes of tiles, depths of pipelines, schedules."""
 
 import dataclasses
 from typing import Literal

@@ -23,14 +23,15 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import hardware, monoid
-from pallas_kernels.attention import fragments, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
+from pallas_kernels.attention import gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
-from pallas_kernels.attention.online_softmax import WGMMA, State, TileCoord, by_row, finalize, initial, update
+from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
 from pallas_kernels.attention.problem import Attention, operand_names, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
+from pallas_kernels.mosaic.ptx import WGMMA
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
@@ -75,11 +76,11 @@ def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int,
     w, stages, bias = config.warpgroups, config.stages, config.bias_stages
     return {
         "query_full": (1,) * w,
-        "query_empty": (pipeline.WARPS,) * w,
+        "query_empty": (ptx.WARPS,) * w,
         "stage_full": (1,) * stages,
-        "stage_empty": (pipeline.WARPS * w,) * stages,
+        "stage_empty": (ptx.WARPS * w,) * stages,
         "bias_full": (1,) * bias,
-        "bias_empty": (pipeline.WARPS * w,) * bias,
+        "bias_empty": (ptx.WARPS * w,) * bias,
         "partial_full": (1,) * stages * problem.key_lengths,
     }
 
@@ -519,7 +520,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)
-    fragments.store_rows(cta.lse, lse, place)
+    wgmma.store_rows(cta.lse, lse, place)
 
     def hide(out: jax.Array) -> jax.Array:
         return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
@@ -529,10 +530,10 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
         out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(gather.warp_any(unseen), hide, lambda out: out, out * by_row(factor, out))
         if cta.config.splits > 1:
-            fragments.store_sums(cta.out, out, place, start)
+            wgmma.store_sums(cta.out, out, place, start)
             continue
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        fragments.stmatrix(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
+        wgmma.stmatrix(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
         plgpu.commit_smem()
         pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, _rows_of(place), start)
 

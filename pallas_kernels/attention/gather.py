@@ -8,7 +8,6 @@ import functools
 import math
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -18,60 +17,49 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import mask
 from pallas_kernels.attention.config import WARPGROUP_ROWS
-from pallas_kernels.mosaic.ptx import (
-    INTEGER,
-    SPLAT,
-    Index,
-    c32,
-    c64,
-    elements,
-    global_address,
-    i32,
-    integer,
-    scalar,
-    thread_in_warpgroup,
-)
+from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import INTEGER, ROW, WGMMA, Index
 
 Corner = tuple[Index, Index, Index, Index]
 
 
 def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     """`[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
-    dtype, layout = jnp.dtype(ref.dtype), plgpu.Layout.WGMMA
+    dtype = jnp.dtype(ref.dtype)
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)]
     pairs = shape[3] % 2 == 0
 
     def load_broadcast(ctx, ref, *corner):
-        thread = thread_in_warpgroup()
-        warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
-        batch, head, row, column = (scalar(x) for x in corner)
-        row = arith.addi(row, arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
-        column = arith.addi(column, arith.muli(arith.remui(lane, c32(4)), c32(2)))
+        thread = ptx.thread_in_warpgroup()
+        warp, lane = ptx.div(thread, 32), ptx.rem(thread, 32)
+        batch, head, row, column = (ptx.scalar(x) for x in corner)
+        row = ptx.add(row, ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4)))
+        column = ptx.add(column, ptx.mul(ptx.rem(lane, 4), 2))
         element = ir.MemRefType(ref.type).element_type
         pair = ir.VectorType.get((2,), element)
-        base = global_address(ref)
+        base = ptx.global_address(ref)
 
         def offset(at: ir.Value, axis: int) -> ir.Value:
             at = arith.extui(base.type, at)
             stride = strides[axis] * dtype.itemsize if shape[axis] > 1 else 0
-            return arith.muli(at, arith.constant(base.type, stride))
+            return ptx.mul(at, arith.constant(base.type, stride))
 
-        base = arith.addi(base, arith.addi(offset(batch, 0), offset(head, 1)))
-        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
+        base = ptx.add(base, ptx.add(offset(batch, 0), offset(head, 1)))
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
         for r in range(2):
-            at_row = arith.addi(row, c32(8 * r))
-            in_row = arith.cmpi(arith.CmpIPredicate.ult, at_row, c32(shape[2]))
-            of_row = arith.addi(base, offset(at_row, 2))
+            at_row = ptx.add(row, 8 * r)
+            in_row = ptx.compare("ult", at_row, shape[2])
+            of_row = ptx.add(base, offset(at_row, 2))
             for j in range(columns // 8):
                 same = 2 * (j if shape[3] > 1 else 0) + (r if shape[2] > 1 else 0)
                 if same != 2 * j + r:
                     registers.flat[2 * j + r] = registers.flat[same]
                     continue
-                at = [arith.addi(column, c32(8 * j + e)) for e in range(2)]
-                inside = [arith.cmpi(arith.CmpIPredicate.ult, x, c32(shape[3])) for x in at]
+                at = [ptx.add(column, 8 * j + e) for e in range(2)]
+                inside = [ptx.compare("ult", x, shape[3]) for x in at]
                 if shape[2] > 1:
-                    inside = [in_row if shape[3] == 1 else arith.andi(x, in_row) for x in inside]
-                address = [arith.addi(of_row, offset(x, 3)) for x in at]
+                    inside = [in_row if shape[3] == 1 else ptx.bit_and(x, in_row) for x in inside]
+                address = [ptx.add(of_row, offset(x, 3)) for x in at]
                 if pairs:
                     word = _load(address[0], inside[0], 2 * dtype.itemsize)
                     registers.flat[2 * j + r] = vector.bitcast(
@@ -83,11 +71,9 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
                     words = [_load(address[e], predicates[e], dtype.itemsize) for e in range(count)] * (3 - count)
                     registers.flat[2 * j + r] = vector.from_elements(pair, [arith.bitcast(element, w) for w in words])
         signed = True if isinstance(element, ir.IntegerType) else None
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=signed)
 
-    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), dtype, layout=layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
-    return operation(load_broadcast)(ref, *(jnp.int32(x) for x in corner))
+    return ptx.inline(load_broadcast, ref, *corner, result=((WARPGROUP_ROWS, columns), dtype, WGMMA))
 
 
 def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Array:
@@ -97,32 +83,30 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Arra
     """
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(5)]
     row_axis, place_axis = mask.AXES[axis]
-    rows, layout = shape[row_axis], plgpu.Layout.WGMMA
+    rows = shape[row_axis]
 
     def load_words(ctx, ref, batch, head, row, column):
-        thread = thread_in_warpgroup()
-        warp, lane = arith.divui(thread, c32(32)), arith.remui(thread, c32(32))
-        row = arith.addi(scalar(row), arith.addi(arith.muli(warp, c32(16)), arith.divui(lane, c32(4))))
-        block = arith.divui(scalar(column), c32(mask.BIT_COLUMNS))
-        index = arith.muli(arith.remui(lane, c32(4)), c32(strides[place_axis]))
-        for i, at in {0: scalar(batch), 1: scalar(head), 2: block, row_axis: row}.items():
+        thread = ptx.thread_in_warpgroup()
+        warp, lane = ptx.div(thread, 32), ptx.rem(thread, 32)
+        row = ptx.add(ptx.scalar(row), ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4)))
+        block = ptx.div(ptx.scalar(column), mask.BIT_COLUMNS)
+        index = ptx.mul(ptx.rem(lane, 4), strides[place_axis])
+        for i, at in {0: ptx.scalar(batch), 1: ptx.scalar(head), 2: block, row_axis: row}.items():
             if shape[i] > 1:
-                index = arith.addi(index, arith.muli(at, c32(strides[i])))
-        base = global_address(ref)
-        address = arith.addi(base, arith.muli(arith.extui(base.type, index), c64(4)))
-        lower_bits = arith.divui(arith.remui(scalar(column), c32(mask.BIT_COLUMNS)), c32(4))
+                index = ptx.add(index, ptx.mul(at, strides[i]))
+        base = ptx.global_address(ref)
+        address = ptx.add(base, ptx.mul(arith.extui(base.type, index), 4))
+        lower_bits = ptx.div(ptx.rem(ptx.scalar(column), mask.BIT_COLUMNS), 4)
         pairs = []
         for r in range(2 if rows > 1 else 1):
-            inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(max(rows - 8 * r, 0))) if rows > 1 else None
-            word = _load(arith.addi(address, c64(4 * 8 * r * strides[row_axis])), inside, 4)
+            inside = ptx.compare("ult", row, max(rows - 8 * r, 0)) if rows > 1 else None
+            word = _load(ptx.add(address, 4 * 8 * r * strides[row_axis]), inside, 4)
             pairs.append(vector.broadcast(ir.VectorType.get((2,), word.type), arith.shrui(word, lower_bits)))
-        registers = np.empty(layout.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
         registers.flat[:] = pairs * (2 // len(pairs))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
+        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=False)
 
-    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, 8), jnp.dtype(jnp.uint32), layout=layout)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SPLAT] * 4), return_type=result)
-    return operation(load_words)(ref, *(jnp.int32(x) for x in corner))
+    return ptx.inline(load_words, ref, *corner, result=((WARPGROUP_ROWS, 8), jnp.uint32, WGMMA))
 
 
 def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
@@ -134,15 +118,13 @@ def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
         outside = utils.c(-math.inf, ir.F32Type.get())
         for i, pair in enumerate(x.registers.flat):
             kept = []
-            for e, value in enumerate(elements(pair)):
-                bit = arith.andi(of_row[i % 2], c32(np.uint32(1 << 2 * (i // 2) + e).view(np.int32).item()))
-                kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, bit, c32(0)), value, outside))
+            for e, value in enumerate(ptx.elements(pair)):
+                bit = ptx.bit_and(of_row[i % 2], np.uint32(1 << 2 * (i // 2) + e).view(np.int32).item())
+                kept.append(arith.select(ptx.compare("ne", bit, 0), value, outside))
             registers.flat[i] = vector.from_elements(pair.type, kept)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    wgmma = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(apply_bits)(x, words)
+    return ptx.inline(apply_bits, (x, WGMMA), (words, WGMMA), result=(x.shape, x.dtype, WGMMA))
 
 
 def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Index, ...]:
@@ -157,25 +139,23 @@ def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
     """
 
     def apply_between(ctx, x, high, *low):
-        column = arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2))
-        tops, *bottoms = ([arith.subi(r, column) for r in _numbers(rows)] for rows in (high, *low))
+        column = ptx.mul(ptx.rem(utils.thread_idx(), 4), 2)
+        tops, *bottoms = ([ptx.sub(r, column) for r in _numbers(rows)] for rows in (high, *low))
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for i, pair in enumerate(x.registers.flat):
             kept = []
-            for e, value in enumerate(elements(pair)):
-                at = c32(8 * (i // 2) + e)
-                seen = arith.cmpi(arith.CmpIPredicate.sge, tops[i % 2], at)
+            for e, value in enumerate(ptx.elements(pair)):
+                at = ptx.c32(8 * (i // 2) + e)
+                seen = ptx.compare("sge", tops[i % 2], at)
                 for bottom in bottoms:
-                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bottom[i % 2], at))
+                    seen = ptx.bit_and(seen, ptx.compare("sle", bottom[i % 2], at))
                 kept.append(arith.select(seen, value, outside))
             registers.flat[i] = vector.from_elements(pair.type, kept)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     bounds = (high,) if low is None else (high, low)
-    wgmma, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, *[row] * len(bounds)), return_type=result)(apply_between)(x, *bounds)
+    return ptx.inline(apply_between, (x, WGMMA), *((bound, ROW) for bound in bounds), result=(x.shape, x.dtype, WGMMA))
 
 
 def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
@@ -186,44 +166,42 @@ def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: 
     size = of_columns.shape[3]
 
     def apply_same(ctx, ref, x, rows, batch, column):
-        column = arith.addi(scalar(column), arith.muli(arith.remui(utils.thread_idx(), c32(4)), c32(2)))
-        base = global_address(ref)
-        base = arith.addi(base, arith.muli(arith.extui(base.type, scalar(batch)), c64(4 * size)))
-        base = arith.addi(base, arith.muli(arith.extui(base.type, column), c64(4)))
-        of_row = [elements(pair)[0] for pair in rows.registers.flat]
+        column = ptx.add(ptx.scalar(column), ptx.mul(ptx.rem(utils.thread_idx(), 4), 2))
+        base = ptx.global_address(ref)
+        base = ptx.add(base, ptx.mul(arith.extui(base.type, ptx.scalar(batch)), 4 * size))
+        base = ptx.add(base, ptx.mul(arith.extui(base.type, column), 4))
+        of_row = [ptx.elements(pair)[0] for pair in rows.registers.flat]
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for j in range(x.shape[1] // 8):
-            inside = [arith.cmpi(arith.CmpIPredicate.slt, column, c32(size - (8 * j + e))) for e in range(2)]
-            address = [arith.addi(base, c64(4 * (8 * j + e))) for e in range(2)]
+            inside = [ptx.compare("slt", column, size - (8 * j + e)) for e in range(2)]
+            address = [ptx.add(base, 4 * (8 * j + e)) for e in range(2)]
             if size % 2 == 0:
                 word = _load(address[0], inside[0], 8)
-                of_column = [arith.trunci(i32(), word), arith.trunci(i32(), arith.shrui(word, c64(32)))]
+                of_column = [arith.trunci(ptx.i32(), word), arith.trunci(ptx.i32(), arith.shrui(word, ptx.c64(32)))]
             else:
                 of_column = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
             for r in range(2):
                 pair = x.registers.flat[2 * j + r]
-                same = [arith.cmpi(arith.CmpIPredicate.eq, of_row[r], c) for c in of_column]
-                kept = [arith.select(s, v, outside) for s, v in zip(same, elements(pair), strict=True)]
+                same = [ptx.compare("eq", of_row[r], c) for c in of_column]
+                kept = [arith.select(s, v, outside) for s, v in zip(same, ptx.elements(pair), strict=True)]
                 registers.flat[2 * j + r] = vector.from_elements(pair.type, kept)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     batch, head, row, column = (jnp.int32(i) for i in corner)
     rows = load_tile(of_rows, (batch, head, row, column), 8)
-    wgmma = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    operation = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), wgmma, wgmma, SPLAT, SPLAT), return_type=result)
-    return operation(apply_same)(of_columns, x, rows, batch, column)
+    result = x.shape, x.dtype, WGMMA
+    return ptx.inline(apply_same, of_columns, (x, WGMMA), (rows, WGMMA), batch, column, result=result)
 
 
 def warp_uniform(x: jax.Array) -> jax.Array:
     """An integer that is the same in all lanes, in a uniform register, where the compiler cannot prove that."""
 
     def first_lane(ctx, x):
-        value = llvm.inline_asm(i32(), [scalar(x)], "redux.sync.or.b32 $0, $1, -1;", "=r,r", has_side_effects=True)
-        return integer(value)
+        value = ptx.asm_value("redux.sync.or.b32 $0, $1, -1;", "=r,r", [ptx.scalar(x)])
+        return ptx.integer(value)
 
-    return plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(first_lane)(x)
+    return ptx.inline(first_lane, x, result=INTEGER)
 
 
 def warp_any(x: jax.Array) -> jax.Array:
@@ -232,7 +210,7 @@ def warp_any(x: jax.Array) -> jax.Array:
     def vote_any(ctx, x):
         return _vote(_numbers(x))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),), return_type=INTEGER)(vote_any)(x) != 0
+    return ptx.inline(vote_any, (x, ROW), result=INTEGER) != 0
 
 
 def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
@@ -241,12 +219,11 @@ def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
     def vote_above(ctx, x, limits):
         above = []
         for pair, limit in zip(x.registers.flat, _numbers(limits), strict=True):
-            product = arith.mulf(arith.maximumf(*elements(pair)), utils.c(factor, limit.type))
+            product = arith.mulf(arith.maximumf(*ptx.elements(pair)), utils.c(factor, limit.type))
             above.append(arith.cmpf(arith.CmpFPredicate.UGT, product, limit))
         return _vote(above)
 
-    wgmma = plgpu.Layout.WGMMA
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma.reduce(1)), return_type=INTEGER)(vote_above)(x, limits) != 0
+    return ptx.inline(vote_above, (x, WGMMA), (limits, ROW), result=INTEGER) != 0
 
 
 def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -258,20 +235,18 @@ def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
             registers.flat[i] = llvm.intr_fma(a, utils.c(factor, a.type), arith.negf(b))
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    wgmma = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=wgmma)
-    return plgpu.inline_mgpu(arg_types=(wgmma, wgmma), return_type=result)(multiply_subtract)(x, y)
+    return ptx.inline(multiply_subtract, (x, WGMMA), (y, WGMMA), result=(x.shape, x.dtype, WGMMA))
 
 
 def _vote(mask_bits: list[ir.Value]) -> mgpu.FragmentedArray:
     text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
     any_held = functools.reduce(arith.ori, mask_bits)
-    return integer(llvm.inline_asm(i32(), [any_held], text, "=r,b", has_side_effects=True))
+    return ptx.integer(ptx.asm_value(text, "=r,b", [any_held]))
 
 
 def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
     """A thread's numbers of an array with one number a row: of its upper and of its lower row."""
-    return [x for r in rows.registers.flat for x in (elements(r) if isinstance(r.type, ir.VectorType) else [r])]
+    return [x for r in rows.registers.flat for x in (ptx.elements(r) if isinstance(r.type, ir.VectorType) else [r])]
 
 
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
@@ -281,8 +256,8 @@ def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
     word = ir.IntegerType.get_signless(max(bits, 16))
     load = f"ld.global.b{bits} $0, [$1];"
     if predicate is None:
-        value = llvm.inline_asm(word, [address], load, f"=&{kind},l", has_side_effects=True)
+        value = ptx.asm_value(load, f"=&{kind},l", [address], word)
     else:
         text = f"mov.b{max(bits, 16)} $0, 0; @$2 {load}"
-        value = llvm.inline_asm(word, [address, predicate], text, f"=&{kind},l,b", has_side_effects=True)
+        value = ptx.asm_value(text, f"=&{kind},l,b", [address, predicate], word)
     return arith.trunci(ir.IntegerType.get_signless(8), value) if bits == 8 else value

@@ -15,9 +15,7 @@ from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.mosaic import fast_math
 from pallas_kernels.mosaic.fast_math import LOG2E
-
-WGMMA = plgpu.Layout.WGMMA
-ROW = WGMMA.reduce(1)
+from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
 
 class TileCoord(NamedTuple):

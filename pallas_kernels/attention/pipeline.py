@@ -19,13 +19,12 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.attention import wgmma
 from pallas_kernels.mosaic import mbarrier, ptx
-from pallas_kernels.mosaic.ptx import INTEGER, SPLAT, Index
+from pallas_kernels.mosaic.ptx import Index
 
-WARPS = 4  # of a warpgroup
 LANES = 32  # of a warp
 VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
@@ -38,16 +37,7 @@ start = mbarrier.start_barriers
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: the barriers of all stages."""
     parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
-
-    def wait_barrier(ctx, full, parity):
-        # In the scope of the CTA: in that of a cluster, each wait would invalidate the L1 cache.
-        text = (
-            "{ .reg .pred done; AGAIN: "
-            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
-        )
-        ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(full), ptx.scalar(parity)])
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(wait_barrier)(full.at[stage(n, stages)], parity)
+    mbarrier.wait(full.at[stage(n, stages)], parity, "cta")
 
 
 def stage(n: Index, stages: int) -> jax.Array:
@@ -65,10 +55,10 @@ def arrive(empty: jax.Ref) -> jax.Array:
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
         )
         address = ptx.shared_address(empty)
-        pending = llvm.inline_asm(ptx.i32(), [address], text, "=&r,r,~{memory}", has_side_effects=True)
+        pending = ptx.asm_value(text, "=&r,r,~{memory}", [address])
         return ptx.integer(pending)
 
-    pending = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(arrive_at_stage)(empty)
+    pending = ptx.inline(arrive_at_stage, empty, result=ptx.INTEGER)
     return (pending == 1).astype(jnp.int32)
 
 
@@ -85,10 +75,10 @@ def release(empty: jax.Ref) -> jax.Array:
             "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
         )
         address = ptx.shared_address(empty)
-        last = llvm.inline_asm(ptx.i32(), [address], text, "=r,r,~{memory}", has_side_effects=True)
+        last = ptx.asm_value(text, "=r,r,~{memory}", [address])
         return ptx.integer(last)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INTEGER)(release_stage)(empty)
+    return ptx.inline(release_stage, empty, result=ptx.INTEGER)
 
 
 def is_first_warp() -> jax.Array:
@@ -99,9 +89,9 @@ def is_first_warp() -> jax.Array:
             "{ .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32; "
             "vote.sync.any.pred first, first, 0xffffffff; selp.u32 $0, 1, 0, first; }"
         )
-        return ptx.integer(llvm.inline_asm(ptx.i32(), [], text, "=r", has_side_effects=True))
+        return ptx.integer(ptx.asm_value(text, "=r", []))
 
-    return plgpu.inline_mgpu(arg_types=(), return_type=INTEGER)(first_warp)()
+    return ptx.inline(first_warp, result=ptx.INTEGER)
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
@@ -112,11 +102,10 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
 
     def vote_any(ctx, x):
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
-        return ptx.integer(llvm.inline_asm(ptx.i32(), [ptx.scalar(x)], text, "=r,r", has_side_effects=True))
+        return ptx.integer(ptx.asm_value(text, "=r,r", [ptx.scalar(x)]))
 
     vote_any.interpret = lambda x: ({}, [x])
-    operation = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=INTEGER)(vote_any)
-    return pl.when(operation(jnp.asarray(condition).astype(jnp.int32)) != 0)
+    return pl.when(ptx.inline(vote_any, condition, result=ptx.INTEGER) != 0)
 
 
 def expect(full: jax.Ref, count: Index) -> None:
@@ -127,7 +116,7 @@ def expect(full: jax.Ref, count: Index) -> None:
         operands = [ptx.shared_address(full), ptx.scalar(count), elected]
         ptx.asm("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(expect_copies)(full, jnp.int32(count))
+    ptx.inline(expect_copies, full, count)
 
 
 def size(ref: Any) -> int:
@@ -163,20 +152,26 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
                 continue
             first = arith.index_cast(ir.IndexType.get(), ptx.scalar(next(following)))
             index.append(mgpu.ds(first, int(extent)) if extent else first)
-        ctx.async_copy(
-            src_ref=source,
+        _copier(ctx, source, full, columns * dtype.itemsize if tiled else None)(
             dst_ref=to,
             gmem_slice=tuple(index),
             gmem_transform=(mgpu.TileTransform((TMA_ROWS, columns)),) if tiled else (),
-            swizzle=columns * dtype.itemsize if tiled else None,
-            barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
-            arrive=False,
-            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
         )
 
     target = plgpu.RefType(wgmma.transforms(columns, dtype) if tiled else ())
-    arguments = plgpu.RefType(), target, plgpu.RefType(), *[SPLAT] * len(starts)
-    plgpu.inline_mgpu(arg_types=arguments)(copy_tile)(source, to, full, *(jnp.int32(i) for i in starts))
+    ptx.inline(copy_tile, source, (to, target), full, *starts)
+
+
+def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> Callable[..., None]:
+    """A function by which one thread of the calling warp issues copies of `source` that count their bytes at `full`."""
+    return functools.partial(
+        ctx.async_copy,
+        src_ref=source,
+        swizzle=swizzle,
+        barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
+        arrive=False,
+        predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
+    )
 
 
 def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
@@ -188,14 +183,7 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
     (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
 
     def copy_panels(ctx, source, to, full, *starts):
-        copy = functools.partial(
-            ctx.async_copy,
-            src_ref=source,
-            swizzle=SWIZZLE_BYTES,
-            barrier=mgpu.BarrierRef(utils.memref_ptr(full), ptx.c32(0), ptx.c32(0), 1),
-            arrive=False,
-            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARP),
-        )
+        copy = _copier(ctx, source, full, SWIZZLE_BYTES)
         places = _places(starts, sizes)
         if source.type.shape[-1] % columns == 0:
             axes = sum(map(bool, sizes))
@@ -207,8 +195,7 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
             copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
         return None
 
-    arguments = *[plgpu.RefType()] * 3, *[SPLAT] * len(starts)
-    plgpu.inline_mgpu(arg_types=arguments)(copy_panels)(source, to, full, *starts)
+    ptx.inline(copy_panels, source, to, full, *starts)
 
 
 def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
@@ -222,7 +209,7 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
     def store_panels(ctx, source, target, column, *starts):
         first = arith.index_cast(ir.IndexType.get(), ptx.scalar(column))
         for panel in range(count):
-            here = arith.addi(first, arith.constant(ir.IndexType.get(), panel * columns))
+            here = ptx.add(first, arith.constant(ir.IndexType.get(), panel * columns))
             ctx.async_copy(
                 src_ref=_panel(source, panel, sizes),
                 dst_ref=target,
@@ -231,15 +218,14 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
                 arrive=True,
             )
 
-    arguments = *[plgpu.RefType()] * 2, *[SPLAT] * (1 + len(starts))
-    plgpu.inline_mgpu(arg_types=arguments)(store_panels)(source, target, jnp.int32(column), *starts)
+    ptx.inline(store_panels, source, target, column, *starts)
 
 
-def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[jax.Array], tuple[int, ...]]:
+def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[Index], tuple[int, ...]]:
     """Where a copy begins along each axis but the last, and how far it goes; 0: along an index."""
     sizes = tuple(int(i.size) if isinstance(i, pl.Slice) else 0 for i in at)
     assert math.prod(size for size in sizes if size) == panels.shape[1]
-    return [jnp.int32(i.start if isinstance(i, pl.Slice) else i) for i in at], sizes
+    return [i.start if isinstance(i, pl.Slice) else i for i in at], sizes
 
 
 def _places(starts: tuple[Any, ...], sizes: tuple[int, ...]) -> list[Any]:
@@ -273,4 +259,4 @@ def zero_rows(ref: Any, first: Index) -> None:
         text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
         ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(ref), ptx.scalar(first)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))(zero_from)(ref, jnp.int32(first))
+    ptx.inline(zero_from, ref, first)

@@ -1,6 +1,7 @@
-"""What an attention kernel is asked to do: static facts only, so that deciding needs no array and no device.
+"""What an attention call is: its operands, its static rules, and the problem that a kernel is asked to solve.
 
-Operands, in this order, those that a problem lacks left out:
+A problem has static facts only, so that deciding needs no array and no device. A kernel has these operands, in this
+order, without those that the problem lacks:
 
     query [B, T, N, H], key [B, S, K, H], value [B, S, K, D]
     bias [B|1, N|1, T|1, S|1]                     added to the scaled, capped logits
@@ -18,8 +19,133 @@ may be NaN, and so may `d_out` and `d_lse` in rows without a key: none of it cou
 
 import dataclasses
 import enum
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
+import jax
 import jax.numpy as jnp
+
+
+class Operand(NamedTuple):
+    """An operand, or a result, by the axes that follow its leading ones."""
+
+    rank: int  # how many there are
+    heads: Literal["query", "key"] | None = None  # whose heads it has
+    head_axis: int = 0
+    query_axis: int | None = None  # the axis of queries, from the end
+    key_axis: int | None = None
+    padded: Literal["head_dim", "value_dim"] | None = None  # what its last axis is, which kernels want in multiples
+    is_differentiable: bool = False
+    broadcasts: bool = False  # whether a kernel takes extents of 1 for any
+    has_batch: bool = True  # whether a kernel takes one for each element of the batch
+    dtype: Any = None  # a kernel's; None for the operand's own
+    problem_field: str | None = None  # of `Attention`
+    field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
+    gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
+    argument: str | None = None  # what `jaxsoftmax.flash_attention` calls it; None for the operand's own name
+
+
+_QUERY = Operand(3, "query", 1, query_axis=-3, padded="head_dim", is_differentiable=True)
+_KEY = Operand(3, "key", 1, key_axis=-3, padded="head_dim", is_differentiable=True)
+_BIAS = Operand(
+    3,
+    "query",
+    query_axis=-2,
+    key_axis=-1,
+    is_differentiable=True,
+    broadcasts=True,
+    problem_field="bias",
+    field_is_shape=True,
+    gradient_on_request=True,
+)
+_MASK = Operand(
+    3, "query", query_axis=-2, key_axis=-1, broadcasts=True, dtype=jnp.int8, problem_field="mask", field_is_shape=True
+)
+_QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_lengths")
+_KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths")
+_QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids")
+_KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids")
+_SINKS = Operand(1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks")
+
+
+class Operands(NamedTuple):
+    """The operands in the kernels' order, those that a call lacks None; the annotations say what each is.
+
+    Here every operand may have any number of leading dimensions in place of the batch, the same number for all. They
+    broadcast against each other: an extent of 1 is read again and again, never copied.
+    """
+
+    query: Annotated[Any, _QUERY]
+    key: Annotated[Any, _KEY]
+    value: Annotated[Any, _KEY._replace(padded="value_dim")]
+    bias: Annotated[Any, _BIAS] = None
+    mask: Annotated[Any, _MASK] = None
+    query_lengths: Annotated[Any, _QUERY_LENGTHS] = None
+    key_lengths: Annotated[Any, _KEY_LENGTHS] = None
+    query_segments: Annotated[Any, _QUERY_SEGMENTS] = None
+    key_segments: Annotated[Any, _KEY_SEGMENTS] = None
+    sinks: Annotated[Any, _SINKS] = None
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        return tuple(name for name, x in zip(self._fields, self, strict=True) if x is not None)
+
+
+OPERANDS: dict[str, Operand] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
+} | {
+    "out": Operand(3, "query", 1, query_axis=-3, padded="value_dim"),
+    "lse": Operand(2, "query", query_axis=-1),
+}
+RANK = {name: operand.rank for name, operand in OPERANDS.items()}
+DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.is_differentiable)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelRules:
+    """What is static of a call, for kernels and references.
+
+    Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
+    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
+    `align_ends` both offsets grow by each sequence's count of keys less its count of queries.
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    causal_offset: int | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    window_offset: int = 0
+    align_ends: bool = False
+    deterministic: bool = False  # whether the gradients come out the same, bit by bit, every time
+    batch_invariant: bool = False  # whether what is chosen for FORWARD may depend on neither batch nor lengths
+
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(KernelRules)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules(KernelRules):
+    """What is static of a call, with what concerns the references alone.
+
+    `precision` is of their matrix products, in JAX's terms; None: as exact as the dtype. `is_local` says that one
+    device holds the operands, so that they may mix heads that a partitioner keeps apart.
+    """
+
+    precision: Any = None
+    is_local: bool = False
+
+
+def leading(x: Any, name: str) -> tuple[int, ...]:
+    """The leading extents of an operand."""
+    return tuple(x.shape[: len(x.shape) - RANK[name]])
+
+
+def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` summed along the axes in which `shape` has an extent of 1."""
+    axes = tuple(d for d, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want)
+    return x.sum(axes, keepdims=True) if axes else x
 
 
 class Op(enum.StrEnum):
@@ -30,13 +156,8 @@ class Op(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """One call. Head n of the query reads head `n // (query_heads // key_heads)` of key and value.
-
-    Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
-    `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
-    `align_ends` both offsets grow by each sequence's count of keys less its count of queries.
-    """
+class Attention(KernelRules):
+    """One call. Head n of the query reads head `n // (query_heads // key_heads)` of key and value."""
 
     op: Op
     batch: int
@@ -47,12 +168,7 @@ class Attention:
     head_dim: int
     value_dim: int
     dtype: jnp.dtype
-    scale: float = 1.0
-    soft_cap: float | None = None
-    causal_offset: int | None = None
-    window: tuple[int | None, int | None] = (None, None)
-    window_offset: int = 0
-    align_ends: bool = False
+    _: dataclasses.KW_ONLY
     bias: tuple[int, int, int, int] | None = None  # its shape
     bias_dtype: jnp.dtype | None = None
     bias_gradient: bool = False  # whether BACKWARD returns `d_bias`
@@ -61,21 +177,51 @@ class Attention:
     key_lengths: bool = False
     segments: bool = False
     sinks: bool = False
-    deterministic: bool = False  # whether the gradients come out the same, bit by bit, every time
-    batch_invariant: bool = False  # whether what is chosen for FORWARD may depend on neither batch nor lengths
 
     @property
     def has_data_mask(self) -> bool:
         """Whether which tiles are passed over is known on the device alone."""
         return self.segments or self.mask is not None
 
+    @property
+    def bias_is_tiled(self) -> bool:
+        """Whether the bias is whole tiles of 8 rows and 128 bytes, none of them repeated, which TMA can copy."""
+        if self.bias is None or self.bias_dtype is None:
+            return False
+        return self.bias[2] % 8 == 0 and self.bias[3] * self.bias_dtype.itemsize % 128 == 0
+
 
 def operand_names(problem: Attention) -> tuple[str, ...]:
     """The operands that the problem has, in their order."""
-    lengths = [name for name in ("query_lengths", "key_lengths") if getattr(problem, name)]
-    ids = ["query_segments", "key_segments"] * problem.segments
-    optional = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
-    return ("query", "key", "value", *optional, *lengths, *ids, *["sinks"] * problem.sinks)
+    fields = {name: OPERANDS[name].problem_field for name in Operands._fields}
+    return tuple(name for name, field in fields.items() if field is None or getattr(problem, field))
+
+
+def problem_of(
+    op: Op, shapes: Mapping[str, Any], dtypes: Mapping[str, Any], rules: Rules, *, bias_gradient: bool
+) -> Attention:
+    """The problem of operands with these shapes in the kernel, and these dtypes."""
+    batch, length, heads, dim = shapes["query"]
+    _, keys, key_heads, value_dim = shapes["value"]
+    fields: dict[str, Any] = {}
+    for name in Operands._fields:
+        if name in shapes and (field := OPERANDS[name].problem_field):
+            fields[field] = shapes[name] if OPERANDS[name].field_is_shape else True
+    return Attention(
+        op,
+        batch,
+        heads,
+        key_heads,
+        length,
+        keys,
+        dim,
+        value_dim,
+        jnp.dtype(dtypes["query"]),
+        bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
+        bias_gradient=bias_gradient,
+        **fields,
+        **rules.of_kernels,
+    )
 
 
 DTYPES = ("float16", "bfloat16")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import tiles
-from pallas_kernels.attention.operands import RANK, Operands, Rules, all_leading, leading, sum_to
+from pallas_kernels.attention.problem import RANK, Operands, Rules, leading, sum_to
 from pallas_kernels.attention.tiles import Arrays, Chunk, by_head, by_key, by_rows, of_rows, scores, spread, weighted
 from pallas_kernels.monoid import Stats, combine, decay, decay_to_finite, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -69,7 +69,8 @@ def backward(
     """The gradients of the operands that `shapes` names, each summed to the shape given there."""
     wide = accumulator_dtype(operands.query.dtype)
     # Where a cotangent is the same for all, an operand that differs has a gradient for each of them all the same.
-    full = jnp.broadcast_shapes(all_leading(operands), leading(d_out, "out"), leading(d_lse, "lse"))
+    leads = [leading(getattr(operands, name), name) for name in operands.present]
+    full = jnp.broadcast_shapes(*leads, leading(d_out, "out"), leading(d_lse, "lse"))
     d_out, d_lse = (jnp.broadcast_to(x, (*full, *x.shape[-RANK[of] :])) for x, of in ((d_out, "out"), (d_lse, "lse")))
     alive = lse != -jnp.inf
     d_out = jnp.where(jnp.swapaxes(alive, -1, -2)[..., None], d_out, jnp.zeros((), d_out.dtype))

@@ -17,18 +17,16 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention import gather
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.mask import tile_kv_range
 from pallas_kernels.attention.problem import Attention
-from pallas_kernels.mosaic import ptx, workspace
+from pallas_kernels.mosaic import ptx, reduce
 
 LOOKAHEAD = 2  # tiles
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
@@ -45,16 +43,15 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     record += [record[0]] * (-len(record) % 4)
 
     def store_record(ctx, words, *numbers):
-        first = ptx.equals(ptx.thread_in_warpgroup(), 0)
+        first = ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
         for i in range(0, len(numbers), 4):
-            address = arith.addi(ptx.shared_address(words), ptx.c32(4 * i))
+            address = ptx.add(ptx.shared_address(words), 4 * i)
             operands = [address, *map(ptx.scalar, numbers[i : i + 4]), first]
             ptx.asm("@$5 st.shared.v4.s32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,b,~{memory}", operands)
         ptx.asm("bar.warp.sync 0xffffffff;", "~{memory}", [])  # the other lanes of the warp may read it at once
 
-    arguments = (plgpu.RefType(), *[ptx.SPLAT] * len(record))
     rows = tile_smem.shape[0] // RECORDS
-    plgpu.inline_mgpu(arg_types=arguments)(store_record)(tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
+    ptx.inline(store_record, tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
 def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
@@ -68,19 +65,19 @@ def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
     """Takes the next number from the launch's tile counter, in the warpgroup's first thread; 0 in the others."""
 
     def fetch_next_tile(ctx, words):
-        first = ptx.equals(ptx.thread_in_warpgroup(), 0)
+        first = ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
         text = "mov.b32 $0, 0; @$2 atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
         operands = [ptx.global_address(words), first]
-        return ptx.integer(llvm.inline_asm(ptx.i32(), operands, text, "=&r,l,b", has_side_effects=True))
+        return ptx.integer(ptx.asm_value(text, "=&r,l,b", operands))
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.INTEGER)(fetch_next_tile)(tile_counter)
+    return ptx.inline(fetch_next_tile, tile_counter, result=ptx.INTEGER)
 
 
 def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
     """Calls a kernel with a tile counter, which `vmap` does not share between the calls that it makes of one."""
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        return workspace.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
+        return reduce.with_workspace(kernel, arrays, [jnp.full(1, LOOKAHEAD * ctas, jnp.int32)], out_type)[0]
 
     return sequential_vmap(run)(*operands)
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.attention.problem import OPERANDS, Operands, Rules
 from pallas_kernels.monoid import combine
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 CHUNK = 512  # a tile's logits are at most a quarter of a million numbers for each head, whatever the lengths
 FEW_ROWS = 32  # so many rows of all heads together are multiplied with every head's keys, see `_is_few`
 
-QUERY_AXIS = dict(query=-3, out=-3, bias=-2, mask=-2, query_segments=-1, lse=-1, delta=-1)
-KEY_AXIS = dict(key=-3, value=-3, bias=-1, mask=-1, key_segments=-1)
+QUERY_AXIS = {name: x.query_axis for name, x in OPERANDS.items() if x.query_axis is not None} | {"delta": -1}
+KEY_AXIS = {name: x.key_axis for name, x in OPERANDS.items() if x.key_axis is not None}
 
 
 class Logits(NamedTuple):

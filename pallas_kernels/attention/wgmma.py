@@ -3,6 +3,11 @@
 Mosaic's own WGMMA always accumulates, so that registers must be cleared before: 32 of the 466 instructions that a tile
 of keys takes with heads of 64. These can also overwrite. Mosaic's own does not read panels either.
 Source: PTX ISA, "wgmma", matrix descriptors and strides.
+
+Squares are 64 rows and columns that go between shared memory and the registers where WGMMA puts or reads them. float32
+sums lie there as the registers do, a warp's after another's and 16 bytes of a thread after the other: no thread meets
+another's bank, no address is computed, and a copy takes a warp's or all as one piece. 16-bit factors lie in swizzled
+tiles, and are stored by the four registers of which an instruction multiplies, so that none has to be moved.
 """
 
 import itertools
@@ -19,14 +24,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention.config import WARPGROUP_ROWS
-from pallas_kernels.attention.online_softmax import WGMMA
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
 _LINE = 128  # bytes of a panel's row
 _EIGHT_LINES = 8 * _LINE  # over which the swizzle repeats
 _SWIZZLE = 1  # how a descriptor names the swizzle of a line
+SQUARE = 16, 256  # the shape of a square's sums
+_SIDE = WARPGROUP_ROWS
+_VECTORS = 8  # of a thread, of four numbers
+_WARP_BYTES = _VECTORS * 32 * 16  # of a square's sums
 
 
 def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
@@ -78,12 +87,9 @@ def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
 
 
 def _call(operation: Any, factors: tuple[Any, ...], numbers: int, sums: jax.Array | None) -> jax.Array:
-    kinds = [WGMMA if isinstance(x, jax.Array) else plgpu.RefType() for x in factors]
-    totals = () if sums is None else (sums,)
-    result = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, numbers), jnp.dtype(jnp.float32), layout=WGMMA)
-    return plgpu.inline_mgpu(arg_types=(*kinds, *[WGMMA] * len(totals)), return_type=result)(operation)(
-        *factors, *totals
-    )
+    operands = [*factors] if sums is None else [*factors, sums]
+    operands = [(x, WGMMA) if isinstance(x, jax.Array) else x for x in operands]
+    return ptx.inline(operation, *operands, result=((WARPGROUP_ROWS, numbers), jnp.float32, WGMMA))
 
 
 def _issue(
@@ -117,7 +123,7 @@ def _issue(
     constraints = ["=f"] * count + [str(i) for i in range(len(given))]
     constraints += [kind for left, _ in pairs for kind in (*["r" if in_registers else "l"] * len(left), "l")]
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
-    results = llvm.inline_asm(struct, [*given, *operands], text, ",".join(constraints), has_side_effects=True)
+    results = ptx.asm_value(text, ",".join(constraints), [*given, *operands], struct)
     return _array([llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(count)], numbers)
 
 
@@ -130,13 +136,13 @@ def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
 
 def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir.Value:
     """The matrix descriptor of panels from byte `offset` on; `between_panels`: their stride where there are several."""
-    place = arith.andi(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), ptx.c32(0x3FFF))
+    place = ptx.bit_and(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), 0x3FFF)
     layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
     layout = ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout)
     # Added elsewhere, the offset has the same value, but ptxas keeps the descriptor in registers of each thread.
     if between_panels:
-        return arith.addi(arith.ori(arith.extui(ptx.i64(), place), layout), ptx.c64(offset >> 4))
-    return arith.ori(arith.extui(ptx.i64(), arith.addi(place, ptx.c32(offset >> 4))), layout)
+        return ptx.add(arith.ori(arith.extui(ptx.i64(), place), layout), offset >> 4)
+    return arith.ori(arith.extui(ptx.i64(), ptx.add(place, offset >> 4)), layout)
 
 
 def wait(issued: Any, *, pending: int) -> jax.Array:
@@ -161,7 +167,7 @@ def pin_wait_after(x: jax.Array) -> None:
         number = ptx.elements(x.registers.flat[-1])[-1]
         ptx.asm("{ .reg .pred p; setp.gt.f32 p, $0, 0f7F000000; @p nanosleep.u32 0; }", "f", [number])
 
-    plgpu.inline_mgpu(arg_types=(WGMMA,))(wait_for_numbers)(x)
+    ptx.inline(wait_for_numbers, (x, WGMMA))
 
 
 def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
@@ -203,8 +209,200 @@ def store(target: Any, value: jax.Array) -> None:
         target[...] = value
 
 
-def bias_is_tiled(problem: Attention) -> bool:
-    """Whether the bias consists of whole tiles of 8 rows and 128 bytes, none of them repeated: TMA can copy those."""
-    if problem.bias is None or problem.bias_dtype is None:
-        return False
-    return problem.bias[2] % 8 == 0 and problem.bias[3] * problem.bias_dtype.itemsize % 128 == 0
+def store_square(target: jax.Ref, sums: jax.Array) -> None:
+    """Stores a square of float32."""
+
+    def store_fragments(ctx, target, sums):
+        at = _thread_place(target)
+        for i, pairs in enumerate(_vectors(sums.registers)):
+            numbers = [number for pair in pairs for number in ptx.elements(pair)]
+            ptx.asm(f"st.shared.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}", [at, *numbers])
+
+    ptx.inline(store_fragments, target, (sums, WGMMA))
+
+
+def load_square(source: jax.Ref) -> jax.Array:
+    """What `store_square` stored, by the same thread or as a copy of it."""
+
+    def load_fragments(ctx, source):
+        at, f32 = _thread_place(source), ir.F32Type.get()
+        registers = np.empty(WGMMA.to_mgpu().registers_shape((_SIDE, _SIDE)), dtype=object)
+        struct, pair = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"), ir.VectorType.get((2,), f32)
+        for i, pairs in enumerate(_vectors(registers)):
+            text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{_offset(i)}];"
+            found = ptx.asm_value(text, "=f,=f,=f,=f,r,~{memory}", [at], struct)
+            numbers = [llvm.extractvalue(f32, found, [e]) for e in range(4)]
+            pairs[:] = [vector.from_elements(pair, numbers[e : e + 2]) for e in (0, 2)]
+        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
+
+    return ptx.inline(load_fragments, source, result=((_SIDE, _SIDE), jnp.float32, WGMMA))
+
+
+def add_square(source: jax.Ref, target: jax.Ref) -> None:
+    """Adds what `store_square` stored to global memory, each warp its own part."""
+
+    def add_warps(ctx, source, target):
+        # The warp's index is read here; computed outside, the compiler would keep it in a register all along the loop.
+        text = (
+            "{ .reg .b32 lane, warp, from; .reg .b64 to; .reg .pred first; "
+            "mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; "
+            f"and.b32 warp, warp, {ptx.WARPS - 1}; "
+            f"mad.wide.u32 to, warp, {_WARP_BYTES}, $0; mad.lo.u32 from, warp, {_WARP_BYTES}, $1; "
+            "setp.eq.u32 first, lane, 0; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; "
+            f"@first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [to], [from], {_WARP_BYTES}; "
+            "@first cp.async.bulk.commit_group; }"
+        )
+        ptx.asm(text, "l,r,~{memory}", [ptx.global_address(target), ptx.shared_address(source)])
+
+    ptx.inline(add_warps, source, target)
+
+
+def add_sums(target: jax.Ref, sums: jax.Array) -> None:
+    """Adds a square of float32 to one in global memory, from registers, in the layout of `store_square`."""
+
+    def reduce_fragments(ctx, target, sums):
+        lane, warp = _lane_and_warp()
+        offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
+        at = ptx.add(ptx.global_address(target), arith.extui(ptx.i64(), offset))
+        for i, pairs in enumerate(_vectors(sums.registers)):
+            numbers = [number for pair in pairs for number in ptx.elements(pair)]
+            text = f"red.relaxed.gpu.global.add.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};"
+            ptx.asm(text, "l,f,f,f,f,~{memory}", [at, *numbers])
+
+    ptx.inline(reduce_fragments, target, (sums, WGMMA))
+
+
+def await_square_read() -> None:
+    """Waits until the copy of a warp's part has left shared memory."""
+
+    def await_warps(ctx):
+        ptx.asm("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;", "~{memory}", [])
+
+    ptx.inline(await_warps)
+
+
+def rows_of_squares(sums: jax.Array) -> jax.Array:
+    """`[..., rows / 64, columns / 64, 16, 256]` of squares as they are stored, as `[..., rows, columns]`."""
+    *batch, down, across, _, _ = sums.shape
+    # Of a square: warp, half of its rows, its 16 columns, row, pair of columns, their half, and one of the pair.
+    parts = sums.reshape(-1, down, across, 4, 2, 4, 8, 4, 2, 2)
+    rows = parts.transpose(0, 1, 3, 4, 6, 2, 5, 8, 7, 9)
+    return rows.reshape(*batch, down * _SIDE, across * _SIDE)
+
+
+def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
+    """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`; `once`: outside of the loop over steps."""
+    dtype = jnp.dtype(target.dtype)
+
+    def store_squares(ctx, target, factor):
+        lane, warp = _lane_and_warp(once)
+        # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
+        # eight columns on.
+        matrix, row = ptx.div(lane, 8), ptx.rem(lane, 8)
+        below, right = ptx.rem(matrix, 2), ptx.div(matrix, 2)
+        line = ptx.add(ptx.mul(warp, 16), ptx.add(ptx.mul(below, 8), row))
+        base = ptx.add(ptx.shared_address(target), ptx.mul(line, _LINE))
+        # Opaque, lest the compiler keep each sum with a constant in a register all along the loop.
+        swizzled = ptx.opaque_word(ptx.mul(arith.xori(right, row), 16))
+        words = [ptx.pair_word(pair) for pair in factor.registers.flat]
+        for i in range(0, len(words), 4):
+            square, columns = divmod(i // 4, _SIDE // 16)
+            at, here = ptx.add(base, arith.xori(swizzled, ptx.c32(32 * columns))), words[i : i + 4]
+            registers = ",".join(f"${1 + j}" for j in range(len(here)))
+            text = f"stmatrix.sync.aligned.m8n8.x{len(here)}.shared.b16 [$0+{square * _SIDE * _LINE}]"
+            ptx.asm(f"{text}, {{{registers}}};", ",".join(["r"] * (1 + len(here))) + ",~{memory}", [at, *here])
+
+    assert target.shape[1:] == (_SIDE, _SIDE)
+    assert dtype.itemsize * _SIDE == _LINE
+    ptx.inline(store_squares, target, (factor, WGMMA))
+
+
+def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
+    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes."""
+    (_, heads, queries), packed = target.shape, place.heads
+
+    def store_row_values(ctx, target, values, *coord):
+        lane, warp = _lane_and_warp(once=True)
+        first = ptx.compare("eq", ptx.rem(lane, 4), 0)
+        for r, value in enumerate(values.registers.flat):
+            batch, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
+            of_head = ptx.add(ptx.mul(batch, heads), head)
+            index = ptx.mul(arith.extui(ptx.i64(), of_head), queries)
+            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), query)), 4)
+            address = ptx.add(ptx.global_address(target), index)
+            operands = [address, _number(value), ptx.bit_and(first, exists)]
+            ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", operands)
+
+    ptx.inline(store_row_values, target, (values, ROW), place.batch, place.head, place.row)
+
+
+def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
+    """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
+    (_, queries, heads, columns), packed = target.shape, place.heads
+
+    def store_row_sums(ctx, target, sums, *coord):
+        lane, warp = _lane_and_warp(once=True)
+        within = ptx.add(ptx.mul(ptx.rem(lane, 4), 2), column)
+        addresses, stored = [], []
+        for r in range(2):
+            index, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
+            for extent, i in ((queries, query), (heads, head)):
+                index = ptx.add(ptx.mul(index, extent), i)
+            index = ptx.mul(arith.extui(ptx.i64(), index), columns)
+            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), within)), 4)
+            addresses.append(ptx.add(ptx.global_address(target), index))
+            stored.append(exists)
+        for i, pair in enumerate(sums.registers.flat):
+            text = f"@$3 st.global.v2.f32 [$0+{i // 2 * 32}], {{$1, $2}};"
+            ptx.asm(text, "l,f,f,b,~{memory}", [addresses[i % 2], *ptx.elements(pair), stored[i % 2]])
+
+    ptx.inline(store_row_sums, target, (sums, WGMMA), place.batch, place.head, place.row)
+
+
+def _row_coord(
+    lane: ir.Value, warp: ir.Value, r: int, coord: tuple[Any, ...], packed: int, queries: int
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Batch, head and query of a thread's row `r`, of two, in a tile of `packed` heads, and whether there is one."""
+    batch, head, row = map(ptx.scalar, coord)
+    line = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
+    line = ptx.add(line, 8 * r)
+    query = ptx.add(row, ptx.div(line, packed))
+    head = ptx.add(ptx.mul(head, packed), ptx.rem(line, packed))
+    return batch, head, query, ptx.compare("ult", query, queries)
+
+
+def _number(value: ir.Value) -> ir.Value:
+    return ptx.elements(value)[0] if isinstance(value.type, ir.VectorType) else value
+
+
+def commit_square() -> None:
+    """Orders what this thread has stored to shared memory before products and copies that a barrier lets begin later.
+
+    `commit_smem` also waits for the warpgroup's other threads, which is not needed where each arrives at that barrier.
+    """
+
+    def fence_shared(ctx):
+        ptx.asm("fence.proxy.async.shared::cta;", "~{memory}", [])
+
+    ptx.inline(fence_shared)
+
+
+def _vectors(registers: np.ndarray) -> list[np.ndarray]:
+    """Each vector's two registers: of the same row, eight columns apart."""
+    pairs = registers.reshape(-1)  # by eight columns, and by eight rows in each
+    return [pairs[4 * j + r : 4 * j + r + 3 : 2] for r in range(2) for j in range(_VECTORS // 2)]
+
+
+def _offset(i: int) -> int:
+    return i * 32 * 16
+
+
+def _thread_place(ref: ir.Value) -> ir.Value:
+    lane, warp = _lane_and_warp()
+    offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
+    return ptx.add(ptx.shared_address(ref), offset)
+
+
+def _lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
+    thread = ptx.thread_found_here() if once else ptx.thread_in_warpgroup()
+    return ptx.rem(thread, 32), ptx.div(thread, 32)

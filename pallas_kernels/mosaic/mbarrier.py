@@ -16,19 +16,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.mosaic.ptx import (
-    Index,
-    asm,
-    c32,
-    c64,
-    equals,
-    global_address,
-    i32,
-    inline,
-    scalar,
-    shared_address,
-    thread_in_warpgroup,
-)
+from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile, RowPredicate, load_vector
 
 Cache = Literal["evict_last", "evict_first"] | None
@@ -41,7 +30,7 @@ def barriers(count: int) -> Any:
 
 def _leader() -> ir.Value:
     """Whether this is the warpgroup's first thread."""
-    return equals(thread_in_warpgroup(), 0)
+    return ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
 
 
 def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
@@ -50,9 +39,9 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
     def make_barriers(ctx, ref):
         makes = "".join(f"@$1 mbarrier.init.shared.b64 [$0+{8 * i}], {n}; " for i, n in enumerate(arrivals))
         text = makes + "@$1 fence.mbarrier_init.release.cluster;"
-        asm(text, "r,b", [shared_address(ref), equals(utils.thread_idx(), 0)])
+        ptx.asm(text, "r,b", [ptx.shared_address(ref), ptx.compare("eq", utils.thread_idx(), 0)])
 
-    inline(make_barriers, ref)
+    ptx.inline(make_barriers, ref)
 
 
 def expect_bytes(ref: jax.Ref, count: int) -> None:
@@ -60,9 +49,9 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
 
     def announce(ctx, ref):
         text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
-        asm(text, "r,b", [shared_address(ref), _leader()])
+        ptx.asm(text, "r,b", [ptx.shared_address(ref), _leader()])
 
-    inline(announce, ref)
+    ptx.inline(announce, ref)
 
 
 def arrive_each(ref: jax.Ref) -> None:
@@ -70,22 +59,25 @@ def arrive_each(ref: jax.Ref) -> None:
 
     # If one thread arrives for words that its whole warp wrote, compute-sanitizer reports a race.
     def arrive_threads(ctx, ref):
-        asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [shared_address(ref)])
+        ptx.asm("mbarrier.arrive.shared.b64 _, [$0];", "r,~{memory}", [ptx.shared_address(ref)])
 
-    inline(arrive_threads, ref)
+    ptx.inline(arrive_threads, ref)
 
 
-def wait(ref: jax.Ref, parity: jax.Array) -> None:
-    """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs sent."""
+def wait(ref: jax.Ref, parity: jax.Array, scope: Literal["cluster", "cta"] = "cluster") -> None:
+    """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs, or this one's copies, sent.
+
+    In the scope of a cluster each wait invalidates the L1 cache.
+    """
 
     def wait_barrier(ctx, ref, parity):
         text = (
             "{ .reg .pred done; AGAIN: "
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }"
+            f"mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [$0], $1; @!done bra AGAIN; }}"
         )
-        asm(text, "r,r,~{memory}", [shared_address(ref), scalar(parity)])
+        ptx.asm(text, "r,r,~{memory}", [ptx.shared_address(ref), ptx.scalar(parity)])
 
-    inline(wait_barrier, ref, parity)
+    ptx.inline(wait_barrier, ref, parity)
 
 
 def copy_row(
@@ -106,12 +98,12 @@ def copy_row(
     hint, policy = (".L2::cache_hint", ", policy") if cache else ("", "")
 
     def copy_vectors(ctx, ref, row, first, to, barrier, label):
-        address, _, count = row_pred.row(global_address(ref), scalar(row))
-        first = scalar(first)
-        address = arith.addi(address, arith.muli(arith.extui(address.type, first), c64(VECTOR_BYTES)))
-        here = arith.minsi(arith.maxsi(arith.subi(count, first), c32(0)), c32(vectors))
-        here = arith.select(arith.cmpi(arith.CmpIPredicate.sge, scalar(label), c32(0)), here, c32(0))
-        some = arith.andi(_leader(), arith.cmpi(arith.CmpIPredicate.sgt, here, c32(0)))
+        address, _, count = row_pred.row(ptx.global_address(ref), ptx.scalar(row))
+        first = ptx.scalar(first)
+        address = ptx.add(address, ptx.mul(arith.extui(address.type, first), VECTOR_BYTES))
+        here = arith.minsi(arith.maxsi(ptx.sub(count, first), ptx.c32(0)), ptx.c32(vectors))
+        here = arith.select(ptx.compare("sge", ptx.scalar(label), 0), here, ptx.c32(0))
+        some = ptx.bit_and(_leader(), ptx.compare("sgt", here, 0))
         text = (
             "@$4 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $3; "
             f"@$5 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} [$1], [$2], $3, [$0]{policy};"
@@ -119,11 +111,11 @@ def copy_row(
         if cache:
             create = f".reg .b64 policy; createpolicy.fractional.L2::{cache}.b64 policy, 1.0;"
             text = f"{{ {create} {text} }}"
-        size = arith.muli(here, c32(VECTOR_BYTES))
-        operands = [shared_address(barrier), shared_address(to), address, size, _leader(), some]
-        asm(text, "r,r,l,r,b,b", operands)
+        size = ptx.mul(here, VECTOR_BYTES)
+        operands = [ptx.shared_address(barrier), ptx.shared_address(to), address, size, _leader(), some]
+        ptx.asm(text, "r,r,l,r,b,b", operands)
 
-    inline(copy_vectors, ref, row, first, to, barrier, label)
+    ptx.inline(copy_vectors, ref, row, first, to, barrier, label)
 
 
 def fill_outside(
@@ -138,23 +130,23 @@ def fill_outside(
     bits = 8 * dtype.itemsize
 
     def fill_elements(ctx, gmem, row, first, to):
-        _, head, _ = row_pred.row(global_address(gmem), scalar(row))
+        _, head, _ = row_pred.row(ptx.global_address(gmem), ptx.scalar(row))
         thread, v = utils.thread_idx(), row_pred.tile.vector
         word = ir.IntegerType.get_signless(bits)
         value = arith.bitcast(word, utils.c(fill, ir.MemRefType(gmem.type).element_type))
-        pieces = [] if row_pred.aligned else [(c32(0), equals(thread, 0))]
+        pieces = [] if row_pred.aligned else [(ptx.c32(0), ptx.compare("eq", thread, 0))]
         for at in range(start, stop, threads):
-            k = arith.addi(thread, c32(at))
-            pieces.append((k, arith.cmpi(arith.CmpIPredicate.ult, k, c32(stop))))
+            k = ptx.add(thread, at)
+            pieces.append((k, ptx.compare("ult", k, stop)))
         for k, owned in pieces:
-            column = arith.subi(arith.muli(arith.addi(scalar(first), k), c32(v)), head)
-            address = arith.addi(shared_address(to), arith.muli(k, c32(VECTOR_BYTES)))
+            column = ptx.sub(ptx.mul(ptx.add(ptx.scalar(first), k), v), head)
+            address = ptx.add(ptx.shared_address(to), ptx.mul(k, VECTOR_BYTES))
             for e in range(v):
-                outside = arith.cmpi(arith.CmpIPredicate.uge, arith.addi(column, c32(e)), c32(row_pred.cols))
-                kind, at = "h" if bits == 16 else "r", arith.addi(address, c32(e * dtype.itemsize))
-                asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, arith.andi(owned, outside)])
+                outside = ptx.compare("uge", ptx.add(column, e), row_pred.cols)
+                kind, at = "h" if bits == 16 else "r", ptx.add(address, e * dtype.itemsize)
+                ptx.asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, ptx.bit_and(owned, outside)])
 
-    inline(fill_elements, gmem, row, first, to)
+    ptx.inline(fill_elements, gmem, row, first, to)
 
 
 def wrap(
@@ -177,21 +169,21 @@ def wrap(
     vectors = math.prod(staged.shape) // tile.vector
 
     def wrap_tile(ctx, raw, gmem, row, staged, at, *tail):
-        _, head, _ = row_pred.row(global_address(gmem), scalar(row))
-        of_warp = arith.muli(arith.divui(thread_in_warpgroup(), c32(32)), c32(tile.vectors_in_warp))
-        k = arith.addi(arith.addi(scalar(at), of_warp), c32(tile.vectors_in_warp))
-        address = arith.addi(shared_address(staged), arith.muli(k, c32(VECTOR_BYTES)))
-        wanted, exists = row_pred.wrapped(head)[0], arith.cmpi(arith.CmpIPredicate.ult, k, c32(vectors))
+        _, head, _ = row_pred.row(ptx.global_address(gmem), ptx.scalar(row))
+        of_warp = ptx.mul(ptx.div(ptx.thread_in_warpgroup(), 32), tile.vectors_in_warp)
+        k = ptx.add(ptx.add(ptx.scalar(at), of_warp), tile.vectors_in_warp)
+        address = ptx.add(ptx.shared_address(staged), ptx.mul(k, VECTOR_BYTES))
+        wanted, exists = row_pred.wrapped(head)[0], ptx.compare("ult", k, vectors)
         if tail:
-            address = arith.select(exists, address, shared_address(tail[0]))
+            address = arith.select(exists, address, ptx.shared_address(tail[0]))
         else:
-            wanted = arith.andi(wanted, exists)
+            wanted = ptx.bit_and(wanted, exists)
         registers = raw.registers.copy()
-        own = vector.bitcast(ir.VectorType.get((4,), i32()), registers.flat[0])
+        own = vector.bitcast(ir.VectorType.get((4,), ptx.i32()), registers.flat[0])
         words = row_pred.wrap(own, load_vector(address, wanted, fill_word, "shared"), head)
         registers.flat[0] = vector.bitcast(registers.flat[0].type, words)
         return mgpu.FragmentedArray(_registers=registers, _layout=raw.layout, _is_signed=None)
 
     tails = () if tail is None else (tail,)
     result = tile.shape, dtype, tile.layout
-    return inline(wrap_tile, (raw, tile.layout), gmem, row, staged, at, *tails, result=result)
+    return ptx.inline(wrap_tile, (raw, tile.layout), gmem, row, staged, at, *tails, result=result)

@@ -15,7 +15,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 WARPGROUP = 128
 WARPS = 4  # of a warpgroup
 SPLAT = plgpu.Layout.WG_SPLAT
-INTEGER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SPLAT)  # a result that is the same in a warp
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)  # one number a row
+INTEGER: Any = (), jnp.int32, SPLAT  # a result that is the same in a warp
 Index = jax.Array | int
 
 
@@ -41,23 +43,31 @@ def c64(x: int) -> ir.Value:
 
 def thread_in_warpgroup() -> ir.Value:
     """The thread's index in its warpgroup."""
-    return arith.remui(utils.thread_idx(), c32(WARPGROUP))
+    return rem(utils.thread_idx(), WARPGROUP)
 
 
 def thread_found_here() -> ir.Value:
     """The thread's index in its warpgroup, read anew so that no loop keeps it in a register."""
-    thread = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
-    return arith.remui(thread, c32(WARPGROUP))
+    return rem(asm_value("mov.u32 $0, %tid.x;", "=r", []), WARPGROUP)
 
 
 def opaque_word(x: ir.Value) -> ir.Value:
     """Returns a word that the compiler cannot hoist, so that what is derived from it stays in the loop."""
-    return llvm.inline_asm(i32(), [x], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+    return asm_value("mov.b32 $0, $1;", "=r,r", [x])
 
 
-def equals(x: ir.Value, constant: int) -> ir.Value:
-    """Whether an integer is the constant."""
-    return arith.cmpi(arith.CmpIPredicate.eq, x, c32(constant))
+def _with_constants(operation: Callable[..., ir.Value]) -> Callable[[ir.Value, ir.Value | int], ir.Value]:
+    return lambda x, y: operation(x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
+
+
+# Of unsigned integers; the second may be a constant.
+add, sub, mul = map(_with_constants, (arith.addi, arith.subi, arith.muli))
+div, rem, bit_and = map(_with_constants, (arith.divui, arith.remui, arith.andi))
+
+
+def compare(kind: str, x: ir.Value, y: ir.Value | int) -> ir.Value:
+    """Whether integers compare so, as `arith.CmpIPredicate` names it; the second may be a constant."""
+    return arith.cmpi(getattr(arith.CmpIPredicate, kind), x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
 
 
 def scalar(x: mgpu.FragmentedArray) -> ir.Value:
@@ -101,7 +111,7 @@ def global_address(ref: ir.Value) -> ir.Value:
 def word_address(words: ir.Value, index: ir.Value) -> ir.Value:
     """The address of a word of an array in global memory."""
     wide = arith.extui(i64(), index)
-    return arith.addi(global_address(words), arith.muli(wide, c64(4)))
+    return add(global_address(words), mul(wide, 4))
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
@@ -114,24 +124,30 @@ def load_if(address: ir.Value, predicate: ir.Value, bits: int, fill: int = 0) ->
     width, kind, constraint = (32, "b32", "r") if bits == 32 else (16, "u8" if bits == 8 else "b16", "h")
     text = f"mov.b{width} $0, {fill}; @$2 ld.global.{kind} $0, [$1];"
     word_type = ir.IntegerType.get_signless(width)
-    return llvm.inline_asm(word_type, [address, predicate], text, f"=&{constraint},l,b", has_side_effects=True)
+    return asm_value(text, f"=&{constraint},l,b", [address, predicate], word_type)
+
+
+def asm_value(text: str, constraints: str, operands: list[ir.Value], kind: ir.Type | None = None) -> ir.Value:
+    """Inline assembly that stays where it is; its result is a word unless its type is given."""
+    return llvm.inline_asm(kind or i32(), operands, text, constraints, has_side_effects=True)
 
 
 def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
     """Inline assembly without a result."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+    asm_value(text, constraints, operands, ir.Type.parse("!llvm.void"))
 
 
 def inline(body: Callable[..., Any], *operands: Any, result: tuple[Any, Any, Any] | None = None) -> Any:
     """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
 
-    An operand is a reference, a number that is the same in every thread, or a pair of an array and its layout.
+    An operand is a reference, an integer that is the same in every thread, or a pair of either and its type: an array's
+    layout, or a reference's transforms.
     """
     types, arguments = [], []
     for x in operands:
         if isinstance(x, tuple):
             x, of_x = x
-        elif isinstance(x, int) or x.shape == ():
+        elif isinstance(x, (int, jax.Array)):
             x, of_x = jnp.int32(x), SPLAT
         else:
             of_x = plgpu.RefType()
@@ -165,6 +181,6 @@ def opaque(x: jax.Array) -> jax.Array:
     """
 
     def copy_scalar(ctx, x):
-        return integer(llvm.inline_asm(i32(), [scalar(x)], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
+        return integer(opaque_word(scalar(x)))
 
-    return inline(copy_scalar, x, result=((), jnp.int32, SPLAT))
+    return inline(copy_scalar, x, result=INTEGER)

@@ -14,23 +14,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic.ptx import (
-    Index,
-    asm,
-    c32,
-    c64,
-    elements,
-    equals,
-    global_address,
-    i32,
-    i64,
-    inline,
-    load_if,
-    row_value,
-    scalar,
-    thread_in_warpgroup,
-    word,
-)
+from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.vectors import RegisterTile, RowPredicate, row_of
 
 
@@ -40,16 +25,16 @@ def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Arra
     word = int(np.asarray(fill, dtype).view(np.uint32))
 
     def load_number(ctx, ref, row):
-        word_type, element = i32(), ir.MemRefType(ref.type).element_type
-        at = row_of(tile, scalar(row))
-        exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(rows))
-        address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        value = load_if(address, exists, 32, word)
+        word_type, element = ptx.i32(), ir.MemRefType(ref.type).element_type
+        at = row_of(tile, ptx.scalar(row))
+        exists = ptx.compare("ult", at, rows)
+        address = ptx.add(ptx.global_address(ref), ptx.mul(_wide(at), 4))
+        value = ptx.load_if(address, exists, 32, word)
         value = value if element == word_type else arith.bitcast(element, value)
         return _fragment(value, tile, True if element == word_type else None)
 
     rows = ref.shape[0]
-    return inline(load_number, ref, row, result=((tile.rows,), dtype, tile.layout.reduce(1)))
+    return ptx.inline(load_number, ref, row, result=((tile.rows,), dtype, tile.layout.reduce(1)))
 
 
 def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -62,11 +47,11 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
 
     def load_from(ctx, ref, row, column):
         f32, element = ir.F32Type.get(), ir.MemRefType(ref.type).element_type
-        at, wanted = _wide(row_value(column)), arith.cmpi(arith.CmpIPredicate.sge, row_value(column), c32(0))
+        at, wanted = _wide(ptx.row_value(column)), ptx.compare("sge", ptx.row_value(column), 0)
         if rows > 1:
-            at = arith.addi(arith.muli(_wide(row_of(tile, scalar(row))), c64(cols)), at)
-        address = arith.addi(global_address(ref), arith.muli(at, c64(itemsize)))
-        value = load_if(address, wanted, 8 * itemsize)
+            at = ptx.add(ptx.mul(_wide(row_of(tile, ptx.scalar(row))), cols), at)
+        address = ptx.add(ptx.global_address(ref), ptx.mul(at, itemsize))
+        value = ptx.load_if(address, wanted, 8 * itemsize)
         if itemsize == 1:
             value = arith.uitofp(f32, value)
         elif itemsize == 2:
@@ -76,22 +61,24 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
         return _fragment(value, tile, None)
 
     layout = tile.layout.reduce(1)
-    return inline(load_from, ref, row, (column, layout), result=((tile.rows,), jnp.float32, layout))
+    return ptx.inline(load_from, ref, row, (column, layout), result=((tile.rows,), jnp.float32, layout))
 
 
 def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> None:
     """Stores a float32 value of each of the tile's rows to `[rows]`; a tile of 128 lanes has one row."""
 
     def store_each(ctx, ref, value, row):
-        thread = thread_in_warpgroup()
-        at = arith.addi(scalar(row), arith.divui(thread, c32(tile.lanes)))
-        first_lane = equals(arith.remui(thread, c32(tile.lanes)), 0)
-        exists = arith.cmpi(arith.CmpIPredicate.ult, at, c32(ref_rows))
-        address = arith.addi(global_address(ref), arith.muli(_wide(at), c64(4)))
-        asm("@$2 st.global.f32 [$0], $1;", "l,f,b", [address, row_value(value), arith.andi(first_lane, exists)])
+        thread = ptx.thread_in_warpgroup()
+        at = ptx.add(ptx.scalar(row), ptx.div(thread, tile.lanes))
+        first_lane = ptx.compare("eq", ptx.rem(thread, tile.lanes), 0)
+        exists = ptx.compare("ult", at, ref_rows)
+        address = ptx.add(ptx.global_address(ref), ptx.mul(_wide(at), 4))
+        ptx.asm(
+            "@$2 st.global.f32 [$0], $1;", "l,f,b", [address, ptx.row_value(value), ptx.bit_and(first_lane, exists)]
+        )
 
     ref_rows = ref.shape[0]
-    inline(store_each, ref, (value, tile.layout.reduce(1)), row)
+    ptx.inline(store_each, ref, (value, tile.layout.reduce(1)), row)
 
 
 def store_element(
@@ -114,29 +101,24 @@ def store_element(
     bits = 8 * itemsize
 
     def store_over(ctx, ref, column, value, row, first):
-        at, thread, place = row_of(tile, scalar(row)), utils.thread_idx(), row_value(column)
-        _, head, _ = row_pred.row(global_address(ref), at)
-        k = arith.subi(arith.divui(arith.addi(head, place), c32(tile.vector)), scalar(first))
-        lane, here = arith.remui(k, c32(tile.lanes_in_warp)), arith.remui(thread, c32(tile.lanes_in_warp))
-        conditions = [
-            arith.cmpi(arith.CmpIPredicate.sge, place, c32(0)),
-            arith.cmpi(arith.CmpIPredicate.eq, lane, here),
-        ]
+        at, thread, place = row_of(tile, ptx.scalar(row)), utils.thread_idx(), ptx.row_value(column)
+        _, head, _ = row_pred.row(ptx.global_address(ref), at)
+        k = ptx.sub(ptx.div(ptx.add(head, place), tile.vector), ptx.scalar(first))
+        lane, here = ptx.rem(k, tile.lanes_in_warp), ptx.rem(thread, tile.lanes_in_warp)
+        conditions = [ptx.compare("sge", place, 0), ptx.compare("eq", lane, here)]
         if tile.lanes > 32:
-            warp = arith.remui(arith.divui(k, c32(32 * tile.registers)), c32(4 * warpgroups))
-            conditions.append(arith.cmpi(arith.CmpIPredicate.eq, warp, arith.divui(thread, c32(32))))
+            warp = ptx.rem(ptx.div(k, 32 * tile.registers), 4 * warpgroups)
+            conditions.append(ptx.compare("eq", warp, ptx.div(thread, 32)))
         if vectors is not None:
-            conditions.append(arith.cmpi(arith.CmpIPredicate.ult, k, c32(vectors)))
-        mine = conditions[0]
-        for condition in conditions[1:]:
-            mine = arith.andi(mine, condition)
-        index = arith.addi(arith.muli(_wide(at), c64(cols)), _wide(place))
-        address = arith.addi(global_address(ref), arith.muli(index, c64(itemsize)))
-        word = arith.bitcast(ir.IntegerType.get_signless(bits), row_value(value))
-        asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
+            conditions.append(ptx.compare("ult", k, vectors))
+        mine = functools.reduce(ptx.bit_and, conditions)
+        index = ptx.add(ptx.mul(_wide(at), cols), _wide(place))
+        address = ptx.add(ptx.global_address(ref), ptx.mul(index, itemsize))
+        word = arith.bitcast(ir.IntegerType.get_signless(bits), ptx.row_value(value))
+        ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
-    inline(store_over, ref, (column, layout), (value, layout), row, first)
+    ptx.inline(store_over, ref, (column, layout), (value, layout), row, first)
 
 
 def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -150,12 +132,12 @@ def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
     layout, shares = tile.layout.reduce(1), 32 - tile.lanes_in_warp  # the bits of a lane's index that name its row
 
     def shuffle_first(ctx, value):
-        first = arith.andi(arith.remui(utils.thread_idx(), c32(32)), c32(shares))
+        first = ptx.bit_and(ptx.rem(utils.thread_idx(), 32), shares)
         text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-        taken = llvm.inline_asm(i32(), [word(value), first], text, "=r,r,r", has_side_effects=True)
+        taken = ptx.asm_value(text, "=r,r,r", [ptx.word(value), first])
         return _fragment(arith.bitcast(ir.F32Type.get(), taken), tile, None)
 
-    return inline(shuffle_first, (value, layout), result=((tile.rows,), jnp.float32, layout))
+    return ptx.inline(shuffle_first, (value, layout), result=((tile.rows,), jnp.float32, layout))
 
 
 def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -182,33 +164,33 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
 
         def from_lane(value, lane):
             text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-            moved = llvm.inline_asm(i32(), [arith.bitcast(i32(), value), lane], text, "=r,r,r", has_side_effects=True)
+            moved = ptx.asm_value(text, "=r,r,r", [arith.bitcast(ptx.i32(), value), lane])
             return arith.bitcast(f32, moved)
 
-        _, head, _ = row_pred.row(global_address(ref), row_of(tile, scalar(row)))
-        lane = arith.remui(utils.thread_idx(), c32(32))
-        among = arith.andi(lane, c32(lanes - 1))
-        parts = [elements(register) for register in z.registers.flat]
+        _, head, _ = row_pred.row(ptx.global_address(ref), row_of(tile, ptx.scalar(row)))
+        lane = ptx.rem(utils.thread_idx(), 32)
+        among = ptx.bit_and(lane, lanes - 1)
+        parts = [ptx.elements(register) for register in z.registers.flat]
         begin = end = _over_registers(parts, add)
         if tile.wraps and len(parts) & (len(parts) - 1):
             # The first lane's vectors end row vectors of the last lane, each one of the register before.
-            is_first, after = equals(among, 0), [*parts[1:], parts[0]]
+            is_first, after = ptx.compare("eq", among, 0), [*parts[1:], parts[0]]
             turn = lambda part, other: [arith.select(is_first, b, a) for a, b in zip(part, other, strict=True)]
             end = _over_registers(list(map(turn, parts, after)), add)
         total = utils.c(0.0, f32)
-        begins = [arith.cmpi(arith.CmpIPredicate.uge, c32(e), head) for e in range(v)]
+        begins = [ptx.compare("uge", ptx.c32(e), head) for e in range(v)]
         for begins_here, x in zip(begins, begin, strict=True):
             total = add_if(begins_here, "", total, x)
         if lanes > 1:
-            before = arith.andi(arith.addi(among, c32(lanes - 1)), c32(lanes - 1))
-            total = from_lane(total, arith.addi(arith.subi(lane, among), before))
+            before = ptx.bit_and(ptx.add(among, lanes - 1), lanes - 1)
+            total = from_lane(total, ptx.add(ptx.sub(lane, among), before))
         for begins_here, x in zip(begins[:-1], end, strict=False):
             total = add_if(begins_here, "!", total, x)
         for apart in (2**i for i in reversed(range(lanes.bit_length() - 1))):
-            total = add(total, from_lane(total, arith.xori(lane, c32(apart))))
+            total = add(total, from_lane(total, arith.xori(lane, ptx.c32(apart))))
         return _fragment(total, tile, None)
 
-    return inline(add_rows, ref, (z, tile.layout), row, result=((tile.rows,), jnp.float32, layout))
+    return ptx.inline(add_rows, ref, (z, tile.layout), row, result=((tile.rows,), jnp.float32, layout))
 
 
 def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -> list[ir.Value]:
@@ -223,7 +205,7 @@ def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -
 
 
 def _wide(x: ir.Value) -> ir.Value:
-    return arith.extsi(i64(), x)
+    return arith.extsi(ptx.i64(), x)
 
 
 def _fragment(value: ir.Value, tile: RegisterTile, is_signed: bool | None) -> mgpu.FragmentedArray:

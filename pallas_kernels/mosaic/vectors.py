@@ -23,23 +23,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic.ptx import (
-    WARPGROUP,
-    Index,
-    asm,
-    c32,
-    c64,
-    elements,
-    equals,
-    global_address,
-    i32,
-    i64,
-    inline,
-    load_if,
-    row_value,
-    scalar,
-    thread_in_warpgroup,
-)
+from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import WARPGROUP, Index
 
 VECTOR_BYTES = 16
 
@@ -156,36 +141,36 @@ class RowPredicate:
         A thread whose row is not `wanted` sees a row without columns.
         """
         tile = self.tile
-        thread = thread_in_warpgroup()
+        thread = ptx.thread_in_warpgroup()
         if tile.lanes <= 32:
-            row = arith.addi(row, arith.divui(thread, c32(tile.lanes)))
-            start = arith.addi(first, arith.remui(thread, c32(tile.lanes)))
+            row = ptx.add(row, ptx.div(thread, tile.lanes))
+            start = ptx.add(first, ptx.rem(thread, tile.lanes))
         else:
-            of_warp = arith.muli(arith.divui(thread, c32(32)), c32(tile.registers * 32))
-            start = arith.addi(first, arith.addi(of_warp, arith.remui(thread, c32(32))))
+            of_warp = ptx.mul(ptx.div(thread, 32), tile.registers * 32)
+            start = ptx.add(first, ptx.add(of_warp, ptx.rem(thread, 32)))
         address, head, count = self.row(base, row)
-        address = arith.addi(address, arith.muli(arith.extui(i64(), start), c64(VECTOR_BYTES)))
-        limit = c32(self.cols)
+        address = ptx.add(address, ptx.mul(arith.extui(ptx.i64(), start), VECTOR_BYTES))
+        limit = ptx.c32(self.cols)
         conditions = [] if wanted is None else [wanted]
         if self.rows_may_end:
-            conditions.append(arith.cmpi(arith.CmpIPredicate.ult, row, c32(self.rows)))
+            conditions.append(ptx.compare("ult", row, self.rows))
         for exists in conditions:
-            count, limit = arith.select(exists, count, c32(0)), arith.select(exists, limit, c32(0))
+            count, limit = arith.select(exists, count, ptx.c32(0)), arith.select(exists, limit, ptx.c32(0))
         for j in range(tile.registers):
             step = j * tile.lanes_in_warp
-            k = arith.addi(start, c32(step))
-            inside = wanted if self.in_bounds(j) else arith.cmpi(arith.CmpIPredicate.ult, k, count)
+            k = ptx.add(start, step)
+            inside = wanted if self.in_bounds(j) else ptx.compare("ult", k, count)
             masks = None
             moved = None
             if self.needs_element_mask(j):
-                column = arith.subi(arith.muli(k, c32(tile.vector)), head)
-                columns = [arith.addi(column, c32(e)) for e in range(tile.vector)]
+                column = ptx.sub(ptx.mul(k, tile.vector), head)
+                columns = [ptx.add(column, e) for e in range(tile.vector)]
                 if self.wraps and j == 0:
-                    behind, zero = c32(tile.vectors_in_warp * tile.vector), c32(0)
+                    behind, zero = ptx.c32(tile.vectors_in_warp * tile.vector), ptx.c32(0)
                     moved = [arith.select(w, behind, zero) for w in self.wrapped(head)]
-                    columns = list(map(arith.addi, columns, moved))
-                masks = [arith.cmpi(arith.CmpIPredicate.ult, at, limit) for at in columns]
-            yield Vector(j, arith.addi(address, c64(step * VECTOR_BYTES)), inside, masks, moved)
+                    columns = list(map(ptx.add, columns, moved))
+                masks = [ptx.compare("ult", at, limit) for at in columns]
+            yield Vector(j, ptx.add(address, step * VECTOR_BYTES), inside, masks, moved)
 
     @property
     def wraps(self) -> bool:
@@ -193,34 +178,34 @@ class RowPredicate:
 
     def wrapped(self, head: ir.Value) -> list[ir.Value]:
         """Which elements of its first vector the warp's first lane takes from behind the warp's quarter."""
-        is_first = equals(arith.remui(thread_in_warpgroup(), c32(32)), 0)
-        before = [arith.cmpi(arith.CmpIPredicate.ult, c32(e), head) for e in range(self.tile.vector)]
-        return [arith.andi(is_first, b) for b in before]
+        is_first = ptx.compare("eq", ptx.rem(ptx.thread_in_warpgroup(), 32), 0)
+        before = [ptx.compare("ult", ptx.c32(e), head) for e in range(self.tile.vector)]
+        return [ptx.bit_and(is_first, b) for b in before]
 
     def wrap(self, vector_of_tile: ir.Value, behind: ir.Value, head: ir.Value) -> ir.Value:
         """Replaces elements of the thread's first vector by those behind the quarter; returns the words."""
         per_word, all_bits = self.tile.vector // 4, (1 << 32) - 1
         bits = all_bits >> (32 - 32 // per_word)
         words, takes = [], self.wrapped(head)
-        for i, (own, other) in enumerate(zip(elements(vector_of_tile), elements(behind), strict=True)):
-            taken = c32(0)
+        for i, (own, other) in enumerate(zip(ptx.elements(vector_of_tile), ptx.elements(behind), strict=True)):
+            taken = ptx.c32(0)
             for e in range(per_word):
                 taken = arith.ori(
-                    taken, arith.select(takes[i * per_word + e], c32(bits << (e * 32 // per_word)), c32(0))
+                    taken, arith.select(takes[i * per_word + e], ptx.c32(bits << (e * 32 // per_word)), ptx.c32(0))
                 )
-            kept = arith.andi(own, arith.xori(taken, c32(all_bits)))
-            words.append(arith.ori(kept, arith.andi(other, taken)))
-        return vector.from_elements(ir.VectorType.get((4,), i32()), words)
+            kept = ptx.bit_and(own, arith.xori(taken, ptx.c32(all_bits)))
+            words.append(arith.ori(kept, ptx.bit_and(other, taken)))
+        return vector.from_elements(ir.VectorType.get((4,), ptx.i32()), words)
 
     def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
-        address = arith.addi(base, arith.muli(arith.extsi(i64(), row), c64(self.cols * self.tile.dtype.itemsize)))
+        address = ptx.add(base, ptx.mul(arith.extsi(ptx.i64(), row), self.cols * self.tile.dtype.itemsize))
         if self.aligned:
-            return address, c32(0), c32(self.cols // self.tile.vector)
-        overhang = arith.andi(address, c64(VECTOR_BYTES - 1))
-        head = arith.divui(arith.trunci(i32(), overhang), c32(self.tile.dtype.itemsize))
-        count = arith.divui(arith.addi(head, c32(self.cols + self.tile.vector - 1)), c32(self.tile.vector))
-        return arith.subi(address, overhang), head, count
+            return address, ptx.c32(0), ptx.c32(self.cols // self.tile.vector)
+        overhang = ptx.bit_and(address, VECTOR_BYTES - 1)
+        head = ptx.div(arith.trunci(ptx.i32(), overhang), self.tile.dtype.itemsize)
+        count = ptx.div(ptx.add(head, self.cols + self.tile.vector - 1), self.tile.vector)
+        return ptx.sub(address, overhang), head, count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,11 +229,9 @@ def load_vector(address: ir.Value, predicate: ir.Value | None, fill: int, space:
     if predicate is not None:
         text = "".join(f"mov.b32 ${i}, {fill};" for i in range(4)) + "@$5 " + text
         operands, constraints = [address, predicate], constraints + ",b"
-    words = llvm.inline_asm(
-        llvm.StructType.get_literal([i32()] * 4), operands, text, constraints, has_side_effects=True
-    )
-    parts = [llvm.extractvalue(i32(), words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
-    return vector.from_elements(ir.VectorType.get((4,), i32()), parts)
+    words = ptx.asm_value(text, constraints, operands, llvm.StructType.get_literal([ptx.i32()] * 4))
+    parts = [llvm.extractvalue(ptx.i32(), words, ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
+    return vector.from_elements(ir.VectorType.get((4,), ptx.i32()), parts)
 
 
 def _load_behind(
@@ -257,8 +240,8 @@ def _load_behind(
     """Loads the vector behind a warp's quarter, if any of it is wanted, and returns the row's head with it."""
     _, head, _ = row_pred.row(base, row)
     assert v.masks is not None
-    wanted = arith.andi(row_pred.wrapped(head)[0], v.masks[0])
-    address = arith.addi(v.address, c64(row_pred.tile.vectors_in_warp * VECTOR_BYTES))
+    wanted = ptx.bit_and(row_pred.wrapped(head)[0], v.masks[0])
+    address = ptx.add(v.address, row_pred.tile.vectors_in_warp * VECTOR_BYTES)
     return load_vector(address, wanted, fill), head
 
 
@@ -278,21 +261,23 @@ def load(
         element = ir.MemRefType(ref.type).element_type
         vector_type = ir.VectorType.get((tile.vector,), element)
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
-        wanted = arith.cmpi(arith.CmpIPredicate.sge, row_value(labels[0]), c32(0)) if labels else None
-        for v in row_pred.vectors(global_address(ref), scalar(row), scalar(first), wanted):
+        wanted = ptx.compare("sge", ptx.row_value(labels[0]), 0) if labels else None
+        for v in row_pred.vectors(ptx.global_address(ref), ptx.scalar(row), ptx.scalar(first), wanted):
             words = load_vector(v.address, v.inside, fill_word)
             if v.moved is not None:
-                words = row_pred.wrap(words, *_load_behind(row_pred, v, global_address(ref), scalar(row), fill_word))
+                words = row_pred.wrap(
+                    words, *_load_behind(row_pred, v, ptx.global_address(ref), ptx.scalar(row), fill_word)
+                )
             value = vector.bitcast(vector_type, words)
             if v.masks is not None:
-                masked = zip(v.masks, elements(value), strict=True)
+                masked = zip(v.masks, ptx.elements(value), strict=True)
                 outside = utils.c(fill, element)
                 value = vector.from_elements(vector_type, [arith.select(m, x, outside) for m, x in masked])
             registers.flat[v.register] = value
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     of_rows = () if labels is None else ((labels, tile.layout.reduce(1)),)
-    return inline(load_vectors, ref, row, first, *of_rows, result=(tile.shape, dtype, tile.layout))
+    return ptx.inline(load_vectors, ref, row, first, *of_rows, result=(tile.shape, dtype, tile.layout))
 
 
 def store(
@@ -313,36 +298,36 @@ def store(
     bits = 8 * jnp.dtype(ref.dtype).itemsize
 
     def store_vectors(ctx, ref, value, row, first):
-        words, word = ir.VectorType.get((4,), i32()), ir.IntegerType.get_signless(bits)
-        for v in row_pred.vectors(global_address(ref), scalar(row), scalar(first)):
+        words, word = ir.VectorType.get((4,), ptx.i32()), ir.IntegerType.get_signless(bits)
+        for v in row_pred.vectors(ptx.global_address(ref), ptx.scalar(row), ptx.scalar(first)):
             register, whole = value.registers.flat[v.register], v.inside
             if v.masks is not None:
-                whole = arith.andi(v.masks[0], v.masks[-1])
+                whole = ptx.bit_and(v.masks[0], v.masks[-1])
                 partly = arith.xori(whole, utils.c(1, ir.IntegerType.get_signless(1)))
-                parts = elements(vector.bitcast(ir.VectorType.get((tile.vector,), word), register))
+                parts = ptx.elements(vector.bitcast(ir.VectorType.get((tile.vector,), word), register))
                 for e, (part, mask) in enumerate(zip(parts, v.masks, strict=True)):
-                    at = arith.addi(v.address, c64(e * bits // 8))
+                    at = ptx.add(v.address, e * bits // 8)
                     kind = "h" if bits == 16 else "r"
-                    asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, arith.andi(partly, mask)])
+                    ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, ptx.bit_and(partly, mask)])
             guard, operands = ("", []) if whole is None else ("@$5 ", [whole])
             text = f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};"
             if evict_first:
                 create = ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
                 text = f"{{ {create} {guard}st.global.L2::cache_hint.v4.b32 [$0], {{$1,$2,$3,$4}}, policy; }}"
-            asm(
+            ptx.asm(
                 text,
                 "l,r,r,r,r" + ",b" * len(operands),
-                [v.address, *elements(vector.bitcast(words, register)), *operands],
+                [v.address, *ptx.elements(vector.bitcast(words, register)), *operands],
             )
 
-    inline(store_vectors, ref, (value, tile.layout), row, first)
+    ptx.inline(store_vectors, ref, (value, tile.layout), row, first)
 
 
 def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
     """The row that the thread works on."""
     if tile.lanes > 32:
         return row
-    return arith.addi(row, arith.divui(thread_in_warpgroup(), c32(tile.lanes)))
+    return ptx.add(row, ptx.div(ptx.thread_in_warpgroup(), tile.lanes))
 
 
 def select_by_mask(
@@ -361,14 +346,14 @@ def select_inside(
 
     def keep_inside(ctx, z, row, first):
         registers, f32 = z.registers.copy(), ir.F32Type.get()
-        for v in row_pred.vectors(c64(0), scalar(row), scalar(first)):
+        for v in row_pred.vectors(ptx.c64(0), ptx.scalar(row), ptx.scalar(first)):
             kept = [v.inside] * tile.vector if v.masks is None else v.masks
-            pairs = zip(kept, elements(registers.flat[v.register]), strict=True)
+            pairs = zip(kept, ptx.elements(registers.flat[v.register]), strict=True)
             chosen = [arith.select(keep, x, mgpu.utils.c(other, f32)) for keep, x in pairs]
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
-    return inline(keep_inside, (z, tile.layout), row, first, result=(tile.shape, jnp.float32, tile.layout))
+    return ptx.inline(keep_inside, (z, tile.layout), row, first, result=(tile.shape, jnp.float32, tile.layout))
 
 
 def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
@@ -379,22 +364,22 @@ def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Register
     def load_mask(ctx, ref, row, first):
         f32, i8 = ir.F32Type.get(), ir.IntegerType.get_signless(8)
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
-        base = global_address(ref)
+        base = ptx.global_address(ref)
         # Zero as a base gives vectors whose "address" is where the logits lie in their array, in bytes.
-        for v in row_pred.vectors(c64(0), scalar(row), scalar(first)):
-            at = arith.divui(v.address, c64(tile.dtype.itemsize))
+        for v in row_pred.vectors(ptx.c64(0), ptx.scalar(row), ptx.scalar(first)):
+            at = ptx.div(v.address, tile.dtype.itemsize)
             if mask_rows == 1:
-                at = arith.subi(at, arith.muli(arith.extsi(at.type, row_of(tile, scalar(row))), c64(cols)))
+                at = ptx.sub(at, ptx.mul(arith.extsi(at.type, row_of(tile, ptx.scalar(row))), cols))
             held = []
             for e in range(tile.vector):
                 inside = v.inside if v.masks is None else v.masks[e]
                 assert inside is not None
-                place = arith.addi(at, c64(e))
+                place = ptx.add(at, e)
                 if v.moved is not None:
-                    place = arith.addi(place, arith.extui(place.type, v.moved[e]))
-                byte = load_if(arith.addi(base, place), inside, 8)
+                    place = ptx.add(place, arith.extui(place.type, v.moved[e]))
+                byte = ptx.load_if(ptx.add(base, place), inside, 8)
                 held.append(arith.uitofp(f32, arith.trunci(i8, byte)))
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return inline(load_mask, ref, row, first, result=(tile.shape, jnp.float32, tile.layout))
+    return ptx.inline(load_mask, ref, row, first, result=(tile.shape, jnp.float32, tile.layout))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, reduce, workspace
+from pallas_kernels.mosaic import mbarrier, reduce
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import heuristics, row_ops
@@ -105,7 +105,7 @@ def _body(
     mbarrier.start_barriers(barrier, (copies(problem, config),))
     cta_buffer.clear(cta_slots, config.warpgroups)
     grid_buffer.clear(grid_slots, config.warpgroups)
-    workspace.next_tile(words, counter)
+    reduce.next_tile(words, counter)
     reduce.sync_block(config.warpgroups)
     consumes, row, rank = _assign(problem, config, counter[0])
     warpgroup: Index = lax.axis_index("warpgroup") if config.warpgroups > 1 else 0
@@ -122,14 +122,14 @@ def _body(
         prefetch("evict_last")
         await_slice()
         stats = cta_slice.reduce_block(cta_buffer, cta_slice.partial_stats(stage, row), cta_slots.at[0])
-        workspace.grid_store(grid_buffer, row_ops.values(stats), cta_slice.layout, words, row, rank)
+        reduce.grid_store(grid_buffer, row_ops.values(stats), cta_slice.layout, words, row, rank)
 
     def consume() -> None:
         label_operands = operands.label_operands(row, cta_slice.tile)
         if problem.op.gives_rows:
             prefetch("evict_first")
         stats = cta_slice.merged(
-            grid_buffer, workspace.grid_load(grid_buffer, words, row, grid_slots.at[0], config.warpgroups)
+            grid_buffer, reduce.grid_load(grid_buffer, words, row, grid_slots.at[0], config.warpgroups)
         )
         if problem.op.gives_rows:
             await_slice()
@@ -150,6 +150,6 @@ def run(problem: Problem, config: GridConfig, *operands: jax.Array) -> Results:
         name="grid",
         grid=problem.rows * (config.ctas + _consumers(problem, config)),
         warpgroups=config.warpgroups,
-        workspaces=[workspace.grid_workspace(problem.rows, _buffers(problem, config)[1])],
+        workspaces=[reduce.grid_workspace(problem.rows, _buffers(problem, config)[1])],
         scratch=scratch(problem, config),
     )

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.monoid import Stats
-from pallas_kernels.mosaic import fast_math, row_scalars, vectors, workspace
+from pallas_kernels.mosaic import fast_math, reduce, row_scalars, vectors
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.problem import IGNORED, Problem
@@ -241,7 +241,7 @@ def launch(
         **axes,
     )
     if workspaces:
-        out, _ = workspace.with_workspace(kernel, operands, workspaces, out_type)
+        out, _ = reduce.with_workspace(kernel, operands, workspaces, out_type)
     else:
         out = kernel(*operands)
     if problem.op.gives_rows:

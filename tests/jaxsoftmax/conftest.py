@@ -17,14 +17,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
 
+from jaxsoftmax import _top_k
 from jaxsoftmax._attention import primitives as attention_primitives
 from jaxsoftmax._core import primitives as lowering
 from jaxsoftmax._softmax import primitives as row_primitives
-from jaxsoftmax._top_k import api, select
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.attention.operands import Operands, Rules
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import Attention, Operands, Rules
 from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.problem import Op, Problem
 
@@ -84,7 +83,7 @@ class AttentionStandIn:
         assert p.head_dim % 8 == p.value_dim % 8 == 0
         if p.sinks:
             operands["sinks"] = operands["sinks"][None]
-        rules = Rules(p.scale, p.soft_cap, p.causal_offset, p.window, p.window_offset, p.align_ends)
+        rules = Rules(**p.of_kernels)
         if p.op is attention_problem.Op.FORWARD:
             return attention_reference.forward(Operands(**operands), rules)
         wanted = ["query", "key", "value", *(["bias"] if p.bias_gradient else []), *(["sinks"] if p.sinks else [])]
@@ -131,7 +130,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     def register(rule: Callable[..., Any], **may_count: bool) -> None:
         for primitive, computation in {**row_primitives.COMPUTATIONS, **calls}.items():
             mlir.register_lowering(primitive, functools.partial(rule, computation), platform="cpu")
-        mlir.register_lowering(api.TOP_K, functools.partial(api.lower, **may_count), platform="cpu")
+        mlir.register_lowering(_top_k.TOP_K, functools.partial(_top_k.lower, **may_count), platform="cpu")
         jax.clear_caches()
 
     register(lowering.kernel_rule, may_count=True)
@@ -177,9 +176,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def clear() -> None:
         jax.clear_caches()
-        select.chunk_size.cache_clear()
+        _top_k.chunk_size.cache_clear()
 
-    monkeypatch.setattr(select, "_AT_ONCE", 4)
+    monkeypatch.setattr(_top_k, "_AT_ONCE", 4)
     clear()
     yield
     monkeypatch.undo()

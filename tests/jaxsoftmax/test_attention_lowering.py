@@ -11,9 +11,8 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax._attention import layout
-from pallas_kernels.attention import vjp
-from pallas_kernels.attention.operands import Operands, Rules
-from pallas_kernels.attention.problem import Op
+from pallas_kernels import custom_vjp
+from pallas_kernels.attention.problem import Op, Operands, Rules
 from pallas_kernels.hardware import H200
 
 RNG = np.random.default_rng(0)
@@ -170,7 +169,7 @@ def test_the_plain_custom_vjp_gives_the_same_gradients(kernels: Any) -> None:
     rules = Rules(scale=0.3, causal_offset=0, soft_cap=4.0)
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
-        return vjp.attention(Operands(q, k, v, bias, mask, sinks=sinks), rules)
+        return custom_vjp.attention(Operands(q, k, v, bias, mask, sinks=sinks), rules)
 
     def primitive(*operands: jax.Array) -> Any:
         out, lse = jaxsoftmax.flash_attention(
@@ -197,7 +196,7 @@ def test_the_plain_custom_vjp_of_a_mask_in_a_loop() -> None:
 
     def thrice(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         def once(q: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return vjp.attention(Operands(q, k, v, mask=mask), Rules())[0], None
+            return custom_vjp.attention(Operands(q, k, v, mask=mask), Rules())[0], None
 
         return jax.lax.scan(jax.checkpoint(once), q, length=3)[0].astype(jnp.float32).sum()
 

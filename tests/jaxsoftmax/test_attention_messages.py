@@ -12,8 +12,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax._attention.checks import CHECKS
-from jaxsoftmax._attention.layout import OPERANDS
-from pallas_kernels.attention.operands import RANK, Operands
+from pallas_kernels.attention.problem import OPERANDS, RANK, Operands
 
 Q, K = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 7, 2, 8), np.float32)
 IDS = np.zeros((2, 5), int)

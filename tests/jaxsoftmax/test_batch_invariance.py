@@ -18,10 +18,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax import batch_invariant
-from jaxsoftmax._core import batch_invariance
+from jaxsoftmax import _top_k, batch_invariant
+from jaxsoftmax._core import checks
 from jaxsoftmax._cross_entropy import loss, primitives
-from jaxsoftmax._top_k import select
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.problem import Op as AttentionOp
@@ -196,7 +195,7 @@ def test_jit_compiles_once_with_and_once_without() -> None:
 
     @jax.jit
     def f(x: jax.Array) -> jax.Array:
-        traces.append(batch_invariance.enabled())
+        traces.append(checks.is_batch_invariant())
         return jaxsoftmax.softmax(x)
 
     for _ in range(2):
@@ -217,7 +216,7 @@ def test_inside_of_a_jitted_function_and_as_a_decorator() -> None:
     decorated = batch_invariant()(jax.jit(jaxsoftmax.softmax))
     np.testing.assert_array_equal(decorated(X), f(X)[0])
     assert "batch_invariant=True" in str(jax.make_jaxpr(batch_invariant()(jaxsoftmax.softmax))(X))
-    assert not batch_invariance.enabled()
+    assert not checks.is_batch_invariant()
 
 
 def test_a_value_that_is_no_bool() -> None:
@@ -227,8 +226,8 @@ def test_a_value_that_is_no_bool() -> None:
 
 @pytest.mark.parametrize("value, want", [("1", "True"), ("0", "False"), ("on", "expected 0 or 1")])
 def test_the_environment_says_what_is_the_default(value: str, want: str) -> None:
-    code = "import jaxsoftmax._core.batch_invariance as i; print(i.enabled())"
-    environment = {**os.environ, batch_invariance.VARIABLE: value, "JAX_PLATFORMS": "cpu"}
+    code = "import jaxsoftmax._core.checks as i; print(i.is_batch_invariant())"
+    environment = {**os.environ, checks.VARIABLE: value, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert want in (done.stderr if value == "on" else done.stdout)
 
@@ -282,7 +281,7 @@ def sums_of(f: Callable[..., Any], *operands: Any) -> list[str]:
 
 def test_xla_adds_up_nothing_for_the_largest() -> None:
     x = jax.ShapeDtypeStruct((4, 50000), jnp.bfloat16)
-    call = functools.partial(select.select, k=5, normalizes=True, scale=1.0, implementation=None, may_count=True)
+    call = functools.partial(_top_k.select, k=5, normalizes=True, scale=1.0, implementation=None, may_count=True)
     assert sums_of(functools.partial(call, batch_invariant=True), x) == []
     assert "reduce[" in sums_of(call, x)
     of_k = functools.partial(jaxsoftmax.top_k_softmax, k=5, normalize="top_k")

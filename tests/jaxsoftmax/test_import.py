@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _explain, _patch
+from jaxsoftmax import _explain, _patch, _top_k
 from jaxsoftmax._attention import api as attention_api
 from jaxsoftmax._cross_entropy import api as cross_entropy_api
 from jaxsoftmax._softmax import api as row_api
-from jaxsoftmax._top_k import api as top_k_api
 
 
 def test_import_leaves_pallas_for_the_lowering_and_libraries_for_their_users() -> None:
@@ -46,7 +45,7 @@ def test_explanations_and_states_pickle() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [row_api, attention_api, cross_entropy_api, top_k_api, _explain, _patch],
+    [row_api, attention_api, cross_entropy_api, _top_k, _explain, _patch],
     ids=lambda m: m.__name__,
 )
 def test_examples_in_docstrings(module: object) -> None:

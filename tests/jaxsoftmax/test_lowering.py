@@ -10,7 +10,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax._softmax import primitives as layout
-from pallas_kernels.softmax import vjp
+from pallas_kernels import custom_vjp
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
 
@@ -97,7 +97,7 @@ def test_gradients_are_kernels_too(stand_ins: Any, op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_the_plain_custom_vjp_gives_the_same_gradients(stand_ins: Any, op: str) -> None:
     x, ct = jnp.asarray(X[0]), jnp.cos(X[0])
-    kernel, primitive = getattr(vjp, op), OPS[op]
+    kernel, primitive = getattr(custom_vjp, op), OPS[op]
     for run in (lambda f: f, jax.jit):
         y, pull = jax.vjp(run(functools.partial(kernel, scale=0.5)), x)
         want, pull_primitive = jax.vjp(run(functools.partial(primitive, scale=0.5)), x)

@@ -11,8 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxsoftmax import top_k_softmax
-from jaxsoftmax._top_k import select
+from jaxsoftmax import _top_k, top_k_softmax
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 from tests.jaxsoftmax.transformations import TRANSFORMED, Case, loss
@@ -52,7 +51,7 @@ def test_float64() -> None:
 
 @pytest.mark.parametrize("n, k", [(40, 2), (41, 1), (96, 5), (97, 3), (256, 12), (1000, 1), (1024, 9)])
 def test_many_levels(short_chunks: None, n: int, k: int) -> None:
-    assert select.chunk_size(n, k) < n
+    assert _top_k.chunk_size(n, k) < n
     normalize = ("all", "top_k")[n % 2]
     top_k_oracle.check(RUN, top_k_oracle.rows(n, np.float32), k, normalize=normalize)
 
@@ -60,15 +59,15 @@ def test_many_levels(short_chunks: None, n: int, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 8, 50, 64, 256])
 def test_chunks_leave_little_to_order(k: int) -> None:
     for n in (32000, 50176, 50257, 50261, 128256, 151936, 262144):
-        c = select.chunk_size(n, k)
+        c = _top_k.chunk_size(n, k)
         assert n % c == 0 or n == 50261, "a padded copy"
         assert -(-n // c) >= k
         assert n / c + k * c <= 4 * 2 * (n * k) ** 0.5
-        assert select.chunked(jnp.zeros((2, n), jnp.bfloat16), c).shape == (2, -(-n // c), c)
+        assert _top_k.chunked(jnp.zeros((2, n), jnp.bfloat16), c).shape == (2, -(-n // c), c)
 
 
 def test_the_kernel_sees_chunks(stand_ins: Any) -> None:
-    c = select.chunk_size(32000, 64)
+    c = _top_k.chunk_size(32000, 64)
     top_k_oracle.check(top_k_softmax, top_k_oracle.rows(32000, ml_dtypes.bfloat16), 64)
     assert stand_ins.ran(Op.STATS) == {(16 * 32000 // c, c, 1)}
     stand_ins.problems.clear()

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxsoftmax import top_k_softmax
-from jaxsoftmax._top_k import select
+from jaxsoftmax import _top_k, top_k_softmax
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 from tests.jaxsoftmax.test_top_k import SOME, X, check_transformation
@@ -31,7 +30,7 @@ def sorts(x: Any, k: int, **keywords: Any) -> bool:
 
 def few(x: np.ndarray, k: int) -> Iterator[np.ndarray]:
     """As many rows at a time as are counted."""
-    most = next(rows for rows in (16, 8, 4, 2, 1) if k == 1 or select.rank_chunk_size(x.shape[-1], k, rows))
+    most = next(rows for rows in (16, 8, 4, 2, 1) if k == 1 or _top_k.rank_chunk_size(x.shape[-1], k, rows))
     assert not sorts(x[:most], k)
     yield from np.split(x, len(x) // most)
 
@@ -82,7 +81,7 @@ def test_transformations(short_chunks: None, name: str) -> None:
 def test_few_rows_are_counted(counted: Any) -> None:
     row = jax.ShapeDtypeStruct((1, 32000), jnp.bfloat16)
     assert not any(sorts(row, k) for k in (1, 2, 8, 64))
-    assert {cols for _, cols, _ in counted.ran(Op.STATS)} >= {select.rank_chunk_size(32000, k, 1) for k in (2, 8, 64)}
+    assert {cols for _, cols, _ in counted.ran(Op.STATS)} >= {_top_k.rank_chunk_size(32000, k, 1) for k in (2, 8, 64)}
     many = jax.ShapeDtypeStruct((64, 32000), jnp.bfloat16)
     assert [sorts(many, k) for k in (1, 8, 64)] == [False, True, True]
     assert sorts(jax.ShapeDtypeStruct((1, 1000), jnp.bfloat16), 8), "too short to be cut"
@@ -91,12 +90,12 @@ def test_few_rows_are_counted(counted: Any) -> None:
 @pytest.mark.parametrize("k", [2, 8, 64])
 def test_chunks_leave_little_to_compare(k: int) -> None:
     for n in (32000, 50257, 128256, 151936, 262144):
-        c = select.rank_chunk_size(n, k, 1)
+        c = _top_k.rank_chunk_size(n, k, 1)
         assert c is not None
         chunks = -(-n // c)
         assert chunks >= k
         assert chunks**2 + (k * c) ** 2 <= 2**25
         assert n % c == 0
         assert chunks * k * c >= n
-    assert select.rank_chunk_size(262144, 256, 1) is None
-    assert select.chunk_size(262144, 256) < 262144
+    assert _top_k.rank_chunk_size(262144, 256, 1) is None
+    assert _top_k.chunk_size(262144, 256) < 262144

@@ -12,28 +12,21 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from jaxsoftmax._top_k import api, select
+from jaxsoftmax import _top_k
 from tests import top_k_oracle
 from tests.top_k_mutants import MUTANTS, Mutant
 
 
 def planted(mutant: Mutant | None, counts: bool) -> Callable[..., Any]:
-    """`top_k_softmax`, of modules with the fault."""
-    texts = {module: inspect.getsource(module) for module in (select, api)}
+    """`top_k_softmax`, of a module with the fault."""
+    text = inspect.getsource(_top_k)
     if mutant:
-        assert sum(text.count(mutant.code) for text in texts.values()) == 1, f"plant `{mutant.code}` anew"
-        texts = {module: text.replace(mutant.code, mutant.becomes) for module, text in texts.items()}
-    copies: dict[Any, dict[str, Any]] = {}
-    for module, text in texts.items():
-        copy = types.ModuleType(module.__name__)
-        # A dataclass and a cache look their module up by name: the original serves.
-        exec(compile(text, str(module.__file__), "exec"), copy.__dict__)
-        copies[module] = copy.__dict__
-    for name in ("select", "select_across", "probabilities"):
-        copies[api][name] = copies[select][name]
-    lower = functools.partial(copies[api]["lower"], may_count=counts)
-    mlir.register_lowering(copies[api]["TOP_K"], lower, platform="cpu")
-    return copies[api]["top_k_softmax"]
+        assert text.count(mutant.code) == 1, f"plant `{mutant.code}` anew"
+        text = text.replace(mutant.code, mutant.becomes)
+    copy: Any = types.ModuleType(_top_k.__name__)
+    exec(compile(text, str(_top_k.__file__), "exec"), copy.__dict__)
+    mlir.register_lowering(copy.TOP_K, functools.partial(copy.lower, may_count=counts), platform="cpu")
+    return copy.top_k_softmax
 
 
 def check(function: Callable[..., Any], mutant: Mutant) -> None:

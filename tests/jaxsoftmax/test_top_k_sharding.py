@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import top_k_softmax
-from jaxsoftmax._top_k import select
+from jaxsoftmax import _top_k, top_k_softmax
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 from tests.jaxsoftmax.sharded import COLLECTIVES, mesh, put
@@ -76,7 +75,7 @@ def right(got: Any, x: Any = X, k: int = K, normalize: str = "all") -> None:
 
 def chunk_size(rows: int, n: int) -> int:
     """Of rows this few, which are counted; of short ones all."""
-    c = n if select.chunk_size(n, K) == n else select.rank_chunk_size(n, K, rows)
+    c = n if _top_k.chunk_size(n, K) == n else _top_k.rank_chunk_size(n, K, rows)
     assert c is not None
     return c
 

@@ -220,7 +220,7 @@ def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
 
 
 def _in_fragments(x: Any) -> Any:
-    """A square's numbers as the registers have them: the inverse of `fragments.as_rows`."""
+    """A square's numbers as the registers have them: the inverse of `wgmma.rows_of_squares`."""
     return x.reshape(4, 2, 8, 4, 2, 4, 2).transpose(0, 1, 3, 2, 5, 4, 6).reshape(16, 256)
 
 

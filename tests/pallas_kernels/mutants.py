@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import monoid
-from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors, workspace
+from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
 from pallas_kernels.softmax import row_ops, staged
 from pallas_kernels.softmax.heuristics import GridConfig, StagedConfig
 from pallas_kernels.softmax.problem import Op
@@ -221,7 +221,7 @@ KERNEL_MUTANTS = (
     KernelMutant("of slots without a block, only as many as threads are cleared", reduce.ReductionBuffer.clear,
                  _in_one_turn, _GRID, form={"rows": 1}, config=GridConfig(257, 1, 1, 1)),
     KernelMutant("a warp knows its own part only", reduce.block_gather, _own_numbers_only, ("block", "online")),
-    KernelMutant("a row is its first block's", workspace.grid_load, _first_member, _GRID),
+    KernelMutant("a row is its first block's", reduce.grid_load, _first_member, _GRID),
     KernelMutant("a warp of a cluster knows its own part only", reduce.cluster_gather, _own_numbers_only, _CLUSTER),
     KernelMutant("the merge takes one partial sum", monoid.merge_over, _first_partial_only, ("block", "grid")),
     _gradient("the label is the next column", row_scalars.store_element, _next_label, ("warp", "cluster")),

@@ -16,7 +16,7 @@ import pytest
 from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
+from pallas_kernels.attention import dispatch, forward, mask, tile_scheduler
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
@@ -91,13 +91,13 @@ def cases() -> list[Attention]:
 
 def whole(p: Attention) -> ForwardConfig:
     """The config for sequences of many tiles, however short these are."""
-    return heuristics.forward(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
+    return dispatch.forward_configs(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    for config in dict.fromkeys((heuristics.forward(p, hardware.H200)[0], whole(p))):
+    for config in dict.fromkeys((dispatch.forward_configs(p, hardware.H200)[0], whole(p))):
         check(p, config)
 
 

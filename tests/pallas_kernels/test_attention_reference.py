@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import reference, tiles
-from pallas_kernels.attention.operands import Operands, Rules
+from pallas_kernels.attention.problem import Operands, Rules
 
 RNG = np.random.default_rng(0)
 NAMES = ("query", "key", "value")

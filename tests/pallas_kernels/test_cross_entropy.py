@@ -10,8 +10,9 @@ import oracle
 import pytest
 from interpreter import interpret
 
+from pallas_kernels import custom_vjp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import reference, vjp
+from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.dispatch import KERNELS
 from pallas_kernels.softmax.problem import Op, Problem
 
@@ -62,11 +63,11 @@ def test_the_loss_by_custom_vjp():
     rng = np.random.default_rng(1)
     x, labels = rng.standard_normal((7, 125)).astype(np.float32), rng.integers(0, 125, 7, np.int32)
     labels[3], x[3], ct = -1, np.nan, rng.standard_normal(7).astype(np.float32)
-    run = lambda x, labels, ct: jax.vjp(lambda x: vjp.cross_entropy(x, labels, 0.5, "warp"), x)[1](ct)[0]
+    run = lambda x, labels, ct: jax.vjp(lambda x: custom_vjp.cross_entropy(x, labels, 0.5, "warp"), x)[1](ct)[0]
     gradient = interpret(run, x, labels, ct)
     truth = oracle.cross_entropy(x, labels, scale=0.5, weights=ct, ignored=-1)
     np.testing.assert_allclose(gradient, truth.gradient, rtol=1e-5, atol=1e-6)
-    loss = interpret(functools.partial(vjp.cross_entropy, scale=0.5, kernel="warp"), x, labels)
+    loss = interpret(functools.partial(custom_vjp.cross_entropy, scale=0.5, kernel="warp"), x, labels)
     np.testing.assert_allclose(loss, truth.loss / ct, rtol=1e-5, atol=1e-6)
 
 

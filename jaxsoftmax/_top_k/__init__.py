@@ -1,1 +1,0 @@
-"""The k largest probabilities of a softmax."""
