@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import grid, heuristics, registers, staged
+from pallas_kernels.softmax import grid, heuristics, naive, online, staged, warp
 from pallas_kernels.softmax.problem import Problem
 
 
@@ -16,10 +16,10 @@ def _staged(name: str, choose: staged.Choose) -> Kernel:
 
 # In the order in which each improves on the one before.
 _ALL = (
-    Kernel("naive", registers.naive_unsupported, heuristics.naive, registers.run_naive, reads=3),
-    Kernel("warp", registers.warp_unsupported, heuristics.warp, registers.run_warp),
+    Kernel("naive", naive.unsupported, heuristics.naive, naive.run, reads=3),
+    Kernel("warp", warp.unsupported, heuristics.warp, warp.run),
     _staged("block", heuristics.block),
-    Kernel("online", registers.online_unsupported, heuristics.online, registers.run_online, reads=2),
+    Kernel("online", online.unsupported, heuristics.online, online.run, reads=2),
     _staged("cluster", heuristics.cluster),
     Kernel("grid", grid.unsupported, heuristics.grid, grid.run),
 )

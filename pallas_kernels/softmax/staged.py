@@ -1,7 +1,7 @@
 """Kernels 2 and 4, block and cluster: a row is staged in shared memory, by one CTA or by a cluster of up to sixteen.
 
-Block, after warp in registers.py: a CTA of several warpgroups stages a row in its shared memory, and its warps merge
-their (max, sum) through it. Cluster, after online: the CTAs of a cluster stage a part of the row each, and every warp
+Block, after warp.py: a CTA of several warpgroups stages a row in its shared memory, and its warps merge their
+(max, sum) through it. Cluster, after online.py: the CTAs of a cluster stage a part of the row each, and every warp
 stores its (max, sum) into the shared memory of all of them (distributed shared memory).
 
 Each CTA copies its part of the row asynchronously, reads it twice for the statistics (the maximum, then the sums; no
