@@ -44,7 +44,7 @@ _SAID = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one kernel needs of a streaming multiprocessor: bytes and registers per thread, `smem` per block."""
+    """What one kernel needs of an SM: bytes and registers per thread, `smem` per block."""
 
     name: str
     registers: int

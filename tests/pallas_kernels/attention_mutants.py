@@ -155,8 +155,8 @@ def _alike_if_they_meet(blocks, *arguments):
     return mask.BlockMask(meet, meet)
 
 
-def _one_not_counted(deal, *arguments):
-    table = deal(*arguments).copy()
+def _one_not_counted(assign, *arguments):
+    table = assign(*arguments).copy()
     table[:, 0] = np.maximum(table[:, 0] - 1, 1)
     return table
 
@@ -192,7 +192,7 @@ _forward = functools.partial(_mutant, Op.FORWARD)
 _dynamic = functools.partial(_mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
 _biased = functools.partial(_mutant, Op.FORWARD, kind="bias", bias_stages=1)
 _backward = functools.partial(_mutant, Op.BACKWARD)
-_drawn_backward = functools.partial(_mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
+_dynamic_backward = functools.partial(_mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
 _wide_backward = functools.partial(_mutant, Op.BACKWARD, dims=(136, 64))
 _capped_backward = functools.partial(_mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
 _copied_bias = functools.partial(_mutant, Op.BACKWARD, kind="shared-bias", keys=192)
@@ -210,7 +210,7 @@ MUTANTS = (
              early_exp_columns=24),
     _forward("weights that began early are kept when the maximum has grown", "lambda: full_update(early), lambda: same",
              "lambda: (*full_update(early)[:2], *same[2:]), lambda: same", "large", early_exp_columns=24),
-    _forward("nobody looks for a maximum that grows", gather.warp_any_above,
+    _forward("no warp looks for a maximum that grows", gather.warp_any_above,
              lambda warp_any_above, x, factor, limits: warp_any_above(x, factor, limits + 2.0**20), "huge",
              early_exp_columns=24,
              rejected_by=NOT_FINITE),
@@ -266,7 +266,7 @@ MUTANTS = (
     _forward("values past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "key-lengths"),
     _forward("the last section of heads is left out", tile_scheduler.order,
              lambda order, *a: tuple(part[:-1] for part in order(*a)), rejected_by=NOT_ONCE),
-    _forward("the last tile that is dealt to a block is not counted", tile_scheduler.assign, _one_not_counted,
+    _forward("the last tile that is assigned to a CTA is not counted", tile_scheduler.assign, _one_not_counted,
              rejected_by=NOT_ONCE),
     _forward("tiles of 128 keys are taken for heads of any size",
              "if problem.head_dim <= 192 and problem.value_dim <= 128 and widest + narrowest <= 320:",
@@ -274,8 +274,8 @@ MUTANTS = (
     _forward("the bias is not counted in shared memory",
              "(c for c in copied if forward_kernel.shared_bytes(problem, c) < device.smem_per_cta)",
              "(c for c in copied)", "bias", rejected_by=TOO_LARGE),
-    _dynamic("no CTA draws the first ticket", "LOOKAHEAD * ctas, jnp.int32", "LOOKAHEAD * ctas + 1, jnp.int32"),
-    _dynamic("the last ticket names no tile", "np.pad(order, (0,", "np.pad(order[:-1], (0, 1 +"),
+    _dynamic("no CTA takes the counter's first tile", "LOOKAHEAD * ctas, jnp.int32", "LOOKAHEAD * ctas + 1, jnp.int32"),
+    _dynamic("the counter's last number names no tile", "np.pad(order, (0,", "np.pad(order[:-1], (0, 1 +"),
     _forward("a tile's record is written one tile before it, where its keys are asked for two tiles before",
              "tile.t + tile_scheduler.LOOKAHEAD, index", "tile.t + 1, _index(cta, tile.t + 1, 0)", "window-nothing",
              rejected_by=UNORDERED, heads=(3, 1)),
@@ -325,7 +325,8 @@ MUTANTS = (
               "wgmma.wait(dp, pending=2)", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
     _backward("dQ is read while its last product may be under way", "pending=2 if config.prefetch_scores else 1",
               "pending=3 if config.prefetch_scores else 2", rejected_by=UNDER_WAY, batch=1, heads=(1, 1)),
-    _backward("the queries' slot is freed while the product for dK reads it", "plgpu.wgmma_wait(0)\n    issued, *sums",
+    _backward("the queries' stage is released while the product for dK reads it",
+              "plgpu.wgmma_wait(0)\n    issued, *sums",
               "plgpu.wgmma_wait(1)\n    issued, *sums", "lengths", rejected_by=UNDER_WAY),
     _wide_backward("the cotangents' stage is released while the product for dV reads it",
                    "issued = _add_to_dq(tile, step, VALUES, at_first=release, meanwhile=meanwhile)",
@@ -338,7 +339,7 @@ MUTANTS = (
     _backward("a query sees one key too many", "row - key + right if", "row - key + right + 1 if", "causal"),
     _backward("the window's left end is one too far right", "row - key + left if", "row - key + left + 1 if", "window"),
     _backward("the arrays' ends are taken for the sequences'", backward_common.sequence_at, _bounds_of_arrays, "ends"),
-    _wide_backward("turns are counted as if the arrays' ends were the sequences'",
+    _wide_backward("positions in dQ's order are counted as if the arrays' ends were the sequences'",
                    "keys, _, left, right = tile.sequence\n    block_q, block_kv",
                    "keys, _, left, right = tile.sequence[:2] + mask.window_bounds(tile.problem)\n    block_q, block_kv",
                    "ends", rejected_by=DEADLOCK, deterministic=True),
@@ -372,7 +373,7 @@ MUTANTS = (
     _backward("segment ids have no effect", gather.apply_segments, lambda keep, x, *a: x, "segments"),
     _backward("a block of keys counts itself among those before", backward_common.dq_positions,
               lambda dq_positions, *a: dq_positions(*a) + 1, "segments", rejected_by=NOT_VISITED, deterministic=True),
-    _backward("under a window turns are counted from the first keys of all",
+    _backward("under a window positions in dQ's order are counted from the first keys of all",
               "0 if left is None else _div(i * block_q + left, block_kv)", "0", "window-left", batch=1, heads=(1, 1),
               deterministic=True, dims=(128, 64), keys=300, rejected_by=DEADLOCK),
     _backward("of as many queries as keys the bias' gradient is keys by queries", "problem.query_length], 2, 3)",
@@ -395,18 +396,18 @@ MUTANTS = (
     _backward("cotangents are zeroed before they have come",
               "pipeline.wait(refs.partial_full, n, config.stages)", "pass",
               "mask", mask="documents", rejected_by=NOT_WAITED_FOR),
-    _backward("a CTA takes keys undrawn though others' turns come before, of a CTA that may not run",
-              backward._fetches_first_tile, lambda all_drawn, config: False, rejected_by=DEADLOCK, deterministic=True),
-    _drawn_backward("the last tile of keys is worked on once more", "jnp.where(number < tiles, batch, -1)",
+    _backward("a CTA takes its first tile without the counter though dQ is ordered",
+              backward._fetches_first_tile, lambda fetches, config: False, rejected_by=DEADLOCK, deterministic=True),
+    _dynamic_backward("the last tile of keys is worked on once more", "jnp.where(number < tiles, batch, -1)",
                     "jnp.where(number <= tiles, batch, -1)"),
-    _drawn_backward("a tile's record does not say which queries come past its keys",
+    _dynamic_backward("a tile's record does not say which queries come past its keys",
                     "(jnp.where(number < tiles, batch, -1), *rest)",
                     "(jnp.where(number < tiles, batch, -1), *rest[:3], 0, 0, 0, 0)"),
-    _drawn_backward("keys are overwritten when one warpgroup has read those of the tile before", backward._arrivals,
+    _dynamic_backward("keys are overwritten when one warpgroup has read those of the tile before", backward._arrivals,
                     _by_half("kv_empty"), rejected_by=OUT_OF_STEP),
-    _drawn_backward("keys are read before they are there", "pipeline.wait(tile.refs.kv_full, tile.t, 1)", "pass",
+    _dynamic_backward("keys are read before they are there", "pipeline.wait(tile.refs.kv_full, tile.t, 1)", "pass",
                     rejected_by=NOT_WAITED_FOR),
-    _drawn_backward("the stages of a tile that no queries come past are filled and never passed",
+    _dynamic_backward("the stages of a tile that no queries come past are filled and never passed",
                     backward._pass_spare_stages, _left_out, mask="causal", keys=400, rejected_by=DEADLOCK),
     _backward("the last block of keys is left out", "problem.key_heads * -(-problem.key_length // config.block_kv)",
               "problem.key_heads * (problem.key_length // config.block_kv)"),
@@ -432,12 +433,13 @@ MUTANTS = (
     _backward("of a tile's last stages none is refilled for the next tile",
               "pipeline.when(released)(lambda: _copy_stage(tile, _place_behind(tile, n), n))", "pass", "lengths",
               rejected_by=DEADLOCK),
-    _backward("a turn ends before its tile has arrived",
+    _backward("the semaphore is released before the tile of dQ has arrived",
               "    plgpu.wait_smem_to_gmem(0)\n\n    @pl.when(jnp.logical_not", "    @pl.when(jnp.logical_not",
               rejected_by=RACE, deterministic=True),
-    _backward("the next block's turn never comes", backward_common._release_semaphore, _left_out, rejected_by=DEADLOCK,
+    _backward("the semaphore of dQ is never released", backward_common._release_semaphore, _left_out,
+              rejected_by=DEADLOCK,
               deterministic=True),
-    _backward("who adds last writes the others' sum", "square + wgmma.load_square(part.sum_smem)",
+    _backward("the last tile of keys to add writes the others' sum", "square + wgmma.load_square(part.sum_smem)",
               "wgmma.load_square(part.sum_smem)", deterministic=True),
     _backward("a block of keys takes itself for the last with one to come",
               "last if mask.window_bounds(tile.problem)[1] is None else first",
@@ -449,7 +451,7 @@ MUTANTS = (
     _backward("the others' sum is read before it is there",
               "plgpu.barrier_wait(part.tile.refs.dq_full.at[part.warpgroup])", "pass", rejected_by=NOT_WAITED_FOR,
               deterministic=True),
-    _backward("the last does not wait for the others' turns to end",
+    _backward("the last tile of keys reads the sum before the semaphore says that it is complete",
               "        backward_common.acquire_dq(tile, step, warpgroup, earlier, ended)\n        plgpu.copy_gmem",
               "        plgpu.copy_gmem", "bias", rejected_by=RACE, dims=(128, 128), deterministic=True),
     _wide_backward("score gradients are made of probabilities that are not there",
@@ -474,7 +476,8 @@ MUTANTS = (
     _copied_bias("where they share a bias, sequences are counted as heads",
                  "return lax.rem(head, problem.batch), lax.div", "return lax.rem(head, problem.key_heads), lax.div",
                  rejected_by=UNORDERED),
-    _copied_bias("every tile of a copied bias takes the first slot, and the barriers say that it has two",
+    _copied_bias("every tile of a copied bias takes the first stage, and the barriers say that it has two",
                  "pipeline.stage(step.n, slots) if slots > 1 else 0", "0", rejected_by=NOT_WAITED_FOR, dims=(128, 64)),
-    _copied_bias("a copied bias' slot is never free again", backward._release_bias, _left_out, rejected_by=DEADLOCK),
+    _copied_bias("the stage of a copied bias is never released", backward._release_bias, _left_out,
+                 rejected_by=DEADLOCK),
 )  # fmt: skip

@@ -34,7 +34,7 @@ def optimised():
 def interpreted(monkeypatch):
     """`interpreted(f, *operands)`: the result of `f`, whose kernels ran in Mosaic's interpreter without a race.
 
-    On a chip of two multiprocessors: a grid of 132 blocks, most without work, takes most of a forward test's time.
+    On a chip of two SMs: a grid of 132 CTAs, most without work, takes most of a forward test's time.
     """
     from interpreter import interpret
 

@@ -179,8 +179,8 @@ def _publish(machine: Any, static: Any, slots: Any, index: Any, *values: Any) ->
 
 def _count_tile(machine: Any, static: Any, words: Any, to: Any) -> None:
     first = machine.warpgroup == 0
-    ticket = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
-    machine.scatter(to, (np.zeros(1, np.int32),), first, ticket)
+    number = machine.atomic_add(words, first * (np.arange(words.shape[0]) == 0))[0] + 1
+    machine.scatter(to, (np.zeros(1, np.int32),), first, number)
 
 
 def _store_record(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
@@ -357,10 +357,10 @@ _SHORT: dict[str, Callable[..., Any]] = {
     "arrive_cluster": lambda machine, static: machine.cluster_arrive(),
     "await_arrivals": lambda machine, static: machine.cluster_wait(),
     "copy_scalar": lambda machine, static, x: [x],
-    "load_semaphore": lambda machine, static, turns: [machine.atomic_add(turns, np.zeros((), np.int32))],
+    "load_semaphore": lambda machine, static, semaphore: [machine.atomic_add(semaphore, np.zeros((), np.int32))],
     # Blocks run one after another here: whoever has to wait for a later one would wait forever.
-    "acquire_semaphore": lambda machine, static, turns, value, ended: machine.demand_at_least(turns, value),
-    "release_semaphore": lambda machine, static, turns: machine.count(turns),
+    "acquire_semaphore": lambda machine, static, semaphore, value, ended: machine.demand_at_least(semaphore, value),
+    "release_semaphore": lambda machine, static, semaphore: machine.count(semaphore),
     "fence_shared": lambda machine, static: machine.commit_smem(),
     "await_warps": lambda machine, static: machine.await_copies_read(),
     "store_fragments": lambda machine, static, target, sums: machine.store(target, _in_fragments(sums)),

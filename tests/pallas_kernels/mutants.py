@@ -141,7 +141,7 @@ def _first_member(grid_load, buffer, words, row, slots, warpgroups):
     return [jnp.where(jnp.arange(buffer.slots) == 0, x, x * 0) for x in partials]
 
 
-def _in_one_turn(clear, buffer, slots, warpgroups):
+def _in_one_pass(clear, buffer, slots, warpgroups):
     return clear(buffer, slots, buffer.slots)
 
 
@@ -218,8 +218,8 @@ KERNEL_MUTANTS = (
     KernelMutant("a cluster's blocks do not meet", reduce.await_cluster, _left_out, _CLUSTER),
     KernelMutant("quantities take each other's slots", reduce.ReductionBuffer.read, _swapped, ("online", "cluster")),
     KernelMutant("slots without a warp are not cleared", reduce.ReductionBuffer.clear, _left_out, _CLUSTER),
-    KernelMutant("of slots without a block, only as many as threads are cleared", reduce.ReductionBuffer.clear,
-                 _in_one_turn, _GRID, form={"rows": 1}, config=GridConfig(257, 1, 1, 1)),
+    KernelMutant("of slots without a CTA, only as many as threads are cleared", reduce.ReductionBuffer.clear,
+                 _in_one_pass, _GRID, form={"rows": 1}, config=GridConfig(257, 1, 1, 1)),
     KernelMutant("a warp knows its own part only", reduce.block_gather, _own_numbers_only, ("block", "online")),
     KernelMutant("a row is its first block's", reduce.grid_load, _first_member, _GRID),
     KernelMutant("a warp of a cluster knows its own part only", reduce.cluster_gather, _own_numbers_only, _CLUSTER),

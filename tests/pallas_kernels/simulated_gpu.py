@@ -90,7 +90,7 @@ class Now:
             check(self.thread, clock, key, access, source_info=self.source_info)
 
     def check_copied(self, part: Part, *, is_write: bool) -> None:
-        """Tells it of an access by the tensor cores or the copy engine, later than what the thread waited for."""
+        """Tells it of an access by the tensor cores or TMA, later than what the thread waited for."""
         with self.shared.lock:
             clock = self.shared.clocks[self.thread]
             clock.inc(self.shared.thread_to_vc_position(self.thread))
@@ -261,7 +261,7 @@ class Machine:
         self.step(_wait_parity, ref, parity=jnp.int32(parity))
 
     def copy_tile(self, source: Ref, sizes: Any, starts: Any, to: Ref, barrier: Ref) -> None:
-        """A TMA copy that is done at once: see `pipeline.copy`. Only who waits for the barrier knows that it is."""
+        """A TMA copy that is done at once, which only threads that wait for the barrier know"""
         self.step(functools.partial(_copy, sizes=sizes, in_panels=False), source, to, barrier, starts=_stacked(starts))
 
     def copy_panels(self, source: Ref, sizes: Any, at: Any, to: Ref, barrier: Ref) -> None:
@@ -431,7 +431,7 @@ def _count(now: Now, part: Part) -> None:
 
 def _demand_at_least(now: Now, part: Part, value: Any) -> None:
     if (found := int(part.content)) < value:
-        raise ValueError(f"{now.thread} would wait forever: {found} had their turn, {value} come before")
+        raise ValueError(f"{now.thread} would wait forever: the semaphore is {found}, expected {value}")
     with now.shared.lock:
         if (place := (part.key, str(part.range))) in (clocks := now.shared.__dict__.get("count_clocks", {})):
             now.shared.clocks[now.thread].update(clocks[place])
@@ -560,7 +560,7 @@ def _land(now: Now, value: np.ndarray, target: Part, of_barrier: Part) -> None:
     shared, barrier = now.shared, _barrier(now, of_barrier)
 
     def copy(tma_thread_id: int) -> None:
-        """What a thread of the copy engine's own does, to the race detector."""
+        """What TMA's own thread does, to the race detector."""
         clock = shared.incr_clock(now.thread).copy()
         clock.inc(tma_thread_id)
         now.check(target.key, target.access, clock.async_smem_clock.copy(), is_write=True)

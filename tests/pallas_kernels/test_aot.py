@@ -39,7 +39,7 @@ _SHORTEST = {"grid": 2**17}
 
 
 def _chosen():
-    """What `decide` gives each operation and shape, with every config of the chosen kernel; the dtypes take turns."""
+    """What `decide` gives each operation and shape, with every config of the chosen kernel; the dtypes alternate."""
     seen = set()
     for i, op in enumerate(Op):
         # The cross entropy without its gradient has the loops of the statistics.

@@ -125,18 +125,20 @@ def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands
 
 @functools.lru_cache(maxsize=1)
 def cases() -> list[Attention]:
-    """Every kind at some lengths and sizes of heads, the plain kinds at all of them; in turns and in any order."""
-    turns = itertools.cycle((True, False))
+    """Every kind at some lengths and sizes of heads, the plain kinds at all of them; ordered and not."""
+    ordered = itertools.cycle((True, False))
     found = []
     for dims in (DIMS, WIDE):
-        rotations = zip(KINDS, itertools.cycle(LENGTHS[4:]), itertools.cycle(dims), turns, strict=False)
-        found += [problem_of(kind, at, dims, "bfloat16", deterministic=turn) for kind, at, dims, turn in rotations]
+        rotations = zip(KINDS, itertools.cycle(LENGTHS[4:]), itertools.cycle(dims), ordered, strict=False)
+        found += [problem_of(kind, at, dims, "bfloat16", deterministic=flag) for kind, at, dims, flag in rotations]
     for kind in ("full", "causal"):
         found += [
-            problem_of(kind, at, (256, 256), "float16", heads=(3, 1), deterministic=next(turns)) for at in LENGTHS
+            problem_of(kind, at, (256, 256), "float16", heads=(3, 1), deterministic=next(ordered)) for at in LENGTHS
         ]
-        found += [problem_of(kind, at, (64, 64), "float16", heads=(6, 2), deterministic=next(turns)) for at in LENGTHS]
-        found += [problem_of(kind, (239, 399), dims, "bfloat16", deterministic=next(turns)) for dims in DIMS + WIDE]
+        found += [
+            problem_of(kind, at, (64, 64), "float16", heads=(6, 2), deterministic=next(ordered)) for at in LENGTHS
+        ]
+        found += [problem_of(kind, (239, 399), dims, "bfloat16", deterministic=next(ordered)) for dims in DIMS + WIDE]
     return list(dict.fromkeys(found))
 
 
@@ -164,7 +166,7 @@ def test_segments_that_skip(kind, ids, deterministic, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["full", "causal"])
-def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
+def test_ordered_gradients_repeat_bit_by_bit(kind, head_dim):
     p = problem_of(kind, (1024, 2048), (head_dim, head_dim), "bfloat16", heads=(16, 8), deterministic=True)
     run, operands = compiled(p), [jnp.asarray(x) for x in all_operands_of(p)]
     first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
@@ -176,7 +178,7 @@ def test_turns_make_results_repeat_bit_by_bit(kind, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["full", "causal"])
-def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
+def test_a_fused_cast_writes_what_is_summed_in_any_order(kind, head_dim):
     heads = (2048 // head_dim,) * 2
     p = problem_of(kind, (512, 512), (head_dim,) * 2, "bfloat16", heads, 32, deterministic=True)
     config = dataclasses.replace(decided(p).config, ordered_dq=False, fused_dq_cast=False)
@@ -190,17 +192,17 @@ def test_the_last_one_writes_what_is_summed_in_any_order(kind, head_dim):
 
 
 EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True, "heads": (1, 1)}
-IN_TURNS = {"deterministic": True}
+ORDERED = {"deterministic": True}
 INTERPRETED: dict[str, tuple[Any, ...]] = {
     "ordered_dq": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
     "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
     "one-block": ("full", (140, 90), (64, 64), {"deterministic": False, "heads": (2, 1)}),
-    "one-block-of-all": ("causal", (70, 120), (128, 128), {"deterministic": True, "heads": (1, 1)}),
-    "later-in-turns": ("causal-later", (130, 300), (128, 72), {"heads": (2, 1)}),
-    "biased-in-turns": ("bias", (70, 200), (96, 128), {"heads": (2, 2), "sinks": True}),
-    "causal-in-turns": ("causal", (140, 200), (128, 128), {"deterministic": True, "heads": (1, 1)}),
+    "one-tile-of-all": ("causal", (70, 120), (128, 128), {"deterministic": True, "heads": (1, 1)}),
+    "later-ordered": ("causal-later", (130, 300), (128, 72), {"heads": (2, 1)}),
+    "biased-ordered": ("bias", (70, 200), (96, 128), {"heads": (2, 2), "sinks": True}),
+    "causal-ordered": ("causal", (140, 200), (128, 128), {"deterministic": True, "heads": (1, 1)}),
     "mask-of-rows": ("mask-of-rows", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "capped-bias": ("capped-bias", (90, 140), (128, 40), {"deterministic": True, "heads": (2, 2)}),
     "capped-bias-without-gradient": ("capped-bias-without-gradient", (70, 90), (96, 64), {"heads": (2, 1)}),
@@ -210,28 +212,28 @@ INTERPRETED: dict[str, tuple[Any, ...]] = {
     "wide-causal": ("causal", (70, 130), (192, 128), {"deterministic": True, "heads": (2, 1)}),
     "wide-bias": ("bias", (200, 70), (136, 64), {"deterministic": False, "heads": (1, 1)}),
     "extreme": ("lengths", (140, 200), (64, 64), EVERY_LENGTH, {"sequences": "extreme"}),
-    "ends-in-turns": ("ends", (140, 200), (128, 64), IN_TURNS | EVERY_LENGTH, {"sequences": "extreme"}),
-    "window-in-turns": ("ends-window", (140, 200), (64, 64), IN_TURNS | EVERY_LENGTH, {"sequences": "extreme"}),
-    "ends-segments": ("ends-segments", (140, 200), (64, 64), IN_TURNS | EVERY_LENGTH, {"sequences": "extreme"}),
+    "ends-ordered": ("ends", (140, 200), (128, 64), ORDERED | EVERY_LENGTH, {"sequences": "extreme"}),
+    "window-ordered": ("ends-window", (140, 200), (64, 64), ORDERED | EVERY_LENGTH, {"sequences": "extreme"}),
+    "ends-segments": ("ends-segments", (140, 200), (64, 64), ORDERED | EVERY_LENGTH, {"sequences": "extreme"}),
     "wide-ends": ("ends-window", (140, 200), (136, 64), EVERY_LENGTH, {"sequences": "extreme"}),
     "packed": ("segments", (300, 300), (64, 64), {"heads": (2, 1)}, {"ids": "packed"}),
-    "packed-in-turns": ("segments-causal", (300, 300), (128, 64), IN_TURNS | {"heads": (2, 1)}, {"ids": "packed"}),
-    "unsorted-in-turns": (
-        "segments", (330, 300), (64, 128), IN_TURNS | {"heads": (2, 1), "window": (150, 60)}, {"ids": "unsorted"}
+    "packed-ordered": ("segments-causal", (300, 300), (128, 64), ORDERED | {"heads": (2, 1)}, {"ids": "packed"}),
+    "unsorted-ordered": (
+        "segments", (330, 300), (64, 128), ORDERED | {"heads": (2, 1), "window": (150, 60)}, {"ids": "unsorted"}
     ),
     "few-lengths": (
-        "segments", (300, 260), (64, 64), IN_TURNS | {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
+        "segments", (300, 260), (64, 64), ORDERED | {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
         {"ids": "few"},
     ),
-    "packed-wide": ("segments", (200, 200), (136, 64), IN_TURNS | {"heads": (2, 1)}, {"ids": "packed"}),
+    "packed-wide": ("segments", (200, 200), (136, 64), ORDERED | {"heads": (2, 1)}, {"ids": "packed"}),
     "unsorted-wide": ("segments-causal", (200, 200), (136, 64), {"heads": (2, 1)}, {"ids": "unsorted"}),
-    "drawn-mask": ("mask", (150, 390), (64, 64), {"heads": (2, 1)}, {"mask": "documents"}),
-    "drawn-mask-of-heads": ("mask-of-heads", (150, 390), (128, 64), {}, {"mask": "documents"}),
-    "drawn-keys-without-queries": (
+    "dynamic-mask": ("mask", (150, 390), (64, 64), {"heads": (2, 1)}, {"mask": "documents"}),
+    "dynamic-mask-of-heads": ("mask-of-heads", (150, 390), (128, 64), {}, {"mask": "documents"}),
+    "dynamic-keys-without-queries": (
         "mask", (150, 390), (64, 128), {"heads": (1, 1), "causal_offset": 30}, {"mask": "causal"}
     ),
-    "drawn-segments": ("segments-causal", (150, 390), (64, 64), {"heads": (2, 1)}, {"ids": "packed"}),
-    "drawn-lengths": (
+    "dynamic-segments": ("segments-causal", (150, 390), (64, 64), {"heads": (2, 1)}, {"ids": "packed"}),
+    "dynamic-lengths": (
         "segments", (150, 390), (128, 128), {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
         {"ids": "unsorted"},
     ),
@@ -246,7 +248,7 @@ def test_interpreted_without_a_race(interpreted, name, monkeypatch):
     decision = decided(p)
     if decision.config.scheduler == "dynamic":
         monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
-    assert decision.config.scheduler == "dynamic" or not name.startswith("drawn")
+    assert decision.config.scheduler == "dynamic" or not name.startswith("dynamic")
     check(p, decision.run, interpreted, **(patterns[0] if patterns else {}))
 
 
@@ -292,7 +294,7 @@ def test_keys_hidden_by_a_bias_in_the_interpreter(interpreted):
             np.testing.assert_array_equal(other, first)
 
 
-# Keys of one head that fill a device of so few multiprocessors: what is decided then, and for heads of which sizes.
+# Keys of one head that fill a device of so few SMs: what is decided then, and for heads of which sizes.
 FILLED = dataclasses.replace(hardware.H200, sm_count=2)
 FILLING = {
     "staggered": ((64, 64), {"staggered": True, "heads_per_l2_group": 1}),
@@ -327,7 +329,7 @@ def test_keys_of_one_head_that_fill_the_device_in_the_interpreter(name, interpre
 
 @pytest.mark.parametrize("facts", [{}, {"causal_offset": 0}, {"window": (150, 60)}, {"key_lengths": True}], ids=str)
 @pytest.mark.parametrize("queries", [1, 200, 1000])
-def test_apart_visits_the_same_queries_in_another_order(facts, queries):
+def test_staggered_tiles_visit_the_same_queries_in_another_order(facts, queries):
     p = dataclasses.replace(problem_of("full", (queries, 768), (64, 64), "bfloat16"), **facts)
     config, beside = (
         BackwardConfig(64, warpgroups=2, stages=2, staggered=True),
@@ -355,7 +357,7 @@ def with_bias(
 
 
 def copied_biases() -> list[Attention]:
-    """Biases in tiles that the copy engine takes, and beside them some that it does not."""
+    """Biases in tiles that TMA copies, and some that it does not."""
     shapes, found = itertools.cycle(("1NTS", "B1TS", "BNTS", "11TS")), []
     for lengths in ((200, 320), (1000, 512), (69, 320), (72, 1003), (8, 64), (7, 60)):
         for dims, dtype in itertools.product((*DIMS[:3], *WIDE[:2]), ("float32", "bfloat16", "float16")):
@@ -371,12 +373,12 @@ def test_biases(p):
     check(p, compiled(p))
 
 
-# How many slots there is room for, and a problem that has more than one of whatever there can be more than one of.
+# How many stages there is room for, and a problem that has more than one of whatever there can be more than one of.
 COPIED: dict[str, tuple[int, Attention]] = {
-    "two-slots": (2, with_bias("1NTS", "bfloat16", (264, 192), (128, 128), (2, 1))),
-    "one-slot": (1, with_bias("BNTS", "float16", (264, 192), (64, 64), (2, 2))),
+    "two-stages": (2, with_bias("1NTS", "bfloat16", (264, 192), (128, 128), (2, 1))),
+    "one-stage": (1, with_bias("BNTS", "float16", (264, 192), (64, 64), (2, 2))),
     "float32": (1, with_bias("1NTS", "float32", (136, 160), (128, 128), (2, 2), causal_offset=20)),
-    "in-turns": (1, with_bias("B1TS", "bfloat16", (136, 192), (128, 128), (2, 1), deterministic=True)),
+    "ordered": (1, with_bias("B1TS", "bfloat16", (136, 192), (128, 128), (2, 1), deterministic=True)),
     "lengths": (1, with_bias("BNTS", "bfloat16", (136, 192), (64, 64), (2, 1), key_lengths=True, query_lengths=True)),
     "segments": (2, with_bias("11TS", "bfloat16", (136, 192), (96, 128), (2, 1), segments=True)),
     "few-queries": (2, with_bias("1NTS", "bfloat16", (8, 64), (128, 128), (2, 1))),
@@ -390,15 +392,15 @@ COPIED: dict[str, tuple[int, Attention]] = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", COPIED)
 def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
-    slots, p = COPIED[name]
+    stages, p = COPIED[name]
     of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
     monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
-    assert decided(p).config.bias_stages == slots
+    assert decided(p).config.bias_stages == stages
     check(p, decided(p).run, interpreted)
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, lengths, dims, facts, slots",
+    "shape, dtype, lengths, dims, facts, stages",
     [
         ("1NTS", "bfloat16", (2048, 2048), (64, 64), {}, 1),
         ("1NTS", "float32", (2048, 2048), (64, 64), {}, 0),  # no room
@@ -415,13 +417,13 @@ def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
         ("1NTS", "float32", (2048, 2080), (128, 128), {}, 1),
     ],
 )
-def test_which_biases_are_copied(shape, dtype, lengths, dims, facts, slots):
+def test_which_biases_are_copied(shape, dtype, lengths, dims, facts, stages):
     p = with_bias(shape, dtype, lengths, dims, (4, 2), bias_gradient=False, **facts)
-    assert decided(p).config.bias_stages == slots
+    assert decided(p).config.bias_stages == stages
 
 
 @pytest.mark.parametrize("keys", [192, 200])
-def test_only_what_the_engine_does_not_copy_is_transposed(keys):
+def test_only_what_tma_does_not_copy_is_transposed(keys):
     p = with_bias("1NTS", "bfloat16", (136, keys), (128, 128), (4, 2), bias_gradient=False)
     lowered = jax.jit(decided(p).run).trace(*abstract(p)).lower(lowering_platforms=("cuda",)).as_text()
     assert (f"tensor<1x4x{keys}x136xbf16>" in lowered) == (decided(p).config.bias_stages == 0) == (keys == 200)
@@ -453,7 +455,7 @@ def test_sequences_that_share_a_bias_come_one_after_the_other(shape, facts):
 
 
 @pytest.mark.slow
-def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
+def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
     p = problem_of("mask-of-rows", (70, 390), (64, 64), "bfloat16", heads=(1, 1), batch=1)
     names = list(operands_of(p))
     both = [jnp.stack([jnp.asarray(x), 2 * jnp.asarray(x)]) for x in all_operands_of(p)]
@@ -483,7 +485,7 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
         ("full", 128, {}, "static"),
     ],
 )
-def test_who_draws(kind, head_dim, facts, scheduler):
+def test_which_calls_have_a_dynamic_scheduler(kind, head_dim, facts, scheduler):
     p = dataclasses.replace(problem_of(kind, (4096, 4096), (head_dim,) * 2, "bfloat16"), **facts)
     assert decided(p).config.scheduler == scheduler
 
@@ -498,7 +500,7 @@ def test_xla_makes_no_copy_of_the_cotangents(kind, dims):
 
 
 @pytest.mark.parametrize("block_q", [64, 128])
-def test_blocks_with_rows_without_keys_are_told_apart(block_q):
+def test_tiles_with_rows_without_keys(block_q):
     nothing = np.zeros((1, 2, 200), bool)
     nothing[0, 0, 63] = nothing[0, 1, 199] = True
     config = BackwardConfig(block_q, warpgroups=2, stages=2)
@@ -508,7 +510,7 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
 
 
 @pytest.mark.parametrize(
-    "kind, keys, facts, turns, last_writes",
+    "kind, keys, facts, ordered, fused",
     [
         ("full", 512, {}, False, False),
         ("full", 512, {"deterministic": True}, True, True),
@@ -526,10 +528,10 @@ def test_blocks_with_rows_without_keys_are_told_apart(block_q):
         ("capped-bias", 512, {"head_dim": 128, "deterministic": True}, True, False),
     ],
 )
-def test_who_takes_turns(kind, keys, facts, turns, last_writes):
+def test_which_dq_is_ordered(kind, keys, facts, ordered, fused):
     p = dataclasses.replace(problem_of(kind, (512, keys), (64, 64), "bfloat16"), **facts)
     config = decided(p).config
-    assert (config.ordered_dq, config.fused_dq_cast) == (turns, last_writes)
+    assert (config.ordered_dq, config.fused_dq_cast) == (ordered, fused)
 
 
 @pytest.mark.parametrize("keys, passes", [(128, False), (512, True), (4096, True)])

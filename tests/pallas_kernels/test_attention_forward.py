@@ -129,8 +129,8 @@ def test_results_repeat_bit_by_bit(head_dim, causal_offset):
 EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True}
 SPLIT = {"warpgroups": 1, "zero_init_free": True, "splits": 5}
 EARLY = {"early_exp_columns": 24, "zero_init_free": True, "overlap_pv": True}
-DRAWN = {"scheduler": "dynamic"}
-NO_SLACK = {"rescale_threshold_log2": 0}
+DYNAMIC = {"scheduler": "dynamic"}
+NO_THRESHOLD = {"rescale_threshold_log2": 0}
 F32, BF16, F16 = ({"bias_dtype": jnp.dtype(name), "causal_offset": 20} for name in ("float32", "bfloat16", "float16"))
 
 SINGLE, WIDE = {"warpgroups": 1}, {"warpgroups": 3, "block_kv": 128}
@@ -147,20 +147,20 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("causal-later", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("ends-segments", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("window-left", (200, 300), (64, 64), (2, 2), WIDE | {"rescale_threshold_log2": 0}, {}, {}),
-    ("window-left", (200, 300), (64, 64), (2, 2), DRAWN | {"warpgroups": 1, "rescale_threshold_log2": 2}, {}, {}),
+    ("window-left", (200, 300), (64, 64), (2, 2), DYNAMIC | {"warpgroups": 1, "rescale_threshold_log2": 2}, {}, {}),
     ("window-left", (200, 300), (64, 64), (2, 2), SINGLE | {"block_kv": 128} | EARLY_OF_2, {}, {}),
     ("window-left", (200, 300), (64, 64), (2, 2), {"overlap_pv": True}, {}, {}),
-    ("full", (270, 50), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
-    ("lengths", (140, 200), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
-    ("segments-causal", (140, 140), (32, 16), (2, 1), DRAWN | NO_SLACK, {}, {}),
+    ("full", (270, 50), (32, 16), (2, 1), DYNAMIC | NO_THRESHOLD, {}, {}),
+    ("lengths", (140, 200), (32, 16), (2, 1), DYNAMIC | NO_THRESHOLD, {}, {}),
+    ("segments-causal", (140, 140), (32, 16), (2, 1), DYNAMIC | NO_THRESHOLD, {}, {}),
     ("lengths", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
     ("ends-segments", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
     ("full", (152, 192), (32, 16), (2, 1), {}, {"bias": "B1TS"} | F16, {}),
     ("full", (152, 192), (32, 16), (2, 1), {"bias_stages": 1}, {"bias": "BNTS"} | BF16, {}),
     ("full", (152, 192), (32, 16), (2, 1), {"bias_stages": 2}, {"bias": "1NTS"} | F32, {}),
-    ("segments", (140, 140), (32, 16), (2, 1), DRAWN, {}, {"ids": "packed"}),
+    ("segments", (140, 140), (32, 16), (2, 1), DYNAMIC, {}, {"ids": "packed"}),
     ("lengths", (140, 140), (32, 16), (2, 1), {}, {"segments": True}, {"ids": "packed"}),
-    ("segments", (200, 330), (32, 16), (2, 1), DRAWN, {"window": (150, 60), "sinks": True}, {"ids": "unsorted"}),
+    ("segments", (200, 330), (32, 16), (2, 1), DYNAMIC, {"window": (150, 60), "sinks": True}, {"ids": "unsorted"}),
     ("segments", (260, 330), (32, 16), (2, 1), {}, {"causal_offset": 130}, {"ids": "few"}),
 ]  # fmt: skip
 
@@ -182,12 +182,12 @@ def test_matches_the_oracle_in_the_interpreter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slack, early", [(0, 0), (8, 0), (8, 24)])
-def test_nan_is_not_hidden_in_the_interpreter(slack, early, interpreted):
+@pytest.mark.parametrize("threshold, early", [(0, 0), (8, 0), (8, 24)])
+def test_nan_is_not_hidden_in_the_interpreter(threshold, early, interpreted):
     p = problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1))
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays["query"][0, 5] = arrays["key"][1, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=slack, early_exp_columns=early)
+    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=threshold, early_exp_columns=early)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=1))
@@ -232,7 +232,7 @@ def test_tile_after_tile_in_the_interpreter(interpreted):
 
 
 @pytest.mark.slow
-def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted):
+def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
     p = dataclasses.replace(problem_of("mask-of-rows", (270, 60), (32, 16), "bfloat16", heads=(1, 1)), batch=1)
     config = ForwardConfig(block_kv=64, warpgroups=1, scheduler="dynamic")
     arrays = operands_of(dataclasses.replace(p, batch=2))
@@ -244,14 +244,14 @@ def test_each_call_of_a_vmap_draws_its_own_tiles_in_the_interpreter(interpreted)
 
 
 @pytest.mark.parametrize("sm_count", [1, 7, 96, 132])
-def test_every_tile_is_drawn_once(sm_count, monkeypatch):
+def test_a_dynamic_scheduler_has_every_tile_once(sm_count, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
     p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
     ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"))
     tiles = 2 * 6 * 8
     assert ctas == sm_count
     np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
-    # A CTA that has no tile left finds one that says so, with whatever ticket.
+    # A CTA that has no tile left finds one that says so, whatever its number.
     np.testing.assert_array_equal(table[tiles:], np.full(tile_scheduler.LOOKAHEAD * ctas, -1))
 
 
@@ -268,7 +268,7 @@ def test_extreme_lengths(kind, head_dim):
 
 
 def copied_biases() -> list[Attention]:
-    """Biases in tiles that the copy engine takes, and beside them some that it does not."""
+    """Biases in tiles that TMA copies, and some that it does not."""
     shapes, dims = (
         itertools.cycle(("1NTS", "B1TS", "BNTS", "11TS")),
         ((64, 64), (128, 128), (256, 256), (192, 128), (40, 72)),
@@ -373,7 +373,7 @@ def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
 
 @pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "causal-later", "window", "window-left"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_who_may_see_nothing(kind, lengths):
+def test_rows_that_may_see_nothing(kind, lengths):
     p = problem_of(kind, lengths, (64, 64), "bfloat16")
     assert mask.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
 

@@ -78,7 +78,7 @@ def test_forward_visits_what_is_seen(mask, pattern, rules):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, pattern, rules", VISITED)
-def test_backward_visits_what_is_seen_in_turns(mask, pattern, rules):
+def test_ordered_backward_visits_what_is_seen(mask, pattern, rules):
     p = problem_of(Op.BACKWARD, mask, rules, (4, 2), deterministic=True)
     check_backward_visits(p, exactly=rules == "full", mask=pattern)
 
@@ -119,13 +119,13 @@ def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
 
 
 BACKWARD = {
-    "causal-turns": ("1NTS", "causal", (128, 64), {"deterministic": True}),
-    "documents-turns": ("BNTS", "documents", (64, 64), {"deterministic": True, "sinks": True}),
-    "padding-turns": ("B11S", "padding", (128, 64), {"deterministic": True, "window": (150, 60)}),
+    "causal-ordered": ("1NTS", "causal", (128, 64), {"deterministic": True}),
+    "documents-ordered": ("BNTS", "documents", (64, 64), {"deterministic": True, "sinks": True}),
+    "padding-ordered": ("B11S", "padding", (128, 64), {"deterministic": True, "window": (150, 60)}),
     "rows": ("1NT1", "scattered", (64, 64), {"soft_cap": 3.0}),
     "everything-wide": ("11TS", "everything", (136, 64), {"causal_offset": 0}),
     "documents-wide": ("BNTS", "documents", (136, 64), {"deterministic": True}),
-    "nothing-drawn": ("B111", "nothing", (64, 64), {}),
+    "nothing-dynamic": ("B111", "nothing", (64, 64), {}),
     "documents-with-all": (
         "BNTS", "documents", (64, 64), {**RULES["lengths"], "causal_offset": 100, "bias": "1NTS", "deterministic": True}
     ),

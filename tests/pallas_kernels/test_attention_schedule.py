@@ -103,9 +103,9 @@ MEMORY_KINDS = KINDS | {
 
 def check_memory(op: Op, kind: dict) -> None:
     """What is chosen for heads of any size, few keys and many, and each type of the bias, on both Hopper devices."""
-    turns = (False, True) if op is Op.BACKWARD else (False,)
+    ordered = (False, True) if op is Op.BACKWARD else (False,)
     dtypes = [{"bias_dtype": jnp.dtype(name)} for name in ("bfloat16", "float32")] if "bias" in kind else [{}]
-    for dims, length, bias, deterministic, device in itertools.product(DIMS, TOKENS, dtypes, turns, (H100, H200)):
+    for dims, length, bias, deterministic, device in itertools.product(DIMS, TOKENS, dtypes, ordered, (H100, H200)):
         facts = {"value_dim": dims[1], "deterministic": deterministic, "bias_gradient": "bias" in kind} | bias
         p = problem_of(op, kind, (2, 8, 4, length, length, dims[0]), **facts)
         config = decided(p, device).config

@@ -106,7 +106,7 @@ def check_forward_visits(p: Attention, config: ForwardConfig, *, exactly: bool =
 
 
 def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: str) -> None:
-    """The same of the queries that come past a block of keys, where each block's turn is known."""
+    """The same of the queries that come past a block of keys, and of the order of dQ."""
     config, arrays = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True), operands_of(p, **patterns)
     found = what_is_seen(p, config, arrays)
     blocks, sizes = -(-p.query_length // config.block_q), (config.block_kv, config.block_q)
@@ -123,8 +123,8 @@ def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: st
         assert (visited.sum(2) <= np.where(held.any(2), blocks - held.argmax(2) - held[..., ::-1].argmax(2), 0)).all()
     order = slice(None, None, -1 if backward_common.last_tile_first(p, config) else 1)
     before = (np.cumsum(visited[:, order], axis=1) - visited[:, order])[:, order]
-    turns = np.broadcast_to(found["dq_position"], (*shape, blocks)).reshape(before.shape)
-    np.testing.assert_array_equal(turns, before)
+    positions = np.broadcast_to(found["dq_position"], (*shape, blocks)).reshape(before.shape)
+    np.testing.assert_array_equal(positions, before)
     assert visited.any(1).all() or not backward_common.first_stores(p, config)
     assert backward_common.dq_writer_counts(p, config) is None
 
@@ -150,24 +150,24 @@ def test_forward_visits_what_is_seen(pattern, rules, lengths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern, rules, lengths", VISITED)
-def test_backward_visits_what_is_seen_in_turns(pattern, rules, lengths):
+def test_ordered_backward_visits_what_is_seen(pattern, rules, lengths):
     check_backward_visits(problem_of(Op.BACKWARD, lengths, rules, deterministic=True), ids=pattern)
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_turns_of_one_segment_are_those_without_segments(rules):
+def test_positions_of_one_segment_are_those_without_segments(rules):
     config = BackwardConfig(block_q=64, warpgroups=2, stages=2, ordered_dq=True)
     p = problem_of(Op.BACKWARD, (513, 700), rules, deterministic=True)
     arrays = operands_of(p, ids="one")
     ops = SimpleNamespace(**{name: jnp.asarray(x) for name, x in arrays.items()})
     found = what_is_seen(p, config, arrays)
-    table, turns = (np.asarray(found[name])[:, 0] for name in ("spans", "dq_position"))
+    table, positions = (np.asarray(found[name])[:, 0] for name in ("spans", "dq_position"))
     plain = dataclasses.replace(p, segments=False)
     for b, j in np.ndindex(table.shape[:2]):
         sequence = backward_common.sequence_at(p, config, ops, b)
         block = SimpleNamespace(problem=plain, config=config, index=j, sequence=sequence)
         for i in range(table[b, j, 0], table[b, j, 3]):
-            assert turns[b, j, i] == backward_common.dq_position(block, jnp.int32(i))
+            assert positions[b, j, i] == backward_common.dq_position(block, jnp.int32(i))
 
 
 @pytest.mark.parametrize("causal", [True, False])

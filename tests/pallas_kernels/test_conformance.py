@@ -27,7 +27,7 @@ def _rows_on_gpu(cols: int) -> int:
     return max(ROWS, min(70001, 2**20 // cols) | 1)
 
 
-# Small knobs, so that short rows already take several CTAs, warpgroups, rows in turn and slots.
+# Small knobs, so that short rows already take several CTAs, warpgroups, and stages.
 INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
     "naive": ((None, (1, 125, 128)),),
     "warp": ((WarpConfig(32, 1, tiles=2), (125, 128)), (None, (1, 125, 128, 256, 1001))),
@@ -52,7 +52,7 @@ def _taken(kernel: Any) -> list[Op]:
 
 
 def _interpreted():
-    """Each kernel and operation in one of the dtypes, some lengths, and a few other forms; all take turns."""
+    """Each kernel and operation in one of the dtypes, some lengths, and a few other forms; all alternate."""
     for r, kernel in enumerate(KERNELS.values()):
         for i, op in enumerate(_taken(kernel)):
             dtype = DTYPES[(i + r) % 3]
@@ -85,7 +85,7 @@ def _interpreted():
 
 
 def _interpreted_losses():
-    """The cross entropy: the gradient as it is and in two forms, and the sums alone in one; all take turns."""
+    """The cross entropy: the gradient as it is and in two forms, and the sums alone in one; all alternate."""
     gradient, sums = Op.CROSS_ENTROPY_GRADIENT, Op.CROSS_ENTROPY
     for r, kernel in enumerate(KERNELS.values()):
         config, lengths = INTERPRETED[kernel.name][-1]
@@ -182,7 +182,7 @@ def _form(problem: Problem) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
-def test_taking_turns_leaves_nothing_out(kernel):
+def test_alternation_leaves_nothing_out(kernel):
     """Each kernel is interpreted with every operation, dtype, length and form that it takes."""
     found = [case for case in (getattr(x, "values", (x,))[0] for x in _interpreted()) if case.kernel is kernel]
     assert {case.problem.op for case in found} == set(_taken(kernel))

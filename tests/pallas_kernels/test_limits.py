@@ -38,7 +38,7 @@ def test_columns_past_32_bits_are_declined():
 
 @pytest.mark.parametrize("op", [Op.STATS, Op.LOG_SOFTMAX_TANGENT])
 def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
-    """At most 2048 of three values, 32 KiB in each of two turns, beside the CTA's slice of the row."""
+    """At most 2048 of three values, 32 KiB in each of two buffers, beside the CTA's slice of the row."""
     taken = []
     for cols in (2**20, 2**22, 9_830_400, 2**24, 20_000_000, 2**26, 2**28):
         problem = Problem(op, 1, cols, DTYPES[1])
@@ -70,7 +70,7 @@ def test_a_config_that_cannot_be_is_refused(kind, fields, name):
 
 
 def test_interleaved_slices_take_no_labels():
-    """What stands at a label is written over by who wrote it, who is another where a CTA's chunks are apart."""
+    """What stands at a label is overwritten by the thread that wrote it, another where a CTA's chunks are apart."""
     problem = Problem(Op.CROSS_ENTROPY_GRADIENT, 8, 4096, DTYPES[2])
     config = StagedConfig(ctas=2, warpgroups=1, registers=1, stages=1, rows=1, interleaved=True)
     with pytest.raises(ValueError, match="side by side"):
