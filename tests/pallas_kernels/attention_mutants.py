@@ -272,7 +272,7 @@ MUTANTS = (
              "if problem.head_dim <= 192 and problem.value_dim <= 128 and widest + narrowest <= 320:",
              "if True:", rejected_by=TOO_LARGE),
     _forward("the bias is not counted in shared memory",
-             "(c for c in copied if forward_kernel.shared_bytes(problem, c) < device.smem_per_cta)",
+             "(c for c in copied if forward.shared_bytes(problem, c) < device.smem_per_cta)",
              "(c for c in copied)", "bias", rejected_by=TOO_LARGE),
     _dynamic("no CTA takes the counter's first tile", "LOOKAHEAD * ctas, jnp.int32", "LOOKAHEAD * ctas + 1, jnp.int32"),
     _dynamic("the counter's last number names no tile", "np.pad(order, (0,", "np.pad(order[:-1], (0, 1 +"),

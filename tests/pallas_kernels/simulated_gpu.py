@@ -261,7 +261,7 @@ class Machine:
         self.step(_wait_parity, ref, parity=jnp.int32(parity))
 
     def copy_tile(self, source: Ref, sizes: Any, starts: Any, to: Ref, barrier: Ref) -> None:
-        """A TMA copy that is done at once, which only threads that wait for the barrier know"""
+        """A TMA copy that is done at once, which only threads that wait for the barrier know."""
         self.step(functools.partial(_copy, sizes=sizes, in_panels=False), source, to, barrier, starts=_stacked(starts))
 
     def copy_panels(self, source: Ref, sizes: Any, at: Any, to: Ref, barrier: Ref) -> None:
