@@ -87,7 +87,7 @@ def config_of(decision: Decision) -> Any:
     config = decision.config
     if decision.problem.op is Op.FORWARD:
         return dataclasses.replace(config, splits=min(config.splits, 2))
-    return dataclasses.replace(config, heads_per_l2_group=1, head_splits=min(config.head_splits, 2))
+    return dataclasses.replace(config, heads_per_l2_group=1, head_splits=1)
 
 
 def cells() -> list[Chosen]:
@@ -109,10 +109,10 @@ def covering() -> list[Chosen]:
     def features(one: Chosen) -> set[Any]:
         kind, decision = one
         p, kernel = decision.problem, decision.kernel
-        size = (p.head_dim + p.value_dim - 1) // 128
         ragged, heads = (p.query_length % 64 > 0, p.key_length % 64 > 0), (p.query_heads, p.key_heads)
         found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (kernel, config_of(decision))}
-        return found | {(kernel, size, x) for x in (ragged, heads, p.dtype, p.deterministic or p.batch_invariant)}
+        splits = getattr(decision.config, "head_splits", 1) > 1
+        return found | {(kernel, x) for x in (ragged, heads, p.dtype, (p.deterministic or p.batch_invariant, splits))}
 
     decided = ((kind, dispatch.decide(p, H200)) for kind, p in others())
     chances = {one: features(one) for one in decided if one[1].kernel}
@@ -162,7 +162,7 @@ def test_every_config_compiles_with_few_spills(kind, decision):
     is_narrow = p.op is Op.BACKWARD and max(p.head_dim, p.value_dim) <= 64
     is_capped = is_narrow and p.soft_cap is not None and (p.deterministic or p.has_data_mask)
     few = 52 if is_masked or (is_wide and p.deterministic) else _MAY_SPILL
-    check_compiled(p, may_spill=500 if is_capped else few)
+    check_compiled(p, may_spill=660 if is_capped else few)
 
 
 @pytest.mark.aot
