@@ -175,8 +175,16 @@ def rematerialised(call: Callable[..., Any], *xs: jax.Array) -> Any:
     return derivatives(call, *xs), pulled_back(saved(call), *xs), jax.jvp(jax.checkpoint(call), xs, xs), each
 
 
-@pytest.mark.parametrize("switch", ["jvp", "vjp", "remat"])
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "weighted cross entropy", "attention of everything"])
+@pytest.mark.parametrize(
+    "name, switch",
+    [
+        ("softmax", "jvp"),
+        ("log_softmax", "remat"),
+        ("weighted cross entropy", "vjp"),
+        ("weighted cross entropy", "remat"),
+        *(("attention of everything", switch) for switch in ("jvp", "vjp", "remat")),
+    ],
+)
 def test_coming_implementations_give_the_same(name: str, switch: str) -> None:
     call, operands = CALLS[name]
     with within(switch):
