@@ -79,7 +79,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.slow
-@settings(max_examples=32, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(calls(), st.sampled_from([512, 3]))
 def test_values_and_gradients(call: tuple[tuple[np.ndarray, ...], Arguments], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -204,10 +204,10 @@ def test_accuracy(dtype: str, size: float) -> None:
     in the dtype of accumulation is allowed for.
     """
     rng = np.random.default_rng(0)
-    operands = [jnp.asarray(x, dtype) for x in inputs(rng, queries=130, keys=700, dim=32, value_dim=32)]
+    operands = [jnp.asarray(x, dtype) for x in inputs(rng, batch=1, queries=130, keys=700, dim=32, value_dim=32)]
     operands[0] = (operands[0].astype(jnp.float32) * size).astype(dtype)
     rules = {"is_causal": True}
-    d_out = jnp.asarray(rng.normal(size=(2, 130, 4, 32)), dtype)
+    d_out = jnp.asarray(rng.normal(size=(1, 130, 4, 32)), dtype)
     truth = attention_oracle.forward(*operands, **rules)
     want = {"out": truth.out} | attention_oracle.gradients(*operands, d_out=d_out, **rules)
     terms = attention_oracle.gradient_terms(*operands, d_out=d_out, **rules)

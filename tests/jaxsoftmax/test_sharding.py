@@ -15,47 +15,22 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.softmax.problem import Op
+from tests.jaxsoftmax.calls import (
+    CALLS,
+    CT,
+    LENGTHS,
+    MASK,
+    MORE,
+    QKV,
+    Operands,
+    X,
+    attention,
+    cross_entropy,
+    normal,
+)
 from tests.jaxsoftmax.sharded import COLLECTIVES, collectives, count, mesh, put
 
-RNG = np.random.default_rng(0)
-
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
-
-Operands = dict[str, jax.Array]
-
-
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
-
-
-X, ROW, MASK, CT = normal(8, 4, 16), normal(8, 4), normal(8, 1, 16) > -1, normal(8, 4, 16)
-LABELS = jnp.asarray(RNG.integers(0, 16, (8, 4)), jnp.int32)
-QKV = {"query": normal(8, 6, 4, 8), "key": normal(8, 6, 2, 8), "value": normal(8, 6, 2, 8)}
-LENGTHS = jnp.arange(8, dtype=jnp.int32) % 6
-MORE = {"bias": normal(8, 4, 6, 6), "sinks": normal(4), "key_value_seq_lengths": LENGTHS}
-
-cross_entropy = jaxsoftmax.softmax_cross_entropy_with_integer_labels
-attention = functools.partial(jaxsoftmax.flash_attention, is_causal=True)
-dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
-
-CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
-    "softmax": (jaxsoftmax.softmax, {"x": X, "where": MASK}),
-    "log_softmax": (functools.partial(jaxsoftmax.log_softmax, scale=0.5), {"x": X}),
-    "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1), {"a": X, "where": MASK}),
-    "cross_entropy": (
-        functools.partial(cross_entropy, return_lse=True, ignore_index=3, label_smoothing=0.1),
-        {"logits": X, "labels": LABELS, "where": MASK},
-    ),
-    "weighted": (
-        functools.partial(cross_entropy, z_loss=0.1, logits_soft_cap=5.0, scale=0.5),
-        {"logits": X, "labels": LABELS, "weights": ROW},
-    ),
-    "probabilities": (jaxsoftmax.softmax_cross_entropy, {"logits": X, "labels": normal(8, 4, 16)}),
-    "top_k": (lambda logits: jaxsoftmax.top_k_softmax(logits, 3)[0], {"logits": X}),
-    "attention": (attention, QKV),
-    "more attention": (functools.partial(attention, return_residual=True), QKV | MORE),
-    "dropout": (functools.partial(jaxsoftmax.flash_attention, **dropout), QKV),
-}
 
 
 def derivatives(name: str, operands: Operands) -> dict[str, Any]:
@@ -465,7 +440,7 @@ def test_cotangents_that_are_not_mapped(mapped: str, kind: AxisType, kernels: An
 
 @pytest.mark.parametrize("spec", [D, DM], ids=str)
 def test_wide_segment_ids_cut_over_explicit_meshes(spec: P) -> None:
-    ids = 2**32 * np.sort(RNG.integers(0, 3, (8, 6)), -1)
+    ids = 2**32 * np.sort(np.random.default_rng(0).integers(0, 3, (8, 6)), -1)
     call = jax.jit(lambda q, k, ids: jaxsoftmax.flash_attention(q, k, k, query_segment_ids=ids))
     want = call(Q, K, (ids >> 32).astype(np.int32))
     on = mesh(EXPLICIT)
