@@ -37,6 +37,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
         functools.partial(cross_entropy, return_lse=True, ignore_index=3, label_smoothing=0.1),
         {"logits": X, "labels": LABELS, "where": MASK},
     ),
+    "loss": (functools.partial(cross_entropy, label_smoothing=0.3, z_loss=0.1), {"logits": X, "labels": LABELS}),
+    "masked loss": (
+        functools.partial(cross_entropy, label_smoothing=0.3),
+        {"logits": X, "labels": LABELS, "where": MASK},
+    ),
     "weighted": (
         functools.partial(cross_entropy, z_loss=0.1, logits_soft_cap=5.0, scale=0.5),
         {"logits": X, "labels": LABELS, "weights": ROW},

@@ -116,6 +116,12 @@ CASES = {name: Case(*pair, (X,), (X[0],)) for name, pair in ROWS.items()}
 CASES |= {name: Case(*(functools.partial(masked, f) for f in ROWS[name.split()[0]]), (X,), (X[0],)) for name in MASKED}
 CASES |= {
     "weighted": Case(weighted(ours), lambda x, w: w * theirs(x), (X, WEIGHTS), (X[0], WEIGHTS)),
+    "loss of options": Case(
+        labelled(functools.partial(ours, **OPTIONS | {"return_lse": False})),
+        lambda x: plain_with_options(x, jnp.ones(()))[0],
+        (X,),
+        (X[0],),
+    ),
     "loss and lse": Case(weighted(ours, **OPTIONS), plain_with_options, (X, WEIGHTS), (X[0], WEIGHTS)),
     "lse alone": Case(lambda x: labelled(ours)(x, return_lse=True)[1], plain_lse, (X,), (X[0],)),
     "probabilities": Case(softmax_cross_entropy, optax.softmax_cross_entropy, (X, T), (X[0], T[0])),
