@@ -1,5 +1,6 @@
 """The truth about top_k_softmax, in NumPy float64, and the check that its tests, and the tests of those, go by."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,16 @@ def top_k_softmax(x: Any, k: int, normalize: str = "all", scale: float = 1.0) ->
     return np.where(np.isnan(keys).any(-1, keepdims=True), np.nan, y), indices
 
 
-def in_xla(x: jax.Array, indices: np.ndarray, normalize: str, scale: float) -> np.ndarray:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def in_xla(x: jax.Array, indices: jax.Array, normalize: str, scale: float) -> jax.Array:
     """The probabilities at `indices` by plain `jax.nn`, rounded once: what an error is measured against."""
-    z = jnp.asarray(x).astype(jnp.promote_types(x.dtype, jnp.float32)) * scale
+    # Rounded before it is subtracted from.
+    z = jax.lax.optimization_barrier(x.astype(jnp.promote_types(x.dtype, jnp.float32)) * scale)
     selected = jnp.take_along_axis(z, indices, -1)
     y = jax.nn.softmax(selected)
     if normalize == "all":
         y = jnp.take_along_axis(jax.nn.softmax(z), indices, -1)
-    return np.asarray(jnp.where(jnp.isnan(z).any(-1, keepdims=True), jnp.nan, y).astype(x.dtype))
+    return jnp.where(jnp.isnan(z).any(-1, keepdims=True), jnp.nan, y).astype(x.dtype)
 
 
 def check(function: Callable[..., Any], x: Any, k: int, *, normalize: str = "all", scale: float = 1.0) -> None:

@@ -140,8 +140,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
 
 @pytest.fixture(params=["reference", "stand-in"])
 def kernels(request: pytest.FixtureRequest) -> Callable[[], StandIns | None]:
-    """The reference, and what stands in for kernels from when this is called."""
-    return lambda: request.getfixturevalue("stand_ins") if request.param == "stand-in" else None
+    """The reference, and what stands in for kernels from when this is called; "short" takes `short_chunks` too."""
+
+    def start() -> StandIns | None:
+        if "short" in request.param:
+            request.getfixturevalue("short_chunks")
+        return request.getfixturevalue("stand_ins") if "stand-in" in request.param else None
+
+    return start
 
 
 def _cache_programs_in(folder: str | None) -> None:

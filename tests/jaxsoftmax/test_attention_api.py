@@ -54,9 +54,9 @@ def calls(draw: st.DrawFn) -> tuple[tuple[np.ndarray, ...], Arguments]:
         side = st.sampled_from([None, 0, 1, 3])
         arguments["local_window_size"] = (draw(side), draw(side))
     if draw(st.booleans()):
-        arguments["query_seq_lengths"] = rng.integers(0, queries + 1, batch)
+        arguments["query_seq_lengths"] = rng.integers(0, queries + 2, batch)
     if draw(st.booleans()):
-        arguments["key_value_seq_lengths"] = rng.integers(0, keys + 1, batch)
+        arguments["key_value_seq_lengths"] = rng.integers(0, keys + 2, batch)
     arguments["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
     if draw(st.booleans()):
         arguments["query_segment_ids"] = rng.integers(0, 2, (batch, queries))
@@ -79,7 +79,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.slow
-@settings(max_examples=32, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(calls(), st.sampled_from([512, 3]))
 def test_values_and_gradients(call: tuple[tuple[np.ndarray, ...], Arguments], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -109,39 +109,6 @@ def check(operands: tuple[np.ndarray, ...], arguments: Arguments) -> None:
     assert set(got) == set(want)
     for name, gradient in got.items():
         np.testing.assert_allclose(gradient, want[name], rtol=5e-4, atol=5e-5, err_msg=name)
-
-
-def nn(*operands: Any, **arguments: Any) -> Any:
-    return jax.nn.dot_product_attention(*operands, **arguments, implementation="xla")
-
-
-LIKE_JAX_NN: dict[str, Arguments] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "scale": {"scale": 0.3},
-    "window": {"local_window_size": 2},
-    "left window": {"local_window_size": (2, 0), "is_causal": True},
-    "lengths": {"query_seq_lengths": np.int32([5, 3]), "key_value_seq_lengths": np.int32([7, 2])},
-    "mask": {"mask": np.random.default_rng(1).random((2, 1, 5, 7)) < 0.9},
-    "mask by head": {"mask": np.random.default_rng(1).random((1, 4, 5, 7)) < 0.9},
-    "bias": {"bias": np.random.default_rng(2).normal(size=(4, 5, 7)).astype(np.float32)},
-}
-
-
-@pytest.mark.parametrize("name", LIKE_JAX_NN)
-def test_like_jax_nn(name: str) -> None:
-    arguments = LIKE_JAX_NN[name]
-    operands = inputs()
-
-    def everything(function: Any) -> Any:
-        call = lambda *a: function(*a, **arguments, return_residual=True)
-        out, pull, _ = jax.vjp(lambda *a: call(*a), *operands, has_aux=True)
-        _, lse = call(*operands)
-        sees = lse > -1e30
-        return out, jnp.where(sees, lse, 0.0), pull(jnp.where(sees[..., None], jnp.cos(out), 0.0))
-
-    ours, theirs = (jax.jit(everything, static_argnums=0)(f) for f in (jaxsoftmax.flash_attention, nn))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
 
 
 def test_without_a_batch_and_with_several() -> None:
@@ -237,10 +204,10 @@ def test_accuracy(dtype: str, size: float) -> None:
     in the dtype of accumulation is allowed for.
     """
     rng = np.random.default_rng(0)
-    operands = [jnp.asarray(x, dtype) for x in inputs(rng, queries=130, keys=700, dim=32, value_dim=32)]
+    operands = [jnp.asarray(x, dtype) for x in inputs(rng, batch=1, queries=130, keys=700, dim=32, value_dim=32)]
     operands[0] = (operands[0].astype(jnp.float32) * size).astype(dtype)
     rules = {"is_causal": True}
-    d_out = jnp.asarray(rng.normal(size=(2, 130, 4, 32)), dtype)
+    d_out = jnp.asarray(rng.normal(size=(1, 130, 4, 32)), dtype)
     truth = attention_oracle.forward(*operands, **rules)
     want = {"out": truth.out} | attention_oracle.gradients(*operands, d_out=d_out, **rules)
     terms = attention_oracle.gradient_terms(*operands, d_out=d_out, **rules)
@@ -332,17 +299,6 @@ def test_numbers_of_numpys_are_numbers() -> None:
             np.testing.assert_array_equal(got, plain)
 
 
-def test_segments_pack_sequences() -> None:
-    """Documents in one row give what each gives alone."""
-    q, k, v = inputs(batch=1, queries=9, keys=9)
-    ids = np.array([[3, 3, 3, 3, 1, 1, 1, 2, 2]])
-    packed = jaxsoftmax.flash_attention(q, k, v, is_causal=True, query_segment_ids=ids)
-    for segment in (1, 2, 3):
-        at = ids[0] == segment
-        alone = jaxsoftmax.flash_attention(q[:, at], k[:, at], v[:, at], is_causal=True)
-        np.testing.assert_allclose(packed[:, at], alone, rtol=1e-5, atol=1e-6)
-
-
 def test_decoding_at_the_bottom_right() -> None:
     """New queries against a cache of keys see what they would have seen in the whole sequence."""
     q, k, v = inputs(queries=7)
@@ -354,45 +310,10 @@ def test_decoding_at_the_bottom_right() -> None:
         np.testing.assert_allclose(late, whole[:, -new:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [(1, 0), (0, 2), (None, 1)], ids=str)
-def test_a_window_at_the_bottom_right_needs_no_causality(window: tuple[int | None, int | None]) -> None:
-    operands = inputs(queries=3, keys=7)
-    left, right = (99 if side is None else side for side in window)
-    place, key = np.arange(3)[:, None] + 4, np.arange(7)
-    mask = (place - left <= key) & (key <= place + right)
-    got = jaxsoftmax.flash_attention(*operands, local_window_size=window, causal_alignment="bottom_right")
-    np.testing.assert_allclose(got, jaxsoftmax.flash_attention(*operands, mask=mask), rtol=1e-5, atol=1e-6)
-
-
 def test_a_window_as_wide_as_integers_go_is_none() -> None:
     whole = jaxsoftmax.flash_attention(*inputs())
     for far in (2**30, 2**31 - 1, 2**40):
         np.testing.assert_array_equal(jaxsoftmax.flash_attention(*inputs(), local_window_size=far), whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chunk, given", [(3, ("query", "key_value")), (3, ("query",)), (512, ("key_value",))], indirect=["chunk"]
-)
-@pytest.mark.usefixtures("chunk")
-def test_each_sequence_is_aligned_at_its_own_end(given: tuple[str, ...]) -> None:
-    q, k, v = inputs(batch=4)
-    ends = {"query": [3, 5, 2, 99], "key_value": [7, 2, 3, 4]}
-    lengths = {f"{name}_seq_lengths": np.int32(ends[name]) for name in given}
-    rules = {"is_causal": True, "local_window_size": (2, None), "causal_alignment": "bottom_right"}
-
-    @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, **lengths: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda *a: jaxsoftmax.flash_attention(*a, **rules, **lengths), q, k, v)
-        return out, *pull(jnp.cos(out))
-
-    together = both(q, k, v, **lengths)
-    for b in range(4):
-        t, s = (n if name not in given else min(ends[name][b], n) for name, n in (("query", 5), ("key_value", 7)))
-        for got, want in zip(together, both(q[b, :t], k[b, :s], v[b, :s]), strict=True):
-            np.testing.assert_allclose(got[b, : len(want)], want, rtol=1e-4, atol=1e-6)
-        for got, end in zip(together[1:], (t, s, s), strict=True):
-            assert not got[b, end:].any()
 
 
 def test_empty_shapes() -> None:
@@ -463,13 +384,6 @@ def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.default_matmul_precision("default"):
         assert "HIGHEST" not in text(q, k, v)
     assert "HIGHEST" not in text(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)))
-
-
-def test_the_signature_is_jax_nns_and_more() -> None:
-    ours = inspect.signature(jaxsoftmax.flash_attention).parameters
-    for name, theirs in inspect.signature(jax.nn.dot_product_attention).parameters.items():
-        assert ours[name].default == theirs.default
-        assert ours[name].kind == theirs.kind
 
 
 def test_types_for_people() -> None:

@@ -11,71 +11,9 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
+from tests.jaxsoftmax.calls import CALLS, MORE_CALLS, of_floats
 
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(4, 6, 16)), jnp.float32)
-MASK = jnp.asarray(RNG.random(16) < 0.7)
-LABELS = jnp.asarray(RNG.integers(0, 16, (4, 6)), jnp.int32)
-Q, K, V = (jnp.asarray(RNG.normal(size=(2, n, h, 8)), jnp.float32) for n, h in ((5, 4), (7, 2), (7, 2)))
-BIAS, SINKS = jnp.asarray(RNG.normal(size=(4, 5, 7)), jnp.float32), jnp.asarray(RNG.normal(size=4), jnp.float32)
-IDS = [jnp.asarray(np.sort(RNG.integers(0, 2, (2, n))), jnp.int32) for n in (5, 7)]
-LENGTHS = jnp.asarray([5, 3], jnp.int32)
-
-
-def cross_entropy(x: jax.Array, **options: Any) -> Any:
-    return jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, LABELS, **options)
-
-
-def top_k(x: jax.Array, **options: Any) -> jax.Array:
-    return jaxsoftmax.top_k_softmax(x, 3, **options)[0]
-
-
-def attention(q: jax.Array, **options: Any) -> jax.Array:
-    return jaxsoftmax.flash_attention(q, K.astype(q.dtype), V.astype(q.dtype), **options)
-
-
-def attention_of_all(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
-    return jaxsoftmax.flash_attention(
-        q, k, v, bias, MASK[:7], sinks=sinks, key_value_seq_lengths=LENGTHS, query_segment_ids=IDS[0],
-        key_value_segment_ids=IDS[1], return_residual=True,
-    )  # fmt: skip
-
-
-CALLS: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
-    "softmax": (functools.partial(jaxsoftmax.softmax, where=MASK), (X,)),
-    "softmax of rows scaled": (lambda x, s: jaxsoftmax.softmax(x, (0, 2), scale=s), (X, X[0, 0])),
-    "log_softmax": (functools.partial(jaxsoftmax.log_softmax, axis=1, scale=0.5), (X,)),
-    "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1, where=MASK), (X,)),
-    "logsumexp with weights": (lambda x, b: jaxsoftmax.logsumexp(x, -1, jnp.exp(b)), (X, X[0, 0])),
-    "cross entropy": (
-        functools.partial(cross_entropy, where=MASK[None, None], label_smoothing=0.1, ignore_index=3, return_lse=True),
-        (X,),
-    ),
-    "weighted cross entropy": (
-        lambda x, w: cross_entropy(x, weights=jnp.exp(w), logits_soft_cap=3.0, label_smoothing=0.1),
-        (X, X[0, :, 0]),
-    ),
-    "cross entropy of probabilities": (
-        lambda x, y: jaxsoftmax.softmax_cross_entropy(x, jnp.exp(y), where=MASK[None, None]),
-        (X, X[0, 0]),
-    ),
-    "top k": (top_k, (X,)),
-    "router": (functools.partial(top_k, axis=1, normalize="top_k", scale=2.0), (X,)),
-    "attention": (functools.partial(attention, is_causal=True, local_window_size=2, logits_soft_cap=5.0), (Q,)),
-    "attention from the end": (
-        functools.partial(
-            attention,
-            is_causal=True,
-            causal_alignment="bottom_right",
-            key_value_seq_lengths=LENGTHS,
-            query_seq_lengths=LENGTHS,
-        ),
-        (Q,),
-    ),
-    "attention of everything": (attention_of_all, (Q, K, V, BIAS, SINKS)),
-    "attention of scaled heads": (lambda q, s: attention(q, scale=s), (Q, X[0, 0, :8])),
-    "dropout": (functools.partial(attention, dropout_rate=0.5, dropout_rng=jax.random.key(0), is_causal=True), (Q,)),
-}
+NAMED = {**CALLS, **MORE_CALLS}
 
 
 @contextlib.contextmanager
@@ -125,15 +63,21 @@ def derivatives(call: Callable[..., Any], *xs: jax.Array) -> Any:
     return jax.jvp(functools.partial(pulled_back, call), xs, xs), jax.jvp(call, xs, xs)
 
 
-IN_16_BITS = ("softmax", "log_softmax", "logsumexp", "cross entropy", "attention of everything")
+IN_16_BITS = ("softmax", "log_softmax", "logsumexp", "cross_entropy", "more attention")
 
 
-@pytest.mark.parametrize("settings", [STRICT[:2], STRICT], ids=["promotion", "all"])
+@pytest.mark.parametrize(
+    "settings, kernels",
+    [(STRICT[:2], "reference"), (STRICT, "stand-in")],
+    indirect=["kernels"],
+    ids=["promotion", "all"],
+)
 def test_every_call_lowers(settings: tuple[str, ...], kernels: Any) -> None:
     kernels()
     jax.clear_caches()
     with within(*settings):
-        for name, (call, operands) in CALLS.items():
+        for name in NAMED:
+            call, operands = of_floats(name)
             for dtype in ("float32", "bfloat16") if name in IN_16_BITS else ("float32",):
                 xs = [x.astype(dtype) for x in operands]
                 both = lambda *xs, call=call: (derivatives(call, *xs), jax.vmap(call)(*(jnp.stack([x, x]) for x in xs)))
@@ -143,13 +87,13 @@ def test_every_call_lowers(settings: tuple[str, ...], kernels: Any) -> None:
     jax.clear_caches()
 
 
-COMPARED = ("softmax", "weighted cross entropy", "router", "attention")
+COMPARED = ("softmax", "weighted", "router", "window")
 
 
 @functools.cache
 def expected(name: str, function: Callable[..., Any]) -> Any:
     """What it is where nothing is set."""
-    call, operands = CALLS[name]
+    call, operands = of_floats(name)
     return jax.tree.map(np.asarray, jax.jit(functools.partial(function, call))(*operands))
 
 
@@ -163,7 +107,8 @@ def check(name: str, function: Callable[..., Any], got: Any) -> None:
 def test_results_are_the_same(stand_ins: Any, setting: str) -> None:
     jax.clear_caches()
     with within(setting):
-        got = {name: pulled_back(CALLS[name][0], *CALLS[name][1]) for name in COMPARED}
+        calls = {name: of_floats(name) for name in COMPARED}
+        got = {name: jax.jit(functools.partial(pulled_back, call))(*xs) for name, (call, xs) in calls.items()}
     jax.clear_caches()
     for name in COMPARED:
         check(name, pulled_back, got[name])
@@ -175,17 +120,25 @@ def rematerialised(call: Callable[..., Any], *xs: jax.Array) -> Any:
     return derivatives(call, *xs), pulled_back(saved(call), *xs), jax.jvp(jax.checkpoint(call), xs, xs), each
 
 
-@pytest.mark.parametrize("switch", ["jvp", "vjp", "remat"])
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "weighted cross entropy", "attention of everything"])
+@pytest.mark.parametrize(
+    "name, switch",
+    [
+        ("softmax", "jvp"),
+        ("log_softmax", "remat"),
+        ("weighted", "vjp"),
+        ("weighted", "remat"),
+        *(("more attention", switch) for switch in ("jvp", "vjp", "remat")),
+    ],
+)
 def test_coming_implementations_give_the_same(name: str, switch: str) -> None:
-    call, operands = CALLS[name]
+    call, operands = of_floats(name)
     with within(switch):
         got = jax.jit(functools.partial(rematerialised, call))(*operands)
     check(name, rematerialised, got)
 
 
 def test_names_are_saved_by_the_coming_remat() -> None:
-    call, operands = CALLS["attention of everything"]
+    call, operands = of_floats("more attention")
     with within("remat"):
         gradient = str(jax.make_jaxpr(lambda *xs: pulled_back(saved(call), *xs))(*operands))
     assert (gradient.count("= flash_attention["), gradient.count("= flash_attention_gradients[")) == (1, 1)

@@ -3,7 +3,6 @@
 A fault is a piece of the text of what pulls cotangents back to the logits, and what it becomes.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -16,16 +15,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax._cross_entropy import primitives
 from tests import errors, oracle
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A fault, and the text in which it is planted."""
-
-    words: str
-    code: str
-    becomes: str
-
+from tests.top_k_mutants import Mutant
 
 MUTANTS = (
     Mutant("a row's state is its logsumexp, rounded", "known, read = Stats(maximum, total)",

@@ -11,6 +11,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import _explain
+from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax.problem import Op
 
@@ -78,12 +79,6 @@ def test_complex_numbers_have_no_kernel(op: str) -> None:
     assert (found.implementation, found.kernel) == ("xla", None)
     assert str(found).startswith(f"{op} of complex64[8,16]")
     assert "complex numbers are computed by jax." in found.reason
-
-
-def test_device_is_a_device() -> None:
-    for device in ("H100", 3, jax.devices("cpu")[0]):
-        with pytest.raises(TypeError, match=r"explain: device is .*, expected a pallas_kernels\.hardware\.Device"):
-            jaxsoftmax.explain(X, device=device)
 
 
 def test_symbolic_shapes() -> None:
@@ -200,6 +195,66 @@ def test_numbers_of_a_row_are_moved_too() -> None:
     assert moved("logsumexp") == logits + 2 * number
     assert moved("logsumexp", where=mask) == logits + logits // 4 + 2 * number
     assert moved("cross_entropy_gradient", weights=1.0) == 2 * logits + 3 * number
+
+
+HALF = [jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+Q, K, V = (jnp.zeros(shape) for shape in ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)))
+
+
+def test_a_kernel_of_attention(stand_ins: Any) -> None:
+    x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+    found = jaxsoftmax.explain_attention(x, x, x, is_causal=True)
+    assert str(found).splitlines() == [
+        "flash_attention of bfloat16: query [2,1024,8,64], key [2,1024,8,64], value [2,1024,8,64]",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA H200: kernel stand-in",
+        "    why: it is the only one",
+        "    moves: nothing can move less than 8.5 MB",
+    ]
+    assert jaxsoftmax.explain_attention(x, x, x, op="vjp").implementation == "mosaic_gpu"
+    assert stand_ins.problems[-1].op is AttentionOp.BACKWARD
+    pushed = jaxsoftmax.explain_attention(x, x, x, op="jvp")
+    assert (pushed.implementation, pushed.reason) == ("xla", "forward mode has no kernel")
+
+
+def test_no_kernel_of_attention(stand_ins: Any) -> None:
+    stand_ins.accepts = lambda _: False
+    mask = jax.ShapeDtypeStruct((5, 7), jnp.bool_)
+    found = jaxsoftmax.explain_attention(Q, K, V, mask=mask, key_value_seq_lengths=np.array([3, 4]), device=A100)
+    assert (found.kernel, found.implementation) == (None, "xla")
+    assert str(found).splitlines()[-1] == "    not attention: it is not for this"
+    named = jaxsoftmax.explain_attention(Q, K, V, implementation="mosaic_gpu")
+    assert named.implementation == "error"
+    assert jaxsoftmax.explain_attention(Q, K, V, implementation="xla").declined == ()
+
+
+def test_it_takes_what_the_call_takes(stand_ins: Any) -> None:
+    """NumPy's numbers and dtypes have shapes, and are no arrays."""
+    numbers = {"scale": np.float32(0.5), "logits_soft_cap": np.array(2.0), "local_window_size": np.int64(3)}
+    jaxsoftmax.explain_attention(*HALF, **numbers, is_causal=np.bool_(True), dtype=jnp.dtype("float16"))
+    (problem,) = stand_ins.problems
+    assert (problem.scale, problem.soft_cap, problem.window, problem.dtype) == (0.5, 2.0, (3, 3), jnp.float16)
+    for op in ("vjp", "jvp"):
+        assert "bias [1,1,5,7]" in jaxsoftmax.explain_attention(Q, K, V, np.ones((5, 7), int), op=op).call
+    assert not stand_ins.problems[-1].bias_gradient
+
+
+def test_why_dropout_is_xlas(stand_ins: Any) -> None:
+    found = jaxsoftmax.explain_attention(Q, K, V, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    assert (found.implementation, found.reason) == ("xla", "dropout and sown weights need all weights in memory")
+
+
+def test_the_real_kernels_of_attention() -> None:
+    assert "compute capability 8.0" in str(jaxsoftmax.explain_attention(*HALF, device=A100))
+    assert "float32" in jaxsoftmax.explain_attention(Q, K, V).declined[0][1]
+
+
+@pytest.mark.parametrize("op, kernel", [("forward", "attention"), ("vjp", "attention_gradients")])
+def test_kernels_align_by_lengths(op: str, kernel: str) -> None:
+    lengths = {f"{name}_seq_lengths": jax.ShapeDtypeStruct((2,), jnp.int32) for name in ("query", "key_value")}
+    for rules in ({"is_causal": True}, {"local_window_size": (3, 0)}):
+        found = jaxsoftmax.explain_attention(*HALF, op=op, causal_alignment="bottom_right", **lengths, **rules)
+        assert (found.kernel, found.implementation, found.declined) == (kernel, "mosaic_gpu", ())
 
 
 def test_attention_to_one_key_is_a_kernels_only_if_that_is_named():

@@ -1,4 +1,4 @@
-"""The primitives over the real kernels, on a Hopper GPU."""
+"""Every function over the real kernels, on a Hopper GPU: against the oracles, as close as XLA's own programs are."""
 
 import functools
 import re
@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
+from jaxsoftmax import flash_attention, softmax_cross_entropy_with_integer_labels, top_k_softmax
 from pallas_kernels import custom_vjp, hardware
-from tests import errors, oracle
+from tests import attention_oracle, errors, oracle, top_k_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +62,7 @@ def test_rows_far_from_zero(implementation: str) -> None:
     for op in OPS.values():
         y = jax.jit(functools.partial(op, scale=0.3, implementation=implementation))(x)
         np.testing.assert_allclose(y, op(0 * x, implementation="xla"), rtol=1e-5)
-    loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, implementation=implementation)
+    loss = functools.partial(softmax_cross_entropy_with_integer_labels, implementation=implementation)
     losses, pull = jax.vjp(jax.jit(lambda x: loss(x, labels, scale=0.3)), x)
     np.testing.assert_allclose(losses, np.log(4096), rtol=1e-5)
     np.testing.assert_allclose(*pull(jnp.ones(64)), 0.3 * (1 / 4096 - jax.nn.one_hot(labels, 4096)), rtol=1e-5)
@@ -86,7 +88,7 @@ def test_cross_entropy(options: str, shape: tuple[int, ...], dtype: Any) -> None
 
     def run(implementation: str) -> Any:
         loss = functools.partial(
-            jaxsoftmax.softmax_cross_entropy_with_integer_labels,
+            softmax_cross_entropy_with_integer_labels,
             labels=y,
             implementation=implementation,
             **{ours.get(k, k): v for k, v in given.items()},
@@ -107,7 +109,7 @@ def test_cross_entropy(options: str, shape: tuple[int, ...], dtype: Any) -> None
 
 def test_cross_entropy_masks_axes_and_transformations() -> None:
     x, _ = inputs((16, 64, 512), jnp.float32)
-    loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+    loss = softmax_cross_entropy_with_integer_labels
     mask = np.random.default_rng(1).random((16, 64, 512)) < 0.7
     y = np.random.default_rng(2).integers(0, 512, (16, 64))
 
@@ -145,7 +147,7 @@ def test_wrong_labels(options: dict[str, Any]) -> None:
     y = np.arange(64) * 61
     y[::3], y[1::9] = -1, 4096
     exists = (y >= 0) & (y < 4096)
-    loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+    loss = softmax_cross_entropy_with_integer_labels
     total = lambda x, y, used: jnp.where(used, loss(x, y, implementation="mosaic_gpu", **options), 0).sum()
     run = jax.jit(jax.grad(total))
     want = run(x, np.where(exists, y, 0), exists)
@@ -181,24 +183,174 @@ def test_masks_scale_axes_and_transformations() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", [("d",), (None, "d")], ids=str)
-def test_two_gpus(spec: tuple[str | None, ...], kind: str) -> None:
+LENGTHS = {"query_seq_lengths": np.int32([200, 77]), "key_value_seq_lengths": np.int32([130, 239])}
+IDS = np.sort(np.random.default_rng(9).integers(0, 4, (2, 239)))
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "bottom right window": {"is_causal": True, "local_window_size": (50, 0), "causal_alignment": "bottom_right"},
+    "lengths": LENGTHS,
+    "bottom right lengths": LENGTHS | {"is_causal": True, "causal_alignment": "bottom_right"},
+    "segments": {"is_causal": True, "query_segment_ids": IDS, "key_value_segment_ids": IDS},
+    "mask": {"mask": np.random.default_rng(8).random((2, 1, 239, 239)) < 0.5},
+    "bias": {"bias": np.random.default_rng(7).normal(size=(1, 8, 239, 239)).astype(np.float32)},
+    "sinks and cap": {"sinks": np.linspace(-1, 2, 8).astype(np.float32), "logits_soft_cap": 5.0},
+}
+
+
+def operands(dim: int, value_dim: int, dtype: Any) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.normal(size=(2, 239, heads, width)), dtype)
+        for heads, width in ((8, dim), (2, dim), (2, value_dim), (8, value_dim))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dim, value_dim", [(64, 64), (128, 128), (100, 60), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients_of_attention(name: str, dim: int, value_dim: int, dtype: Any) -> None:
+    *qkv, d_out = operands(dim, value_dim, dtype)
+    arguments = CALLS[name]
+    arrays = {key: jnp.asarray(x) for key, x in arguments.items() if isinstance(x, np.ndarray)}
+    floats = {key: x for key, x in arrays.items() if key in ("bias", "sinks")}
+    others = {key: x for key, x in arrays.items() if key not in floats}
+    static = {key: x for key, x in arguments.items() if key not in arrays}
+    truth = attention_oracle.forward(*qkv, **arguments)
+    want = {"out": truth.out, "lse": np.swapaxes(truth.lse, 1, 2)}
+    want |= attention_oracle.gradients(*qkv, d_out=d_out, d_lse=np.ones_like(truth.lse), **arguments)
+
+    # Operands are arguments: what is constant, XLA would compute while it compiles, and not on the GPU.
+    def everything(implementation: str | None, qkv: Any, floats: Any, others: Any, d_out: Any) -> dict[str, jax.Array]:
+        call = lambda qkv, floats: flash_attention(
+            *qkv, **floats, **others, **static, return_residual=True, implementation=implementation
+        )
+        (out, lse), pull = jax.vjp(call, qkv, floats)
+        gradients, more = pull((d_out, jnp.ones_like(lse)))
+        return {"out": out, "lse": lse} | dict(zip(("query", "key", "value"), gradients, strict=True)) | more
+
+    run = jax.jit(everything, static_argnums=0)
+    ours, theirs = (run(kind, qkv, floats, others, d_out) for kind in (None, "xla"))
+    for part, exact in want.items():
+        seen = np.isfinite(exact)
+        for whose, found in (("ours", ours), ("xla", theirs)):
+            np.testing.assert_array_equal(np.isfinite(np.asarray(found[part], np.float64)), seen, f"{whose} {part}")
+        error, allowed = (np.abs(np.asarray(x[part], np.float64)[seen] - exact[seen]).max() for x in (ours, theirs))
+        bound = 2 * allowed + float(jnp.finfo(dtype).eps) * np.abs(exact[seen]).max()
+        assert error <= bound, f"{part}: error {error}, xla's {allowed}, bound {bound}"
+
+
+def test_the_kernels_of_attention_run() -> None:
+    *qkv, _ = operands(128, 128, jnp.bfloat16)
+    for op in ("forward", "vjp"):
+        assert jaxsoftmax.explain_attention(*qkv, is_causal=True, op=op).implementation == "mosaic_gpu"
+    text = jax.jit(lambda *a: flash_attention(*a, implementation="mosaic_gpu")).lower(*qkv).as_text()
+    assert "mosaic_gpu" in text
+
+
+def test_transformations_of_attention() -> None:
+    *qkv, d_out = operands(64, 64, jnp.bfloat16)
+    q, k, v = qkv
+    qs = jnp.stack([q, -q, 2 * q])
+    call = lambda q: flash_attention(q, k, v, is_causal=True)
+    mapped = jax.jit(jax.vmap(call))(qs)
+    for got, x in zip(mapped, qs, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(call(x), np.float32), atol=2e-2)
+    loss = lambda q: (call(q).astype(jnp.float32) * d_out.astype(jnp.float32)).sum()
+    gradient, product = jax.jit(lambda q: jax.jvp(jax.grad(loss), (q,), (q,)))(q)
+    xla = lambda q: (
+        flash_attention(q, k, v, is_causal=True, implementation="xla").astype(jnp.float32) * d_out.astype(jnp.float32)
+    ).sum()
+    for got, want in zip((gradient, product), jax.jit(lambda q: jax.jvp(jax.grad(xla), (q,), (q,)))(q), strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+
+
+SELECT = jax.jit(top_k_softmax, static_argnums=1, static_argnames=("normalize", "scale", "implementation"))
+NAMED = functools.partial(SELECT, implementation="mosaic_gpu")
+CASES = [(8192, 32000, 64), (4096, 151936, 8), (1, 262144, 50), (64, 50257, 8), (33, 50261, 3), (8192, 128, 8)]
+CASES += [(1, 32000, 64), (1, 32000, 1), (1, 262144, 64), (3, 50261, 8), (64, 128256, 1), (8192, 32000, 1)]
+
+
+@pytest.mark.together("rows", "n", "k")  # XLA sorts gigabytes: not six times at once
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("normalize", ["all", "top_k"])
+@pytest.mark.parametrize("rows, n, k", CASES)
+def test_top_k_against_xla(rows: int, n: int, k: int, normalize: str, dtype: Any) -> None:
+    x = (4 * jax.random.normal(jax.random.key(0), (rows, n))).astype(dtype)
+    y, indices = NAMED(x, k, normalize=normalize)
+    # A zero of either sign is the same logit, which XLA's orders do not all know.
+    want = jax.jit(lambda x: jax.lax.top_k(jnp.where(x == 0, 0, x), k)[1])(x)
+    np.testing.assert_array_equal(indices, want)
+    some = np.s_[:: max(1, rows // 64)]
+    top_k_oracle.check(lambda *_, **__: (y[some], indices[some]), x[some], k, normalize=normalize)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("n, k", [(300, 5), (1000, 16), (3000, 8), (32000, 64), (32000, 1), (50261, 256)])
+def test_ties_and_holes(n: int, k: int, dtype: Any) -> None:
+    x = top_k_oracle.rows(n, dtype)
+    for normalize, scale in (("all", 1.0), ("top_k", 1.0), ("all", 0.3)):
+        top_k_oracle.check(NAMED, jnp.asarray(x), k, normalize=normalize, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("n, k", [(3000, 1), (5003, 8), (32000, 64), (70000, 2)])
+def test_ties_and_holes_of_few_rows(n: int, k: int, dtype: Any) -> None:
+    """Which are not sorted but counted."""
+    x = top_k_oracle.rows(n, dtype)
+    for rows in np.split(x, len(x) // 2):
+        for normalize, scale in (("all", 1.0), ("top_k", 0.3)):
+            top_k_oracle.check(NAMED, jnp.asarray(rows), k, normalize=normalize, scale=scale)
+    y, indices = NAMED(jnp.full((2, n), jnp.nan, dtype), k)
+    assert np.isnan(y).all()
+    assert ((indices >= 0) & (indices < n)).all()
+
+
+@pytest.mark.parametrize("normalize", ["all", "top_k"])
+def test_gradients_of_top_k(normalize: str) -> None:
+    x = jax.random.normal(jax.random.key(1), (64, 32000))
+    loss = lambda x, name: jnp.sin(50 * top_k_softmax(x, 8, normalize=normalize, implementation=name)[0]).sum()
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(x, name) for name in ("mosaic_gpu", "xla"))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-8)
+
+
+def over_two_gpus(kind: str, *spec: str | None) -> NamedSharding:
     if len(jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
-    mesh = jax.make_mesh((2,), ("d",), (getattr(jax.sharding.AxisType, kind),))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    x, ct = inputs((64, 8192), jnp.float32)
+    return NamedSharding(jax.make_mesh((2,), ("d",), (getattr(AxisType, kind),)), PartitionSpec(*spec))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [("d",), (None, "d")], ids=str)
+def test_rows_over_two_gpus(spec: tuple[str | None, ...], kind: str) -> None:
+    sharding, (x, ct) = over_two_gpus(kind, *spec), inputs((64, 8192), jnp.float32)
     run = jax.jit(lambda x, ct: (jaxsoftmax.softmax(x), jax.vjp(jaxsoftmax.log_softmax, x)[1](ct)[0]))
     operands = jax.device_put((x, ct), sharding)
     y, dx = run(*operands)
     np.testing.assert_allclose(y, oracle.softmax(x), rtol=1e-5)
     np.testing.assert_allclose(dx, oracle.log_softmax_cotangent(x, ct), rtol=1e-4, atol=1e-5)
-    assert "all-gather" not in run.lower(*operands).compile().as_text()
     labels = np.random.default_rng(2).integers(0, 8192, 64)
-    loss = jax.jit(jax.value_and_grad(lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, labels).sum()))
+    loss = jax.jit(jax.value_and_grad(lambda x: softmax_cross_entropy_with_integer_labels(x, labels).sum()))
     value, gradient = loss(operands[0])
     want = oracle.cross_entropy(x, labels)
     np.testing.assert_allclose(value, want.loss.sum(), rtol=1e-5)
     np.testing.assert_allclose(gradient, want.gradient, rtol=1e-4, atol=1e-6)
-    assert "all-gather" not in loss.lower(operands[0]).compile().as_text()
+    x = jax.random.normal(jax.random.key(2), (64, 32000))
+    cut = jax.device_put(x, sharding)
+    top_k_oracle.check(lambda x, k, **keywords: SELECT(cut, k, **keywords), x, 8)
+    for lowered in (run.lower(*operands), loss.lower(operands[0]), SELECT.lower(cut, 8)):
+        assert "all-gather" not in lowered.compile().as_text()
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [("d",), (None, None, "d")], ids=str)
+def test_attention_over_two_gpus(spec: tuple[str | None, ...], kind: str) -> None:
+    sharding, arrays = over_two_gpus(kind, *spec), operands(128, 128, jnp.bfloat16)
+    call = functools.partial(flash_attention, mask=jnp.asarray(CALLS["mask"]["mask"]), is_causal=True)
+    run = jax.jit(lambda q, k, v, g: jax.vjp(call, q, k, v)[1](g))
+    cut = jax.device_put(arrays, sharding)
+    for found, alone in zip(run(*cut), run(*arrays), strict=True):
+        np.testing.assert_allclose(np.float32(found), np.float32(alone), rtol=2**-7, atol=2**-7)
+    hlo = run.lower(*cut).compile().as_text()
+    assert not any(word in hlo for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from flax import nnx
 
 import jaxsoftmax
 from jaxsoftmax import _patch
+from tests.jaxsoftmax import calls as table
+from tests.jaxsoftmax.calls import CALLS, MORE_CALLS
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)
@@ -56,46 +59,35 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert _patch._ON.value is None
 
 
-OURS = {
-    "softmax": lambda: jaxsoftmax.softmax(X, where=WHERE, scale=2.0),
-    "log_softmax": lambda: jaxsoftmax.log_softmax(X.astype(jnp.bfloat16)),
-    "logsumexp": lambda: jaxsoftmax.logsumexp(X, -1, return_sign=True),
-    "logsumexp of weights": lambda: jaxsoftmax.logsumexp(X, -1, b=X, where=WHERE, return_sign=True),
-    "merge": lambda: jaxsoftmax.merge(jaxsoftmax.Stats(X, X), jaxsoftmax.Stats(X, 2 * X)),
-    "labels": lambda: jaxsoftmax.softmax_cross_entropy_with_integer_labels(
-        X, LABELS, z_loss=0.1, weights=X[:, 0], ignore_index=-1, label_smoothing=0.1
-    ),
-    "probabilities": lambda: jaxsoftmax.softmax_cross_entropy(X, X**2),
-    "top-k": lambda: jaxsoftmax.top_k_softmax(X, 2),
-    "attention": lambda: jax.value_and_grad(
-        lambda q: jnp.sin(jaxsoftmax.flash_attention(q, Q, Q, sinks=Q[0, 0, :, 0], is_causal=True)).sum()
-    )(Q),
-    "attention with dropout": lambda: jaxsoftmax.flash_attention(
-        Q, Q, Q, dropout_rng=jax.random.key(0), dropout_rate=0.5, return_residual=True
-    ),
-    "explain": lambda: (str(jaxsoftmax.explain(X)), str(jaxsoftmax.explain_attention(Q, Q, Q))),
-}
-
-
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*CALLS, *MORE_CALLS])
 def test_our_own_functions_are_the_same_inside(name: str) -> None:
-    call = OURS[name] if name == "explain" else jax.jit(OURS[name])
-    outside = call()
+    call, operands = (CALLS | MORE_CALLS)[name]
+    run = lambda: jax.jit(call)(**operands)
+    outside = run()
     with jaxsoftmax.patch() as calls:
-        inside = call()
+        inside = run()
     assert bits(inside) == bits(outside)
     assert not any([*calls.values(), *calls.fallbacks.values()])
 
 
+def test_what_runs_nothing_is_the_same_inside() -> None:
+    run = lambda: (
+        str(jaxsoftmax.explain(X)),
+        str(jaxsoftmax.explain_attention(Q, Q, Q)),
+        bits(jaxsoftmax.merge(jaxsoftmax.Stats(X, X), jaxsoftmax.Stats(X, 2 * X))),
+        bits(jax.grad(lambda q: jnp.sin(jaxsoftmax.flash_attention(q, Q, Q)).sum())(Q)),
+    )
+    outside = run()
+    with jaxsoftmax.patch() as calls:
+        assert run() == outside
+    assert not any([*calls.values(), *calls.fallbacks.values()])
+
+
 def test_every_public_function_is_compared_inside() -> None:
-    source = inspect.getsource(sys.modules[__name__]).partition("OURS = {")[2].partition("@pytest")[0]
-    public = {name for name in jaxsoftmax.__all__ if name[0].islower()} - {
-        "batch_invariant",
-        "install",
-        "patch",
-        "uninstall",
-    }
-    assert not [name for name in public if f"jaxsoftmax.{name}(" not in source]
+    source = inspect.getsource(table) + inspect.getsource(test_what_runs_nothing_is_the_same_inside)
+    public = {name for name in jaxsoftmax.__all__ if name[0].islower()}
+    public -= {"batch_invariant", "install", "patch", "uninstall"}
+    assert not [name for name in public if not re.search(rf"jaxsoftmax\.{name}\b", source)]
 
 
 # What is called, how, and whether ours takes it.

@@ -1,5 +1,6 @@
 """Sharded operands: values, types and, on the compiled program, how little the devices say to each other."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -7,130 +8,225 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
+from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.softmax.problem import Op
-from tests.jaxsoftmax import labelled
-from tests.jaxsoftmax.sharded import collectives, count, mesh, put
-from tests.pairwise import pairwise
-
-SHAPE = (8, 4, 16)
-X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
-CT = jnp.asarray(np.random.default_rng(1).normal(size=SHAPE), jnp.float32)
-MASK = jnp.asarray(np.random.default_rng(2).random(SHAPE) < 0.7).at[..., 3].set(True)
-
-OPS = {
-    "softmax": (jaxsoftmax.softmax, jax.nn.softmax),
-    "log_softmax": (jaxsoftmax.log_softmax, jax.nn.log_softmax),
-    "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1), functools.partial(jax.nn.logsumexp, axis=-1)),
-    "cross_entropy": (
-        labelled.constant(jaxsoftmax.softmax_cross_entropy_with_integer_labels),
-        labelled.constant(optax.softmax_cross_entropy_with_integer_labels),
-    ),
-}
-ROWS = [P("d"), P("d", "m"), P(None, "m"), P(("d", "m")), P(None, "d")]
-COLUMNS = [P(None, None, "d"), P(None, None, ("d", "m")), P("d", None, "m")]
-
-KERNELS = ["reference", "stand-in"]
+from tests.jaxsoftmax.calls import (
+    CALLS,
+    CT,
+    LENGTHS,
+    MASK,
+    MORE,
+    QKV,
+    Operands,
+    X,
+    attention,
+    cross_entropy,
+    normal,
+)
+from tests.jaxsoftmax.sharded import COLLECTIVES, collectives, count, mesh, put
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 
-def forward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    return lambda x, ct, **kw: function(x, **kw)
-
-
-def pulled_back(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def gradient(x: jax.Array, ct: jax.Array, **kw: Any) -> jax.Array:
-        y, vjp = jax.vjp(functools.partial(function, **kw), x)
-        return vjp(ct if y.shape == ct.shape else jnp.full_like(y, 0.5))[0]
-
-    return gradient
-
-
-def pushed_forward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    return lambda x, ct, **kw: jax.jvp(functools.partial(function, **kw), (x,), (ct,))[1]
-
-
-MODES = {"forward": forward, "vjp": pulled_back, "jvp": pushed_forward}
+def derivatives(name: str, operands: Operands) -> dict[str, Any]:
+    """Results, tangents, gradients and the gradients' tangents."""
+    moving = {n: x for n, x in operands.items() if x.dtype == jnp.float32}
+    call = lambda moving: CALLS[name][0](**{n: (operands | moving)[n] for n in CALLS[name][1]})
+    finite = lambda y: jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0)).sum()
+    gradient = jax.grad(lambda moving: sum(finite(y) for y in jax.tree.leaves(call(moving))))
+    out, tangent = jax.jvp(call, (moving,), (moving,))
+    first, second = jax.jvp(gradient, (moving,), (moving,))
+    return {"out": out, "tangent": tangent, "gradient": first, "hvp": second}
 
 
 @functools.cache
-def expected(op: str, mode: str) -> np.ndarray:
-    """What `jax.nn` gives on one device."""
-    return np.asarray(jax.jit(MODES[mode](OPS[op][1]))(X, CT))
+def expected(name: str) -> Any:
+    """What one device gives."""
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(derivatives, name))(CALLS[name][1]))
 
 
-def agree(ours: Any, theirs: Any) -> None:
-    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-6)
+def agree(got: Any, want: Any) -> None:
+    def alike(a: Any, b: Any) -> None:
+        a, b = np.asarray(a), np.asarray(b)
+        size = np.abs(b[np.isfinite(b)]).max(initial=1.0)
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * size)
+
+    jax.tree.map(alike, got, want)
 
 
-@pytest.mark.parametrize("spec, op, mode", pairwise(ROWS, [*OPS], [*MODES]), ids=str)
-def test_rows_need_no_exchange(stand_ins: Any, spec: P, op: str, mode: str) -> None:
-    operands = put(X, spec), put(CT, spec)
-    compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
-    assert count(compiled) == {}
-    out = compiled(*operands)
-    agree(out, expected(op, mode))
-    assert out.sharding.is_equivalent_to(NamedSharding(mesh(), P(*spec[: out.ndim])), out.ndim)
-    shard = np.prod(NamedSharding(mesh(), spec).shard_shape(SHAPE)[:-1])
-    assert (shard, SHAPE[-1], 1) in {p for o in Op for p in stand_ins.ran(o)}
+def placed(operands: Operands, specs: dict[str, P], on: Mesh) -> Operands:
+    """Those operands that have a spec, placed so."""
+    return {n: put(x, specs[n], on) if n in specs else x for n, x in operands.items()}
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+D, DM, BOTH, HEADS, COLUMNS = P("d"), P("d", "m"), P(("d", "m")), P("d", None, "m"), P("d", None, "m")
+ALL_COLUMNS = P(None, None, ("d", "m"))
+NOTHING, SUMS, ANY = set(), {"all-reduce"}, set(COLLECTIVES)
+REFERENCE, STAND_IN = "reference", "stand-in"
+CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
+    ("softmax", AUTO, STAND_IN, NOTHING, {"x": P(None, "m")}),
+    ("softmax", AUTO, REFERENCE, SUMS, {"x": ALL_COLUMNS}),
+    ("softmax", EXPLICIT, STAND_IN, SUMS, {"x": COLUMNS, "where": D}),
+    ("softmax", EXPLICIT, STAND_IN, NOTHING, {"x": D, "where": D}),
+    ("softmax", EXPLICIT, REFERENCE, NOTHING, {"where": D}),
+    ("softmax", EXPLICIT, STAND_IN, ANY, {"x": P(), "where": D}),
+    ("softmax", EXPLICIT, REFERENCE, ANY, {"x": D, "where": P()}),
+    ("log_softmax", AUTO, STAND_IN, NOTHING, {"x": BOTH}),
+    ("log_softmax", EXPLICIT, STAND_IN, NOTHING, {"x": DM}),
+    ("log_softmax", EXPLICIT, STAND_IN, SUMS, {"x": P(None, None, "d")}),
+    ("logsumexp", AUTO, REFERENCE, NOTHING, {"a": P(None, "d")}),
+    ("logsumexp", EXPLICIT, STAND_IN, SUMS, {"a": P("m", None, "d"), "where": P("m")}),
+    ("logsumexp", EXPLICIT, STAND_IN, ANY, {"a": P(), "where": D}),
+    ("cross_entropy", AUTO, STAND_IN, NOTHING, {"logits": BOTH, "labels": BOTH, "where": BOTH}),
+    ("cross_entropy", AUTO, REFERENCE, SUMS, {"logits": ALL_COLUMNS}),
+    ("cross_entropy", EXPLICIT, STAND_IN, NOTHING, {"logits": DM, "labels": DM, "where": D}),
+    ("cross_entropy", EXPLICIT, REFERENCE, ANY, {"logits": P(None, None, "m"), "labels": D, "where": D}),
+    ("cross_entropy", EXPLICIT, STAND_IN, ANY, {"logits": DM}),
+    ("cross_entropy", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS, "labels": D, "where": D}),
+    ("loss", AUTO, STAND_IN, SUMS, {"logits": ALL_COLUMNS}),
+    # Outside of a context XLA gathers what the labels of rows without a mask pick; inside, nothing.
+    ("loss", EXPLICIT, STAND_IN, ANY, {"logits": DM, "labels": DM}),
+    ("loss", EXPLICIT, STAND_IN, ANY, {"logits": COLUMNS, "labels": D}),
+    ("masked loss", AUTO, STAND_IN, SUMS, {"logits": ALL_COLUMNS}),
+    ("masked loss", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS, "labels": D, "where": D}),
+    ("weighted", AUTO, STAND_IN, NOTHING, {"logits": DM, "labels": DM, "weights": DM}),
+    ("weighted", AUTO, STAND_IN, SUMS, {"logits": ALL_COLUMNS}),
+    ("weighted", EXPLICIT, REFERENCE, NOTHING, {"logits": D, "labels": D, "weights": D}),
+    ("weighted", EXPLICIT, STAND_IN, ANY, {"labels": D}),  # the compiler may cut and gather logits that lie on no mesh
+    ("weighted", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS, "labels": D, "weights": D}),
+    ("probabilities", AUTO, STAND_IN, SUMS, {"logits": P(None, None, "d"), "labels": P(None, None, "d")}),
+    ("probabilities", EXPLICIT, STAND_IN, NOTHING, {"logits": DM, "labels": DM}),
+    ("top_k", EXPLICIT, STAND_IN, NOTHING, {"logits": DM}),
+    ("top_k", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS}),
+    ("attention", AUTO, STAND_IN, NOTHING, {"query": HEADS, "key": HEADS, "value": HEADS}),
+    ("attention", AUTO, REFERENCE, NOTHING, {"query": BOTH, "key": BOTH, "value": BOTH}),
+    ("attention", EXPLICIT, STAND_IN, NOTHING, dict.fromkeys(QKV, P(None, None, "m"))),
+    ("attention", EXPLICIT, REFERENCE, NOTHING, {"query": D, "key": D, "value": D}),
+    ("attention", EXPLICIT, STAND_IN, NOTHING, {"query": D}),
+    ("attention", EXPLICIT, REFERENCE, NOTHING, {"key": D}),
+    ("attention", EXPLICIT, STAND_IN, ANY, {"query": P(None, None, "d"), "key": P(), "value": P()}),
+    ("attention", EXPLICIT, STAND_IN, ANY, {"query": P(None, "m"), "key": P(None, "m"), "value": P()}),
+    ("more attention", AUTO, STAND_IN, SUMS, {"query": D, "key": D, "value": D, "key_value_seq_lengths": D}),
+    ("more attention", AUTO, STAND_IN, ANY, {"query": P(None, "m"), "key": D}),
+    ("more attention", EXPLICIT, STAND_IN, SUMS, dict.fromkeys(QKV, HEADS) | {"key_value_seq_lengths": D}),
+    ("more attention", EXPLICIT, STAND_IN, ANY, {"query": P(), "key": D, "value": P("m"), "sinks": D}),
+    ("more attention", EXPLICIT, REFERENCE, ANY, dict.fromkeys(QKV, HEADS) | {"bias": P(), "sinks": P()}),
+    ("more attention", EXPLICIT, REFERENCE, ANY, {"query": DM, "key": P(), "value": P(), "bias": P("d", None, "m")}),
+    ("more attention", EXPLICIT, REFERENCE, ANY, {"query": HEADS, "key": D, "value": D, "sinks": P("m")}),
+    ("dropout", EXPLICIT, REFERENCE, ANY, {"query": P(None, None, "d"), "key": P(), "value": P()}),
+]
+
+
+def name_of(part: Any) -> str:
+    if isinstance(part, dict):
+        return ",".join(f"{n}={tuple(s)}" for n, s in part.items())
+    return "" if isinstance(part, set) else str(part)
+
+
+@pytest.mark.parametrize("name, kind, kernels, may, specs", CASES, indirect=["kernels"], ids=name_of)
+def test_derivatives(name: str, kind: AxisType, kernels: Any, may: set[str], specs: dict[str, P]) -> None:
+    """Of explicit axes no context has to know; a gradient has its operand's type, whatever the call is cut like."""
+    want, operands, on = expected(name), CALLS[name][1], mesh(kind)
+    kernels()
+    cut, function = placed(operands, specs, on), functools.partial(derivatives, name)
+    compiled = jax.jit(function).lower(cut).compile()
+    got = compiled(cut)
+    agree(got, want)
+    assert set(count(compiled)) <= may
+    if kind is AUTO:
+        alike = [(got["gradient"][n], cut[n]) for n in specs if n in got["gradient"] and may == NOTHING]
+        assert all(x.sharding.is_equivalent_to(y.sharding, y.ndim) for x, y in alike)
+        return
+    agree(CALLS[name][0](**cut), want["out"])
+    types = jax.eval_shape(function, cut)
+    with jax.set_mesh(on):
+        within = placed(operands, dict.fromkeys(operands, P()) | specs, on)
+        agree(jax.jit(function)(within)["gradient"], want["gradient"])
+        ambient = jax.eval_shape(function, within)
+    for part in ("gradient", "hvp"):
+        # The gradient of what no mesh has is cut as it comes, and not gathered.
+        types[part], ambient[part] = ({n: x for n, x in y[part].items() if n in specs} for y in (types, ambient))
+        assert {n: x.sharding for n, x in types[part].items()} == {n: jax.typeof(cut[n]).sharding for n in types[part]}
+    assert jax.tree.map(lambda x: x.sharding, types) == jax.tree.map(lambda x: x.sharding, ambient)
+
+
+def pulled_back(call: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    y, pull = jax.vjp(call, x)
+    return pull(jnp.cos(x) if y.shape == x.shape else jnp.full_like(y, 0.5))[0]
+
+
+MODES: dict[str, Callable[..., Any]] = {
+    "forward": lambda call, x: call(x),
+    "vjp": pulled_back,
+    "jvp": lambda call, x: jax.jvp(call, (x,), (jnp.cos(x),))[1],
+}
+ROWS: dict[str, Callable[..., jax.Array]] = {
+    "softmax": jaxsoftmax.softmax,
+    "log_softmax": jaxsoftmax.log_softmax,
+    "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
+    "cross_entropy": lambda x, **kw: cross_entropy(x, jnp.full_like(x.max(-1), 5, dtype=jnp.int32), **kw),
+}
 
 
 @pytest.mark.parametrize(
-    "op, mode, spec",
+    "name, mode, exchanges",
     [
-        *pairwise(["softmax", "log_softmax", "cross_entropy"], ["forward", "vjp"], COLUMNS),
-        ("logsumexp", "forward", COLUMNS[0]),
-        ("log_softmax", "jvp", COLUMNS[2]),
+        ("softmax", "forward", 1),
+        ("softmax", "vjp", 2),
+        ("softmax", "jvp", 2),
+        ("log_softmax", "forward", 1),
+        ("log_softmax", "vjp", 1),
+        ("log_softmax", "jvp", 1),
+        ("logsumexp", "forward", 1),
+        ("cross_entropy", "forward", 1),
+        ("cross_entropy", "vjp", 1),
+        ("cross_entropy", "jvp", 2),  # a sum over the gradient's part
     ],
-    ids=str,
 )
-def test_cut_rows_need_one_exchange(stand_ins: Any, op: str, mode: str, spec: P) -> None:
-    operands = put(X, spec), put(CT, spec)
-    compiled = jax.jit(MODES[mode](OPS[op][0])).lower(*operands).compile()
-    # The gradient of softmax is a forward and a backward pass; log_softmax's output is not needed for its own.
-    assert count(compiled) == {"all-reduce": 2 if (op, mode) == ("softmax", "vjp") else 1}
-    out = compiled(*operands)
-    agree(out, expected(op, mode))
-    assert out.ndim < 3 or out.sharding.is_equivalent_to(operands[0].sharding, 3)
-    assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < SHAPE[-1]], "a part of a row is not a row"
+def test_cut_rows_need_one_exchange_and_whole_ones_none(stand_ins: Any, name: str, mode: str, exchanges: int) -> None:
+    function = functools.partial(MODES[mode], ROWS[name])
+    assert collectives(function, put(X, DM)) == {}
+    assert {(p.rows, p.cols) for p in stand_ins.problems} >= {(4, 16)}
+    stand_ins.problems.clear()
+    for spec in (COLUMNS, ALL_COLUMNS):
+        assert collectives(function, put(X, spec)) == {"all-reduce": exchanges}
+    assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < 16], "a part of a row is not a row"
+    with jax.set_mesh(mesh(EXPLICIT)):
+        x = jax.device_put(X, COLUMNS)
+        assert name == "logsumexp" or collectives(function, x) == {"all-reduce": exchanges}
+        assert collectives(function, jax.device_put(X, P("d", "m", None))) == {}
+    xla = functools.partial(MODES[mode], functools.partial(ROWS[name], implementation="xla"))
+    assert collectives(xla, put(X, DM)) == {}
+    assert set(collectives(xla, put(X, COLUMNS))) == {"all-reduce"}
 
 
-@pytest.mark.parametrize("op, mode, spec", pairwise([*OPS], ["forward", "vjp"], [ROWS[1], COLUMNS[2]]), ids=str)
-def test_masks_and_shifted_holes(stand_ins: Any, op: str, mode: str, spec: P) -> None:
-    # Of a cross entropy, optax loses the digits that the offset has.
-    offset = 64.0 if op == "cross_entropy" else 1e4
-    x = X.at[0, 0].set(-jnp.inf).at[0, 0, 5].set(1.0).at[1].add(offset)
-    ours, theirs = (MODES[mode](f) for f in OPS[op])
-    for mask in (MASK, MASK[:1, :1]):
-        got = jax.jit(ours)(put(x, spec), put(CT, spec), where=put(mask, spec if mask.shape == SHAPE else P()))
-        want = jax.jit(theirs)(x, CT, where=mask)
-        finite = np.isfinite(np.asarray(want))
-        np.testing.assert_array_equal(np.asarray(got)[~finite], np.asarray(want)[~finite])
-        agree(np.asarray(got)[finite], np.asarray(want)[finite])
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_xla_partitions_the_reference_as_well(op: str, kernels: Any) -> None:
-    kernels()
-    ours = functools.partial(OPS[op][0], implementation="xla")
-    assert collectives(ours, put(X, P("d", "m"))) == {}
-    assert set(collectives(ours, put(X, P(None, None, "d")))) == {"all-reduce"}
-    agree(jax.jit(ours)(put(X, P(None, None, "d"))), OPS[op][1](X))
+@pytest.mark.parametrize("name", ROWS)
+def test_shifted_holes(stand_ins: Any, name: str) -> None:
+    x = X.at[0, 0].set(-jnp.inf).at[0, 0, 5].set(1.0).at[1].add(64.0 if name == "cross_entropy" else 1e4)
+    mask = jnp.broadcast_to(MASK, X.shape).at[..., 0].set(True)
+    stand_ins.accepts = lambda _: False
+    want = [jax.jit(functools.partial(MODES[mode], functools.partial(ROWS[name], where=mask)))(x) for mode in MODES]
+    stand_ins.accepts = lambda _: True
+    jax.clear_caches()
+    for spec in (DM, COLUMNS):
+        call = functools.partial(ROWS[name], where=put(mask, spec))
+        for mode, truth in zip(("forward", "vjp"), want, strict=False):
+            got = jax.jit(functools.partial(MODES[mode], call))(put(x, spec))
+            np.testing.assert_allclose(got, truth, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 def test_cut_rows_far_from_zero(op: str) -> None:
     """What a device knows of the others is the maximum of logits that are scaled, and rounded."""
-    ours, theirs = OPS[op]
     x = jnp.full((2, 1, 64), -1e10)
-    got = jax.jit(functools.partial(ours, scale=0.3))(put(x, P(None, None, "d")))
-    np.testing.assert_allclose(got, theirs(0 * x), rtol=1e-6)
+    got = jax.jit(functools.partial(ROWS[op], scale=0.3))(put(x, P(None, None, "d")))
+    np.testing.assert_allclose(got, getattr(jax.nn, op)(0 * x), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -142,147 +238,224 @@ def test_other_axes(stand_ins: Any, axis: Any, spec: P, counts: int) -> None:
     agree(jax.jit(ours)(put(X, spec)), jax.nn.softmax(X, axis))
 
 
-def test_vmap_of_a_sharded_axis(stand_ins: Any) -> None:
-    ours = jax.vmap(jaxsoftmax.softmax, 1, 1)
-    assert collectives(ours, put(X, P(None, "m"))) == {}
-    tangents = jnp.stack([CT] * 8)
-    pushed = lambda x, ts: jax.vmap(lambda t: jax.jvp(jaxsoftmax.softmax, (x,), (t,))[1])(ts)
-    assert collectives(pushed, X, put(tangents, P(("d", "m")))) == {}
-    agree(jax.jit(pushed)(X, put(tangents, P(("d", "m"))))[3], jax.jvp(jax.nn.softmax, (X,), (CT,))[1])
+COLUMNS_LEFT: dict[str, Callable[..., jax.Array]] = ROWS | {
+    "smoothed": functools.partial(ROWS["cross_entropy"], label_smoothing=0.2, z_loss=0.01),
+    "softly capped": functools.partial(ROWS["cross_entropy"], logits_soft_cap=30.0),
+    "over two axes": lambda x, **kw: cross_entropy(x[:, :3], 4 * jnp.arange(8), (1, 2), **kw),
+}
 
 
-def test_two_meshes_and_uneven_rows(stand_ins: Any) -> None:
-    other = mesh(shape=(8,), names=("z",))
-    both = lambda x, y: jaxsoftmax.softmax(x) + jaxsoftmax.softmax(y)
-    agree(jax.jit(both)(put(X, P("d")), put(X, P("z"), other)), 2 * jax.nn.softmax(X))
-    constrained = lambda x: jaxsoftmax.softmax(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("d"))))
-    agree(jax.jit(constrained)(X[:6]), jax.nn.softmax(X[:6]))
-
-
-@pytest.mark.parametrize("op", [*OPS, "smoothed", "softly capped"])
-def test_columns_that_do_not_divide(stand_ins: Any, op: str) -> None:
+@pytest.mark.parametrize("name", COLUMNS_LEFT)
+def test_columns_that_do_not_divide(stand_ins: Any, name: str) -> None:
     # All logits are far below 0: what fills the last device's columns up would be the largest.
-    options = {"smoothed": {"label_smoothing": 0.2, "z_loss": 0.01}, "softly capped": {"logits_soft_cap": 30.0}}
-    ours, theirs = OPS[op if op in OPS else "cross_entropy"]
-    if op in options:
-        ours, theirs = (
-            functools.partial(OPS["cross_entropy"][0], **options[op], implementation=i) for i in (None, "xla")
-        )
-    x, ct = X[..., :13] - 20, CT[..., :13]
-    cut = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(None, None, ("d", "m"))))
-    got = jax.jit(lambda x, ct: [mode(ours)(cut(x), cut(ct)) for mode in MODES.values()])(x, ct)
-    want = jax.jit(lambda x, ct: [mode(theirs)(x, ct) for mode in MODES.values()])(x, ct)
+    x, cut = X[..., :13] - 20, NamedSharding(mesh(), P(None, "m", "d") if "axes" in name else ALL_COLUMNS)
+    ours, xla = (functools.partial(COLUMNS_LEFT[name], implementation=i) for i in (None, "xla"))
+    constrained = lambda x: ours(jax.lax.with_sharding_constraint(x, cut))
+    got = jax.jit(lambda x: [mode(constrained, x) for mode in MODES.values()])(x)
+    want = jax.jit(lambda x: [mode(xla, x) for mode in MODES.values()])(x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
-def test_labels_over_axes_that_do_not_divide(stand_ins: Any) -> None:
-    x, labels = X[:, :3, :13].reshape(8, 3, 13) - 20, jnp.asarray([0, 12, 13, 25, 26, 38, 5, 30])
-    call = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, axis=(1, 2))
-    cut = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(None, "m", "d")))
-    got = jax.jit(jax.grad(lambda x: call(cut(x), labels).sum()))(x)
-    want = jax.grad(lambda x: call(x, labels, implementation="xla").sum())(x)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
 def test_one_device_calls_the_kernel_directly(stand_ins: Any) -> None:
-    text = jax.jit(jaxsoftmax.softmax).lower(X).as_text()
-    assert "CustomSPMDPartitioning" not in text
+    assert "CustomSPMDPartitioning" not in jax.jit(jaxsoftmax.softmax).lower(X).as_text()
     assert stand_ins.ran(Op.SOFTMAX) == {(32, 16, 1)}
 
 
-@pytest.mark.parametrize("op, mode, kernels", pairwise([*OPS], [*MODES], KERNELS), indirect=["kernels"], ids=str)
-def test_shard_map_with_checks(op: str, mode: str, kernels: Any) -> None:
+@pytest.mark.parametrize(
+    "name, kernels", [(name, (STAND_IN, REFERENCE)[i % 2]) for i, name in enumerate(CALLS)], indirect=["kernels"]
+)
+def test_shard_map_with_checks(name: str, kernels: Any) -> None:
+    want, operands = expected(name), CALLS[name][1]
     kernels()
-    ours = OPS[op][0]
-    spec = P("d", "m")
-    mapped = lambda f: jax.shard_map(f, mesh=mesh(), in_specs=spec, out_specs=spec)
-    agree(jax.jit(MODES[mode](mapped(ours)))(X, CT), expected(op, mode))
-    inside = jax.shard_map(MODES[mode](ours), mesh=mesh(), in_specs=(spec, spec), out_specs=spec)
-    agree(jax.jit(inside)(X, CT), expected(op, mode))
+    # Each device draws its own random numbers.
+    call = functools.partial(derivatives, name if name != "dropout" else "attention")
+    want = expected("attention") if name == "dropout" else want
+    specs = {n: D if x.shape[0] == 8 else P() for n, x in operands.items()}
+    of = {n: specs[n] for n in want["gradient"]}
+    results = jax.tree.map(lambda _: D, want) | {"gradient": of, "hvp": of}
+    agree(jax.jit(jax.shard_map(call, mesh=mesh(), in_specs=(specs,), out_specs=results))(operands), want)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_shard_map_mixes_varying_and_replicated(op: str) -> None:
-    ours, theirs = OPS[op]
-    row, masks = X[0], MASK
-
-    def total(f: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
-        y = f(jnp.broadcast_to(x, mask.shape), where=mask)
-        return jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0)).sum()
-
-    def replicated(x: jax.Array, mask: jax.Array) -> jax.Array:
-        return jax.lax.psum(total(lambda z, where: ours(x, where=where[0]), x, mask), "d")
-
-    mapped = jax.shard_map(replicated, mesh=mesh(shape=(8,), names=("d",)), in_specs=(P(), P("d")), out_specs=P())
-    agree(jax.jit(jax.grad(mapped))(row, masks), jax.grad(lambda x: total(theirs, x, masks))(row))
-    pieces = jax.shard_map(
-        lambda y, t: jax.jvp(ours, (y,), (jax.lax.pcast(t, "d", to="varying"),))[1],
-        mesh=mesh(shape=(8,), names=("d",)),
-        in_specs=(P("d"), P()),
-        out_specs=P("d"),
-    )
-    agree(jax.jit(pieces)(X, CT[:1]), jax.jvp(theirs, (X,), (jnp.broadcast_to(CT[:1], SHAPE),))[1])
+def over_devices(function: Callable[..., Any], specs: Any, out: P) -> Callable[..., Any]:
+    return jax.shard_map(function, mesh=mesh(shape=(8,), names=("d",)), in_specs=specs, out_specs=out)
 
 
-@pytest.mark.parametrize("spec", [P("d", "m", None), P(None, None, None)], ids=str)
-def test_partly_manual_regions_keep_rows_local(stand_ins: Any, spec: P) -> None:
-    mapped = jax.shard_map(jaxsoftmax.softmax, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
-    assert collectives(mapped, put(X, P("d", "m"))) == {}
-    agree(jax.jit(mapped)(put(X, spec)), jax.nn.softmax(X))
-    agree(jax.jit(mapped)(put(X, P("d", None, "m"))), jax.nn.softmax(X))
+@pytest.mark.parametrize("name", ROWS)
+def test_shard_map_mixes_varying_and_replicated(name: str) -> None:
+    ours, row, masks = ROWS[name], X[0], jnp.broadcast_to(MASK, X.shape).at[..., 0].set(True)
+    total = lambda x, mask: jnp.tanh(ours(jnp.broadcast_to(x, mask.shape), where=mask)).max(initial=0.0)
+    replicated = lambda x, mask: jax.lax.psum(total(x, mask[0]), "d")
+    mapped = over_devices(replicated, (P(), D), P())
+    agree(jax.jit(jax.grad(mapped))(row, masks), jax.grad(lambda x: sum(total(x, m) for m in masks))(row))
+    pushed = lambda y, t: jax.jvp(ours, (y,), (jax.lax.pcast(t, "d", to="varying"),))[1]
+    want = jax.jvp(ours, (X,), (jnp.broadcast_to(CT[:1], X.shape),))[1]
+    agree(jax.jit(over_devices(pushed, (D, P()), D))(X, CT[:1]), want)
 
 
-EXPLICIT = [P("d", None, None), P("d", "m", None), P("d", None, "m")]
+@pytest.mark.parametrize("many", [False, True], ids=["one tile", "many tiles"])
+def test_shard_map_mixes_varying_and_replicated_of_attention(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    if many:
+        monkeypatch.setattr("pallas_kernels.attention.tiles.CHUNK", 2)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        copies = (jnp.broadcast_to(x, (*q.shape[:1], *x.shape[1:])) for x in (k, v))
+        return jnp.sin(attention(q, *copies, sinks=sinks)).sum()
+
+    mapped = over_devices(lambda *a: jax.lax.psum(total(*a), "d"), (D, P(), P(), P()), P())
+    operands = QKV["query"], QKV["key"][:1], QKV["value"][:1], MORE["sinks"]
+    derivatives = lambda f: jax.jit(lambda *a: jax.jvp(jax.grad(f, (0, 1, 2, 3)), a, a))(*operands)
+    jax.clear_caches()
+    agree(derivatives(mapped), derivatives(total))
+    jax.clear_caches()
+
+
+OTHERWISE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
+    "softmax": (jaxsoftmax.softmax, X),
+    "top_k": (jax.jit(lambda x: jaxsoftmax.top_k_softmax(x, 3)[0]), X),
+    "attention": (lambda x: jaxsoftmax.flash_attention(x, x, x), QKV["query"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_other_ways_to_call(stand_ins: Any, name: str) -> None:
+    """Mapped, step by step, in manual regions, with donated and constrained operands, and on several meshes."""
+    call, x = OTHERWISE[name]
+    pulled = lambda x: jax.vjp(call, x)[1](jnp.cos(call(x)))[0]
+    want, gradient = call(x), pulled(x)
+    cut = put(x, HEADS, mesh(EXPLICIT))
+    agree(jax.jit(jax.vmap(call))(cut), want)
+    agree(pulled(cut), gradient)
+    agree(jax.vmap(pulled)(cut), gradient)
+    for kinds in ((EXPLICIT, AUTO), (AUTO, EXPLICIT)):
+        of_two_kinds = jax.make_mesh((4, 2), ("d", "m"), kinds, devices=jax.devices("cpu")[:8])
+        agree(jax.jit(pulled)(put(x, HEADS, of_two_kinds)), gradient)
+    for kind in (AUTO, EXPLICIT):
+        manual = jax.shard_map(call, mesh=mesh(kind), in_specs=D, out_specs=D, axis_names={"d"})
+        agree(jax.jit(manual)(put(x, HEADS, mesh(kind))), want)
+    assert collectives(jax.shard_map(call, mesh=mesh(), in_specs=D, out_specs=D, axis_names={"d"}), put(x, D)) == {}
+    mapped = jax.vmap(call)
+    stacked = jnp.stack([x] * 4)
+    assert collectives(mapped, put(stacked, D)) == {}
+    agree(jax.jit(mapped)(put(stacked, D))[2], want)
+    other = mesh(shape=(8,), names=("z",))
+    agree(jax.jit(lambda x, y: call(x) + call(y))(put(x, D), put(x, P("z"), other)), 2 * want)
+    constrained = lambda x: call(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), D)))
+    agree(jax.jit(constrained)(x[:6]), want[:6])
+    given = NamedSharding(mesh(), D)
+    donated = jax.jit(call, in_shardings=given, out_shardings=given, donate_argnums=(0,) if name == "softmax" else ())
+    assert name == "top_k" or "all-gather" not in donated.lower(x).compile().as_text()
+
+
+def test_vmap_of_sharded_tangents(stand_ins: Any) -> None:
+    tangents = put(jnp.stack([CT] * 8), BOTH)
+    pushed = lambda x, ts: jax.vmap(lambda t: jax.jvp(jaxsoftmax.softmax, (x,), (t,))[1])(ts)
+    assert collectives(pushed, X, tangents) == {}
+    agree(jax.jit(pushed)(X, tangents)[3], jax.jvp(jax.nn.softmax, (X,), (CT,))[1])
+
+
+def of_attention(**rules: Any) -> Callable[..., Any]:
+    """Gradients of queries, keys and values, and of bias and sinks where those are given."""
+
+    def gradients(q: Any, k: Any, v: Any, bias: Any = None, sinks: Any = None, lengths: Any = None) -> Any:
+        total = lambda q, k, v, extra: jnp.sin(
+            jaxsoftmax.flash_attention(q, k, v, **extra, key_value_seq_lengths=lengths, **rules)
+        ).sum()
+        extra = {} if bias is None else {"bias": bias, "sinks": sinks}
+        return jax.grad(total, (0, 1, 2, 3))(q, k, v, extra)
+
+    return gradients
+
+
+Q, K, V = QKV.values()
+
+
+def test_each_device_aligns_its_own_sequences(kernels: Any) -> None:
+    gradients = of_attention(is_causal=True, causal_alignment="bottom_right")
+    operands = Q, K, V, None, None, LENGTHS
+    want = jax.jit(gradients)(*operands)
+    kernels()
+    cut = [None if x is None else put(x, D) for x in operands]
+    assert collectives(gradients, *cut) == {}
+    agree(jax.jit(gradients)(*cut), want)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_more_devices_than_key_heads(shared: int, kernels: Any) -> None:
+    k, v, gradients = K[:, :, :shared], V[:, :, :shared], of_attention()
+    want = jax.jit(gradients)(Q, k, v)
+    record = kernels()
+    q = put(Q, P(None, None, "d"))
+    if record:
+        assert collectives(jaxsoftmax.flash_attention, q, k, v) == {}
+        assert set(collectives(gradients, q, k, v)) == {"all-reduce"}
+    agree(jax.jit(gradients)(q, k, v), want)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_devices_that_share_a_key_head_read_the_right_one(stand_ins: Any, kind: AxisType) -> None:
+    """Eight heads on four devices, of which two read each key head: as many as query heads read it, but no more."""
+    q = jnp.concatenate([Q, 0.5 * Q[..., ::-1, :]], 2)
+    both = jax.jit(lambda q, k, v: (attention(q, k, v), of_attention(is_causal=True)(q, k, v)))
+    stand_ins.accepts = lambda _: False
+    want = both(q, K, V)
+    stand_ins.accepts = lambda _: True
+    jax.clear_caches()
+    with jax.set_mesh(on := mesh(kind)):
+        agree(both(put(q, P(None, None, "d"), on), put(K, P(), on), put(V, P(), on)), want)
+    assert {(p.query_heads, p.key_heads) for p in stand_ins.attended(AttentionOp.FORWARD)} >= {(2, 1)}
+
+
+def test_gradients_of_what_devices_share_are_summed(kernels: Any) -> None:
+    bias, sinks = normal(1, 1, 6, 6), MORE["sinks"]
+    gradients = lambda *operands: of_attention()(*operands)[::3]
+    want = jax.jit(gradients)(Q, K, V, bias, sinks)
+    kernels()
+    operands = put(Q, HEADS), K, V, put(bias, P()), put(sinks, P("m"))
+    agree(jax.jit(gradients)(*operands), want)
+    assert set(collectives(gradients, *operands)) <= {"all-reduce"}
+
+
+MAPPED = {
+    "queries": ((0, None, None), (P("d", None, None, "m"), P(), P())),
+    "keys": ((None, 0, 0), (P("d", None, "m"), P(None, "d", None, "m"), P(None, "d", None, "m"))),
+    "values": ((None, None, 0), (P(None, None, "m"), P(None, None, "m"), P("d", None, None, "m"))),
+}
 
 
 @pytest.mark.parametrize(
-    "op, spec, kernels, mode", pairwise([*OPS], EXPLICIT, KERNELS, [*MODES]), indirect=["kernels"], ids=str
+    "mapped, kind, kernels",
+    [
+        ("queries", AUTO, STAND_IN),
+        ("queries", EXPLICIT, REFERENCE),
+        ("keys", EXPLICIT, STAND_IN),
+        ("values", AUTO, REFERENCE),
+    ],
+    indirect=["kernels"],
 )
-def test_explicit_meshes(op: str, mode: str, spec: P, kernels: Any) -> None:
-    ours, want, record = MODES[mode](OPS[op][0]), expected(op, mode), kernels()
-    with jax.set_mesh(mesh(AxisType.Explicit)):
-        x, ct = jax.device_put(X, spec), jax.device_put(CT, spec)
-        if op in ("logsumexp", "cross_entropy") and mode == "vjp":
-            ct = jax.reshard(CT[..., 0], P(*spec[:2]))[..., None]
-        out = jax.jit(ours)(x, ct)
-        assert jax.typeof(out).sharding.spec == P(*spec[: out.ndim])
-        agree(out, want)
-        if record and op != "logsumexp":
-            counts = collectives(ours, x, ct)
-            # Cross entropy's tangent is a sum over the gradient's part.
-            exchanges = 2 if (op == "softmax" and mode != "forward") or (op, mode) == ("cross_entropy", "jvp") else 1
-            assert counts == ({} if spec[2] is None else {"all-reduce": exchanges})
+def test_cotangents_that_are_not_mapped(mapped: str, kind: AxisType, kernels: Any) -> None:
+    axes, specs = MAPPED[mapped]
 
+    def gradients(*operands: jax.Array) -> Any:
+        call = functools.partial(attention, return_residual=True)
+        losses = (lambda *a: sum(x.sum() for x in call(*a))), (lambda *a: call(*a)[1].sum())
+        return [jax.grad(loss, (0, 1, 2))(*operands) for loss in losses]
 
-def test_explicit_meshes_and_masks(kernels: Any) -> None:
+    operands = [x if d is None else jnp.stack([x, -x, 2 * x, 0.5 * x]) for x, d in zip((Q, K, V), axes, strict=True)]
+    single, kept = jax.jit(gradients), list(zip(operands, axes, strict=True))
+    each = [single(*(x if d is None else x[i] for x, d in kept)) for i in range(4)]
+    want = jax.tree.map(lambda *xs: np.stack(xs), *each)
     kernels()
-    with jax.set_mesh(mesh(AxisType.Explicit)):
-        x = jax.device_put(X, P("d", None, None))
-        for mask in (jax.device_put(MASK, P("d", None, None)), jax.device_put(MASK[0, 0], P(None))):
-            out = jax.jit(lambda x, m: jaxsoftmax.softmax(x, where=m))(x, mask)
-            agree(out, jax.nn.softmax(X, where=np.asarray(mask)))
-        mapped = jax.jit(jax.vmap(jaxsoftmax.softmax))(x)
-        assert jax.typeof(mapped).sharding.spec == P("d", None, None)
+    with jax.set_mesh(on := mesh(kind)):
+        cut = [put(x, spec, on) for x, spec in zip(operands, specs, strict=True)]
+        agree(jax.jit(jax.vmap(gradients, axes))(*cut), want)
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "logsumexp"])
-def test_explicit_meshes_and_masks_cut_otherwise(op: str, kernels: Any) -> None:
-    def both(f: Callable[..., jax.Array], x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.value_and_grad(lambda x: jnp.tanh(f(x, where=mask)).max())(x)
-
-    ours, theirs = (functools.partial(both, f) for f in OPS[op])
-    want = theirs(X, MASK)
-    kernels()
-    with jax.set_mesh(mesh(AxisType.Explicit)):
-        for x, mask in ((P("d", None, None), P(None, None, None)), (P(None, None, None), P("d", None, None))):
-            got = jax.jit(ours)(jax.device_put(X, x), jax.device_put(MASK, mask))
-            jax.tree.map(agree, got, want)
-            assert jax.typeof(got[1]).sharding.spec == x
-
-
-def test_ambient_auto_mesh_and_given_shardings(stand_ins: Any) -> None:
-    sharding = NamedSharding(mesh(), P("d"))
-    with jax.set_mesh(mesh()):
-        assert collectives(jaxsoftmax.softmax, put(X, P("d", None, "m"))) == {"all-reduce": 1}
-    lowered = jax.jit(jaxsoftmax.softmax, in_shardings=sharding, out_shardings=sharding, donate_argnums=0).lower(X)
-    assert "all-gather" not in lowered.compile().as_text()
+@pytest.mark.parametrize("spec", [D, DM], ids=str)
+def test_wide_segment_ids_cut_over_explicit_meshes(spec: P) -> None:
+    ids = 2**32 * np.sort(np.random.default_rng(0).integers(0, 3, (8, 6)), -1)
+    call = jax.jit(lambda q, k, ids: jaxsoftmax.flash_attention(q, k, k, query_segment_ids=ids))
+    want = call(Q, K, (ids >> 32).astype(np.int32))
+    on = mesh(EXPLICIT)
+    for context in (jax.set_mesh(on), contextlib.nullcontext()):
+        with jax.enable_x64(True), context:
+            agree(call(put(Q, D, on), put(K, P(), on), put(jnp.asarray(ids), spec, on)), want)
