@@ -83,7 +83,7 @@ def test_blocks_of_any_size_give_the_same(algorithm, blocks, size):
 
 def test_kernels_are_timed_or_say_why_not(capsys):
     """What the tutorial does on a GPU, with a function in the place of a kernel."""
-    refuse = lambda x: tutorial.vjp.softmax(x, 1.0, "warp")
+    refuse = lambda x: tutorial.custom_vjp.softmax(x, 1.0, "warp")
     tutorial.time_kernels({"block": jnp.exp, "warp": refuse}, jnp.ones((4, 2**20), jnp.float16))
     printed = capsys.readouterr().out
     assert " us " in printed.splitlines()[2]
