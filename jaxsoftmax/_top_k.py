@@ -168,7 +168,8 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
         moved[0] = _pick(*unify_varying(t, indices)).astype(values.dtype) * scale
         if y:
             moved[3] = reference.stats_tangent(x, None, t, maximum, axes=(x.ndim - 1,), scale=scale)
-            of = lambda values, total: probabilities(values, maximum, total, x.dtype)
+            # One program: eagerly, a custom derivative does not know the devices of a mesh that the user has not set.
+            of = lambda values, total: jax.jit(probabilities, static_argnums=3)(values, maximum, total, x.dtype)
             moved[4] = jax.jvp(of, (values, total), (moved[0], moved[3]))[1]
     return out, moved
 
