@@ -168,8 +168,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
         moved[0] = _pick(*unify_varying(t, indices)).astype(values.dtype) * scale
         if y:
             moved[3] = reference.stats_tangent(x, None, t, maximum, axes=(x.ndim - 1,), scale=scale)
-            # One program: eagerly, a custom derivative does not know the devices of a mesh that the user has not set.
-            of = lambda values, total: jax.jit(probabilities, static_argnums=3)(values, maximum, total, x.dtype)
+            of = lambda values, total: _probabilities_program(values, maximum, total, x.dtype)
             moved[4] = jax.jvp(of, (values, total), (moved[0], moved[3]))[1]
     return out, moved
 
@@ -300,6 +299,10 @@ def probabilities(values: jax.Array, maximum: jax.Array, total: jax.Array, dtype
     """The probabilities of selected `values` among all of a row, rounded."""
     values = reference.below(values, maximum[..., None])
     return reference.softmax(values, axes=(values.ndim - 1,), known=Stats(maximum, total)).astype(dtype)
+
+
+# Eagerly, a custom derivative does not know the devices of a mesh that the user has not set.
+_probabilities_program = jax.jit(probabilities, static_argnums=3)
 
 
 def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) -> list[jax.Array]:

@@ -119,27 +119,27 @@ def outputs(
         "d_key": jax.ShapeDtypeStruct((*kv_shape, problem.head_dim), kv_dtype),
         "d_value": jax.ShapeDtypeStruct((*kv_shape, problem.value_dim), kv_dtype),
     }
-    places = {}
+    workspaces = {}
     dq_sum = jax.ShapeDtypeStruct((b, n, rows // CHUNK, head_dim // CHUNK, *wgmma.SQUARE), jnp.float32)
     if config.fused_dq_cast:
         whole["d_query"] = jax.ShapeDtypeStruct(inputs["query"].shape, problem.dtype)
     if backward_common.first_stores(problem, config):
         whole["dq_sum"] = dq_sum
     elif not config.fused_dq_cast:
-        places["dq_sum"] = jnp.zeros(dq_sum.shape, dq_sum.dtype)
+        workspaces["dq_sum"] = jnp.zeros(dq_sum.shape, dq_sum.dtype)
     if config.ordered_dq:
-        places["dq_semaphore"] = jnp.zeros((config.dq_writers, b, n, rows // config.block_q), jnp.int32)
+        workspaces["dq_semaphore"] = jnp.zeros((config.dq_writers, b, n, rows // config.block_q), jnp.int32)
     if problem.bias_gradient:
         # With a soft cap they are written from registers, by whole tiles.
         logits = _up(problem.key_length, config.block_kv if capped_bias(problem) else 1), rows
-        places["d_logits"] = jnp.zeros((b, n, *logits), problem.dtype)
-    return whole, places
+        workspaces["d_logits"] = jnp.zeros((b, n, *logits), problem.dtype)
+    return whole, workspaces
 
 
 def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, jax.Array]) -> list[jax.Array]:
     """Those of query, key and value from what the kernel wrote."""
 
-    def full_update(sums: jax.Array) -> jax.Array:
+    def over_splits(sums: jax.Array) -> jax.Array:
         if config.head_splits == 1:
             return sums
         batch, rows, heads, columns = sums.shape
@@ -151,7 +151,7 @@ def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, 
     else:
         dq_sum = wgmma.rows_of_squares(written["dq_sum"])[:, :, : problem.query_length, : problem.head_dim]
         d_query = jnp.swapaxes((dq_sum * problem.scale).astype(problem.dtype), 1, 2)
-    return [d_query, full_update(written["d_key"]), full_update(written["d_value"])]
+    return [d_query, over_splits(written["d_key"]), over_splits(written["d_value"])]
 
 
 def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:
@@ -191,10 +191,10 @@ def launch(
     nothing = without_keys(problem, ops)
     delta = row_delta(ops, nothing)
     arrays = inputs(problem, config, ops, nothing, delta)
-    whole, issued = outputs(problem, config, arrays)
+    whole, workspaces = outputs(problem, config, arrays)
     if tile_counter is not None:
-        issued["tile_counter"] = tile_counter
-    names = [*arrays, *issued, *whole, *scratch]
+        workspaces["tile_counter"] = tile_counter
+    names = [*arrays, *workspaces, *whole, *scratch]
 
     def kernel(*refs: jax.Ref) -> None:
         body(problem, config, SimpleNamespace(**dict(zip(names, refs, strict=True))), ctas)
@@ -211,13 +211,13 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )
 
-    def run(issued: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        return reduce.with_workspace(call, arrays, issued, list(whole.values()))
+    def run(workspaces: list[jax.Array], *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        return reduce.with_workspace(call, arrays, workspaces, list(whole.values()))
 
     # Each call needs a tile counter of its own, which `vmap` would share.
     run = run if tile_counter is None else sequential_vmap(run)
-    results, left = run(list(issued.values()), *arrays.values())
-    written = dict(zip(whole, results, strict=True)) | dict(zip(issued, left, strict=True))
+    results, left = run(list(workspaces.values()), *arrays.values())
+    written = dict(zip(whole, results, strict=True)) | dict(zip(workspaces, left, strict=True))
     found = gradients(problem, config, written)
     if problem.bias_gradient:
         found.append(bias_gradient(problem, ops, written["d_logits"]))

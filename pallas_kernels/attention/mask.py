@@ -9,7 +9,7 @@ row a thread has columns `8 j + 2 q + e`, for its place `q` among four threads, 
 `2 j + e` of the row's word `q` is for that column: four words hold 128 columns, and a tile of 64 has their lower or
 upper halves. So which bit is a score's is a constant of the kernel.
 
-Two blocks have no segment in common if the intervals from their least to their greatest id do not visible, or if the
+Two blocks have no segment in common if the intervals from their least to their greatest id do not overlap, or if the
 remainders of their ids modulo 32 do not. Both are sound for any ids in any order. Packed documents, whose ids increase,
 are told apart by the intervals; the remainders are for padding, whose id is often 0.
 """

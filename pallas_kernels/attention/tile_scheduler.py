@@ -3,11 +3,10 @@
 A static scheduler assigns tiles by a table, longest first. A dynamic one takes them from an atomic counter, because the
 work of a tile depends on data. A record says what the warpgroups need to know of a tile.
 
-Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step
-of tile `t`. The pipeline, of two stages, orders a record before its readers: a warpgroup that has waited for the stage
-behind tile `t`, or for any of its steps but the first, knows that all warps have released the last step before tile
-`t`, or a later one, and so that record `t + 1` is written; the warp that refills a stage after the last step of tile
-`t` knows that `t + 2` is, too.
+Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step of tile `t`. The pipeline, of two stages, orders a record
+before its readers: a warpgroup that has waited for the stage behind tile `t`, or for any of its steps but the first,
+knows that all warps have released the last step before tile `t`, or a later one, and so that record `t + 1` is written;
+the warp that refills a stage after the last step of tile `t` knows that `t + 2` is, too.
 """
 
 import functools

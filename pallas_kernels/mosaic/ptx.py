@@ -1,5 +1,6 @@
 """Helpers to emit inline PTX into a kernel, and to keep the compilers from unrolling and hoisting."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,17 +58,18 @@ def opaque_word(x: ir.Value) -> ir.Value:
 
 
 def _with_constants(operation: Callable[..., ir.Value]) -> Callable[[ir.Value, ir.Value | int], ir.Value]:
+    """An operation on two integers, of which the second may be a constant."""
     return lambda x, y: operation(x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
 
 
-# Of unsigned integers; the second may be a constant.
+# Of unsigned integers.
 add, sub, mul = map(_with_constants, (arith.addi, arith.subi, arith.muli))
 div, rem, bit_and = map(_with_constants, (arith.divui, arith.remui, arith.andi))
 
 
 def compare(kind: str, x: ir.Value, y: ir.Value | int) -> ir.Value:
     """Whether integers compare so, as `arith.CmpIPredicate` names it; the second may be a constant."""
-    return arith.cmpi(getattr(arith.CmpIPredicate, kind), x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
+    return _with_constants(functools.partial(arith.cmpi, getattr(arith.CmpIPredicate, kind)))(x, y)
 
 
 def scalar(x: mgpu.FragmentedArray) -> ir.Value:

@@ -125,20 +125,12 @@ CASES |= {
     "loss and lse": Case(weighted(ours, **OPTIONS), plain_with_options, (X, WEIGHTS), (X[0], WEIGHTS)),
     "lse alone": Case(lambda x: labelled(ours)(x, return_lse=True)[1], plain_lse, (X,), (X[0],)),
     "probabilities": Case(softmax_cross_entropy, optax.softmax_cross_entropy, (X, T), (X[0], T[0])),
-    "top_k": Case(
-        functools.partial(top_k, normalize="all"),
-        functools.partial(plain_top_k, normalize="all"),
-        (LONG,),
-        (LONG[0, :2],),
-        (1e-4, 1e-6),
-    ),
-    "top_k of k": Case(
-        functools.partial(top_k, normalize="top_k"),
-        functools.partial(plain_top_k, normalize="top_k"),
-        (LONG,),
-        (LONG[0, :2],),
-        (1e-4, 1e-6),
-    ),
+    **{
+        name: Case(
+            *(functools.partial(f, normalize=over) for f in (top_k, plain_top_k)), (LONG,), (LONG[0, :2],), (1e-4, 1e-6)
+        )
+        for name, over in (("top_k", "all"), ("top_k of k", "top_k"))
+    },
     # Tolerances of sums of products.
     "attention": Case(
         attention, plain_attention, OPERANDS, tuple(x[:1] for x in OPERANDS[:3]) + OPERANDS[3:], (2e-3, 2e-3)

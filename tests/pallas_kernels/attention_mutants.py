@@ -50,9 +50,8 @@ FUNCTIONS = types.FunctionType, functools._lru_cache_wrapper
 class Case(NamedTuple):
     """A problem of the kernel of `op`, of one of the kinds of that kernel's tests, and what its config is to have.
 
-    `scheduler`, `early_exp_columns` and `bias_stages` are the forward config's,
-    `head_splits` the backward's. `keys` is how many
-    the backward's problem has, and `mask` is the pattern of the problem's mask.
+    `scheduler`, `early_exp_columns` and `bias_stages` are the forward config's, `head_splits` the backward's.
+    `keys` is how many the backward's problem has, and `mask` is the pattern of the problem's mask.
     """
 
     op: Op
