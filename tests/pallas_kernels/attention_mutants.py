@@ -259,7 +259,7 @@ MUTANTS = (
              rejected_by=NOT_VISITED),
     _forward("a warpgroup takes steps that its CTA skips",
              "own = (mask.intersect if narrows else mask.clamp)(tile.span, own)", "pass",
-             "segments", rejected_by=DEADLOCK),
+             "segments", rejected_by=OUT_OF_STEP),
     _forward("a tile's rows are stored one row on, the last of them over the next sequence's", pipeline.store_rows,
              lambda store, source, target, at, *column: store(source, target, _one_row_on(at), *column), batch=2),
     _forward("values past the length, NaN, are multiplied by 0", pipeline.zero_rows, _left_out, "key-lengths"),
