@@ -42,10 +42,7 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
 
     watchdog = threading.Thread(target=watch)
     watchdog.start()
-    before = jax.config.read("jax_disable_most_optimizations")
     try:
-        # Each test has kernels of its own, whose compilation takes longer than they do.
-        jax.config.update("jax_disable_most_optimizations", True)
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
         with plgpu.force_gpu_interpret_mode(parameters):
             result = jax.block_until_ready(jax.jit(lambda *args: f(*args))(*operands))
@@ -61,5 +58,4 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
     finally:
         ended.set()
         watchdog.join()
-        jax.config.update("jax_disable_most_optimizations", before)
         interpreter_shim.reset()

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import numpy_eval
 import progress
 from jax import lax
 from jax._src import callback as jax_callback
@@ -286,8 +287,20 @@ def install() -> None:
 
     memory.GPUSharedMemory._abort_waiters = abort_waiters
     jax_callback.io_callback_impl, memory._to_int = _call_back, _to_int
+    thread_map.thread_map, thread_map._run_jaxpr = _thread_map, numpy_eval.evaluate
+    numpy_eval.RULES["io_callback"] = lambda eqn: functools.partial(_call_back, **eqn.params)
     if _FALSE_PREDICATE_ARRIVES:
         memory.Barrier.deallocate = _deallocate_like_newer
+
+
+def _thread_map(f: Any, num_threads: Any, token: Any, *arguments: Any, **options: Any) -> Any:
+    """JAX's, which has XLA compile the program of a single thread within the caller's."""
+    inner = jnp.int32(thread_map.NESTED_TOKEN_VALUE)
+    jaxpr = jax.make_jaxpr(lambda i, *values: f(i, inner, *values))(jnp.int32(0), *arguments)
+    options = {"device_id": None, "use_ordered_callback": False, "on_exception": lambda *_, **__: None} | options
+    return thread_map._call_threadmap_callback(
+        token, jaxpr=jaxpr, num_threads=num_threads, consts=jaxpr.consts, invals=arguments, **options
+    )
 
 
 def _call_back(*arguments: np.ndarray, callback: Any, **_: Any) -> list[np.ndarray]:
