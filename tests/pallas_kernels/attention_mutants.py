@@ -131,10 +131,6 @@ def _of_base_2(finish, *arguments):
     return unseen, factor, lse * online_softmax.LOG2E
 
 
-def _of_first_head(load, ref, axis, corner, columns):
-    return load(ref, axis, (corner[0], jnp.int32(0), *corner[2:]), columns)
-
-
 def _alike_if_they_meet(blocks, *arguments):
     meet, _ = blocks(*arguments)
     return mask.BlockMask(meet, meet)
@@ -160,14 +156,6 @@ def _one_row_on(at):
     return tuple(pl.ds(i.start + 1, i.size) if isinstance(i, pl.Slice) else i for i in at)
 
 
-def _without_d_lse(row_delta, operands, nothing):
-    return row_delta(types.SimpleNamespace(**vars(operands) | {"d_lse": 0.0}), nothing)
-
-
-def _of_first_row(tiles_without_keys, nothing, config):
-    return nothing[:, :, :: config.block_q].astype(jnp.int32)
-
-
 def _of_arrays(window_bounds, problem, *lengths):
     return window_bounds(problem)
 
@@ -191,10 +179,6 @@ def _apart(pack_bits, *arguments):
     words = pack_bits(*arguments)
     bits = ((words >> i & 1) << (i // 8 * 8 + i % 2 * 4 + i % 8 // 2) for i in range(32))
     return functools.reduce(jnp.bitwise_or, bits)
-
-
-def _of_even_blocks(blocks, *arguments):
-    return mask.BlockMask(*(jnp.repeat(x[..., ::2], 2, 3)[..., : x.shape[3]] for x in blocks(*arguments)))
 
 
 def _one_step_later(read, *arguments):
@@ -291,14 +275,17 @@ MUTANTS = (
              lambda publish, ring, t, record: publish(ring, t, (record[0], lax.rem(record[4], 2), *record[2:])),
              inside=forward._publish, heads=(4, 2)),
     _forward("the bits of even and of odd columns are apart", mask.pack_bits, _apart, "mask"),
-    _forward("all heads have the first one's mask", gather.load_bits, _of_first_head, "mask-of-heads", heads=(2, 1)),
+    _forward("all heads have the first one's mask", gather.load_bits,
+             lambda load, ref, axis, corner, columns: load(ref, axis, (corner[0], jnp.int32(0), *corner[2:]), columns),
+             "mask-of-heads", heads=(2, 1)),
     _forward("all heads have the first one's spans", gather.broadcast_index,
              lambda index, at, shape: index((at[0], jnp.int32(0), *at[2:]), shape), "mask-of-heads", mask="causal",
              heads=(2, 1)),
     _forward("a tile that holds something is taken for one that holds everything", mask.bitmask_blocks,
              _alike_if_they_meet, "mask", rejected_by=NOT_VISITED),
-    _forward("what a tile of 64 keys holds decides for the next one too", mask.bitmask_blocks, _of_even_blocks, "mask",
-             mask="causal", rejected_by=NOT_VISITED, batch=2),
+    _forward("what a tile of 64 keys holds decides for the next one too", mask.bitmask_blocks,
+             lambda blocks, *a: mask.BlockMask(*(jnp.repeat(x[..., ::2], 2, 3)[..., : x.shape[3]] for x in blocks(*a))),
+             "mask", mask="causal", rejected_by=NOT_VISITED, batch=2),
     _forward("the bias is scaled", online_softmax.logits, _with_scaled_bias, "bias"),
     _forward("the sink joins the numerator", monoid.combine,
              lambda combine, a, b, **exp: combine(a, (*b[:2], *map(jnp.ones_like, b[2:])), **exp), "sinks"),
@@ -403,7 +390,8 @@ MUTANTS = (
     _wide_backward("positions in dQ's order are counted as if the arrays' ends were the sequences'",
                    backward_common._adders, _with_bounds(lambda problem, *_: mask.window_bounds(problem)), "ends",
                    rejected_by=DEADLOCK, deterministic=True),
-    _backward("the logsumexp's cotangent has no effect", backward_xla.row_delta, _without_d_lse),
+    _backward("the logsumexp's cotangent has no effect", backward_xla.row_delta,
+              lambda delta, ops, nothing: delta(types.SimpleNamespace(**vars(ops) | {"d_lse": 0.0}), nothing)),
     _backward("the gradient goes past the soft cap", backward_common.soft_capped, _without_slope, "soft-cap"),
     _capped_backward("beside a bias, the gradient goes past the soft cap", backward_common.soft_capped, _without_slope),
     _capped_backward("the bias' gradient has the soft cap's slope", backward._write_logits, _with_slope),
@@ -450,7 +438,7 @@ MUTANTS = (
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
     _backward("of a block of queries, the first tells whether some have no key", backward_xla.tiles_without_keys,
-              _of_first_row, "mask", mask="documents"),
+              lambda _, nothing, config: nothing[:, :, :: config.block_q].astype(jnp.int32), "mask", mask="documents"),
     _backward("cotangents are zeroed before they have come", pipeline.wait, _left_out, "mask", mask="documents",
               inside=backward._copy_step, rejected_by=NOT_WAITED_FOR),
     _backward("a CTA takes its first tile without the counter though dQ is ordered", backward._fetches_first_tile,
