@@ -110,7 +110,7 @@ MUTANTS = (
              lambda is_of_rank, keys, places, k: is_of_rank(keys, 0 * places, k)),
     _counted("counted: the smallest come first", "_is_of_rank",
              lambda is_of_rank, keys, places, k: is_of_rank(-keys, places, k)),
-    _counted("counted: ranks begin at 1, as if each were before itself", "_is_of_rank", _with_ranks_from_1),
+    _counted("counted: ranks begin at 1", "_is_of_rank", _with_ranks_from_1),
     _counted("counted: places are those within a chunk", "select_by_rank", _with_indices(lambda i, c: i % c)),
     _counted("counted: places have 16 bits", "select_by_rank", _with_indices(lambda i, c: i & 0xFFFF), n=70000, k=2),
     _counted("counted: candidates lack the scale", "reference.logits", lambda logits, x, scale: logits(x, 1.0),
