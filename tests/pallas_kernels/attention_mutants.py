@@ -69,8 +69,8 @@ class Case(NamedTuple):
 class Mutant:
     """A fault, and the case that shows it: `fault(original, *arguments)` runs in the place of `original`.
 
-    With `inside`, that is so only for calls that are written in this function. `barrier` names one of the CTA's, and
-    leaves the calls for it; `nth` leaves one call of each run of the function.
+    With `inside`, it does so only in calls that are written in that function, with `barrier`, only in those for the
+    CTA's barriers of this name, and with `nth`, only in that call of each run of the function.
     """
 
     words: str
@@ -83,7 +83,7 @@ class Mutant:
     nth: int | None = None
 
     def applies(self, runs: list[types.FrameType], caller: types.FrameType, *arguments: Any) -> bool:
-        """Whether the fault is in this call; `runs` has a run of `inside` for each call before in which it may be."""
+        """Whether the fault is in a call by `caller`; `runs` collects the runs of `inside`, one for each such call."""
         if self.inside is None:
             return True
         code, run = inspect.unwrap(self.inside).__code__, caller
@@ -161,7 +161,7 @@ def _of_arrays(window_bounds, problem, *lengths):
 
 
 def _with(**facts):
-    """The function of another problem."""
+    """Calls the function with these facts of the problem replaced."""
     return lambda function, problem, *arguments: function(dataclasses.replace(problem, **facts), *arguments)
 
 
@@ -193,7 +193,7 @@ def _read_when_released(read_bias, cta, tile, i):
 
 
 def _with_bounds(of):
-    """The function of a tile whose sequence has other bounds."""
+    """Calls the function with other bounds of the tile's sequence."""
 
     def of_tile(function, tile, *arguments):
         left, right = of(tile.problem, *tile.sequence[2:])
@@ -229,7 +229,7 @@ def _full_for_any(of_group, pairs, group):
 
 
 def _last_once_more(fetch_tile, tile_counter):
-    number, tiles = fetch_tile(tile_counter), 4  # of two sequences and one key head
+    number, tiles = fetch_tile(tile_counter), 2 * 2  # two in each of the case's two sequences
     return number - (number == tiles)
 
 
