@@ -1,17 +1,26 @@
-"""The faults of `top_k_softmax` that its check must reject: a piece of the modules' text, and what it becomes."""
+"""The faults of `top_k_softmax` that its check must reject: functions that run in the place of its module's."""
 
 import dataclasses
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.monoid import Stats
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A fault, the text in which it is planted, and a call that shows it; `counts` as a GPU does of few rows."""
+    """A fault, and a call that shows it; `counts` as a GPU does of few rows.
+
+    `fault(function, *arguments)` runs in the place of the function that the module calls `original`.
+    """
 
     words: str
-    code: str
-    becomes: str
+    original: str
+    fault: Callable[..., Any]
     n: int = 4096
     k: int = 8
     normalize: str = "all"
@@ -23,52 +32,94 @@ class Mutant:
         """What the check is of."""
         return self.n, self.k, self.normalize, self.scale, self.counts
 
+    def planted_in(self, module: Any) -> tuple[str, Any]:
+        """A name of the module, and what it is with the fault."""
+        name, _, member = self.original.partition(".")
+        original = getattr(module, name)
+        if not member:
+            return name, functools.partial(self.fault, original)
+        faulty = functools.partial(self.fault, getattr(original, member))
+        return name, types.SimpleNamespace(**vars(original) | {member: faulty})
+
+
+def _last_comes_first(top_k, x, k):
+    values, indices = top_k(x[..., ::-1], k)
+    return values, x.shape[-1] - 1 - indices
+
+
+def _with_indices(of):
+    """The selection with indices that are `of(indices, columns of a chunk)`."""
+
+    def select(function, chunks, *arguments, **keywords):
+        values, indices, *rest = function(chunks, *arguments, **keywords)
+        return [values, of(indices, chunks.shape[-1]), *rest]
+
+    return select
+
+
+def _without_last_chunk(stats):
+    return Stats(stats.max.at[..., -1].set(-jnp.inf), stats.sum.at[..., -1].set(0))
+
+
+def _without_place(first_chunk, stats):
+    chosen, *row = first_chunk(stats)
+    return [0 * chosen, *row]
+
+
+def _with_ranks_from_1(is_of_rank, *arguments):
+    return jnp.roll(is_of_rank(*arguments), 1, -2).at[..., 0, :].set(False)
+
+
+def _negated(part):
+    """The earlier one of two whose values, part 0, or places, part 1, are negated."""
+
+    def negate(parts):
+        return [-x if i == part else x for i, x in enumerate(parts)]
+
+    return lambda earlier, a, b: negate(earlier(negate(a), negate(b)))
+
 
 _counted = functools.partial(Mutant, counts=True)
 
 MUTANTS = (
-    Mutant("the chosen chunks stay in the order of their maxima", "jnp.sort(largest(maxima, k)[1], -1)",
-           "largest(maxima, k)[1]"),
-    Mutant("of equal logits the last comes first", "values, indices = _lax_top_k(comparable(x, scale), k)",
-           "values, indices = _lax_top_k(comparable(x[..., ::-1], scale), k); indices = x.shape[-1] - 1 - indices",
-           n=300),
-    Mutant("of equal candidates the last comes first", "* c + at % c", "* c + c - 1 - at % c"),
-    Mutant("one chunk too few", "jnp.sort(largest(maxima, k)[1], -1)",
-           "jnp.sort(largest(maxima, k)[1].at[..., -1].set(0), -1)"),
-    Mutant("the row's state lacks a chunk", "merge_over(stats, -1)",
-           "merge_over(Stats(*(part[..., :-1] for part in stats)), -1)"),
-    Mutant("a row is normalised by its first chunk", "merge_over(stats, -1)",
-           "Stats(*(part[..., 0] for part in stats))"),
-    Mutant("chunks are filled up with zeros", "constant_values=-jnp.inf", "constant_values=0.0", n=5003),
-    Mutant("the last chunk is left out", "n = x.shape\n    chunks = -(-n // c)",
-           "n = x.shape\n    chunks = n // c; x = x[..., :chunks * c]", n=5003),
-    Mutant("zeros of either sign are ordered", "return jnp.where(x == 0, jnp.zeros_like(x), x)", "return x"),
-    Mutant("candidates are compared without the scale", "k * c), scale), k)", "k * c)), k)", scale=0.5),
-    Mutant("probabilities of all are among the selected", 'normalizes=normalize == "all"', "normalizes=False"),
-    Mutant("probabilities among the selected are of all", 'normalizes=normalize == "all"', "normalizes=True",
-           normalize="top_k"),
-    Mutant("a NaN that is not selected is not seen", " * jnp.where(jnp.isnan(total), total, 1)[..., None]", "",
-           normalize="top_k"),
-    Mutant("the scale is left out", "scale=factor", "scale=1.0", scale=0.5),
-    Mutant("indices are those within a chunk", "* c + at % c", "* 0 + at % c"),
-    _counted("counted: of equal ones the last comes first", "there < here", "there > here"),
-    _counted("counted: equal ones are of one rank", " | ((other == mine) & (there < here))", ""),
-    _counted("counted: each is before itself", "there < here", "there <= here"),
-    _counted("counted: the smallest come first", "other > mine", "other < mine"),
-    _counted("counted: ranks begin at 1", "ranks[..., None, :] ==", "ranks[..., None, :] + 1 =="),
-    _counted("counted: places are those within a chunk", "(chosen[..., None] * c + jnp.arange",
-             "(chosen[..., None] * 0 + jnp.arange"),
-    _counted("counted: places have 16 bits", "y = reference.softmax(reference.below(values",
-             "places &= 0xffff; y = reference.softmax(reference.below(values", n=70000, k=2),
-    _counted("counted: candidates lack the scale", "reference.logits(candidates, scale)",
-             "reference.logits(candidates, 1.0)", scale=0.5),
-    _counted("counted: the row's state lacks a chunk", "(last, -jnp.inf, 0), (at, *parts))",
-             "(last, -jnp.inf, 0), (at, *(part.at[..., -1].set(-jnp.inf) for part in parts)))"),
-    _counted("counted: sums are added as they are",
-             "return [*_smaller(a[:1], b[:1]), *combine(Stats(*a[1:]), Stats(*b[1:]))]",
-             "return [*_smaller(a[:1], b[:1]), jnp.maximum(a[1], b[1]), a[2] + b[2]]"),
-    _counted("counted, k = 1: of equal ones the last is found", "& (a[1] < b[1])", "& (a[1] > b[1])", k=1),
-    _counted("counted, k = 1: the smallest is found", "(a[0] > b[0])", "(a[0] < b[0])", k=1),
-    _counted("counted, k = 1: the first chunk is searched", "return [chosen[..., None], *row]",
-             "return [0 * chosen[..., None], *row]", k=1),
+    Mutant("the chosen chunks stay in the order of their maxima", "jnp.sort", lambda sort, x, axis: x),
+    Mutant("of equal logits the last comes first", "_lax_top_k", _last_comes_first, n=300),
+    Mutant("of equal candidates the last comes first", "largest_in",
+           _with_indices(lambda i, c: i // c * c + c - 1 - i % c)),
+    Mutant("one chunk too few", "jnp.sort", lambda sort, x, axis: sort(x.at[..., -1].set(0), axis)),
+    Mutant("the row's state lacks a chunk", "merge_over",
+           lambda merge, stats, axis: merge(_without_last_chunk(stats), axis)),
+    Mutant("a row is normalised by its first chunk", "merge_over",
+           lambda merge, stats, axis: Stats(*(part[..., 0] for part in stats))),
+    Mutant("chunks are filled up with zeros", "jnp.pad", lambda pad, x, widths, **_: pad(x, widths), n=5003),
+    Mutant("the last chunk is left out", "chunked", lambda chunked, x, c: chunked(x[..., : x.shape[-1] // c * c], c),
+           n=5003),
+    Mutant("zeros of either sign are ordered", "comparable", lambda comparable, x, scale=1.0: x),
+    Mutant("candidates are compared without the scale", "largest_in",
+           lambda largest_in, chunks, maxima, k, scale: largest_in(chunks, maxima, k), scale=0.5),
+    Mutant("probabilities of all are among the selected", "top_k_softmax",
+           lambda function, *a, **k: function(*a, **k | {"normalize": "top_k"})),
+    Mutant("probabilities among the selected are of all", "top_k_softmax",
+           lambda function, *a, **k: function(*a, **k | {"normalize": "all"}), normalize="top_k"),
+    Mutant("a NaN that is not selected is not seen", "jnp.isnan", lambda isnan, x: isnan(x) & False, normalize="top_k"),
+    Mutant("the scale is left out", "scaled", lambda scaled, x, factor: (scaled(x, factor)[0], 1.0), scale=0.5),
+    Mutant("indices are those within a chunk", "largest_in", _with_indices(lambda i, c: i % c)),
+    _counted("counted: of equal ones the last comes first", "_is_of_rank",
+             lambda is_of_rank, keys, places, k: is_of_rank(keys, -places, k)),
+    _counted("counted: equal ones are of one rank", "_is_of_rank",
+             lambda is_of_rank, keys, places, k: is_of_rank(keys, 0 * places, k)),
+    _counted("counted: the smallest come first", "_is_of_rank",
+             lambda is_of_rank, keys, places, k: is_of_rank(-keys, places, k)),
+    _counted("counted: ranks begin at 1", "_is_of_rank", _with_ranks_from_1),
+    _counted("counted: places are those within a chunk", "select_by_rank", _with_indices(lambda i, c: i % c)),
+    _counted("counted: places have 16 bits", "select_by_rank", _with_indices(lambda i, c: i & 0xFFFF), n=70000, k=2),
+    _counted("counted: candidates lack the scale", "reference.logits", lambda logits, x, scale: logits(x, 1.0),
+             scale=0.5),
+    _counted("counted: the row's state lacks a chunk", "_first_chunks",
+             lambda first, stats, k: [first(stats, k)[0], *first(_without_last_chunk(stats), k)[1:]]),
+    _counted("counted: sums are added as they are", "combine",
+             lambda combine, a, b: Stats(jnp.maximum(a.max, b.max), a.sum + b.sum)),
+    _counted("counted, k = 1: of equal ones the last is found", "_earlier", _negated(1), k=1),
+    _counted("counted, k = 1: the smallest is found", "_earlier", _negated(0), k=1),
+    _counted("counted, k = 1: the first chunk is searched", "_first_chunk", _without_place, k=1),
 )  # fmt: skip

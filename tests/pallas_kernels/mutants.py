@@ -1,7 +1,7 @@
 """The planted faults that the conformance suite must reject. `docs/mutants.md` is written from this table.
 
-Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; attention's in its
-functions or their text, top-k's in the text of their modules.
+Function faults are planted in `wrong.solver`; faults that only a kernel can have, in toy kernels; those of attention
+and of top-k in the functions of their modules, or in what these call.
 """
 
 import dataclasses
@@ -272,12 +272,12 @@ def document() -> str:
     rows += [
         (
             m.words,
-            f"attention {m.case.op.name.lower()}, {m.case.kind}: {_edit(m)}",
+            f"attention {m.case.op.name.lower()}, {m.case.kind}: {_place(m)}",
             f"test_attention_mutants.py: {m.rejected_by}",
         )
         for m in attention_mutants.MUTANTS
     ]
-    rows += [(m.words, f"top-k of {m.n}: {_edit(m)}", _top_k_killer(m)) for m in top_k_mutants.MUTANTS]
+    rows += [(m.words, f"top-k of {m.n}: `{m.original}`", _top_k_killer(m)) for m in top_k_mutants.MUTANTS]
     table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in rows)
     return f"""# Planted faults
 
@@ -299,17 +299,15 @@ def _kernel_killer(mutant: KernelMutant) -> str:
     return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.ctas} blocks"] if mutant.config else [])])
 
 
-def _qualified(function: Callable[..., Any] | property) -> str:
+def _qualified(function: Any) -> str:
     function = function.fget if isinstance(function, property) else function
-    return f"{function.__module__.removeprefix('pallas_kernels.')}.{function.__qualname__}"
+    module = "jax" if function.__module__.startswith("jax") else function.__module__.removeprefix("pallas_kernels.")
+    return f"{module}.{function.__qualname__}"
 
 
-def _edit(mutant: attention_mutants.Mutant | top_k_mutants.Mutant) -> str:
-    if not isinstance(mutant.code, str):
-        return f"`{_qualified(mutant.code)}`"
-    assert isinstance(mutant.becomes, str)
-    code, becomes = (" ".join(text.split()).replace("|", "\\|") for text in (mutant.code, mutant.becomes))
-    return f"without `{code}`" if becomes in ("pass", "") else f"`{code}` becomes `{becomes}`"
+def _place(mutant: attention_mutants.Mutant) -> str:
+    inside = f" in `{_qualified(mutant.inside)}`" if mutant.inside else ""
+    return f"`{_qualified(mutant.original)}`{inside}" + f" on `{mutant.barrier}`" * bool(mutant.barrier)
 
 
 def _top_k_killer(mutant: top_k_mutants.Mutant) -> str:

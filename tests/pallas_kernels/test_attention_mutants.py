@@ -123,7 +123,7 @@ def test_without_a_fault_the_tables_pass(case, rejected_by):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.case.op.name.lower()}-{m.words}")
 @pytest.mark.usefixtures("fresh")
 def test_planted_fault_is_rejected(mutant, monkeypatch):
-    calls = plant(monkeypatch, mutant)
+    calls = plant(monkeypatch, mutant, functools.partial(mutant.applies, []))
     expected = REJECTIONS[mutant.rejected_by]
     limit_s = DEADLOCK_S if Deadlock in expected else 20.0
     rejects = functools.partial(check, mutant.case, limit_s=limit_s)

@@ -6,10 +6,12 @@ import sys
 import cases
 import conformance
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import mutants
 import pytest
 from cases import DTYPES, Problem
 from interpreter import Deadlock, interpret
+from jax import lax
 
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax.dispatch import KERNELS
@@ -29,18 +31,23 @@ AT_WORK = {
 }
 
 
-def plant(monkeypatch, mutant):
-    """Puts the fault in the place of what it replaces, wherever that was imported to; the result counts its calls."""
+def plant(monkeypatch, mutant, applies=lambda caller, *arguments: True):
+    """Puts the fault in the place of what it replaces, wherever that was imported to, in the calls to which it applies.
+
+    The result counts them.
+    """
     calls, is_property = [], isinstance(mutant.original, property)
     original = mutant.original.fget if is_property else mutant.original
 
     @functools.wraps(original)
     def faulty(*arguments, **keywords):
+        if not applies(sys._getframe(1), *arguments):
+            return original(*arguments, **keywords)
         calls.append(mutant.words)
         return mutant.fault(original, *arguments, **keywords)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("pallas_kernels"):
+        if name.startswith("pallas_kernels") or module in (lax, plgpu):
             for attribute, value in list(vars(module).items()):
                 if value is mutant.original:
                     monkeypatch.setattr(module, attribute, faulty)
