@@ -31,7 +31,7 @@ from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import dispatch, heuristics
 
-FACTORS = (0.85, 1.2, 0.7, 1.4, 0.5, 2.0)  # the nearest first, which is taken of values that are equally good
+FACTORS = (0.85, 1.2, 0.7, 1.4, 0.5, 2.0)  # the nearest first: of equally good values, it is taken
 MARGIN = math.log(1.01)  # what a figure has to gain
 SLOWER = 1.02  # cases that take longer by this factor are named
 TAGS = ("standard", "cross_entropy", "short")
@@ -118,7 +118,7 @@ class Search:
         return [math.log(us(before, case)) - math.log(us(after, case)) for case in changed]
 
     def best(self, times: Times) -> Figures:
-        """Where descent ends, without moves that gain nothing in the end. The present configs must have times."""
+        """Where descent ends, without the moves that no longer gain. Cases whose present config failed do not count."""
         present = self.chosen(self.start)
         self.times = {case: times[case] for case in present if present[case] in times.get(case, {})}
         found, before = self.start, None
@@ -168,11 +168,10 @@ def measure(configs: Mapping[Case, list[str]]) -> Times:
 
 
 def _cases(topic: program.Topic) -> Iterable[Any]:
-    """Those that the flags select; both passes of attention are the backward pass, of which a kernel is timed alone."""
+    """Those that the flags select, each once; a case of both passes of attention stands for the backward pass."""
     cases = program.selected(topic)
     if topic is program.HEADS:
-        passes = {"value_and_vjp": "bwd"}
-        cases = [dataclasses.replace(case, pass_=passes.get(case.pass_, case.pass_)) for case in cases]
+        cases = [dataclasses.replace(case, pass_="fwd" if case.pass_ == "fwd" else "bwd") for case in cases]
     return {case.name: case for case in cases}.values()
 
 

@@ -91,7 +91,7 @@ def test_the_planted_optimum_is_found_with_each_config_measured_once_and_written
 )
 def test_the_file_stays(clock, flags, words, run):
     before = tuned.PATH.read_bytes()
-    assert words in run(clock, CASES, *flags)
+    assert words in run(clock, "--case=logsumexp_fwd", *flags)
     assert tuned.PATH.read_bytes() == before
 
 
