@@ -5,6 +5,7 @@ Examples:
   python -m benchmarks --tag=core --json=benchmarks/results/h200/core.json
   python -m benchmarks --op=softmax --pass=bwd --dtype=f16 --impl=ours,xla
   python -m benchmarks --tag=ladder --impl=ladder,xla --json=benchmarks/results/h200/ladder.json
+  python -m benchmarks --case=softmax_fwd_f16_4096x131072 --impl=ours,kernel:cluster:ctas=8:register_chunks=0
   python -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json=losses.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
   python -m benchmarks --op=attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
@@ -52,7 +53,7 @@ class Topic(NamedTuple):
     flags: tuple[str, ...]  # those that the other has not
 
 
-_ROW_FLAGS, _ATTENTION_FLAGS = ("dtype", "kernel", "config"), ("kind", "count", "tree")
+_ROW_FLAGS, _ATTENTION_FLAGS = ("dtype",), ("kind", "count", "tree")
 ROWS = Topic(cases, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS)
 _OTHERS = "ours cudnn mgpu tokamax"
 HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS)
@@ -69,9 +70,7 @@ flags.DEFINE_list(
     "tag", [], "Tags; default 'core' of attention; of rows, without a filter, 'standard' on a GPU, 'smoke' elsewhere."
 )
 _OF = [", ".join((*topic.impls, *topic.libraries)) for topic in (ROWS, HEADS)]
-flags.DEFINE_list("impl", [], f"Of rows: {_OF[0]}, kernel:NAME. Of attention: {_OF[1]}.")
-flags.DEFINE_string("kernel", None, "The kernel that 'ours' must use on rows.")
-flags.DEFINE_string("config", None, "JSON object of config fields to replace, with --kernel.")
+flags.DEFINE_list("impl", [], f"Of rows: {_OF[0]}, kernel:NAME:FIELD=VALUE. Of attention: {_OF[1]}.")
 flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
 flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
 flags.DEFINE_string("json", None, "Where to write results, after each case.")
@@ -219,6 +218,7 @@ def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     words = [ATTENTION] * any(case.op == ATTENTION for case in chosen)
     words += [tag for tag in attention_cases.TABLE.apart if tag in tags]
     words += ["trees"] * any(impls.is_tree(name, options.trees) for name in options.impls)
+    words += ["configs"] * bool(options.of_case)
     return " ".join(words) or None
 
 
@@ -254,8 +254,7 @@ def main() -> None:
         print("No GPU: every case runs small on the CPU, by wall clock. Times say nothing about the kernels.")
     theirs = [name for name in FLAGS.impl if name in topic.libraries]
     ours = tuple(impls.expand([name for name in FLAGS.impl if name not in theirs]))
-    config = json.loads(FLAGS.config) if FLAGS.config else None
-    options = impls.Options(ours, FLAGS.rounds, FLAGS.seed, FLAGS.kernel, config, _trees() if topic is HEADS else {})
+    options = impls.Options(ours, FLAGS.rounds, FLAGS.seed, _trees() if topic is HEADS else {})
     process = Peers(theirs, FLAGS.rounds, FLAGS.peers_path) if theirs else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
     records = measure(chosen, options, process=process, path=FLAGS.json, commit=FLAGS.commit, **limits)

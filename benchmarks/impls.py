@@ -40,17 +40,13 @@ Operands = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run is made; `kernel` and `config` replace the choice for "ours" on rows, `trees` are folders by name."""
+    """How a run is made; `trees` are folders by name, and `of_case` has other implementations for cases by name."""
 
     impls: Sequence[str] = ("ours", "xla")
     rounds: int = 5
     seed: int = 0
-    kernel: str | None = None
-    config: Mapping[str, Any] | None = None
     trees: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-_DEFAULT = Options()
+    of_case: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +77,7 @@ def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict
     one small call many times. An implementation that does not take the case raises `Declined`.
     """
     if isinstance(case, RowCase):
-        program = build(case, name, options)
+        program = build(case, name)
         loop = lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: program.function(y), x)
         return {case.pass_: program} | ({"loop": Program(loop)} if case.pass_ == "call" else {})
     if is_tree(name, options.trees):
@@ -124,14 +120,14 @@ def _passes(
     return {"fwd": Program(forward, prepare), "value_and_vjp": Program(value_and_vjp, prepare), "direct": direct}
 
 
-def build(case: RowCase, name: str, options: Options = _DEFAULT) -> Program:
-    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME"."""
+def build(case: RowCase, name: str) -> Program:
+    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME:FIELD=VALUE"."""
     if name == INVARIANT:
         program = build(case, "ours")
         return Program(invariant(program.function), program.prepare and invariant(program.prepare))
-    kernel = options.kernel if name == "ours" else name.partition(KERNEL)[2]
-    if kernel:
-        return _kernel(case, kernel, options.config)
+    if name.startswith(KERNEL):
+        kernel, *replaced = name.removeprefix(KERNEL).split(":")
+        return _kernel(case, kernel, dict(map(_field, replaced)))
     if name == "xla_f32" and case.op != "cross_entropy":
         raise Declined("only a loss is compared in float32 too")
     if case.op in ("cross_entropy", "top_k"):
@@ -162,17 +158,23 @@ def _xla_backward(op: str, y: jax.Array, t: jax.Array) -> jax.Array:
     return (t32 - jnp.exp(y32) * t32.sum(-1, keepdims=True)).astype(t.dtype)
 
 
-def _kernel(case: RowCase, kernel: str, config: Mapping[str, Any] | None) -> Program:
-    """One kernel, straight through the dispatcher, without the primitive around it."""
+def is_plain(case: RowCase) -> bool:
+    """Whether one kernel computes the case."""
+    special = case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean"
+    return len(case.problems) == 1 and not special
+
+
+def _kernel(case: RowCase, kernel: str, fields: Mapping[str, Any]) -> Program:
+    """One kernel, with other fields of its config, straight through the dispatcher, without the primitive around it."""
     if jax.default_backend() != "gpu":
         raise Declined("kernels need a GPU")
-    if len(case.problems) != 1 or case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean":
+    if not is_plain(case):
         raise Declined("a kernel runs one plain operation")
     decide = functools.partial(dispatch.decide, *case.problems, hardware.current(), kernel=kernel)
     decision = decide()
     if decision.kernel is None:
         raise Declined(dict(decision.declined).get(kernel, decision.reason))
-    decision = decide(config=dataclasses.replace(decision.config, **config)) if config else decision
+    decision = decide(config=dataclasses.replace(decision.config, **fields))
     facts = {"kernel": decision.kernel, "config": repr(decision.config), "bytes_moved": decision.bytes_moved}
     if case.op == "cross_entropy":
         return Program(*kernel_of_loss(case, decision), facts)
@@ -394,6 +396,14 @@ def imported(tree: str) -> Iterator[Callable[[str], Any]]:
 def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: Mapping[str, Any]) -> Callable[..., Any]:
     """The kernel that a tree decides for, with other fields of its config."""
     problems, dispatch, hardware = map(load, ("attention.problem", "attention.dispatch", "hardware"))
+    decision = dispatch.decide(attention_problem(problems, shape, backward), hardware.current())
+    if decision.kernel is None:
+        raise Declined(f"no kernel takes it: {dict(decision.declined)}")
+    return dataclasses.replace(decision, config=dataclasses.replace(decision.config, **fields)).run
+
+
+def attention_problem(problems: Any, shape: Shape, backward: bool) -> Any:
+    """What is asked of kernels for a call, in the classes of a tree's module `problems`."""
     lengths = shape.query_length, shape.length
     mask = {"mask": (shape.batch, 1, *lengths)}
     bias = {"bias": (1, shape.heads, *lengths), "bias_dtype": jnp.dtype(shape.dtype), "bias_gradient": backward}
@@ -402,11 +412,7 @@ def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: M
     facts = {"causal_offset": 0, **facts} if shape.is_causal else facts
     sizes = shape.batch, shape.heads, shape.key_heads, *lengths, shape.head_dim, shape.value_dim
     op = problems.Op.BACKWARD if backward else problems.Op.FORWARD
-    problem = problems.Attention(op, *sizes, jnp.dtype(shape.dtype), scale=shape.head_dim**-0.5, **facts)
-    decision = dispatch.decide(problem, hardware.current())
-    if decision.kernel is None:
-        raise Declined(f"no kernel takes it: {dict(decision.declined)}")
-    return dataclasses.replace(decision, config=dataclasses.replace(decision.config, **fields)).run
+    return problems.Attention(op, *sizes, jnp.dtype(shape.dtype), scale=shape.head_dim**-0.5, **facts)
 
 
 def _arrays(operands: Operands) -> tuple[jax.Array, ...]:

@@ -68,14 +68,18 @@ class Bench:
         """The case as this machine measures it, and what a result file says of that."""
         return (case, {}) if self.on_gpu else case.shrunk()
 
+    def _impls(self, case: Case) -> Sequence[str]:
+        return self.options.of_case.get(case.name, self.options.impls)
+
     def prepare(self, case: Case) -> None:
+        names = self._impls(case)
         case, _ = self._here(case)
         specs = jax.eval_shape(lambda: case.operands(1, 0))[0]
         key = _key(case)
         if key not in self._truths:
             self._truths[key] = protocol.compiled_truth(case, specs, key in self._graded)
         # XLA's result is a part of the truth of rows.
-        for name in dict.fromkeys((*["xla"] * isinstance(case, RowCase), *self.options.impls)):
+        for name in dict.fromkeys((*["xla"] * isinstance(case, RowCase), *names)):
             entry: Entry = {}
             with caught(entry):
                 programs = impls.programs(case, name, self.options)
@@ -100,7 +104,7 @@ class Bench:
         here, small = self._here(case)
         buffers = case.buffers if self.on_gpu else 1
         operands, truths = self._made(here, buffers)
-        checked = {name: self._checked(here, name, operands, truths) for name in self.options.impls}
+        checked = {name: self._checked(here, name, operands, truths) for name in self._impls(case)}
         schedule = [variant for _, variants in checked.values() for variant in variants]
         time_them = self._time_calls if case.pass_ == "call" else self._time
         clock, timings, ceilings = time_them(here, schedule, buffers)

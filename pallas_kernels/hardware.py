@@ -12,6 +12,11 @@ class Device:
     sm_count: int
     smem_per_cta: int  # bytes of shared memory that a CTA may claim
 
+    @property
+    def card(self) -> str:
+        """What tables of tuned figures call it: "H100"."""
+        return self.name.removeprefix("NVIDIA ").split(" ")[0]
+
 
 H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from pallas_kernels import tuned
 from pallas_kernels.attention import backward, backward_common, backward_wide, forward, mask
 from pallas_kernels.attention.config import (
     WARPGROUP_ROWS,
@@ -64,12 +65,12 @@ class Thresholds:
 
 
 DEFAULT = Thresholds()
-BY_CARD = {"H100": Thresholds(), "H200": Thresholds()}
+BY_CARD = tuned.by_card("attention", DEFAULT)
 
 
 def thresholds(device: Device) -> Thresholds:
     """The card's figures, or those of a card that was not tuned."""
-    return BY_CARD.get(device.name.removeprefix("NVIDIA ").split(" ")[0], DEFAULT)
+    return BY_CARD.get(device.card, DEFAULT)
 
 
 def xla_is_faster(problem: Attention, device: Device) -> str | None:

@@ -1,7 +1,7 @@
 """The configs of the kernels, and the choice of a kernel and its config from a problem's sizes alone.
 
-`Thresholds` holds the tuned figures, one table for each card. `docs/tuning/softmax.md` has the measurements behind
-them, under the figures' names.
+`Thresholds` holds the tuned figures, and `tuned.json` those of each card. `docs/tuning/softmax.md` has the measurements
+behind them, under the figures' names.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import functools
 from collections.abc import Container, Mapping
 from typing import ClassVar
 
+from pallas_kernels import tuned
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import Op, Problem
 
@@ -173,12 +174,12 @@ class Thresholds:
 
 
 DEFAULT = Thresholds()
-BY_CARD = {"H100": Thresholds(), "H200": Thresholds()}
+BY_CARD = tuned.by_card("softmax", DEFAULT)
 
 
 def thresholds(device: Device) -> Thresholds:
     """The card's figures, or those of a card that was not tuned."""
-    return BY_CARD.get(device.name.removeprefix("NVIDIA ").split(" ")[0], DEFAULT)
+    return BY_CARD.get(device.card, DEFAULT)
 
 
 def priority(problem: Problem, device: Device) -> tuple[str, ...]:

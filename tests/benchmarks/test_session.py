@@ -211,6 +211,13 @@ def test_processes_measure_every_pass_and_the_end_of_one_does_not_end_the_run(tm
     json.dumps(written, allow_nan=False)
 
 
+def test_a_case_may_have_implementations_of_its_own(rows):
+    chosen = [_case(), _case(pass_="value_and_vjp"), rows("logsumexp_fwd_bf16_32768x4096")]
+    names = dict(zip((case.name for case in chosen), (("ours",), ("xla",), ("kernel:warp:lanes=8",)), strict=True))
+    records = program.measure(chosen, Options(rounds=1, of_case=names), commit="abc")
+    assert [(*record["impls"],) for record in records] == [*names.values()]
+
+
 @pytest.mark.parametrize("deadline, broken", [(1e99, False), (1e99, True), (0.0, False)])
 def test_a_process_measures_when_all_have_compiled_and_it_has_the_device(monkeypatch, tmp_path, deadline, broken):
     done, sent = [], []
