@@ -7,12 +7,12 @@ PYTEST := -m pytest -n 3 --dist worksteal --durations=5
 # What JAX needs of CUDA, where there is a GPU.
 CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
-.PHONY: demo test check venvs lint type test-new test-kernels test-old aot aot-new aot-old clean
+.PHONY: demo test check venvs lint type test-new test-old clean
 
 demo: .venv-new/ready
 	.venv-new/bin/python examples/char_model.py
 
-test: venvs lint type test-new test-kernels test-old aot
+test: venvs lint type test-new test-old
 
 # For an editor's loop: of every test of the library one case, and what tells of the layout.
 check: lint type
@@ -20,7 +20,7 @@ check: lint type
 	  tests/test_architecture.py tests/test_docs.py tests/jaxsoftmax
 
 venvs:
-	$(MAKE) -j3 .venv-new/ready .venv-old/ready .venv-aot-new/ready .venv-aot-old/ready
+	$(MAKE) -j4 .venv-new/ready .venv-old/ready .aot-new/ready .aot-old/ready
 
 lint: .venv-new/ready
 	.venv-new/bin/ruff check .
@@ -29,30 +29,17 @@ lint: .venv-new/ready
 type: .venv-new/ready
 	.venv-new/bin/pyright
 
-test-new: .venv-new/ready
-	.venv-new/bin/python $(PYTEST) --ignore=tests/pallas_kernels
+# With the GPU kernels in Mosaic's interpreter, and compiled to machine code for an H200.
+test-new: .venv-new/ready .aot-new/ready
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-new .venv-new/bin/python $(PYTEST) -m "not gpu"
 
-# The GPU kernels themselves, in Mosaic's interpreter, with its race detector.
-test-kernels: .venv-new/ready
-	.venv-new/bin/python $(PYTEST) tests/pallas_kernels -m "not gpu and not aot"
-
-# The library and its primitives: of each test's cases one in six. For want of time the others, the binary, the
-# examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests that have a form
-# without it, are left to the newest.
-test-old: .venv-old/ready
-	.venv-old/bin/python $(PYTEST) --one-in 6 -m "not gpu and not slow and not aot" \
+# The library, its primitives, and kernels' machine code: of each test's cases one in six. For want of time the others,
+# the binary, the examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests
+# that have a form without it, are left to the newest.
+test-old: .venv-old/ready .aot-old/ready
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) --one-in 6 -m "not gpu and not slow" \
 	  -k "not interpret and not stand-in and not mutant" --ignore=tests/benchmarks --ignore=tests/test_examples.py \
 	  --ignore=tests/test_architecture.py --ignore=tests/test_docs.py --ignore=tests/test_gpu_scripts.py
-
-# The GPU kernels compiled to machine code for an H200, on a machine without one: by the newest JAX, and of each test's
-# cases one in six by the oldest.
-aot: aot-new aot-old
-
-aot-new: .venv-aot-new/ready
-	JAX_PLATFORMS=cpu .venv-aot-new/bin/python $(PYTEST) tests/pallas_kernels -m aot
-
-aot-old: .venv-aot-old/ready
-	JAX_PLATFORMS=cpu .venv-aot-old/bin/python $(PYTEST) tests/pallas_kernels -m aot --one-in 6
 
 .venv-new/ready: pyproject.toml .ci/venv
 	.ci/venv .venv-new -e '.[test]' 'jax$(CUDA)==$(NEWEST_JAX)'
@@ -64,14 +51,15 @@ aot-old: .venv-aot-old/ready
 
 # No dependencies of the plugin: its compiler is linked in, and the CUDA libraries are only needed to run. The other two are
 # an assembler and a disassembler, to look at what it makes.
-.venv-aot-new/ready: AOT_JAX := $(NEWEST_JAX)
-.venv-aot-old/ready: AOT_JAX := $(OLDEST_JAX)
-.venv-aot-new/ready .venv-aot-old/ready: pyproject.toml .ci/venv
-	.ci/venv $(@D) -e '.[aot]' jax==$(AOT_JAX)
-	$(@D)/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
-	$(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/cuda \
+.aot-new/ready: AOT_JAX := $(NEWEST_JAX)
+.aot-old/ready: AOT_JAX := $(OLDEST_JAX)
+.aot-%/ready: .venv-%/ready
+	rm -rf $(@D)
+	.venv-$*/bin/python -m pip install --quiet --no-deps --target $(@D) \
+	  jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
+	.venv-$*/bin/python -m pip install --quiet --no-deps --target $(@D)/cuda \
 	  nvidia-cuda-nvcc==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 	touch $@
 
 clean:
-	rm -rf .venv-new .venv-old .venv-aot-new .venv-aot-old .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv-new .venv-old .aot-new .aot-old .pytest_cache .ruff_cache .hypothesis build dist

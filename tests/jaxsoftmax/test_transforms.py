@@ -169,7 +169,7 @@ OTHERS = itertools.cycle([op for op in CASES if op != "softmax"])
 LIKE_OTHERS: list[tuple[str, str, str]] = [
     *((name, op, "reference") for op in CASES for name in RULES),
     *((name, "softmax", "reference") for name in REST),
-    *((name, next(OTHERS), "reference") for name in (*REST, *REST)),
+    *((name, next(OTHERS), "reference") for name in REST),
     *((name, "attention", "reference") for name in (*PARTS, "third", "vmap of grad of a sum")),
     *((name, "attention", "stand-in") for name in BY_KERNELS),
     *(("vmap of grad of a sum", op, "stand-in") for op in ("weighted", "loss and lse", "probabilities")),

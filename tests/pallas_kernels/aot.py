@@ -13,7 +13,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +24,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-# Those of `make aot` are not on the PATH, where Mosaic would take that ptxas for its own.
-_TOOLS = os.pathsep.join((os.path.join(sys.prefix, "cuda", "nvidia", "cu13", "bin"), os.environ.get("PATH", "")))
+_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin")
+# Those that `make` installs lie beside the plugin, not on the PATH, where Mosaic would take that ptxas for its own.
+_BESIDE = pathlib.Path(_PLUGIN.origin).parents[1] / "cuda/nvidia/cu13/bin" if _PLUGIN and _PLUGIN.origin else ""
+_TOOLS = os.pathsep.join((str(_BESIDE), os.environ.get("PATH", "")))
 _PTXAS, _NVDISASM = (shutil.which(tool, path=_TOOLS) for tool in ("ptxas", "nvdisasm"))
 _NEEDED = {
-    "jax-cuda13-plugin": importlib.util.find_spec("jax_cuda13_plugin"),
+    "jax-cuda13-plugin": _PLUGIN,
     "nvidia-cuda-nvcc": _PTXAS,
     "nvidia-cuda-nvdisasm": _NVDISASM,
 }

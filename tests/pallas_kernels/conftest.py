@@ -19,6 +19,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(aot.MISSING)
 
 
+@pytest.fixture(autouse=True)
+def optimised():
+    """What XLA makes of the reference is what users get."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """`interpreted(f, *operands)`: the result of `f`, whose kernels ran in Mosaic's interpreter without a race.
