@@ -1,6 +1,7 @@
 """Softmax, cross entropy, top-k softmax and flash attention for JAX, by Pallas kernels on Hopper GPUs."""
 
 from jaxsoftmax._attention.api import flash_attention as flash_attention
+from jaxsoftmax._attention.paged import paged_attention as paged_attention
 from jaxsoftmax._core.checks import batch_invariant as batch_invariant
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy
 from jaxsoftmax._cross_entropy.api import (
@@ -34,6 +35,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge",
+    "paged_attention",
     "patch",
     "softmax",
     "softmax_cross_entropy",

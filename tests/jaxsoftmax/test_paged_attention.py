@@ -1,0 +1,194 @@
+"""`paged_attention`: against the oracle on pages that NumPy gathers, with NaN wherever no key counts."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax import paged_attention
+from tests import attention_oracle
+from tests.jaxsoftmax.sharded import mesh, put
+from tests.pairwise import pairwise
+
+BATCH, ENTRIES, PAGES = 4, 5, 24
+
+
+def operands(queries: int | None, size: int, heads: tuple[int, int] = (4, 2), layout: str = "heads_first",
+             dims: tuple[int, int] = (16, 8)) -> dict[str, Any]:  # fmt: skip
+    """Sequences with no key, one, some and all that the table has room for, in pages in no order.
+
+    What no sequence has is NaN, and so is one of the entries that no sequence uses.
+    """
+    rng = np.random.default_rng(0)
+    lengths = np.array([0, 1, ENTRIES * size // 2 + 1, ENTRIES * size], np.int32)
+    tables = rng.permutation(PAGES)[: BATCH * ENTRIES].reshape(BATCH, ENTRIES).astype(np.int32)
+    pages = [rng.normal(size=(heads[1], PAGES, size, dim)).astype(np.float32) for dim in dims]
+    used = np.zeros((PAGES, size), bool)
+    for table, length in zip(tables, lengths, strict=True):
+        used[table] = np.arange(ENTRIES * size).reshape(ENTRIES, size) < length
+        table[-(-length // size) :] = rng.choice([-1, PAGES, 2**31 - 1, -(2**31), 0])
+    pages = [np.where(used[:, :, None], x, np.nan) for x in pages]
+    if layout == "pages_first":
+        pages = [np.moveaxis(x, 0, 2) for x in pages]
+    query = rng.normal(size=(BATCH, *([] if queries is None else [queries]), heads[0], dims[0])).astype(np.float32)
+    return dict(zip(("query", "key_pages", "value_pages", "block_tables", "lengths"),
+                    (query, *pages, tables, lengths), strict=True))  # fmt: skip
+
+
+def expected(given: dict[str, Any], layout: str = "heads_first", **arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Output and logsumexp of the oracle, on pages that are gathered here, of which NaN is cleared."""
+    tables = np.clip(given["block_tables"], 0, PAGES - 1)
+    gathered = []
+    for pages in (given["key_pages"], given["value_pages"]):
+        pages = np.moveaxis(pages, 0, 2) if layout == "heads_first" else pages
+        found = pages[tables]
+        gathered.append(np.nan_to_num(found.reshape(BATCH, -1, *found.shape[3:])))
+    query = given["query"] if given["query"].ndim == 4 else given["query"][:, None]
+    window = arguments.pop("local_window_size", None)
+    rules = {"is_causal": True, "causal_alignment": "bottom_right", "key_value_seq_lengths": given["lengths"]}
+    rules |= {} if window is None else {"local_window_size": (window, None)}
+    want = attention_oracle.forward(query, *gathered, **rules, **arguments)
+    out, lse = want.out, np.swapaxes(want.lse, 1, 2)
+    return (out, lse) if given["query"].ndim == 4 else (out[:, 0], lse[:, 0])
+
+
+def check(got: Any, want: Any) -> None:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), tuple(got), tuple(want))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"local_window_size": 9},
+    "sinks and cap": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32), "logits_soft_cap": 2.0},
+    "scale": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize(
+    "queries, size, heads, layout, options",
+    pairwise((None, 1, 3, 40), (8, 16, 24), ((4, 4), (4, 2), (4, 1)), ("heads_first", "pages_first"), tuple(OPTIONS)),
+    ids=str,
+)
+def test_values(queries: int | None, size: int, heads: tuple[int, int], layout: Any, options: str) -> None:
+    given = operands(queries, size, heads, layout)
+    got = jax.jit(functools.partial(paged_attention, layout=layout, return_residual=True, **OPTIONS[options]))(**given)
+    check(got, expected(given, layout, **OPTIONS[options]))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint32, np.int64])
+def test_tables_of_any_integers(dtype: Any) -> None:
+    given = operands(None, 8)
+    valid = given["block_tables"] % PAGES
+    got = paged_attention(**given | {"block_tables": valid.astype(dtype)}, return_residual=True)
+    check(got, expected(given | {"block_tables": valid}))
+
+
+@pytest.mark.parametrize("setting", [jax.debug_nans, jax.enable_checks, jax.disable_jit, jax.enable_x64])
+def test_settings(setting: Any) -> None:
+    given = {name: np.nan_to_num(x) for name, x in operands(2, 8).items()}
+    with setting(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        check(paged_attention(**given, return_residual=True), expected(given))
+
+
+@pytest.mark.parametrize("entry", [-1, PAGES, 2**31 - 1])
+def test_a_page_that_does_not_exist_makes_its_sequence_nan(entry: int) -> None:
+    given = operands(2, 8)
+    want, _ = expected(given)
+    given["block_tables"][3, 1] = entry
+    got = np.asarray(paged_attention(**given))
+    assert np.isnan(got[3]).all()
+    check((got[:3],), (want[:3],))
+
+
+def test_pages_of_low_precision() -> None:
+    given = operands(3, 16)
+    half = {name: jnp.asarray(x, jnp.bfloat16 if x.dtype == np.float32 else None) for name, x in given.items()}
+    out, lse = paged_attention(**half, return_residual=True)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected(given)[0], atol=0.03)
+
+
+def test_composes() -> None:
+    """Under vmap and export; the pages' gradient is that of the keys and values in them."""
+    given = operands(3, 8)
+    want = expected(given)
+    exported = jax.export.export(jax.jit(paged_attention))(**given)
+    check((jax.export.deserialize(exported.serialize()).call(**given),), want[:1])
+    stacked = {name: np.stack([x, x]) for name, x in given.items()}
+    mapped = jax.vmap(lambda given: paged_attention(**given, return_residual=True))(stacked)
+    check(jax.tree.map(lambda x: x[1], mapped), want)
+    clean = given | {name: np.nan_to_num(given[name]) for name in ("key_pages", "value_pages")}
+
+    def of_keys(keys: Any) -> Any:
+        return (paged_attention(**clean | {"key_pages": keys}) ** 2).sum()
+
+    gradient = np.asarray(jax.grad(of_keys)(clean["key_pages"]))
+    lengths = given["lengths"]
+    assert (gradient != 0).any(3).sum() == 2 * lengths[lengths > 1].sum()  # a key that is alone has a weight of 1
+    step = 1e-2 * gradient
+    ahead, behind = of_keys(clean["key_pages"] + step), of_keys(clean["key_pages"] - step)
+    np.testing.assert_allclose((ahead - behind) / 2, (step * gradient).sum(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "pages_first"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_shards_of_sequences_and_heads(layout: Any, kind: AxisType, is_set: bool) -> None:
+    given = operands(3, 8, layout=layout)
+    on = mesh(kind)
+    of_pages = P("m") if layout == "heads_first" else P(None, None, "m")
+    specs = {"query": P("d", None, "m"), "block_tables": P("d"), "lengths": P("d")}
+    placed = {name: put(x, specs.get(name, of_pages), on) for name, x in given.items()}
+    call = functools.partial(paged_attention, layout=layout, return_residual=True)
+    with jax.set_mesh(on) if is_set else jax.numpy_rank_promotion("raise"):
+        check(jax.jit(call)(**placed), expected(given, layout))
+        check(call(**placed), expected(given, layout))
+        text = jax.jit(call).lower(**placed).compile().as_text()
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+
+def test_a_prefix_that_sequences_share_is_attended_to_once() -> None:
+    """States of the shared and of the own keys merge into that of all."""
+    rng = np.random.default_rng(1)
+    shape = lambda *batch: rng.normal(size=(*batch, 2, 8)).astype(np.float32)
+    query, prefix, own = shape(3, 4), (shape(1, 6), shape(1, 6)), (shape(3, 5), shape(3, 5))
+    whole = [np.concatenate([np.repeat(x, 3, 0), y], 1) for x, y in zip(prefix, own, strict=True)]
+    parts = [
+        jaxsoftmax.flash_attention(query.reshape(1, 12, 2, 8), *prefix, return_residual=True),
+        jaxsoftmax.flash_attention(query, *own, return_residual=True),
+    ]
+    outs, lses = zip(*((out.reshape(query.shape), lse.reshape(query.shape[:3])) for out, lse in parts), strict=True)
+    total = jaxsoftmax.merge(*(jaxsoftmax.Stats(lse, jnp.ones_like(lse)) for lse in lses))
+    lse = total.max + jnp.log(total.sum)
+    out = sum(jnp.exp(part - lse)[..., None] * out for out, part in zip(outs, lses, strict=True))
+    want = attention_oracle.forward(query, *whole)
+    check((out, lse), (want.out, np.swapaxes(want.lse, 1, 2)))
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "layout": ({"layout": "NHD"}, ValueError, "layout='NHD', expected one of 'heads_first', 'pages_first'"),
+    "query": ({"query": np.ones((4, 16))}, ValueError, "query has shape (4, 16), expected (batch, heads, head_dim)"),
+    "key_pages": ({"layout": "pages_first", "query": np.ones((4, 4, 9), np.float32)}, ValueError,
+                  "key_pages has shape (2, 24, 8, 16), expected (pages, page size, key heads, head_dim)"),
+    "value_pages": ({"value_pages": np.ones((2, 24, 9, 8))}, ValueError, "value_pages has shape (2, 24, 9, 8)"),
+    "block_tables": ({"block_tables": np.ones((4, 5))}, TypeError, "block_tables has dtype float32, expected integers"),
+    "rows": ({"block_tables": np.ones((3, 5), int)}, ValueError, "has shape (3, 5), expected (4, entries)"),
+    "lengths": ({"lengths": np.ones(3, int)}, ValueError, "lengths has shape (3,), expected (4,), a number"),
+    "window": ({"local_window_size": -1}, ValueError, "local_window_size=-1, expected a number of positions"),
+    "dtype": ({"query": jnp.ones((4, 4, 16), jnp.bfloat16)}, TypeError, "expected one dtype for all three"),
+    "kernel": ({"implementation": "mosaic_gpu"}, NotImplementedError, "mosaic_gpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_say_what_to_do(name: str) -> None:
+    given, error, said = WRONG[name]
+    with pytest.raises(error, match=re.escape(said)):
+        paged_attention(**operands(None, 8) | given)
