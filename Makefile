@@ -7,12 +7,12 @@ PYTEST := -m pytest -n 3 --dist worksteal --durations=5
 # What JAX needs of CUDA, where there is a GPU.
 CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
-.PHONY: demo test check venvs lint type test-new test-old clean
+.PHONY: demo test check venvs lint type test-new test-old aot aot-new aot-old clean
 
 demo: .venv-new/ready
 	.venv-new/bin/python examples/char_model.py
 
-test: venvs lint type test-new test-old
+test: venvs lint type test-new test-old aot
 
 # For an editor's loop: of every test of the library one case, and what tells of the layout.
 check: lint type
@@ -29,17 +29,27 @@ lint: .venv-new/ready
 type: .venv-new/ready
 	.venv-new/bin/pyright
 
-# With the GPU kernels in Mosaic's interpreter, and compiled to machine code for an H200.
-test-new: .venv-new/ready .aot-new/ready
-	JAX_PLATFORMS=cpu PYTHONPATH=.aot-new .venv-new/bin/python $(PYTEST) -m "not gpu"
+# With the GPU kernels in Mosaic's interpreter, and its race detector.
+test-new: .venv-new/ready
+	.venv-new/bin/python $(PYTEST) -m "not gpu and not aot"
 
-# The library, its primitives, and kernels' machine code: of each test's cases one in six. For want of time the others,
-# the binary, the examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests
-# that have a form without it, are left to the newest.
-test-old: .venv-old/ready .aot-old/ready
-	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) --one-in 6 -m "not gpu and not slow" \
+# The library and its primitives: of each test's cases one in six. For want of time the others, the binary, the
+# examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests that have a form
+# without it, are left to the newest.
+test-old: .venv-old/ready
+	.venv-old/bin/python $(PYTEST) --one-in 6 -m "not gpu and not slow and not aot" \
 	  -k "not interpret and not stand-in and not mutant" --ignore=tests/benchmarks --ignore=tests/test_examples.py \
 	  --ignore=tests/test_architecture.py --ignore=tests/test_docs.py --ignore=tests/test_gpu_scripts.py
+
+# The GPU kernels compiled to machine code for an H200, on a machine without one: by the newest JAX, and of each test's
+# cases one in six by the oldest.
+aot: aot-new aot-old
+
+aot-new: .venv-new/ready .aot-new/ready
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-new .venv-new/bin/python $(PYTEST) tests/pallas_kernels -m aot
+
+aot-old: .venv-old/ready .aot-old/ready
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) tests/pallas_kernels -m aot --one-in 6
 
 .venv-new/ready: pyproject.toml .ci/venv
 	.ci/venv .venv-new -e '.[test]' 'jax$(CUDA)==$(NEWEST_JAX)'

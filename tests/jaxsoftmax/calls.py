@@ -65,6 +65,11 @@ MORE_CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
         functools.partial(attention, causal_alignment="bottom_right"),
         QKV | {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": LENGTHS},
     ),
+    "pages": (
+        jaxsoftmax.paged_attention,
+        {"query": QKV["query"], "key_pages": normal(2, 9, 8, 8), "value_pages": normal(2, 9, 8, 8)}
+        | {"block_tables": jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 9, "lengths": 2 * LENGTHS},
+    ),
     "scaled heads": (jaxsoftmax.flash_attention, QKV | {"scale": X[0, 0, :8]}),
     "segments": (jaxsoftmax.flash_attention, QKV | {"mask": MASK[:, :, None, :6], "query_segment_ids": SEGMENTS}),
 }
