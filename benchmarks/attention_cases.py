@@ -3,8 +3,9 @@
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
 `standard` (everything). Others are measured only where they are asked for: `odd` (lengths that are one less), `sample`
-(random calls), `short` (short sequences), `cpu` (small calls, which the XLA program is measured on) and `invariance`
-(what `jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the same form.
+(random calls), `short` (short sequences), `decode` (few queries, many keys), `cpu` (small calls, which the XLA program
+is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the
+same form.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import numpy as np
 from benchmarks.cases import Table
 
 PASSES = ("fwd", "bwd", "value_and_vjp")
-KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias")
+KINDS = ("full", "causal", "window", "documents", "mask", "causal_mask", "bias", "lengths")
 LENGTHS, DIMS = (512, 2048, 4096, 16384), (64, 128, 256)
 TOKENS, WIDTH = 16384, 2048  # of a batch, and of all heads together
 SPAN = 1024  # of windows and documents, unless the name has another
@@ -44,6 +45,14 @@ _INVARIANT = (
     *(f"causal_d{dim}_s4096_b2_h16" for dim in DIMS),
     *("full_d64_s4096_b2_h16", "full_d128_t1_s4096_b2_h16", "bias_d128_s2048_b2_h16"),
 )
+_CACHES = ("s131072_b1", "s16384_b8", "s8192_b128")
+_DECODE = (
+    *("d128_t1_s8192_b1_h32g8", "d128_t1_s8192_b1_h64g8", "d128_t1_s8192_b8_h32g8", "d128_t1_s131072_b1_h32g8"),
+    *("d128_t1_s8192_b64_h32g8", "d128_t1_s32768_b16_h64g8", "d64_t1_s8192_b64_h32g8", "d256_t1_s8192_b32_h16g8"),
+    *("d128_t1_s32768_b32_h8g1", "d128_t128_s65536_b1_h32g8", "d128_t512_s65536_b1_h16g2", "d128_t512_s65536_b1_h8g1"),
+    *(f"d128_t{n}_{x}_h{h}" for x, n, h in itertools.product(_CACHES, (2, 4, 8, 16), ("64g8", "32g8", "8g1"))),
+)
+_RAGGED = "lengths_d128_t1_s8192_b64_h32g8"
 _FOR_CPU = (
     *("d32_s256_b8_h4", "d64_s512_b2_h8", "d64_s512_b2_h8g2"),
     *("d64_t1_s4096_b8_h8", "d64_t1_s4096_b8_h8g2", "d64_s2048_b1_h4"),
@@ -60,8 +69,8 @@ class Shape:
 
     `kind` says which keys a query sees: "full"; "causal"; "window", causal, `span` keys in all; "documents", causal
     within packed documents of about `span` tokens; "mask", a random bool tensor [B, 1, T, S]; "causal_mask",
-    causal, as such a tensor; "bias", all, with a tensor [1, N, T, S]. `length` is the number of keys; there are as many
-    queries where `queries` is 0.
+    causal, as such a tensor; "bias", all, with a tensor [1, N, T, S]; "lengths", all of a random number of keys, one
+    for each sequence. `length` is the number of keys; there are as many queries where `queries` is 0.
     """
 
     batch: int
@@ -111,6 +120,8 @@ class Shape:
             return float((self.documents() ** 2).sum() / 2)
         if self.kind == "window" or (self.kind in ("causal", "causal_mask") and t != s):
             return sum(min(i + 1, self.span or s) for i in range(t))
+        if self.kind == "lengths":
+            return t * float(self.key_lengths().sum()) / self.batch
         return t * s / (2 if self.kind in ("causal", "causal_mask") else 1)
 
     def flops(self, pass_: str) -> float:
@@ -124,6 +135,22 @@ class Shape:
         """The lengths of the packed documents: within half of `span`, the same in every sequence."""
         ends = np.random.default_rng(7).integers(self.span // 2, self.span + self.span // 2 + 1, self.length).cumsum()
         return np.diff(ends[ends < self.length], prepend=0, append=self.length)
+
+    def key_lengths(self) -> np.ndarray:
+        """How many keys each sequence has."""
+        most = np.full(self.batch, self.length, np.int32)
+        return (
+            np.random.default_rng(7).integers(1, most, dtype=np.int32, endpoint=True)
+            if self.kind == "lengths"
+            else most
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of queries, output, and the keys and values that exist, each once."""
+        width, size = self.head_dim + self.value_dim, jnp.dtype(self.dtype).itemsize
+        keys = int(self.key_lengths().sum(dtype=np.int64)) * self.key_heads
+        return (self.batch * self.query_length * self.heads + keys) * width * size
 
     def shrunk(self) -> "Shape":
         """One short sequence, for machines without the speed."""
@@ -155,6 +182,8 @@ class Shape:
             documents = self.documents()
             ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
             made["segments"] = jnp.tile(ids, (b, 1))
+        if self.kind == "lengths":
+            made["lengths"] = jnp.asarray(self.key_lengths())
         return made
 
 
@@ -190,7 +219,7 @@ class AttentionCase:
         return [(self.shape.operands(seed),)] * count
 
     def sizes(self) -> dict[str, Any]:
-        return {"flops": self.flops}
+        return {"flops": self.flops, "least_bytes": self.shape.least_bytes}
 
     def describe(self) -> dict[str, Any]:
         facts = {"name": self.name, "pass": self.pass_, "tags": sorted(self.tags)}
@@ -287,6 +316,7 @@ TABLE = Table(
         "odd": _odd,
         "sample": sample,
         "short": lambda *_: _cases(_SHORT, ("fwd", "value_and_vjp"), "short"),
+        "decode": lambda *_: _cases([*(f"full_{x}" for x in _DECODE), _RAGGED], ("fwd",), "decode"),
         "cpu": _for_cpu,
         "invariance": lambda *_: _cases(_INVARIANT, ("fwd",), "invariance"),
     },

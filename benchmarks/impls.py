@@ -292,13 +292,17 @@ def _common(shape: Shape, operands: Operands) -> dict[str, Any]:
 
 
 def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
-    return jaxsoftmax.flash_attention(**_common(shape, operands), query_segment_ids=operands.get("segments"))
+    extras = {"query_segment_ids": operands.get("segments"), "key_value_seq_lengths": operands.get("lengths")}
+    return jaxsoftmax.flash_attention(**_common(shape, operands), **extras)
 
 
 def _attend_jax(implementation: Any, shape: Shape, operands: Operands) -> jax.Array:
     """`jax.nn`'s attention, the values padded to the keys' head dimension."""
     padding = ((0, 0), (0, 0), (0, 0), (0, shape.head_dim - shape.value_dim))
     arguments: dict[str, Any] = _common(shape, operands) | {"value": jnp.pad(operands["value"], padding)}
+    if "lengths" in operands:
+        whole = jnp.full(shape.batch, shape.query_length, jnp.int32)
+        arguments |= {"query_seq_lengths": whole, "key_value_seq_lengths": operands["lengths"]}
     return jax.nn.dot_product_attention(**arguments, implementation=implementation)[..., : shape.value_dim]
 
 
@@ -408,6 +412,7 @@ def attention_problem(problems: Any, shape: Shape, backward: bool) -> Any:
     mask = {"mask": (shape.batch, 1, *lengths)}
     bias = {"bias": (1, shape.heads, *lengths), "bias_dtype": jnp.dtype(shape.dtype), "bias_gradient": backward}
     own = {"window": {"window": (shape.span - 1, None)}, "documents": {"segments": True}, "bias": bias}
+    own["lengths"] = {"key_lengths": True}
     facts = (own | {"mask": mask, "causal_mask": mask}).get(shape.kind, {})
     facts = {"causal_offset": 0, **facts} if shape.is_causal else facts
     sizes = shape.batch, shape.heads, shape.key_heads, *lengths, shape.head_dim, shape.value_dim
@@ -418,5 +423,6 @@ def attention_problem(problems: Any, shape: Shape, backward: bool) -> Any:
 def _arrays(operands: Operands) -> tuple[jax.Array, ...]:
     extras = [operands["bias"]] if "bias" in operands else []
     extras += [operands["mask"].astype(jnp.int8)] if "mask" in operands else []
+    extras += [operands["lengths"]] if "lengths" in operands else []
     segments = [operands["segments"]] * 2 if "segments" in operands else []
     return (operands["query"], operands["key"], operands["value"], *extras, *segments)

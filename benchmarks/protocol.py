@@ -60,6 +60,7 @@ _LOOSE = {"float32": 64 * 2.0**-23, "float16": 8 * 2.0**-10, "bfloat16": 8 * 2.0
 _SCORES = 1 << 28  # of attention at once, in float32: a head of 16384 tokens
 # The truth is not timed: XLA need not try which of its products are fast, which takes most of the time to compile it.
 _UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+READ_BLOCKS = 32  # rows of the read probe for each that it writes
 _COLS = 8192  # int32 elements of a block of the copy kernel: 64 registers per thread
 _ROUND_SECONDS = 1e-3  # of device time per variant and round
 _ASSUMED_BYTES_PER_SECOND = 3e12
@@ -249,6 +250,8 @@ def _seen(shape: Shape, operands: Mapping[str, jax.Array], sequence: jax.Array) 
     if shape.kind == "documents":
         ids = operands["segments"][sequence]
         seen &= ids[:, None] == ids[None, :]
+    if shape.kind == "lengths":
+        seen &= key < operands["lengths"][sequence]
     return seen & operands["mask"][sequence, 0] if shape.kind == "mask" else seen
 
 
@@ -266,6 +269,7 @@ class Timing:
 
     rounds: list[list[float]]
     kernels: list[str] = dataclasses.field(default_factory=list)
+    each: list[list[float]] = dataclasses.field(default_factory=list)  # of every launch, the times of its kernels
 
     @property
     def median(self) -> float:
@@ -274,7 +278,10 @@ class Timing:
     def as_json(self) -> dict[str, Any]:
         samples = list(itertools.chain(*self.rounds))
         rounds = [round(statistics.median(r), 3) for r in self.rounds]
-        return measured.summary(samples) | {"rounds_us": rounds, "launches": len(samples), "kernels": self.kernels}
+        facts = {"rounds_us": rounds, "launches": len(samples), "kernels": self.kernels}
+        if len(self.kernels) > 1 and self.each:
+            facts["kernels_us"] = [round(statistics.median(times), 3) for times in zip(*self.each, strict=True)]
+        return measured.summary(samples) | facts
 
 
 def launches_per_round(least_bytes: int) -> int:
@@ -353,7 +360,8 @@ def _measure_cupti(schedule: _Schedule) -> dict[str, Timing]:
         launched = list(itertools.islice(kernels, len(timing.kernels)))
         if [name for name, _ in launched] != timing.kernels:
             raise RuntimeError(f"{variant.name}: expected kernels {timing.kernels}, CUPTI saw {launched}")
-        timing.rounds[r].append(1e3 * sum(ms for _, ms in launched))
+        timing.each.append([1e3 * ms for _, ms in launched])
+        timing.rounds[r].append(sum(timing.each[-1]))
     if next(kernels, None) is not None:
         raise RuntimeError("CUPTI saw more kernels than were launched")
     return found
@@ -390,6 +398,31 @@ def mosaic_copy(x: jax.Array) -> jax.Array:
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     grid = {"grid": (x.shape[0],), "grid_names": ("block",)}
     return plgpu.kernel(_copy_block, out_type=out, **grid, kernel_name="copy")(x)
+
+
+def _read_blocks(x_gmem, y_gmem):
+    i, layout = lax.axis_index("block"), plgpu.Layout.WG_STRIDED((_COLS,), vec_size=4)
+    load = lambda j: plgpu.load(x_gmem.at[i * READ_BLOCKS + j], layout=layout, optimized=False)
+    y_gmem[i] = functools.reduce(jnp.add, map(load, range(READ_BLOCKS)))
+
+
+@jax.jit
+def mosaic_read(x: jax.Array) -> jax.Array:
+    """Sums every `READ_BLOCKS` rows of int32 `[blocks, _COLS]`."""
+    blocks = x.shape[0] // READ_BLOCKS
+    out = jax.ShapeDtypeStruct((blocks, x.shape[1]), x.dtype)
+    return plgpu.kernel(_read_blocks, out_type=out, grid=(blocks,), grid_names=("block",), kernel_name="read")(x)
+
+
+def read_variant(size: int) -> tuple[Variant, int]:
+    """What reads `size` bytes and writes a few, and how many both are; XLA's sum where there is no GPU."""
+    shape = READ_BLOCKS * max(1, size // (4 * _COLS * READ_BLOCKS)), _COLS
+    x = jax.random.randint(jax.random.key(2), shape, 0, 1000, jnp.int32)
+    by_xla = jax.jit(lambda x: x.reshape(-1, READ_BLOCKS, _COLS).sum(1))
+    read = mosaic_read if jax.default_backend() == "gpu" else by_xla
+    if not bool((read(x) == by_xla(x)).all()):
+        raise RuntimeError("the read probe does not read")
+    return Variant("read", lambda _: read(x)), x.nbytes + x.nbytes // READ_BLOCKS
 
 
 def moved_bytes(least_bytes: int) -> int:

@@ -40,6 +40,8 @@ def line(record: Record) -> str:
     heads = [f"{record['clock']} clock"]
     if copy := record.get("copy"):
         heads.append(f"copy {copy['tb_per_s']:.2f} TB/s ({copy['method']})")
+    if read := record.get("read"):
+        heads.append(f"read {read['tb_per_s']:.2f} TB/s")
     products = [key for key in ("matmul", "peers_matmul") if record.get(key)]
     heads += [f"{key} {record[key]['tflop_per_s']:.0f} TFLOP/s" for key in products]
     heads += [f"ours {record['ratio']:.3f} x {record['best_peer']}"] if record.get("ratio") else []

@@ -35,7 +35,7 @@ from benchmarks.impls import Declined, NotInstalled, Options, Program
 Case = RowCase | AttentionCase
 _CALLS = 200  # of one small call in a round
 _LAUNCHES = 4  # of each program of attention in a round
-_COPIED_BYTES = 2**30  # read and written beside attention
+_COPIED_BYTES = 2**30  # that a copy moves and a read reads beside attention
 
 Entry = dict[str, Any]  # what a result file says of an implementation
 
@@ -116,6 +116,8 @@ class Bench:
                     entry |= _row_speeds(mine, record)
                 else:
                     entry |= measured.speeds(case.pass_, {x: t.as_json() for x, t in mine.items()}, here.flops)
+                    if case.pass_ == "fwd":
+                        entry["tb_per_s"] = round(here.shape.least_bytes / entry["us"] / 1e6, 4)
         record["impls"] = {name: entry for name, (entry, _) in checked.items()}
         if isinstance(here, RowCase):
             record["buffers"] = buffers
@@ -182,7 +184,7 @@ class Bench:
         else:
             n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
             launches = _LAUNCHES if self.on_gpu or "cpu" in case.tags else 1
-            probes = _attention_probes(n, size)
+            probes, read_bytes = _attention_probes(n, size)
         facts = {"buffers": buffers, "rounds": self.options.rounds}
         has_torch = self.on_gpu and isinstance(case, RowCase)
         torch_copy = lambda: protocol.torch_copy_us(size, **facts) if has_torch else None
@@ -196,6 +198,8 @@ class Bench:
         if n:
             us = timings["matmul"].median
             ceilings["matmul"] = {"size": n, "us": round(us, 3), "tflop_per_s": round(2 * n**3 / us / 1e6, 2)}
+            us = timings["read"].median
+            ceilings["read"] = {"us": round(us, 3), "tb_per_s": round(read_bytes / us / 1e6, 4)}
         return clock, timings, ceilings
 
     def _time_calls(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, Any]:
@@ -223,11 +227,13 @@ def _row_speeds(timings: dict[str, protocol.Timing], record: dict[str, Any]) -> 
 
 
 @functools.cache
-def _attention_probes(n: int, copied: int) -> list[protocol.Variant]:
+def _attention_probes(n: int, copied: int) -> tuple[list[protocol.Variant], int]:
+    """A matrix product, a copy and a read, and how many bytes the read moves."""
     a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(jax.random.key(3)))
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(a, b))
-    return [protocol.Variant("matmul", lambda _: product(a, b)), protocol.copy_variant(copied, 1)]
+    read, read_bytes = protocol.read_variant(copied)
+    return [protocol.Variant("matmul", lambda _: product(a, b)), protocol.copy_variant(copied, 1), read], read_bytes
 
 
 @contextlib.contextmanager

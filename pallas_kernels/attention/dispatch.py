@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pallas_kernels import tuned
-from pallas_kernels.attention import backward, backward_common, backward_wide, forward, mask
+from pallas_kernels.attention import backward, backward_common, backward_wide, combine, forward, mask, tile_scheduler
 from pallas_kernels.attention.config import (
     WARPGROUP_ROWS,
     AnyBackwardConfig,
@@ -24,6 +24,7 @@ from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
 
 KIB, MIB = 2**10, 2**20
+_MOST_SPLITS = 256
 
 
 class Rates(NamedTuple):
@@ -35,6 +36,7 @@ class Rates(NamedTuple):
 
 
 _PAIRED = Rates(0.57, 1.05, 0.84)
+_STREAMING = Rates(0.75, 1.9, 0.75)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +51,13 @@ class Thresholds:
         64: Rates(0.27, 0.81, 0.78), 128: Rates(0.4, 1.86, 0.75), 256: Rates(0.95, 2.2, 1.0),
     })  # fmt: skip
     paired_rates: Rates = _PAIRED  # of two CTAs of two warpgroups an SM, for heads up to 64
+    streaming_rates: Rates = (
+        _STREAMING  # of one CTA of one warpgroup an SM, with wide tiles of keys, for heads up to 128
+    )
     two_warpgroups: float = 0.78  # of a tile's time with three warpgroups
     favoured: float = 0.97  # of the modelled time, for the config for long sequences
-    merge_us: float = 6.0  # of a kernel that merges splits, besides its bytes
-    bytes_per_us: float = 2.5e6  # that XLA's kernels behind ours read and write
+    merge_us: float = 2.5  # of a launch that merges splits, besides its bytes
+    bytes_per_us: float = 2.5e6  # that kernels behind a first one read and write
     copied_bytes_per_us: float = 2.9e6  # operands and results of a short problem
     backward_step_us: float = 3.0
     backward_tile_us: float = 5.0
@@ -101,10 +106,19 @@ def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, 
     rates = {c: r for c, r in _short(problem, figures).items() if _fits(problem, c, device)}
     narrow = {c: r for c, r in rates.items() if c.warpgroups == 1}
     narrow |= {c: r for config, r in narrow.items() for c in _packed(problem, config)}
-    rates |= narrow | {c: r for config, r in narrow.items() for c in _split(problem, config, device)}
+    wide = {whole: figures.rates[_class(problem)]}
+    if problem.query_length * _group(problem) <= 2 * whole.block_q:
+        wide |= dict.fromkeys(_packed(problem, whole), wide[whole])
+    for config, r in (narrow | wide).items():
+        rates |= dict.fromkeys([config, *_split(problem, config, device)], r)
     durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
-    durations[whole] = figures.favoured * _duration(problem, whole, figures.rates[_class(problem)], device)
-    return tuple(sorted(durations, key=durations.__getitem__))
+    durations[whole] *= figures.favoured
+    return tuple(_balanced(problem, config, device) for config in sorted(durations, key=durations.__getitem__))
+
+
+def _group(problem: Attention) -> int:
+    """Query heads that share a key head."""
+    return problem.query_heads // problem.key_heads
 
 
 def _class(problem: Attention) -> int:
@@ -169,6 +183,8 @@ def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates
     plain = not problem.has_data_mask and problem.soft_cap is None
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
     found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
+    if size == 128 and plain and problem.query_length * _group(problem) <= WARPGROUP_ROWS:
+        found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
     if size == 64:
         scheduler = "dynamic" if _skips_tiles(problem) else "static"
         found[dataclasses.replace(narrow, warpgroups=2, ctas_per_sm=2, scheduler=scheduler)] = figures.paired_rates
@@ -183,9 +199,9 @@ def _fits(problem: Attention, config: ForwardConfig, device: Device) -> bool:
 
 def _packed(problem: Attention, config: ForwardConfig) -> list[ForwardConfig]:
     """`config` with the heads of a group in a tile, as many as have room there for all queries."""
-    if problem.segments or problem.mask is not None or problem.sinks:
+    if problem.segments or (problem.mask is not None and problem.mask[1] > 1):
         return []
-    group = problem.query_heads // problem.key_heads
+    group = _group(problem)
     most = min(group & -group, WARPGROUP_ROWS)
     return [dataclasses.replace(config, packed_heads=most)] if most > 1 else []
 
@@ -193,8 +209,19 @@ def _packed(problem: Attention, config: ForwardConfig) -> list[ForwardConfig]:
 def _split(problem: Attention, config: ForwardConfig, device: Device) -> list[ForwardConfig]:
     """`config` with the keys split, where there are fewer tiles of queries than CTAs."""
     tiles, steps = _tiles(problem, config), -(-problem.key_length // config.block_kv)
-    most = min(device.sm_count * config.ctas_per_sm // tiles, steps)
-    return [dataclasses.replace(config, splits=n) for n in (2, 4, 8, 16, 32, 64) if n <= most]
+    most = min(device.sm_count * config.ctas_per_sm // tiles, steps, _MOST_SPLITS)
+    if config.scheduler == "dynamic":
+        return []
+    # More than merge in one launch are a multiple of what one group of the first launch merges.
+    counts = {2, 4, 8, 16, 32, most if most <= combine.MOST_AT_ONCE else most // 16 * 16}
+    return [dataclasses.replace(config, splits=n) for n in sorted(counts) if 1 < n <= most]
+
+
+def _balanced(problem: Attention, config: ForwardConfig, device: Device) -> ForwardConfig:
+    """`config`, and where each sequence has its own number of keys, and CTAs several tiles, the longest first."""
+    several = _tiles(problem, config) > device.sm_count * config.ctas_per_sm
+    is_sorted = problem.key_lengths and several and tile_scheduler.sorts(problem, config)
+    return dataclasses.replace(config, scheduler="dynamic") if is_sorted else config
 
 
 def _tiles(problem: Attention, config: ForwardConfig) -> int:
@@ -220,9 +247,10 @@ def _duration(problem: Attention, config: ForwardConfig, rates: Rates, device: D
     copying = moved / figures.copied_bytes_per_us
     merging = 0.0
     if config.splits > 1:
-        # A kernel of XLA's reads the float32 outputs of all splits.
+        # The float32 outputs of all splits are written and read.
         outputs = problem.batch * problem.query_heads * problem.query_length * problem.value_dim
-        merging = figures.merge_us + config.splits * outputs * 8 / figures.bytes_per_us
+        launches = 1 + (config.splits > combine.MOST_AT_ONCE)
+        merging = launches * figures.merge_us + config.splits * outputs * 8 / figures.bytes_per_us
     # The longest of the three hides most of the others, not all.
     return max(busy, waiting, copying) + (busy + waiting + copying) / 10 + merging
 
@@ -271,7 +299,7 @@ def backward_wide_configs(problem: Attention, device: Device) -> tuple[BackwardW
 
 def _head_splits(problem: Attention, device: Device, config: AnyBackwardConfig) -> int:
     """Among how many CTAs a group's query heads are divided, by a model of steps and tiles."""
-    figures, group = thresholds(device), problem.query_heads // problem.key_heads
+    figures, group = thresholds(device), _group(problem)
     tiles, queries = -(-problem.key_length // config.block_kv), -(-problem.query_length // config.block_q)
     heads, steps = problem.batch * problem.key_heads, _rows(problem) // group / config.block_q
     uneven = _uneven(problem)
@@ -375,7 +403,7 @@ def _rows(problem: Attention) -> int:
     seen = problem.query_length
     if left is not None and right is not None:
         seen = min(max(right - left + 1, 0), seen)
-    return seen * (problem.query_heads // problem.key_heads)
+    return seen * _group(problem)
 
 
 def _with_bias_stages[Config: (BackwardConfig, BackwardWideConfig)](

@@ -19,11 +19,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_kernels import hardware, monoid
-from pallas_kernels.attention import gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
+from pallas_kernels import hardware
+from pallas_kernels.attention import combine, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
@@ -181,12 +180,14 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
         keys = jnp.clip(cta.key_lengths[batch], 0, keys)
-    span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys)
+    by = None
+    if problem.has_data_mask:
+        of_head = index if config.splits == 1 else lax.div(index, jnp.int32(config.splits))
+        at = gather.broadcast_index((batch, head, of_head), cta.spans.shape)
+        by = TileRange(*(cta.spans[*at, i] for i in range(4)))
+    span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, by)
     if config.splits > 1:
         keys = jnp.where(sees_any, keys, 0)
-    if problem.has_data_mask:
-        at = gather.broadcast_index((batch, head, index), cta.spans.shape)
-        span = mask.intersect(span, TileRange(*(cta.spans[*at, i] for i in range(4))))
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
@@ -516,11 +517,13 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     hidden = None
     if problem.query_lengths:
         hidden = place.queries_of_rows() >= place.queries - place.row
-    sink = cta.sinks[place.head] if problem.sinks and cta.config.splits == 1 else None
+    sink = None
+    if problem.sinks and cta.config.splits == 1:
+        sink = cta.sinks[place.head] if place.heads == 1 else gather.load_of_heads(cta.sinks, place.head, place.heads)
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)
-    wgmma.store_rows(cta.lse, lse, place)
+    wgmma.store_rows(cta.lse, lse, place, queries_first=cta.config.splits > 1)
 
     def hide(out: jax.Array) -> jax.Array:
         return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
@@ -559,10 +562,10 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
         arrays["mask"] = mask.pack_bits(arrays["mask"], 3)
-        found.append(mask.bitmask_blocks(arrays["mask"], 3, columns, config.block_q, config.block_kv))
+        found.append(mask.bitmask_blocks(arrays["mask"], 3, columns, config.queries, config.block_kv))
     if "query_segments" in arrays:
         ids = arrays["query_segments"], arrays["key_segments"]
-        found.append(mask.segment_blocks(*ids, config.block_q, config.block_kv))
+        found.append(mask.segment_blocks(*ids, config.queries, config.block_kv))
         arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
         arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
     if found:
@@ -570,24 +573,30 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
     return arrays
 
 
-def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
+def tile_table(problem: Attention, config: ForwardConfig, key_lengths: jax.Array | None) -> tuple[int, Any]:
     """How many CTAs there are, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count * config.ctas_per_sm
     if config.scheduler == "static":
         return ctas, tile_scheduler.assign(problem, config, ctas)
-    order, _ = tile_scheduler.order(problem, config)
-    return ctas, np.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
+    if key_lengths is not None and tile_scheduler.sorts(problem, config):
+        order = tile_scheduler.by_length(problem, config, key_lengths)
+    else:
+        order, _ = tile_scheduler.order(problem, config)
+    return ctas, jnp.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
     arrays = addressable(config, dict(zip(operand_names(problem), operands, strict=True)))
-    ctas, tiles = tile_table(problem, config)
+    ctas, tiles = tile_table(problem, config, arrays.get("key_lengths"))
     batch, out_dtype = config.splits * problem.batch, problem.dtype if config.splits == 1 else jnp.float32
-    lse_shape = batch, problem.query_heads, problem.query_length
-    out_shape = batch, problem.query_length, problem.query_heads, problem.value_dim
-    out_type = jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
+    rows = problem.query_length, problem.query_heads
+    of_lse = rows if config.splits > 1 else rows[::-1]
+    out_type = (
+        jax.ShapeDtypeStruct((batch, *rows, problem.value_dim), out_dtype),
+        jax.ShapeDtypeStruct((batch, *of_lse), jnp.float32),
+    )
     dynamic, memory = config.scheduler == "dynamic", scratch(problem, config)
     order = (*arrays, "tiles", *["tile_counter"] * dynamic, "out", "lse", *memory)
     kernel = plgpu.kernel(
@@ -603,23 +612,8 @@ def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tupl
     )
     call = functools.partial(tile_scheduler.call, kernel, ctas, out_type) if dynamic else kernel
     out, lse = call(*arrays.values(), jnp.asarray(tiles))
-    return (out, lse) if config.splits == 1 else _merged(problem, config, out, lse, arrays.get("sinks"))
-
-
-def _merged(
-    problem: Attention, config: ForwardConfig, out: jax.Array, lse: jax.Array, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """The state of all keys from those of the splits, each normalised, and of the sinks: one pass over their outputs.
-
-    Of a loop over the splits, or a sum along them, XLA makes several kernels.
-    """
+    if config.splits == 1:
+        return out, lse
     parts, lses = (x.reshape(config.splits, problem.batch, *x.shape[1:]) for x in (out, lse))
-    logits = [*lses, *([] if sinks is None else [jnp.broadcast_to(sinks[None, :, None], lses.shape[1:])])]
-    highest = functools.reduce(jnp.maximum, logits)
-    weights = [monoid.decay(x, highest) for x in logits]
-    total = functools.reduce(jnp.add, weights)
-    seen = functools.reduce(jnp.logical_or, [x > -jnp.inf for x in lses])
-    shares = [jnp.where(seen, x / total, 0.0) for x in weights]
-    exp_and_sum = [jnp.swapaxes(share, 1, 2)[..., None] * part for share, part in zip(shares, parts, strict=False)]
-    merged = functools.reduce(jnp.add, exp_and_sum)
-    return merged.astype(problem.dtype), jnp.where(seen, highest + jnp.log(total), -jnp.inf)
+    out, lse = combine.run(parts, lses, arrays.get("sinks"), problem.dtype)
+    return out, jnp.swapaxes(lse, 1, 2)

@@ -76,10 +76,38 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     return ptx.inline(load_broadcast, ref, *corner, result=((WARPGROUP_ROWS, columns), dtype, WGMMA))
 
 
-def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Array:
+def store_tile(target: jax.Ref, values: jax.Array, corner: tuple[Index, Index, Index]) -> None:
+    """Stores `values [64, n]` into `target` from `corner` (batch, row, column) on, as far as that goes."""
+    dtype, (_, rows, columns) = jnp.dtype(target.dtype), target.shape
+    pairs = columns % 2 == 0
+
+    def store_elements(ctx, target, values, batch, row, column):
+        thread = ptx.thread_in_warpgroup()
+        warp, lane = ptx.div(thread, 32), ptx.rem(thread, 32)
+        row = ptx.add(ptx.scalar(row), ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4)))
+        column = ptx.add(ptx.scalar(column), ptx.mul(ptx.rem(lane, 4), 2))
+        base = ptx.global_address(target)
+        of_batch = ptx.mul(arith.extui(base.type, ptx.scalar(batch)), rows)
+        for i, pair in enumerate(values.registers.flat):
+            at_row, at_column = ptx.add(row, 8 * (i % 2)), ptx.add(column, 8 * (i // 2))
+            index = ptx.mul(ptx.add(of_batch, arith.extui(base.type, at_row)), columns)
+            index = ptx.add(index, arith.extui(base.type, at_column))
+            address = ptx.add(base, ptx.mul(index, dtype.itemsize))
+            in_row = ptx.compare("ult", at_row, rows)
+            for e, word in enumerate([_bits(pair)] if pairs else map(_bits, ptx.elements(pair))):
+                inside = ptx.bit_and(in_row, ptx.compare("ult", ptx.add(at_column, e), columns))
+                bits = ir.IntegerType(word.type).width
+                text = f"@$2 st.global.b{bits} [$0+{e * dtype.itemsize}], $1;"
+                ptx.asm(text, f"l,{_KINDS[bits]},b,~{{memory}}", [address, word, inside])
+
+    ptx.inline(store_elements, target, (values, WGMMA), *corner)
+
+
+def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int, repeats: int = 1) -> jax.Array:
     """`[64, 8]`: of a tile of 64 or 128 columns from `corner` on, each thread's words of `mask.pack_bits`, each twice.
 
-    Of 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `mask.pack_bits`.
+    Of 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `mask.pack_bits`. Each
+    row of `ref` is `repeats` rows of the tile.
     """
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(5)]
     row_axis, place_axis = mask.AXES[axis]
@@ -88,7 +116,9 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Arra
     def load_words(ctx, ref, batch, head, row, column):
         thread = ptx.thread_in_warpgroup()
         warp, lane = ptx.div(thread, 32), ptx.rem(thread, 32)
-        row = ptx.add(ptx.scalar(row), ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4)))
+        line = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
+        of_lines = [ptx.div(ptx.add(line, 8 * r), repeats) for r in range(2)] if repeats > 1 else []
+        row = ptx.add(ptx.scalar(row), of_lines[0] if of_lines else line)
         block = ptx.div(ptx.scalar(column), mask.BIT_COLUMNS)
         index = ptx.mul(ptx.rem(lane, 4), strides[place_axis])
         for i, at in {0: ptx.scalar(batch), 1: ptx.scalar(head), 2: block, row_axis: row}.items():
@@ -100,13 +130,35 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int) -> jax.Arra
         pairs = []
         for r in range(2 if rows > 1 else 1):
             inside = ptx.compare("ult", row, max(rows - 8 * r, 0)) if rows > 1 else None
-            word = _load(ptx.add(address, 4 * 8 * r * strides[row_axis]), inside, 4)
+            at = ptx.add(address, 4 * 8 * r * strides[row_axis])
+            if of_lines and r:
+                further = ptx.sub(of_lines[1], of_lines[0])
+                inside = ptx.compare("ult", ptx.add(row, further), rows)
+                at = ptx.add(address, ptx.mul(arith.extui(base.type, further), 4 * strides[row_axis]))
+            word = _load(at, inside, 4)
             pairs.append(vector.broadcast(ir.VectorType.get((2,), word.type), arith.shrui(word, lower_bits)))
         registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
         registers.flat[:] = pairs * (2 // len(pairs))
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=False)
 
     return ptx.inline(load_words, ref, *corner, result=((WARPGROUP_ROWS, 8), jnp.uint32, WGMMA))
+
+
+def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
+    """`[64]`: for each row of a tile of `heads` packed heads its head's number of `ref [N]`, float32."""
+
+    def load_numbers(ctx, ref, pack):
+        thread = ptx.thread_found_here()
+        line = ptx.add(ptx.mul(ptx.div(thread, 32), 16), ptx.div(ptx.rem(thread, 32), 4))
+        layout, f32 = ROW.to_mgpu(), ir.F32Type.get()
+        registers = np.empty(layout.registers_shape((WARPGROUP_ROWS,)), dtype=object)
+        for r in range(2):
+            head = ptx.add(ptx.mul(ptx.scalar(pack), heads), ptx.rem(ptx.add(line, 8 * r), heads))
+            number = arith.bitcast(f32, _load(ptx.word_address(ref, head), None, 4))
+            registers.flat[r] = vector.from_elements(ir.VectorType.get((layout.vector_length,), f32), [number])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return ptx.inline(load_numbers, ref, pack, result=((WARPGROUP_ROWS,), jnp.float32, ROW))
 
 
 def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
@@ -249,10 +301,22 @@ def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
     return [x for r in rows.registers.flat for x in (ptx.elements(r) if isinstance(r.type, ir.VectorType) else [r])]
 
 
+_KINDS = {8: "h", 16: "h", 32: "r", 64: "l"}  # of registers, by their bits
+
+
+def _bits(x: ir.Value) -> ir.Value:
+    """A number, or a vector of two, as an integer."""
+    if not isinstance(x.type, ir.VectorType):
+        return arith.bitcast(ir.IntegerType.get_signless(x.type.width), x)
+    word = ir.IntegerType.get_signless(2 * ir.VectorType(x.type).element_type.width)
+    found = vector.bitcast(ir.VectorType.get((1,), word), x)
+    return vector.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+
+
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
     """`size` bytes as an integer, 0 without the predicate."""
     bits = 8 * size
-    kind = {8: "h", 16: "h", 32: "r", 64: "l"}[bits]
+    kind = _KINDS[bits]
     word = ir.IntegerType.get_signless(max(bits, 16))
     load = f"ld.global.b{bits} $0, [$1];"
     if predicate is None:

@@ -80,20 +80,21 @@ def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: In
 
 
 def tile_kv_range(
-    problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int
+    problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int, by: TileRange | None = None
 ) -> tuple[TileRange, Int]:
-    """The tiles of keys that a head's tile sees in its split, at least one, and whether it really sees any."""
+    """The tiles of keys that a head's tile sees in its split, at least one, and whether it really sees any.
+
+    The splits divide what the tile's queries see by their places, and in `by`, evenly.
+    """
     row = _div(tile, config.splits) * config.queries
     whole = kv_range(problem, config.block_kv, row, config.queries, queries, keys)
+    whole = whole if by is None else intersect(whole, by)
     if config.splits == 1:
         return whole, True
-    tiles = -(-problem.key_length // config.block_kv)
-    split = tile - _div(tile, config.splits) * config.splits
-    start, stop = _div(split * tiles, config.splits), _div((split + 1) * tiles, config.splits)
-    first, end = _max(whole.first, start), _min(whole.end, stop)
-    return TileRange(
-        first, _max(whole.inner_first, first), _min(whole.inner_end, end), _max(end, first + 1)
-    ), end > first
+    count, split = whole.end - whole.first, tile - _div(tile, config.splits) * config.splits
+    first, end = (whole.first + _div(i * count, config.splits) for i in (split, split + 1))
+    inner = _max(whole.inner_first, first), _min(whole.inner_end, end)
+    return TileRange(first, *inner, _max(end, first + 1)), end > first
 
 
 def clamp(span: TileRange, own: TileRange) -> TileRange:

@@ -48,7 +48,7 @@ def load_extras(problem: Attention, refs: Any, place: TileCoord, key: jax.Array,
     """The tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
     corner = place.batch, place.head, place.row, key
     bias = gather.load_tile(refs.bias, corner, keys) if problem.bias and not copied else None
-    return Extras(bias, gather.load_bits(refs.mask, 3, corner, keys) if problem.mask else None)
+    return Extras(bias, gather.load_bits(refs.mask, 3, corner, keys, place.heads) if problem.mask else None)
 
 
 def folds_scale(problem: Attention) -> bool:
@@ -92,7 +92,9 @@ def _apply_mask(
 def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Array) -> jax.Array:
     """`x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
     left, right = mask.window_bounds(problem, place.queries, place.keys)
-    if left is None and right is None and not problem.key_lengths and problem.key_length % x.shape[1] == 0:
+    whole = problem.key_length % x.shape[1] == 0 and not problem.key_lengths
+    # A split of what a mask leaves may have none of it, and then no keys.
+    if left is None and right is None and whole and not (problem.has_data_mask and isinstance(place.keys, jax.Array)):
         return x
     row = place.queries_of_rows()
     right = problem.key_length if right is None else right
@@ -195,12 +197,16 @@ def update(
 
 
 def finalize(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each row: whether it saw no key (or is `hidden`), the factor of `out`, and the logsumexp."""
+    """For each row: whether it saw no key (or is `hidden`), the factor of `out`, and the logsumexp.
+
+    `sink`: one logit, or one for each row.
+    """
     m, total = state.max, state.sum.sum(axis=1)
     unseen = m == -jnp.inf
     factor = jnp.ones_like(m)
     if sink is not None:
-        of_sink: Any = (jnp.full_like(m, sink * LOG2E), jnp.ones_like(m), jnp.zeros_like(m))
+        logit = sink * LOG2E if sink.shape else jnp.full_like(m, sink * LOG2E)
+        of_sink: Any = (logit, jnp.ones_like(m), jnp.zeros_like(m))
         m, total, factor = monoid.combine((m, total, factor), of_sink, exp=jnp.exp2)
     if hidden is not None:
         unseen |= hidden

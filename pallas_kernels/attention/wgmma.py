@@ -317,18 +317,23 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
     ptx.inline(store_squares, target, (factor, WGMMA))
 
 
-def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord) -> None:
-    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes."""
-    (_, heads, queries), packed = target.shape, place.heads
+def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord, *, queries_first: bool = False) -> None:
+    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes.
+
+    `queries_first`: into `[batch, queries, heads]`.
+    """
+    _, *extents = target.shape
+    queries, packed = extents[0 if queries_first else 1], place.heads
 
     def store_row_values(ctx, target, values, *coord):
         lane, warp = _lane_and_warp(once=True)
         first = ptx.compare("eq", ptx.rem(lane, 4), 0)
         for r, value in enumerate(values.registers.flat):
             batch, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
-            of_head = ptx.add(ptx.mul(batch, heads), head)
-            index = ptx.mul(arith.extui(ptx.i64(), of_head), queries)
-            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), query)), 4)
+            outer, inner = (query, head) if queries_first else (head, query)
+            index = ptx.add(ptx.mul(batch, extents[0]), outer)
+            index = ptx.mul(arith.extui(ptx.i64(), index), extents[1])
+            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), inner)), 4)
             address = ptx.add(ptx.global_address(target), index)
             operands = [address, _number(value), ptx.bit_and(first, exists)]
             ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", operands)

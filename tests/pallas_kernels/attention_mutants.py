@@ -19,6 +19,7 @@ from pallas_kernels.attention import (
     backward_common,
     backward_wide,
     backward_xla,
+    combine,
     dispatch,
     forward,
     gather,
@@ -28,8 +29,9 @@ from pallas_kernels.attention import (
     tile_scheduler,
     wgmma,
 )
+from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import Op
-from pallas_kernels.mosaic import reduce
+from pallas_kernels.mosaic import fast_math, reduce
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import WGMMA
 
@@ -47,7 +49,8 @@ BY_TABLES = (NOT_ONCE, TOO_LARGE, NOT_VISITED)  # no kernel runs
 class Case(NamedTuple):
     """A problem of the kernel of `op`, of one of the kinds of that kernel's tests, and what its config is to have.
 
-    `scheduler`, `early_exp_columns` and `bias_stages` are the forward config's, `head_splits` the backward's.
+    `scheduler`, `early_exp_columns`, `bias_stages`, `splits` and `packed_heads` are the forward config's, `head_splits`
+    the backward's.
     `keys` is how many the backward's problem has, and `mask` is the pattern of the problem's mask.
     """
 
@@ -63,6 +66,8 @@ class Case(NamedTuple):
     mask: str = "scattered"
     keys: int = 150
     head_splits: int = 1
+    splits: int = 1
+    packed_heads: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +120,12 @@ def _mutant(op, words, original, fault, kind="full", rejected_by=NUMBERS, inside
     meet = rejected_by not in (NUMBERS, UNDER_WAY)
     facts = {"batch": 1 + meet, "heads": (1 + meet, 1)} | facts
     return Mutant(words, original, fault, rejected_by, Case(op, kind, **facts), inside, barrier, nth)
+
+
+def _one_tile_less(span, *arguments):
+    found, sees_any = span(*arguments)
+    last = jnp.maximum(found.end - 1, found.first + 1)
+    return found._replace(end=jnp.where(found.end == 200 // 64 + 1, last, found.end)), sees_any
 
 
 def _left_out(*arguments, **keywords):
@@ -240,6 +251,7 @@ def _released_first(add_to_dq, *arguments, at_first, **keywords):
 
 _forward = functools.partial(_mutant, Op.FORWARD)
 _dynamic = functools.partial(_mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
+_split = functools.partial(_mutant, Op.FORWARD, splits=3)
 _biased = functools.partial(_mutant, Op.FORWARD, kind="bias", bias_stages=1)
 _backward = functools.partial(_mutant, Op.BACKWARD)
 _dynamic_backward = functools.partial(_mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
@@ -320,6 +332,31 @@ MUTANTS = (
              lambda widest, problem: dataclasses.replace(widest(problem), block_kv=128), rejected_by=TOO_LARGE),
     _forward("the bias is not counted in shared memory", forward.shared_bytes, lambda *_: 0, "bias",
              inside=dispatch._with_bias, rejected_by=TOO_LARGE),
+    _split("a split is not merged", combine._merge,
+           lambda merge, parts, lses, *a, **facts: merge(parts, lses.at[-1].set(-jnp.inf), *a, **facts)),
+    _split("a split is merged twice, and another not at all", gather.load_tile,
+           lambda load, ref, at, *a: load(ref, (jnp.maximum(at[0], 1), *at[1:]), *a), inside=combine._body),
+    _split("splits are merged as if all weighed the same", monoid.decay, lambda decay, x, to: jnp.ones_like(x),
+           inside=combine._body),
+    _split("the logsumexp of a merge lacks its sum", fast_math.log, lambda log, x: jnp.zeros_like(x),
+           inside=combine._body),
+    _split("sinks are left out of the merge", combine.run,
+           lambda run, parts, lses, sinks, dtype: run(parts, lses, None, dtype), "sinks"),
+    _split("the last tile of keys is in no split", mask.tile_kv_range, _one_tile_less, inside=forward._publish),
+    _split("a split without keys takes part", mask.tile_kv_range,
+           lambda span, *a: (span(*a)[0], True), "causal-earlier", inside=forward._publish),
+    _split("splits of a mask's keys are those of all keys", mask.tile_kv_range,
+           lambda span, *a: span(*a[:-1], None), "segments", inside=forward._publish, rejected_by=UNORDERED),
+    _split("all rows of a tile are queries of one head", TileCoord.queries_of_rows,
+           lambda queries, place: queries(place._replace(heads=1)), "causal", heads=(4, 2), packed_heads=2),
+    _split("a packed tile's rows have the mask's rows one by one", gather.load_bits,
+           lambda load, *a: load(*a[:-1], 1), "mask", heads=(4, 2), packed_heads=2),
+    _split("a packed tile's rows have the first head's sink", gather.load_of_heads,
+           lambda load, ref, pack, heads: load(ref, pack, 1), "sinks", heads=(4, 2), packed_heads=2, splits=1),
+    _split("the logsumexps of splits are stored heads first", wgmma.store_rows,
+           lambda store, *a, **_: store(*a), heads=(4, 2), rejected_by=UNORDERED),
+    _forward("of sequences by length the last is left out", tile_scheduler.by_length,
+             lambda order, *a: jnp.maximum(order(*a), 1), "key-lengths", rejected_by=NOT_ONCE),
     _dynamic("no CTA takes the counter's first tile", reduce.with_workspace,
              lambda run, kernel, arrays, counter, *a: run(kernel, arrays, [counter[0] + 1], *a),
              inside=tile_scheduler.call),

@@ -246,7 +246,8 @@ def _store_squares(machine: Any, static: Any, target: Any, factor: Any) -> None:
 def _store_row_values(machine: Any, static: Any, target: Any, values: Any, batch: Any, head: Any, row: Any) -> None:
     line, packed = np.arange(64), static.packed
     query, of_head = row + line // packed, head * packed + line % packed
-    machine.scatter(target, (batch, of_head, query), query < target.shape[2], values)
+    at = (query, of_head) if static.queries_first else (of_head, query)
+    machine.scatter(target, (batch, *at), query < static.queries, values)
 
 
 def _zero_rows(machine: Any, static: Any, target: Any, lse: Any) -> None:
@@ -280,12 +281,22 @@ def _load_broadcast(machine: Any, static: Any, ref: Any, *corner: Any) -> list[A
     return [machine.gather(ref, index, inside & (rows >= 0) & (columns >= 0), 0)]
 
 
+def _store_elements(machine: Any, static: Any, target: Any, values: Any, batch: Any, row: Any, column: Any) -> None:
+    rows, columns = np.arange(64)[:, None] + row, np.arange(values.shape[1])[None, :] + column
+    inside = (rows < target.shape[1]) & (columns < target.shape[2])
+    machine.scatter(target, (batch, rows, columns), inside, values)
+
+
 def _load_words(machine: Any, static: Any, ref: Any, batch: Any, head: Any, row: Any, column: Any) -> list[Any]:
-    rows, places = np.arange(64)[:, None] + row, np.arange(8)[None, :] // 2
+    rows, places = np.arange(64)[:, None] // static.repeats + row, np.arange(8)[None, :] // 2
     at = (batch, head, column // 128, *((rows, places) if static.row_axis == 3 else (places, rows)))
     index = tuple(i * (extent > 1) for extent, i in zip(static.shape, at, strict=True))
     words = machine.gather(ref, index, (rows < static.rows) | (static.rows == 1), 0)
     return [words >> (column % 128 // 4).astype(np.uint32)]
+
+
+def _load_numbers(machine: Any, static: Any, ref: Any, pack: Any) -> list[Any]:
+    return [machine.gather(ref, (pack * static.heads + np.arange(64) % static.heads,), True, 0)]
 
 
 def _apply_bits(machine: Any, static: Any, x: Any, words: Any) -> list[Any]:

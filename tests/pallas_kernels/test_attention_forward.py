@@ -20,6 +20,7 @@ from pallas_kernels.attention import dispatch, forward, mask, tile_scheduler
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
+from tests.pairwise import pairwise
 
 LENGTHS = ((1, 1), (3, 1), (1, 799), (63, 64), (64, 63), (113, 239), (128, 128), (239, 113), (799, 1024), (1024, 799))
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (72, 40), (96, 96), (8, 8), (16, 32), (32, 200))
@@ -101,6 +102,36 @@ def test_matches_the_oracle(p):
         check(p, config)
 
 
+FEW_KINDS = (
+    *("full", "causal-later", "window-left", "lengths", "key-lengths", "segments", "soft-cap", "sinks", "mask"),
+    *("mask-of-keys", "ends", "ends-window", "ends-segments", "bias"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "queries, kind, keys, sizes",
+    pairwise(
+        (1, 2, 3, 7, 16, 33, 128),
+        FEW_KINDS,
+        (1, 17, 128, 1000, 4097, 40000),
+        (((8, 1), 64), ((6, 2), 128), ((3, 3), 256), ((16, 2), 72)),
+    ),
+    ids=str,
+)
+def test_few_queries(queries, kind, keys, sizes):
+    """By the config that is chosen, and by that with the most splits, each twice, for the same bits."""
+    heads, head_dim = sizes
+    p = problem_of(kind, (queries, keys), (head_dim, head_dim), "bfloat16", heads, batch=1 + (keys < 40000))
+    configs = dispatch.forward_configs(p, hardware.H200)
+    arrays = [jnp.asarray(x) for x in operands_of(p).values()]
+    for config in dict.fromkeys((configs[0], max(configs, key=lambda config: config.splits))):
+        check(p, config)
+        first, second = (forward.run(p, config, *arrays) for _ in range(2))
+        for a, b in zip(first, second, strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
 @pytest.mark.gpu
 @pytest.mark.together("kind", "head_dim")
 @pytest.mark.parametrize("ids", documents.PATTERNS)
@@ -143,7 +174,12 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("causal-later", (5, 330), (72, 40), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
     ("lengths", (5, 330), (72, 40), (4, 2), SPLIT | {"packed_heads": 2}, {}, {}),
     ("window", (5, 330), (72, 40), (16, 2), SPLIT | {"packed_heads": 8}, {}, {}),
-    ("sinks", (5, 330), (72, 40), (4, 2), SPLIT, {}, {}),
+    ("sinks", (5, 330), (72, 40), (4, 2), SPLIT | {"packed_heads": 2}, {}, {}),
+    ("sinks", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 8}, {}, {}),
+    ("mask", (70, 320), (32, 16), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
+    ("ends-segments", (70, 320), (32, 16), (2, 1), SPLIT, {}, {}),
+    ("full", (3, 2300), (8, 8), (2, 2), SPLIT | {"splits": 36}, {"batch": 1}, {}),
+    ("key-lengths", (3, 330), (32, 16), (4, 2), DYNAMIC | {"packed_heads": 2}, {"batch": 8}, {"sequences": "extreme"}),
     ("causal-later", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("ends-segments", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("window-left", (200, 300), (64, 64), (2, 2), WIDE | {"rescale_threshold_log2": 0}, {}, {}),
@@ -247,7 +283,7 @@ def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
 def test_a_dynamic_scheduler_has_every_tile_once(sm_count, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
     p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"))
+    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"), None)
     tiles = 2 * 6 * 8
     assert ctas == sm_count
     np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))

@@ -28,6 +28,7 @@ KINDS = {
     "bias": {"bias": "1NTS"},
     "segments": {"segments": True, "causal_offset": 0},
     "mask": {"mask": "B1TS"},
+    "key-lengths": {"key_lengths": True},
 }
 # Batch, heads of queries and of keys, queries, keys, size of heads: 16384 tokens of 2048 features and more, and decode.
 SHAPES = [
@@ -53,7 +54,8 @@ def check_tiles(p: Attention) -> None:
     """Every tile of queries, or block of keys, of every head is taken once."""
     config = decided(p).config
     if p.op is Op.FORWARD:
-        ctas, taken = forward.tile_table(p, config)
+        lengths = jnp.arange(p.batch) * 7 % 5 if p.key_lengths else None
+        ctas, taken = forward.tile_table(p, config, lengths)
         if config.scheduler == "static":
             taken = np.concatenate([row[1 : 1 + row[0]] for row in taken])
         else:
@@ -64,7 +66,9 @@ def check_tiles(p: Attention) -> None:
         return
     sizes = p.batch, p.key_heads, -(-p.key_length // config.block_kv)
     taken = np.arange(math.prod(sizes), dtype=np.int32)
-    refs = types.SimpleNamespace(spans=jnp.zeros((1, 1, sizes[2], 4), jnp.int32))
+    refs = types.SimpleNamespace(
+        spans=jnp.zeros((1, 1, sizes[2], 4), jnp.int32), key_lengths=jnp.full(p.batch, p.key_length)
+    )
 
     def place(tile: jax.Array) -> tuple[jax.Array, ...]:
         block = Tile.of(p, config, refs, tile, jnp.int32(0))
@@ -143,7 +147,9 @@ def test_shared_memory_is_what_the_launch_asks_for(op, kind, dims):
         ((256, 12, 12, 50, 50, 64), (1, 4, 1, 1)),
         ((32, 4, 4, 38, 2021, 64), (3, 1, 1, 1)),
         ((12, 32, 8, 22, 22, 128), (1, 2, 4, 1)),
-        ((1, 32, 8, 1, 8192, 128), (1, 2, 4, 16)),
+        ((1, 32, 8, 1, 8192, 128), (1, 1, 4, 16)),
+        ((1, 8, 1, 16, 131072, 128), (2, 1, 8, 128)),
+        ((1, 16, 2, 512, 65536, 128), (2, 1, 1, 2)),
         ((5, 8, 8, 49, 49, 256), (1, 1, 1, 1)),
         ((1, 1, 1, 15924, 15924, 88), (2, 1, 1, 1)),
         ((1, 4, 4, 16384, 16384, 88), (3, 1, 1, 1)),
