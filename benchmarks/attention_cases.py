@@ -316,7 +316,7 @@ TABLE = Table(
         "odd": _odd,
         "sample": sample,
         "short": lambda *_: _cases(_SHORT, ("fwd", "value_and_vjp"), "short"),
-        "decode": lambda *_: _cases([*(f"full_{x}" for x in _DECODE), _RAGGED], ("fwd",), "decode"),
+        "decode": lambda *_: _cases([_RAGGED, *(f"full_{x}" for x in _DECODE)], ("fwd",), "decode"),
         "cpu": _for_cpu,
         "invariance": lambda *_: _cases(_INVARIANT, ("fwd",), "invariance"),
     },

@@ -180,12 +180,14 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
         keys = jnp.clip(cta.key_lengths[batch], 0, keys)
-    by = None
-    if problem.has_data_mask:
+
+    def load_span() -> TileRange:
         of_head = index if config.splits == 1 else lax.div(index, jnp.int32(config.splits))
         at = gather.broadcast_index((batch, head, of_head), cta.spans.shape)
-        by = TileRange(*(cta.spans[*at, i] for i in range(4)))
-    span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, by)
+        return TileRange(*(cta.spans[*at, i] for i in range(4)))
+
+    load = load_span if problem.has_data_mask else None
+    span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, load)
     if config.splits > 1:
         keys = jnp.where(sees_any, keys, 0)
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))

@@ -80,15 +80,20 @@ def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: In
 
 
 def tile_kv_range(
-    problem: Attention, config: ForwardConfig, tile: Int, queries: Int, keys: Int, by: TileRange | None = None
+    problem: Attention,
+    config: ForwardConfig,
+    tile: Int,
+    queries: Int,
+    keys: Int,
+    load: Callable[[], TileRange] | None = None,
 ) -> tuple[TileRange, Int]:
     """The tiles of keys that a head's tile sees in its split, at least one, and whether it really sees any.
 
-    The splits divide what the tile's queries see by their places, and in `by`, evenly.
+    The splits divide evenly what the tile's queries see by their places, and by what `load` returns.
     """
     row = _div(tile, config.splits) * config.queries
     whole = kv_range(problem, config.block_kv, row, config.queries, queries, keys)
-    whole = whole if by is None else intersect(whole, by)
+    whole = whole if load is None else intersect(whole, load())
     if config.splits == 1:
         return whole, True
     count, split = whole.end - whole.first, tile - _div(tile, config.splits) * config.splits
