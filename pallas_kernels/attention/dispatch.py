@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pallas_kernels import tuned
-from pallas_kernels.attention import backward, backward_common, backward_wide, combine, forward, mask, tile_scheduler
+from pallas_kernels.attention import backward, backward_common, backward_wide, combine, forward, mask
 from pallas_kernels.attention.config import (
     WARPGROUP_ROWS,
     AnyBackwardConfig,
@@ -95,12 +95,13 @@ def xla_is_faster(problem: Attention, device: Device) -> str | None:
 def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
     """Configs by the time that a model of waves of tiles expects of them, the best first.
 
-    Long sequences, batch-invariant calls and those with a bias have one config, by the heads' sizes and the kind of
-    call alone.
+    Long sequences and batch-invariant calls have one config, by the heads' sizes and the kind of call alone, and those
+    with a bias at most two.
     """
+    figures = thresholds(device)
     if problem.bias is not None:
-        return (_with_bias(problem, device),)
-    whole, figures = _whole(problem), thresholds(device)
+        return _with_bias(problem, figures, device)
+    whole = _whole(problem)
     if problem.batch_invariant or problem.query_length > figures.modelled_queries:
         return (_filling(problem, whole, device),)
     rates = {c: r for c, r in _short(problem, figures).items() if _fits(problem, c, device)}
@@ -183,7 +184,7 @@ def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates
     plain = not problem.has_data_mask and problem.soft_cap is None
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
     found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
-    if size == 128 and plain and problem.query_length * _group(problem) <= WARPGROUP_ROWS:
+    if size == 128 and plain and not problem.key_lengths and problem.query_length * _group(problem) <= WARPGROUP_ROWS:
         found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
     if size == 64:
         scheduler = "dynamic" if _skips_tiles(problem) else "static"
@@ -218,10 +219,10 @@ def _split(problem: Attention, config: ForwardConfig, device: Device) -> list[Fo
 
 
 def _balanced(problem: Attention, config: ForwardConfig, device: Device) -> ForwardConfig:
-    """`config`, and where each sequence has its own number of keys, and CTAs several tiles, the longest first."""
+    """`config`, with a dynamic scheduler where CTAs have several tiles and each sequence its own number of keys."""
     several = _tiles(problem, config) > device.sm_count * config.ctas_per_sm
-    is_sorted = problem.key_lengths and several and tile_scheduler.sorts(problem, config)
-    return dataclasses.replace(config, scheduler="dynamic") if is_sorted else config
+    uneven = problem.key_lengths and several and problem.query_length <= config.queries
+    return dataclasses.replace(config, scheduler="dynamic") if uneven else config
 
 
 def _tiles(problem: Attention, config: ForwardConfig) -> int:
@@ -255,7 +256,18 @@ def _duration(problem: Attention, config: ForwardConfig, rates: Rates, device: D
     return max(busy, waiting, copying) + (busy + waiting + copying) / 10 + merging
 
 
-def _with_bias(problem: Attention, device: Device) -> ForwardConfig:
+def _with_bias(problem: Attention, figures: Thresholds, device: Device) -> tuple[ForwardConfig, ...]:
+    """The best config, and where splits of the keys are faster, theirs before it."""
+    whole = _with_bias_copied(problem, device)
+    if problem.batch_invariant or problem.query_length > WARPGROUP_ROWS:
+        return (whole,)
+    narrow, rates = ForwardConfig(64, warpgroups=1, rescale_threshold_log2=8), figures.narrow_rates[_class(problem)]
+    configs = [narrow, *_split(problem, narrow, device)]
+    best = min(configs, key=lambda config: _duration(problem, config, rates, device))
+    return (best, whole) if best.splits > 1 else (whole,)
+
+
+def _with_bias_copied(problem: Attention, device: Device) -> ForwardConfig:
     """The widest tiles that fit in shared memory together with tiles of the bias, if TMA can copy those."""
     narrow = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8)
     if problem.batch_invariant or not problem.bias_is_tiled:
@@ -441,7 +453,7 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
     xla = None if named or config is not None else xla_is_faster(problem, device)
     refused: list[tuple[str, Any]] = [(name, why or xla) for name, why in refusals(kernels, problem, device).items()]
     invariant = problem.batch_invariant and problem.op is Op.FORWARD
-    return decision(
+    found = decision(
         problem,
         device,
         next((kernels[name] for name, why in refused if why is None), None),
@@ -450,3 +462,9 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
         reason="it takes the problem",
         invariant="chosen by the heads' sizes and the kind of call alone" if invariant else None,
     )
+    if found.config is None or problem.op is Op.BACKWARD or found.config.splits == 1:
+        return found
+    tiles = _tiles(problem, dataclasses.replace(found.config, splits=1))
+    places = device.sm_count * found.config.ctas_per_sm
+    why = f"the keys go in {found.config.splits} splits, because the queries are {tiles} tiles, and {places} CTAs run"
+    return dataclasses.replace(found, reason=f"{found.reason}; {why}")

@@ -19,6 +19,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import hardware
@@ -575,23 +576,20 @@ def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str
     return arrays
 
 
-def tile_table(problem: Attention, config: ForwardConfig, key_lengths: jax.Array | None) -> tuple[int, Any]:
+def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
     """How many CTAs there are, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count * config.ctas_per_sm
     if config.scheduler == "static":
         return ctas, tile_scheduler.assign(problem, config, ctas)
-    if key_lengths is not None and tile_scheduler.sorts(problem, config):
-        order = tile_scheduler.by_length(problem, config, key_lengths)
-    else:
-        order, _ = tile_scheduler.order(problem, config)
-    return ctas, jnp.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
+    order, _ = tile_scheduler.order(problem, config)
+    return ctas, np.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
     arrays = addressable(config, dict(zip(operand_names(problem), operands, strict=True)))
-    ctas, tiles = tile_table(problem, config, arrays.get("key_lengths"))
+    ctas, tiles = tile_table(problem, config)
     batch, out_dtype = config.splits * problem.batch, problem.dtype if config.splits == 1 else jnp.float32
     rows = problem.query_length, problem.query_heads
     of_lse = rows if config.splits > 1 else rows[::-1]

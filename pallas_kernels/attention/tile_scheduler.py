@@ -115,18 +115,6 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     return tiles, length[tiles % per_head]
 
 
-def sorts(problem: Attention, config: ForwardConfig) -> bool:
-    """Whether `by_length` orders the tiles: a sequence's are as long as each other, being of all its queries."""
-    return problem.query_length <= config.queries and config.splits == 1 and not problem.has_data_mask
-
-
-def by_length(problem: Attention, config: ForwardConfig, key_lengths: jax.Array) -> jax.Array:
-    """The tiles of queries, those of the sequence with the most keys first."""
-    packs = problem.query_heads // config.packed_heads
-    first = jnp.argsort(-key_lengths).astype(jnp.int32) * packs
-    return (first[:, None] + jnp.arange(packs, dtype=jnp.int32)[None, :]).ravel()
-
-
 @functools.lru_cache(maxsize=64)
 def assign(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray:
     """`[ctas, 1 + n]`: for each CTA how many tiles of queries it takes, and which.

@@ -178,6 +178,7 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("sinks", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 8}, {}, {}),
     ("mask", (70, 320), (32, 16), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
     ("ends-segments", (70, 320), (32, 16), (2, 1), SPLIT, {}, {}),
+    ("bias", (5, 330), (32, 16), (2, 2), SPLIT | {"zero_init_free": False}, {}, {}),
     ("full", (3, 2300), (8, 8), (2, 2), SPLIT | {"splits": 36}, {"batch": 1}, {}),
     ("key-lengths", (3, 330), (32, 16), (4, 2), DYNAMIC | {"packed_heads": 2}, {"batch": 8}, {"sequences": "extreme"}),
     ("causal-later", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
@@ -283,7 +284,7 @@ def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
 def test_a_dynamic_scheduler_has_every_tile_once(sm_count, monkeypatch):
     monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
     p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"), None)
+    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"))
     tiles = 2 * 6 * 8
     assert ctas == sm_count
     np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
