@@ -56,6 +56,8 @@ class Thresholds:
     )
     two_warpgroups: float = 0.78  # of a tile's time with three warpgroups
     favoured: float = 0.97  # of the modelled time, for the config for long sequences
+    ragged_tiles: int = 8  # for each CTA, of few queries, where sequences have their own numbers of keys
+    ragged_steps: int = 8  # of the longest of those tiles, at least
     merge_us: float = 2.5  # of a launch that merges splits, besides its bytes
     bytes_per_us: float = 2.5e6  # that kernels behind a first one read and write
     copied_bytes_per_us: float = 2.9e6  # operands and results of a short problem
@@ -114,7 +116,8 @@ def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, 
         rates |= dict.fromkeys([config, *_split(problem, config, device)], r)
     durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
     durations[whole] *= figures.favoured
-    return tuple(_balanced(problem, config, device) for config in sorted(durations, key=durations.__getitem__))
+    found = sorted(durations, key=durations.__getitem__)
+    return tuple(dict.fromkeys(_balanced(problem, config, figures, device) for config in found))
 
 
 def _group(problem: Attention) -> int:
@@ -184,7 +187,8 @@ def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates
     plain = not problem.has_data_mask and problem.soft_cap is None
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
     found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
-    if size == 128 and plain and not problem.key_lengths and problem.query_length * _group(problem) <= WARPGROUP_ROWS:
+    ragged, rows = problem.key_lengths and problem.batch > 1, problem.query_length * _group(problem)
+    if size == 128 and plain and not ragged and rows <= WARPGROUP_ROWS:
         found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
     if size == 64:
         scheduler = "dynamic" if _skips_tiles(problem) else "static"
@@ -218,11 +222,17 @@ def _split(problem: Attention, config: ForwardConfig, device: Device) -> list[Fo
     return [dataclasses.replace(config, splits=n) for n in sorted(counts) if 1 < n <= most]
 
 
-def _balanced(problem: Attention, config: ForwardConfig, device: Device) -> ForwardConfig:
-    """`config`, with a dynamic scheduler where CTAs have several tiles and each sequence its own number of keys."""
-    several = _tiles(problem, config) > device.sm_count * config.ctas_per_sm
-    uneven = problem.key_lengths and several and problem.query_length <= config.queries
-    return dataclasses.replace(config, scheduler="dynamic") if uneven else config
+def _balanced(problem: Attention, config: ForwardConfig, figures: Thresholds, device: Device) -> ForwardConfig:
+    """`config`, where sequences have their own numbers of keys, with several short tiles for each CTA to take."""
+    ragged = problem.key_lengths and problem.batch > 1
+    if not ragged or config.warpgroups > 1 or problem.query_length > config.queries:
+        return config
+    tiles, ctas = _tiles(problem, dataclasses.replace(config, splits=1)), device.sm_count * config.ctas_per_sm
+    steps = problem.key_length // config.block_kv // figures.ragged_steps
+    most = min(figures.ragged_tiles * ctas // tiles, steps, combine.MOST_AT_ONCE)
+    if most <= 1 and tiles <= ctas:
+        return config
+    return dataclasses.replace(config, splits=1 << max(most, 1).bit_length() - 1, scheduler="dynamic")
 
 
 def _tiles(problem: Attention, config: ForwardConfig) -> int:
@@ -466,5 +476,5 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
         return found
     tiles = _tiles(problem, dataclasses.replace(found.config, splits=1))
     places = device.sm_count * found.config.ctas_per_sm
-    why = f"the keys go in {found.config.splits} splits, because the queries are {tiles} tiles, and {places} CTAs run"
+    why = f"the keys go in {found.config.splits} splits, because the queries are {tiles} tiles and {places} CTAs run"
     return dataclasses.replace(found, reason=f"{found.reason}; {why}")

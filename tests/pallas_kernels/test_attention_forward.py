@@ -161,6 +161,7 @@ EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True,
 SPLIT = {"warpgroups": 1, "zero_init_free": True, "splits": 5}
 EARLY = {"early_exp_columns": 24, "zero_init_free": True, "overlap_pv": True}
 DYNAMIC = {"scheduler": "dynamic"}
+RAGGED = SPLIT | DYNAMIC | {"packed_heads": 2}
 NO_THRESHOLD = {"rescale_threshold_log2": 0}
 F32, BF16, F16 = ({"bias_dtype": jnp.dtype(name), "causal_offset": 20} for name in ("float32", "bfloat16", "float16"))
 
@@ -180,7 +181,7 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("ends-segments", (70, 320), (32, 16), (2, 1), SPLIT, {}, {}),
     ("bias", (5, 330), (32, 16), (2, 2), SPLIT | {"zero_init_free": False}, {}, {}),
     ("full", (3, 2300), (8, 8), (2, 2), SPLIT | {"splits": 36}, {"batch": 1}, {}),
-    ("key-lengths", (3, 330), (32, 16), (4, 2), DYNAMIC | {"packed_heads": 2}, {"batch": 8}, {"sequences": "extreme"}),
+    ("key-lengths", (3, 330), (32, 16), (4, 2), RAGGED, {"batch": 8}, {"sequences": "extreme"}),
     ("causal-later", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("ends-segments", (113, 150), (64, 32), (2, 1), EARLY, {"batch_invariant": True}, {}),
     ("window-left", (200, 300), (64, 64), (2, 2), WIDE | {"rescale_threshold_log2": 0}, {}, {}),

@@ -161,6 +161,22 @@ def test_few_queries_get_narrow_tiles(shape, expected):
 
 
 @pytest.mark.parametrize(
+    "shape, expected",
+    [
+        ((64, 32, 8, 1, 8192, 128), ("dynamic", 4)),
+        ((8, 32, 8, 1, 8192, 128), ("dynamic", 16)),
+        ((64, 32, 8, 1, 256, 128), ("dynamic", 1)),
+        ((4, 32, 8, 1, 256, 128), ("static", 1)),
+        ((1, 32, 8, 1, 8192, 128), ("static", 16)),
+    ],
+    ids=str,
+)
+def test_ragged_sequences_get_several_tiles_for_each_cta(shape, expected):
+    config = decided(problem_of(Op.FORWARD, {"key_lengths": True}, shape)).config
+    assert (config.scheduler, config.splits) == expected
+
+
+@pytest.mark.parametrize(
     "shape, splits", [((1, 16, 2, 1020, 1020, 208), 8), ((8, 16, 16, 2048, 2048, 128), 1)], ids=str
 )
 def test_few_tiles_of_keys_split_a_groups_heads(shape, splits):
