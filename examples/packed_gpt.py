@@ -74,9 +74,9 @@ class Block(nnx.Module):
         self.norms = nnx.List([nnx.RMSNorm(width, **options) for _ in range(2)])
         self.up, self.down = nnx.Linear(width, 4 * width, **options), nnx.Linear(4 * width, width, **options)
 
-    def __call__(self, x: jax.Array, documents: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Any) -> jax.Array:
         h = self.norms[0](x)
-        x = x + self.out(self.attend(self.query(h), self.key(h), self.value(h), documents))
+        x = x + self.out(self.attend(self.query(h), self.key(h), self.value(h), context))
         return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
 
 
@@ -87,10 +87,11 @@ class GPT(nnx.Module):
         self.blocks = nnx.List([Block(size, attend, rngs) for _ in range(size.layers)])
         self.norm, self.head = nnx.RMSNorm(size.width, **options), nnx.Linear(size.width, size.vocabulary, **options)
 
-    def __call__(self, tokens: jax.Array, documents: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, context: Any, positions: jax.Array) -> jax.Array:
+        """The logits. The context is what attention gets beside query, key and value; here, the documents."""
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
-            x = block(x, documents)
+            x = block(x, context)
         return self.head(self.norm(x))
 
 
@@ -130,6 +131,7 @@ def batches(length: int, rows: int, vocabulary: int = 256) -> Iterator[Batch]:
 class Run(NamedTuple):
     """A finished training."""
 
+    model: GPT
     losses: np.ndarray
     tokens_per_second: float
     megabytes: float
@@ -156,7 +158,7 @@ def train(attend: Callable[..., jax.Array], size: Size, steps: int, length: int,
         if i == 0:
             start = time.perf_counter()  # compiled
     seconds = (time.perf_counter() - start) / max(1, steps - 1)
-    return Run(np.array(losses), rows * length / seconds, megabytes)
+    return Run(model, np.array(losses), rows * length / seconds, megabytes)
 
 
 def plot(runs: dict[str, Run], path: str) -> None:

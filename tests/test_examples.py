@@ -1,5 +1,6 @@
 """The examples run, each in a process of its own as a reader would run it."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -18,10 +19,11 @@ ROOT = Path(__file__).parent.parent
 TINY = {
     "char_model.py": ["--steps", "40", "--sample", "20"],
     "digits_vit.py": ["--steps", "120"],
+    "generate.py": ["--steps", "20", "--tokens", "24", "--pages", "9", "--compare"],
     "packed_gpt.py": ["--steps", "30", "--length", "64"],
 }
 
-READ_CLOSELY = {"char_model.py", "vocabulary_sharded_loss.py"}  # by tests of their own
+READ_CLOSELY = {"char_model.py", "generate.py", "vocabulary_sharded_loss.py"}  # by tests of their own
 
 
 def _run(example: str) -> str:
@@ -66,6 +68,26 @@ def test_demo_compares_speeds(capsys):
     for name in ("jaxsoftmax", r"jax\.nn"):
         assert len(re.findall(rf"^  {name} +[\d.]+ us$", printed, re.MULTILINE)) == 2, printed
     assert len(re.findall(r"^  jax\.nn cuDNN", printed, re.MULTILINE)) == 1, printed
+
+
+def test_generation_gives_the_same_texts_with_every_cache():
+    printed = _run("generate.py")
+    names = ["no cache", "contiguous cache", "contiguous cache, jax.nn", "pages"]
+    speeds = re.findall(rf"^({'|'.join(names)}) +(\d+) +\d+$", printed, re.MULTILINE)
+    assert [name for name, _ in speeds] == names, printed
+    assert all(int(speed) > 0 for _, speed in speeds)
+    assert "The 12 texts are the same in 4 ways, and all 9 pages are free again." in printed
+
+
+@pytest.mark.parametrize(
+    "text, free, complaint",
+    [([7, 8], [1, 0], None), ([7, 9], [1, 0], "The texts differ: no cache, pages"), ([7, 8], [1], "Of 2 pages")],
+)
+def test_generation_fails_unless_texts_agree_and_pages_are_free(monkeypatch, text, free, complaint):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    check = runpy.run_path(str(ROOT / "examples" / "generate.py"))["check"]
+    with pytest.raises(SystemExit, match=complaint) if complaint else contextlib.nullcontext():
+        check({"no cache": [[7, 8]], "pages": [text]}, free, 2)
 
 
 def test_no_program_of_the_vocabulary_example_gathers_logits():
