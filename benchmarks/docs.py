@@ -339,6 +339,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_backward": report.attention_cells("bwd"),
     "attention_sample": report.attention_sample,
     "attention_short": report.attention_short,
+    "attention_decode": report.attention_decode,
 }
 
 

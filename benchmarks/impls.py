@@ -292,8 +292,11 @@ def _common(shape: Shape, operands: Operands) -> dict[str, Any]:
 
 
 def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
-    extras = {"query_segment_ids": operands.get("segments"), "key_value_seq_lengths": operands.get("lengths")}
-    return jaxsoftmax.flash_attention(**_common(shape, operands), **extras)
+    return jaxsoftmax.flash_attention(
+        **_common(shape, operands),
+        query_segment_ids=operands.get("segments"),
+        key_value_seq_lengths=operands.get("lengths"),
+    )
 
 
 def _attend_jax(implementation: Any, shape: Shape, operands: Operands) -> jax.Array:

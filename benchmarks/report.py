@@ -268,6 +268,25 @@ def attention_short(results: Results) -> str:
     return "\n\n".join(found) or NOT_MEASURED
 
 
+def attention_decode(results: Results) -> str:
+    """Few queries: what of a read's speed the keys and values are read with, and how many times cuDNN's."""
+    found: dict[str, Record] = {}
+    for run in measured.attention_runs(results.folder, "attention decode"):
+        found |= {f"{run.card} {name}": record for name, record in run.records.items()}
+    order = {case.name: i for i, case in enumerate(attention_cases.TABLE.select(tags=["decode"], pass_=["fwd"]))}
+    rows = []
+    for label, record in sorted(found.items(), key=lambda item: (item[0].split()[0], order[item[1]["case"]["name"]])):
+        ours = record["impls"]["ours"]
+        facts = [number(ours.get("tb_per_s"), ".2f"), number(ours["tb_per_s"] / record["read"]["tb_per_s"], ".2f")]
+        facts += [number(ours.get("tflop_per_s"), ".0f"), floored(measured.ratio(record, "cudnn"))]
+        name = label.split()[1].removeprefix("attention_fwd_")
+        times = [time_of(record, impl) for impl in ("ours", "cudnn")]
+        rows.append([f"`{name}`", label.split()[0], *times, *facts, record["run"]["when"]])
+    return markdown(
+        ["call", "card", "ours, us", "cuDNN, us", "TB/s", "of a read", "TFLOP/s", "x cuDNN", "measured"], rows
+    )
+
+
 def _beside_libraries(records: Iterable[Record]) -> str:
     """Calls by the name with which `--case` measures one again."""
     rows = []

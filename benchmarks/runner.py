@@ -12,7 +12,6 @@ kernel of a process at a time, so that threads would gain little.
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -24,9 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from benchmarks import impls, protocol
+from benchmarks import impls, probes, protocol
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase
 from benchmarks.cases import PASSES, RowCase
@@ -180,21 +178,21 @@ class Bench:
         if isinstance(case, RowCase):
             n, size = 0, case.copied_bytes
             launches = protocol.launches_per_round(size) if self.on_gpu else 1
-            probes = [protocol.copy_variant(size, buffers)]
+            beside = [probes.copy_variant(size, buffers)]
         else:
             n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
             launches = _LAUNCHES if self.on_gpu or "cpu" in case.tags else 1
-            probes, read_bytes = _attention_probes(n, size)
+            beside, read_bytes = probes.beside_attention(n, size)
         facts = {"buffers": buffers, "rounds": self.options.rounds}
         has_torch = self.on_gpu and isinstance(case, RowCase)
-        torch_copy = lambda: protocol.torch_copy_us(size, **facts) if has_torch else None
+        torch_copy = lambda: probes.torch_copy_us(size, **facts) if has_torch else None
         before = torch_copy()
-        clock, timings = protocol.measure([*schedule, *probes], device_clock=self.on_gpu, launches=launches, **facts)
-        moved = protocol.moved_bytes(size)
+        clock, timings = protocol.measure([*schedule, *beside], device_clock=self.on_gpu, launches=launches, **facts)
+        moved = probes.moved_bytes(size)
         copies = {name: (t.median, moved) for name, t in timings.items() if name.startswith("copy:")}
         if known := [us for us in (before, torch_copy()) if us is not None]:
             copies["copy:torch"] = min(known), 8 * max(1, size // 8)
-        ceilings = {"copy": protocol.best_copy(copies)}
+        ceilings = {"copy": probes.best_copy(copies)}
         if n:
             us = timings["matmul"].median
             ceilings["matmul"] = {"size": n, "us": round(us, 3), "tflop_per_s": round(2 * n**3 / us / 1e6, 2)}
@@ -224,16 +222,6 @@ def _row_speeds(timings: dict[str, protocol.Timing], record: dict[str, Any]) -> 
     speed = record["least_bytes"] / taken.median / 1e6
     share = speed / record["copy"]["tb_per_s"]
     return taken.as_json() | {"tb_per_s": round(speed, 4), "fraction_of_copy": round(share, 4)}
-
-
-@functools.cache
-def _attention_probes(n: int, copied: int) -> tuple[list[protocol.Variant], int]:
-    """A matrix product, a copy and a read, and how many bytes the read moves."""
-    a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(jax.random.key(3)))
-    product = jax.jit(jnp.matmul)
-    jax.block_until_ready(product(a, b))
-    read, read_bytes = protocol.read_variant(copied)
-    return [protocol.Variant("matmul", lambda _: product(a, b)), protocol.copy_variant(copied, 1), read], read_bytes
 
 
 @contextlib.contextmanager

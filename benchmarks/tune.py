@@ -27,6 +27,7 @@ from benchmarks.results import KERNEL, ROOT
 from benchmarks.runner import Case
 from pallas_kernels import hardware, tuned
 from pallas_kernels.attention import dispatch as attention_dispatch
+from pallas_kernels.attention import heuristics as attention_heuristics
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import dispatch, heuristics
@@ -67,7 +68,7 @@ _COMPILED = ("register_chunks", "register_chunks_16bit", "register_chunks_linear
 _POWERS_OF_TWO = ("warp_vectors", "warp_vectors_ragged")
 SUBJECTS = (
     Subject(program.ROWS, "softmax", heuristics, dispatch.decide, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
-    Subject(program.HEADS, "attention", attention_dispatch, attention_dispatch.decide, _attention, lambda _: "now"),
+    Subject(program.HEADS, "attention", attention_heuristics, attention_dispatch.decide, _attention, lambda _: "now"),
 )
 
 

@@ -94,9 +94,11 @@ def store_tile(target: jax.Ref, values: jax.Array, corner: tuple[Index, Index, I
             index = ptx.add(index, arith.extui(base.type, at_column))
             address = ptx.add(base, ptx.mul(index, dtype.itemsize))
             in_row = ptx.compare("ult", at_row, rows)
-            for e, word in enumerate([_bits(pair)] if pairs else map(_bits, ptx.elements(pair))):
+            bits = 8 * dtype.itemsize * (1 + pairs)
+            as_integer = functools.partial(arith.bitcast, ir.IntegerType.get_signless(bits))
+            words = [ptx.pair_word(pair, bits)] if pairs else [as_integer(x) for x in ptx.elements(pair)]
+            for e, word in enumerate(words):
                 inside = ptx.bit_and(in_row, ptx.compare("ult", ptx.add(at_column, e), columns))
-                bits = ir.IntegerType(word.type).width
                 text = f"@$2 st.global.b{bits} [$0+{e * dtype.itemsize}], $1;"
                 ptx.asm(text, f"l,{_KINDS[bits]},b,~{{memory}}", [address, word, inside])
 
@@ -151,6 +153,7 @@ def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
         thread = ptx.thread_found_here()
         line = ptx.add(ptx.mul(ptx.div(thread, 32), 16), ptx.div(ptx.rem(thread, 32), 4))
         layout, f32 = ROW.to_mgpu(), ir.F32Type.get()
+        assert isinstance(layout, mgpu.TiledLayout)
         registers = np.empty(layout.registers_shape((WARPGROUP_ROWS,)), dtype=object)
         for r in range(2):
             head = ptx.add(ptx.mul(ptx.scalar(pack), heads), ptx.rem(ptx.add(line, 8 * r), heads))
@@ -302,15 +305,6 @@ def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 _KINDS = {8: "h", 16: "h", 32: "r", 64: "l"}  # of registers, by their bits
-
-
-def _bits(x: ir.Value) -> ir.Value:
-    """A number, or a vector of two, as an integer."""
-    if not isinstance(x.type, ir.VectorType):
-        return arith.bitcast(ir.IntegerType.get_signless(x.type.width), x)
-    word = ir.IntegerType.get_signless(2 * ir.VectorType(x.type).element_type.width)
-    found = vector.bitcast(ir.VectorType.get((1,), word), x)
-    return vector.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
 
 
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:

@@ -99,9 +99,9 @@ def elements(v: ir.Value) -> list[ir.Value]:
     return [vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(n)]
 
 
-def pair_word(pair: ir.Value) -> ir.Value:
-    """Two 16-bit numbers of a vector as a word."""
-    found = vector.bitcast(ir.VectorType.get((1,), i32()), pair)
+def pair_word(pair: ir.Value, bits: int = 32) -> ir.Value:
+    """Two numbers of a vector as one of `bits` bits."""
+    found = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), pair)
     return vector.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
 
 

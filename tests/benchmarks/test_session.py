@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import attention_cases, cases, impls, protocol, report, runner
+from benchmarks import attention_cases, cases, impls, probes, protocol, report, runner
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.impls import Options
@@ -253,8 +253,8 @@ def test_a_library_is_found_where_it_was_loaded_from():
 def gpu(monkeypatch):
     """The device's parts are replaced: torch's copy and Mosaic's; `gpu(kernels)` is what the profiler sees."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(protocol, "torch_copy_us", lambda size, buffers, rounds: 400.0)
-    monkeypatch.setattr(protocol, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
     return lambda kernels: monkeypatch.setattr(protocol, "_device_kernels", kernels)
 
 

@@ -13,7 +13,7 @@ import test_attention_backward  # noqa: E402
 import test_attention_forward  # noqa: E402
 
 from pallas_kernels import hardware  # noqa: E402
-from pallas_kernels.attention import dispatch  # noqa: E402
+from pallas_kernels.attention import heuristics  # noqa: E402
 
 LENGTHS = (264, 320)  # several tiles of both, the last ones not full; a bias of them can be copied
 OFTEN = ("full", "causal", "window", "lengths", "ends", "bias", "mask", "segments-causal", "everything")
@@ -27,7 +27,7 @@ def _kinds(head_dim: int) -> tuple[str, ...]:
 def forward(kind: str, head_dim: int) -> None:
     """The kernel that is chosen for a problem."""
     p = test_attention_forward.problem_of(kind, LENGTHS, (head_dim, head_dim), "bfloat16", (2, 1))
-    test_attention_forward.check(p, dispatch.forward_configs(p, hardware.H200)[0])
+    test_attention_forward.check(p, heuristics.forward_configs(p, hardware.H200)[0])
 
 
 def backward(kind: str, head_dim: int, deterministic: bool) -> None:

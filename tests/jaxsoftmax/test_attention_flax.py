@@ -70,6 +70,16 @@ def test_nnx_causal_and_decoding() -> None:
         close(ours(X[:, i : i + 1]), theirs(X[:, i : i + 1]))
 
 
+def test_a_decoding_step_is_split() -> None:
+    """For a GPU, against a cache whose filled part Flax's mask tells: a kernel, and one that merges its splits."""
+    facts = {"num_heads": 8, "in_features": 512, "dtype": jnp.bfloat16, "decode": True} | GROUPED
+    layer = nnx.MultiHeadAttention(**facts, attention_fn=jaxsoftmax.flash_attention, rngs=nnx.Rngs(0))
+    layer.init_cache((1, 8192, 512), jnp.bfloat16)
+    graph, state = nnx.split(layer)
+    step = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).trace(state, jnp.ones((1, 1, 512), jnp.bfloat16))
+    assert step.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 2
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_nnx_dropout_and_sowing(broadcast: bool) -> None:
     ours, theirs = nnx_pair(dropout_rate=0.4, broadcast_dropout=broadcast)

@@ -16,7 +16,7 @@ import pytest
 from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_xla, dispatch
+from pallas_kernels.attention import backward_xla, dispatch, heuristics
 from pallas_kernels.attention.backward_common import Tile
 from pallas_kernels.attention.config import BackwardConfig
 from pallas_kernels.attention.problem import Attention, Op
@@ -304,8 +304,8 @@ FILLING = {
 
 def filling(name: str, lengths: tuple[int, int], monkeypatch: Any, **facts: Any) -> tuple[Attention, dispatch.Decision]:
     dims, wanted = FILLING[name]
-    of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
-    monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
+    of_more_keys = dataclasses.replace(heuristics.DEFAULT, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(heuristics, "thresholds", lambda device: of_more_keys)
     p = problem_of("full", lengths, dims, "bfloat16", **facts)
     decision = dispatch.decide(p, FILLED)
     assert {knob: getattr(decision.config, knob) for knob in wanted} == wanted
@@ -393,8 +393,8 @@ COPIED: dict[str, tuple[int, Attention]] = {
 @pytest.mark.parametrize("name", COPIED)
 def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
     stages, p = COPIED[name]
-    of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
-    monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
+    of_more_keys = dataclasses.replace(heuristics.DEFAULT, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(heuristics, "thresholds", lambda device: of_more_keys)
     assert decided(p).config.bias_stages == stages
     check(p, decided(p).run, interpreted)
 

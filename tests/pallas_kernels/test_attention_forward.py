@@ -16,7 +16,7 @@ import pytest
 from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import dispatch, forward, mask, tile_scheduler
+from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
 from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
@@ -92,13 +92,13 @@ def cases() -> list[Attention]:
 
 def whole(p: Attention) -> ForwardConfig:
     """The config for sequences of many tiles, however short these are."""
-    return dispatch.forward_configs(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
+    return heuristics.forward_configs(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    for config in dict.fromkeys((dispatch.forward_configs(p, hardware.H200)[0], whole(p))):
+    for config in dict.fromkeys((heuristics.forward_configs(p, hardware.H200)[0], whole(p))):
         check(p, config)
 
 
@@ -123,7 +123,7 @@ def test_few_queries(queries, kind, keys, sizes):
     """By the config that is chosen, and by that with the most splits, each twice, for the same bits."""
     heads, head_dim = sizes
     p = problem_of(kind, (queries, keys), (head_dim, head_dim), "bfloat16", heads, batch=1 + (keys < 40000))
-    configs = dispatch.forward_configs(p, hardware.H200)
+    configs = heuristics.forward_configs(p, hardware.H200)
     arrays = [jnp.asarray(x) for x in operands_of(p).values()]
     for config in dict.fromkeys((configs[0], max(configs, key=lambda config: config.splits))):
         check(p, config)
