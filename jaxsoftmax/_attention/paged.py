@@ -183,7 +183,9 @@ def _checked(
 
 
 def _integers(name: str, x: ArrayLike) -> jax.Array:
-    """Integers of at least 32 bits."""
+    """Integers of at least 32 bits; of NumPy's none loses its upper half where JAX has no 64 bits."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.dtype.itemsize == 8:
+        x = np.clip(x, max(-1, np.iinfo(x.dtype).min), 2**31 - 1).astype(np.int32)
     array = checks.as_array(_NAME, name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{_NAME}: {name} has dtype {array.dtype}, expected integers.")

@@ -97,10 +97,11 @@ def test_settings(setting: Any) -> None:
         check(paged_attention(**given, return_residual=True), expected(given))
 
 
-@pytest.mark.parametrize("entry", [-1, PAGES, 2**31 - 1])
-def test_a_page_that_does_not_exist_makes_its_sequence_nan(entry: int) -> None:
+@pytest.mark.parametrize("entry", [-1, PAGES, 2**31 - 1, np.int64(2**32 + 3), np.uint64(2**63)])
+def test_a_page_that_does_not_exist_makes_its_sequence_nan(entry: Any) -> None:
     given = operands(2, 8)
     want, _ = expected(given)
+    given["block_tables"] = given["block_tables"].astype(getattr(entry, "dtype", np.int32))
     given["block_tables"][3, 1] = entry
     got = np.asarray(paged_attention(**given))
     assert np.isnan(got[3]).all()
