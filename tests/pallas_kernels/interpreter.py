@@ -1,6 +1,5 @@
 """Runs a kernel in Mosaic's interpreter with race detection, and fails where a GPU would go wrong silently."""
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +42,6 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
 
     watchdog = threading.Thread(target=watch)
     watchdog.start()
-    gc.disable()  # which takes a sixth of the time, for what is traced
     try:
         parameters = plgpu.InterpretGPUParams(detect_races=True, **_WARN_ON_RACE)
         with plgpu.force_gpu_interpret_mode(parameters):
@@ -58,7 +56,6 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
             raise RaceDetected(str(error)) from error  # with a product, see `in_flight`
         raise
     finally:
-        gc.enable()
         ended.set()
         watchdog.join()
         interpreter_shim.reset()
