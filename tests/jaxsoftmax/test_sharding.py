@@ -15,19 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.softmax.problem import Op
-from tests.jaxsoftmax.calls import (
-    CALLS,
-    CT,
-    LENGTHS,
-    MASK,
-    MORE,
-    QKV,
-    Operands,
-    X,
-    attention,
-    cross_entropy,
-    normal,
-)
+from tests.jaxsoftmax.calls import CALLS, CT, LENGTHS, MASK, MORE, QKV, Operands, X, attention, cross_entropy, normal
 from tests.jaxsoftmax.sharded import COLLECTIVES, collectives, count, mesh, put
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
