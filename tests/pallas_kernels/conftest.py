@@ -1,7 +1,6 @@
 """The helpers beside this file are plain modules: put them on the path, as no test directory is a package."""
 
 import dataclasses
-import gc
 import pathlib
 import sys
 
@@ -29,15 +28,6 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(autouse=True)
-def uncollected(request):
-    """Traces of kernels are many small objects: Python's garbage collector takes a fifth of the time of such a test."""
-    if request.node.get_closest_marker("gpu") is None:
-        gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture
