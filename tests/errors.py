@@ -28,14 +28,13 @@ def assert_accurate(
     truth: ArrayLike,
     *,
     magnitude: ArrayLike | None = None,
-    factor: float = 2.0,
     slack: float = 1.0,
 ) -> None:
     """The one rule: `error(got) <= 2 * error(reference) + 1`, where `reference` is XLA's result in the same dtype."""
     assert np.asarray(got).dtype == np.asarray(reference).dtype, (np.asarray(got).dtype, np.asarray(reference).dtype)
     allowed = max_error(reference, truth, magnitude=magnitude)
     assert np.isfinite(allowed), f"the reference itself is wrong: {_worst(reference, truth, magnitude)}"
-    bound = factor * allowed + slack
+    bound = 2 * allowed + slack
     assert max_error(got, truth, magnitude=magnitude) <= bound, (
         f"{_worst(got, truth, magnitude)}; allowed {bound:.3g} ulp (reference: {allowed:.3g})"
     )

@@ -65,41 +65,12 @@ def log_softmax_terms(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = N
         return np.abs(z - m) + np.log(weights.sum(axis, keepdims=True))
 
 
-def logsumexp(
-    x: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    *,
-    keepdims: bool = False,
-    scale: float = 1.0,
-) -> Array:
-    """`log(sum(b * exp(scale * x)))`; NaN where the sum is negative."""
-    value, sign = signed_logsumexp(x, axis, b, where, keepdims=keepdims, scale=scale)
-    return np.where(sign < 0, np.nan, value)
-
-
-def signed_logsumexp(
-    x: ArrayLike,
-    axis: Axis = None,
-    b: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    *,
-    keepdims: bool = False,
-    scale: float = 1.0,
-) -> tuple[Array, Array]:
-    """`(log|s|, sign(s))` of `s = sum(b * exp(scale * x))`."""
-    factors = np.ones(()) if b is None else _widen(b)
-    z = _logits(x, where, scale)
-    z = np.where(np.broadcast_to(factors == 0, np.broadcast_shapes(z.shape, factors.shape)), -np.inf, z)
-    weights, m = _lift(z, axis)
-    with np.errstate(invalid="ignore"):
-        total = np.where(weights == 0, 0.0, weights * factors).sum(axis, keepdims=True)
-        total = np.where(m == np.inf, np.where(z == np.inf, np.sign(factors), 0.0).sum(axis, keepdims=True), total)
+def logsumexp(x: ArrayLike, axis: Axis = None, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
+    """`log(sum(exp(scale * x)))`."""
+    weights, m = _lift(_logits(x, where, scale), axis)
     with np.errstate(divide="ignore"):
-        value = np.where(np.isposinf(m), m, m + np.log(np.abs(total)))
-    sign = np.sign(total)
-    return (value, sign) if keepdims else (np.squeeze(value, axis), np.squeeze(sign, axis))
+        value = np.where(np.isposinf(m), m, m + np.log(weights.sum(axis, keepdims=True)))
+    return np.squeeze(value, axis)
 
 
 def stats(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Stats:
@@ -150,13 +121,6 @@ def log_softmax_cotangent_terms(
     """`|scale| * (|t| + p * sum(|t|))`."""
     p, t = softmax(x, axis, where, scale), np.abs(_kept(t, where))
     return abs(scale) * (t + p * t.sum(axis, keepdims=True))
-
-
-def logsumexp_tangent(
-    x: ArrayLike, t: ArrayLike, axis: Axis = None, where: ArrayLike | None = None, scale: float = 1.0
-) -> Array:
-    """`J t` of logsumexp at its input `x`: the mean of `scale * t` under softmax."""
-    return scale * (softmax(x, axis, where, scale) * _kept(t, where)).sum(axis)
 
 
 def cross_entropy(

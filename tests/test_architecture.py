@@ -36,10 +36,7 @@ TOPICS_BELOW: dict[str, set[str]] = {
 }
 
 # The exponential of a difference of maxima is `monoid.decay`; `fast_math` defines exponentials to hand to it.
-MAY_EXPONENTIATE = {
-    "pallas_kernels/monoid.py",
-    "pallas_kernels/mosaic/fast_math.py",
-}
+MAY_EXPONENTIATE = {"pallas_kernels/monoid.py", "pallas_kernels/mosaic/fast_math.py"}
 
 # The derivatives by `custom_vjp`, which no kernel imports.
 MAY_CHOOSE = {"pallas_kernels/custom_vjp.py"}

@@ -66,9 +66,7 @@ def test_merge_is_the_monoids(a, b):
 @pytest.mark.parametrize(
     "algorithm, blocks, size",
     pairwise(
-        [tutorial.flash_attention, tutorial.flash_attention_2],
-        [(1, 1), (4, 3), (3, 16), (100, 100)],
-        [0.1, 1.0, 30.0],
+        [tutorial.flash_attention, tutorial.flash_attention_2], [(1, 1), (4, 3), (3, 16), (100, 100)], [0.1, 1.0, 30.0]
     ),
 )
 def test_blocks_of_any_size_give_the_same(algorithm, blocks, size):

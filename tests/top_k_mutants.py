@@ -66,10 +66,6 @@ def _without_place(first_chunk, stats):
     return [0 * chosen, *row]
 
 
-def _with_ranks_from_1(is_of_rank, *arguments):
-    return jnp.roll(is_of_rank(*arguments), 1, -2).at[..., 0, :].set(False)
-
-
 def _negated(part):
     """The earlier one of two whose values, part 0, or places, part 1, are negated."""
 
@@ -110,7 +106,8 @@ MUTANTS = (
              lambda is_of_rank, keys, places, k: is_of_rank(keys, 0 * places, k)),
     _counted("counted: the smallest come first", "_is_of_rank",
              lambda is_of_rank, keys, places, k: is_of_rank(-keys, places, k)),
-    _counted("counted: ranks begin at 1", "_is_of_rank", _with_ranks_from_1),
+    _counted("counted: ranks begin at 1", "_is_of_rank",
+             lambda is_of_rank, *a: jnp.roll(is_of_rank(*a), 1, -2).at[..., 0, :].set(False)),
     _counted("counted: places are those within a chunk", "select_by_rank", _with_indices(lambda i, c: i % c)),
     _counted("counted: places have 16 bits", "select_by_rank", _with_indices(lambda i, c: i & 0xFFFF), n=70000, k=2),
     _counted("counted: candidates lack the scale", "reference.logits", lambda logits, x, scale: logits(x, 1.0),

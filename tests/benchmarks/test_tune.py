@@ -149,10 +149,10 @@ def test_what_is_timed_is_the_config_that_was_chosen(subject, monkeypatch):
         return repr(impls._decided(load, case.shape, case.pass_ == "bwd", fields))
 
     search = tune.Search(subject, subject.topic.cases.TABLE.select(tags=tune.TAGS), CARD)
-    for case, configs in search.configs().items():
-        for config in configs:
-            fields = re.findall(r"(\w+)='?(\w+)", timed(case, config))
-            assert fields == re.findall(r"(\w+)=(\w+)", config), case.name
+    every = {(case.op, case.pass_, config): case for case, configs in search.configs().items() for config in configs}
+    for (*_, config), case in every.items():
+        fields = re.findall(r"(\w+)='?(\w+)", timed(case, config))
+        assert fields == re.findall(r"(\w+)=(\w+)", config), case.name
 
 
 @pytest.mark.parametrize("device", [None, dataclasses.replace(H200, name="NVIDIA B200", compute_capability="10.0")])

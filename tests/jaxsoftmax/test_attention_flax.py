@@ -45,11 +45,7 @@ def nnx_pair(**arguments: Any) -> list[nnx.MultiHeadAttention]:
 GROUPED, NARROW = {"num_kv_heads": 2}, {"dtype": jnp.bfloat16}
 
 
-@pytest.mark.parametrize(
-    "mask, arguments",
-    [("none", {}), ("padding bool", NARROW), ("combined", GROUPED)],
-    ids=str,
-)
+@pytest.mark.parametrize("mask, arguments", [("none", {}), ("padding bool", NARROW), ("combined", GROUPED)], ids=str)
 def test_nnx(mask: str, arguments: dict[str, Any]) -> None:
     ours, theirs = nnx_pair(**arguments)
 

@@ -148,21 +148,9 @@ def chunk(kind: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, 
     return attend(q, k[:, :stop], v[:, :stop], **options)
 
 
-attend = functools.partial(
-    jax.jit(
-        jaxsoftmax.flash_attention,
-        static_argnames=(
-            "is_causal",
-            "causal_alignment",
-            "local_window_size",
-            "logits_soft_cap",
-            "return_residual",
-            "implementation",
-            "deterministic_gradients",
-        ),
-    ),
-    return_residual=True,
-    implementation="mosaic_gpu",
+attend = jax.jit(
+    functools.partial(jaxsoftmax.flash_attention, return_residual=True, implementation="mosaic_gpu"),
+    static_argnames=("is_causal", "causal_alignment", "local_window_size", "logits_soft_cap"),
 )
 
 

@@ -38,9 +38,7 @@ def test_what_is_public_pickles_and_has_docs() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [row_api, attention_api, cross_entropy_api, _top_k, _explain, _patch],
-    ids=lambda m: m.__name__,
+    "module", [row_api, attention_api, cross_entropy_api, _top_k, _explain, _patch], ids=lambda m: m.__name__
 )
 def test_examples_in_docstrings(module: object) -> None:
     result = doctest.testmod(module)

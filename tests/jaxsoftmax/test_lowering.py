@@ -345,12 +345,7 @@ def test_what_a_kernel_is_told(stand_ins: Any) -> None:
         key_value_segment_ids=np.zeros((2, 7), int),
     )  # fmt: skip
     (problem,) = {*stand_ins.problems}
-    assert (problem.op, problem.batch, problem.query_heads, problem.key_heads) == (
-        AttentionOp.FORWARD,
-        2,
-        4,
-        2,
-    )
+    assert (problem.op, problem.batch, problem.query_heads, problem.key_heads) == (AttentionOp.FORWARD, 2, 4, 2)
     assert (problem.scale, problem.soft_cap, problem.causal_offset) == (0.5, 2.0, 2)
     assert (problem.window, problem.window_offset) == ((3, None), 2)
     assert (problem.bias, problem.bias_dtype, problem.mask) == ((1, 4, 5, 7), jnp.float32, None)
@@ -424,19 +419,23 @@ def test_folds(leads: dict[str, tuple[int, ...]], batch: int, heads: int) -> Non
         np.testing.assert_array_equal(fold.from_kernel(kind, fold.to_kernel(kind, x)), x)
 
 
+def plan(op: AttentionOp, shapes: dict[str, tuple[int, ...]], rules: Rules) -> Any:
+    dtypes = dict.fromkeys(shapes, jnp.bfloat16)
+    return attention_layout.plan(op, shapes, dtypes, rules, H200, bias_gradient=False, named=False)
+
+
 def test_copies_are_said() -> None:
     shapes = dict(query=(3, 2, 16, 4, 64), key=(3, 2, 16, 2, 64), value=(1, 2, 16, 2, 60), mask=(1, 2, 1, 16, 16))
     shapes |= dict(query_segments=(3, 2, 16), key_segments=(3, 2, 16))
-    dtypes = dict.fromkeys(shapes, jnp.bfloat16)
-    found = attention_layout.plan(AttentionOp.FORWARD, shapes, dtypes, Rules(), H200, bias_gradient=False, named=False)
-    if found.decision is not None:
-        assert found.notes == (
-            "value, of shape (1, 2, 16, 2, 60), is copied to (6, 16, 2, 60)",
-            "mask, of shape (1, 2, 1, 16, 16), is copied to (6, 1, 16, 16)",
-            "the heads of value are padded to a multiple of 8",
-            "the mask is packed in bits first, and the kernel skips tiles outside of those that it leaves",
-            "which tiles have segments in common is found first, and the kernel skips the others",
-        )
+    found = plan(AttentionOp.FORWARD, shapes, Rules())
+    assert found.decision is not None
+    assert found.notes == (
+        "value, of shape (1, 2, 16, 2, 60), is copied to (6, 16, 2, 60)",
+        "mask, of shape (1, 2, 1, 16, 16), is copied to (6, 1, 16, 16)",
+        "the heads of value are padded to a multiple of 8",
+        "the mask is packed in bits first, and the kernel skips tiles outside of those that it leaves",
+        "which tiles have segments in common is found first, and the kernel skips the others",
+    )
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -444,24 +443,11 @@ def test_gradients_repeat_where_that_is_asked_for(wanted: bool) -> None:
     """The one place where the kernel's order of summation is the caller's choice."""
     x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     loss = lambda x: flash_attention(x, x, x, deterministic_gradients=wanted).sum()
-    rules = [
-        eqn.params["rules"].deterministic
-        for eqn in jax.make_jaxpr(jax.grad(loss))(x).eqns
-        if eqn.primitive.name == "flash_attention_gradients"
-    ]
-    assert rules == [wanted]
-    shapes = dict(query=x.shape, key=x.shape, value=x.shape)
-    plan = attention_layout.plan(
-        AttentionOp.BACKWARD,
-        shapes,
-        dict.fromkeys(shapes, x.dtype),
-        Rules(deterministic=wanted),
-        H200,
-        bias_gradient=False,
-        named=False,
-    )
-    assert plan.decision is not None
-    assert plan.decision.problem.deterministic is wanted
+    found = [e for e in jax.make_jaxpr(jax.grad(loss))(x).eqns if e.primitive.name == "flash_attention_gradients"]
+    assert [eqn.params["rules"].deterministic for eqn in found] == [wanted]
+    planned = plan(AttentionOp.BACKWARD, dict.fromkeys(("query", "key", "value"), x.shape), Rules(deterministic=wanted))
+    assert planned.decision is not None
+    assert planned.decision.problem.deterministic is wanted
 
 
 def test_the_plain_custom_vjp_of_attention_gives_the_same_gradients(kernels: Any) -> None:

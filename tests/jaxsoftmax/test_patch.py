@@ -355,11 +355,7 @@ optax.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones((2, 3)))
 print({name: n for name, n in calls.items() if n})
 """
     shown = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert eval(shown) == {
-        "optax.softmax_cross_entropy": 1,
-        "flax.linen.dot_product_attention": 1,
-        "jax.nn.softmax": 1,
-    }
+    assert eval(shown) == {"optax.softmax_cross_entropy": 1, "flax.linen.dot_product_attention": 1, "jax.nn.softmax": 1}
 
 
 def test_a_library_that_cannot_be_reached_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ PARTS: dict[str, Callable[[Function, Case], Any]] = {
     ],
 }
 # Of each function the derivatives of every order, and what maps some operands or cotangents; the rest are JAX's own.
-RULES = ("grad", "double transpose", "hessian", "hvp", "grad of jvp", "vmap of jvp", "vmap of hvp of a sum")
+RULES = ("grad", "double transpose", "hessian", "grad of jvp", "vmap of jvp", "vmap of hvp of a sum")
 REST = [name for name in TRANSFORMED if name not in RULES]
 # A kernel is told of a transformation by the shapes of its operands and by which gradients are asked for.
 BY_KERNELS = ("eager", "grad", "grad of the bias", "double transpose", "jacrev", "vmap of jvp", "vmap of one cotangent",
@@ -170,7 +170,7 @@ LIKE_OTHERS: list[tuple[str, str, str]] = [
     *((name, op, "reference") for op in CASES for name in RULES),
     *((name, "softmax", "reference") for name in REST),
     *((name, next(OTHERS), "reference") for name in REST),
-    *((name, "attention", "reference") for name in (*PARTS, "third", "vmap of grad of a sum")),
+    *((name, "attention", "reference") for name in (*PARTS, "hvp", "third", "vmap of grad of a sum")),
     *((name, "attention", "stand-in") for name in BY_KERNELS),
     *(("vmap of grad of a sum", op, "stand-in") for op in ("weighted", "loss and lse", "probabilities")),
     *((name, "top_k", "short") for name in SORTED_AND_COUNTED),
@@ -204,11 +204,7 @@ OVER = ((0, 1), (1, 0), (2, -1), (-1, 1))
 
 
 @pytest.mark.parametrize(
-    "op, in_axis, out_axis",
-    [
-        *((op, *axes) for op in ROWS for axes in OVER),
-        *(("top_k", *axes) for axes in OVER[:2]),
-    ],
+    "op, in_axis, out_axis", [*((op, *axes) for op in ROWS for axes in OVER), *(("top_k", *axes) for axes in OVER[:2])]
 )
 def test_vmap_axes(op: str, in_axis: int, out_axis: int) -> None:
     x = CASES[op].xs[0]
@@ -225,9 +221,7 @@ def test_vmap_axes(op: str, in_axis: int, out_axis: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "op, axes",
-    [*zip(itertools.cycle(ROWS), [(0, None), (None, 0), (1, 0), (0, 2), (2, 2)] * 2, strict=False)],
-    ids=str,
+    "op, axes", [*zip(itertools.cycle(ROWS), [(0, None), (None, 0), (1, 0), (0, 2), (2, 2)] * 2, strict=False)], ids=str
 )
 def test_vmap_with_a_mask(op: str, axes: tuple[int | None, int | None]) -> None:
     x, mask = (

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import strict
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
@@ -29,11 +28,7 @@ _PLUGIN = importlib.util.find_spec("jax_cuda13_plugin")
 _BESIDE = pathlib.Path(_PLUGIN.origin).parents[1] / "cuda/nvidia/cu13/bin" if _PLUGIN and _PLUGIN.origin else ""
 _TOOLS = os.pathsep.join((str(_BESIDE), os.environ.get("PATH", "")))
 _PTXAS, _NVDISASM = (shutil.which(tool, path=_TOOLS) for tool in ("ptxas", "nvdisasm"))
-_NEEDED = {
-    "jax-cuda13-plugin": _PLUGIN,
-    "nvidia-cuda-nvcc": _PTXAS,
-    "nvidia-cuda-nvdisasm": _NVDISASM,
-}
+_NEEDED = {"jax-cuda13-plugin": _PLUGIN, "nvidia-cuda-nvcc": _PTXAS, "nvidia-cuda-nvdisasm": _NVDISASM}
 MISSING = next((f"{name} is not installed" for name, found in _NEEDED.items() if found is None), None)
 
 _TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
@@ -96,7 +91,8 @@ _REPORTS: dict[bytes, Report] = {}
 
 def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> tuple[Report, ...]:
     """Compiles `f` and reports on each Mosaic kernel in it."""
-    with strict.settings():
+    # The strictest settings that a user may have: ranks are broadcast only where the program says so.
+    with jax.numpy_rank_promotion("raise"), jax.enable_checks(True):
         lowered = jax.jit(lambda *args: f(*args)).lower(*on_h200(operands))
     kernels = _kernels(lowered.compiler_ir())
     smem = {name: count for name, (_, count) in kernels.items()}

@@ -172,10 +172,6 @@ def every_config(kernel: Any, problem: Problem) -> list[Case]:
     return [Case(kernel, problem, config) for config in kernel.configs(problem, H200)]
 
 
-def supported_cols(kernel: Any, op: Op, dtype: jnp.dtype, rows: int, candidates: tuple[int, ...]) -> list[int]:
-    return [cols for cols in candidates if takes(kernel, Problem(op, rows, cols, dtype))]
-
-
 def variations(kernel: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[Problem]:
     """The problem's other forms that the kernel takes: masks, scales, few rows, and an axis that is not the last."""
     base = Problem(op, rows, cols, dtype)

@@ -74,6 +74,9 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             env.write_many(kept, results)
         return token, env.read_many(jaxpr.outvars)
 
+    def _here(self, eqn: Any) -> dict[str, Any]:
+        return dict(mesh_location=self.mesh_location, thread=self.thread, source_info=eqn.source_info)
+
     def _in_registers(self, eqn: Any, token: Token, value: Any) -> tuple[Token, Any]:
         """A buffer of the thread's own that holds `value`."""
         space = memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
@@ -81,22 +84,11 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             token=token, compute_unit=self.thread, memory_space_id=space, initial_ref_count=1
         )
         return gpu_callbacks.call_allocate_buffer(
-            token=token,
-            mesh_location=self.mesh_location,
-            thread=self.thread,
-            allocation_request_as_array=request,
-            value=value,
-            source_info=eqn.source_info,
+            token=token, allocation_request_as_array=request, value=value, **self._here(eqn)
         )
 
     def _forget(self, eqn: Any, token: Token, key: Any) -> Token:
-        return gpu_callbacks.call_deallocate_buffer(
-            token=token,
-            mesh_location=self.mesh_location,
-            thread=self.thread,
-            allocation_key_as_array=key,
-            source_info=eqn.source_info,
-        )
+        return gpu_callbacks.call_deallocate_buffer(token=token, allocation_key_as_array=key, **self._here(eqn))
 
     def _run_state(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
         refs, results = [], []

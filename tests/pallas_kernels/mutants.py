@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import attention_mutants
-import jax
 import jax.numpy as jnp
 import wrong
 
@@ -36,35 +35,15 @@ class Mutant:
     cols: int = 1000
 
 
-def _constant(y: jax.Array) -> jax.Array:
-    return jnp.full_like(y, 1 / y.shape[1])
-
-
-def _permuted(y: jax.Array) -> jax.Array:
-    return jnp.flip(y, 1)
-
-
-def _row_off_by_one(y: jax.Array) -> jax.Array:
-    return jnp.roll(y, 1, 0)
-
-
-def _last_row_unwritten(y: jax.Array) -> jax.Array:
-    return y.at[-1].set(jnp.nan)
-
-
-def _last_column_unwritten(y: jax.Array) -> jax.Array:
-    return y.at[:, -1].set(jnp.nan)
-
-
 _HALF = {"accumulator": jnp.float16, "tile_size": 4096}
 
 FUNCTION_MUTANTS = (
-    Mutant("every output is 1/N", {"deliver": _constant}),
+    Mutant("every output is 1/N", {"deliver": lambda y: jnp.full_like(y, 1 / y.shape[1])}),
     Mutant("the running maximum starts at 0", {"start": 0.0}),
     Mutant("exp(-inf - -inf) is not guarded in decay", {"decay": wrong.never_guarded}, Op.STATS),
     Mutant("the last tile of the row is not folded in", {"tiles": slice(None, -1)}),
     Mutant("the first tile of the row is not folded in", {"tiles": slice(1, None)}),
-    Mutant("columns come out in another order", {"deliver": _permuted}),
+    Mutant("columns come out in another order", {"deliver": lambda y: jnp.flip(y, 1)}),
     Mutant("the old sum is kept when the maximum grows", {"rescale": False}),
     Mutant("columns past the end are read as 0, not -inf", {"padding": 0.0}),
     Mutant("the sum is accumulated in float16", _HALF, cols=70000),
@@ -73,9 +52,9 @@ FUNCTION_MUTANTS = (
     Mutant("the same for a mask shared by all rows", {"use_mask": False}, where="shared"),
     Mutant("`scale` has no effect", {"use_scale": False}, scale=0.5),
     Mutant("the same in the tangent", {"use_scale": False}, Op.SOFTMAX_TANGENT, scale=0.5),
-    Mutant("each row gets its neighbour's result", {"deliver": _row_off_by_one}),
-    Mutant("the last row is never written", {"deliver": _last_row_unwritten}),
-    Mutant("the last column is never written", {"deliver": _last_column_unwritten}),
+    Mutant("each row gets its neighbour's result", {"deliver": lambda y: jnp.roll(y, 1, 0)}),
+    Mutant("the last row is never written", {"deliver": lambda y: y.at[-1].set(jnp.nan)}),
+    Mutant("the last column is never written", {"deliver": lambda y: y.at[:, -1].set(jnp.nan)}),
     Mutant("the tangent lacks its sum(y * t)", {"inner_product": False}, Op.SOFTMAX_TANGENT),
     Mutant("log_softmax with a maximum from 0", {"start": 0.0}, Op.LOG_SOFTMAX),
 )
@@ -98,22 +77,6 @@ class KernelMutant:
     may_deadlock: bool = False  # threads may wait for ever: for a phase that others, who run ahead, have left behind
 
 
-def _unguarded(decay, frm, to, *, exp=jnp.exp):
-    return wrong.never_guarded(frm, to, exp=exp)
-
-
-def _rounded_maximum(decay, frm, to, *, exp=jnp.exp):
-    return decay(frm, to * (1.0 + 2.0**-23), exp=exp)
-
-
-def _zero_filled(load, *arguments, fill, **keywords):
-    return load(*arguments, fill=0.0, **keywords)
-
-
-def _next_row(store, ref, row, *arguments, **keywords):
-    return store(ref, row + 1, *arguments, **keywords)
-
-
 def _first_partial_only(merge_over, stats, axis, **keywords):
     merged = merge_over(stats, axis, **keywords)
     return (merged[0], *(part.max(axis) for part in stats[1:]))
@@ -121,14 +84,6 @@ def _first_partial_only(merge_over, stats, axis, **keywords):
 
 def _left_out(operation, *arguments, **keywords):
     return None
-
-
-def _next_row_copied(copy_row, ref, row, *arguments):
-    return copy_row(ref, row + 1, *arguments)
-
-
-def _nothing_kept(load, cta_slice, row, label_operands):
-    return ()
 
 
 def _own_numbers_only(across, buffer, values, *arguments):
@@ -141,49 +96,9 @@ def _first_member(grid_load, buffer, words, row, slots, warpgroups):
     return [jnp.where(jnp.arange(buffer.slots) == 0, x, x * 0) for x in partials]
 
 
-def _in_one_pass(clear, buffer, slots, warpgroups):
-    return clear(buffer, slots, buffer.slots)
-
-
-def _swapped(read, buffer, slots):
-    return read(buffer, slots)[::-1]
-
-
-def _base_2(exp_for, dtype, unit):
-    return lambda d: jnp.exp2(d)
-
-
-def _without_tail(wrap, raw, gmem, row, staged, tail, *arguments):
-    return wrap(raw, gmem, row, staged, None, *arguments)
-
-
-def _next_label(store_element, ref, row, column, *arguments, **keywords):
-    return store_element(ref, row, column + 1, *arguments, **keywords)
-
-
 def _nothing_smoothed(with_factors, problem, stats, label_operands):
     stats = with_factors(problem, stats, label_operands)
     return stats._replace(factors=stats.factors[:1])
-
-
-def _other_sign(with_factors, problem, stats, label_operands):
-    return with_factors(dataclasses.replace(problem, z_loss=-problem.z_loss), stats, label_operands)
-
-
-def _none_ignored(neutral_if_ignored, stats, label_operands):
-    return neutral_if_ignored(stats, None)
-
-
-def _all_read(load, *arguments, labels, **keywords):
-    return load(*arguments, labels=None, **keywords)
-
-
-def _without_cap_grad(soft_cap_grad, problem, out, z):
-    return out
-
-
-def _all_inside(inside, shape, row, first, tile, z, other):
-    return z
 
 
 def _held_at_label(load_element, ref, *arguments):
@@ -199,39 +114,54 @@ def _gradient(words: str, original: Any, fault: Any, kernels: tuple[str, ...] = 
 
 
 KERNEL_MUTANTS = (
-    KernelMutant("exp(-inf - -inf) is not guarded", monoid.decay, _unguarded, ("online", "grid"), Op.STATS),
-    KernelMutant("the maximum is rounded once more than what it is subtracted from", monoid.decay, _rounded_maximum,
-                 ("naive", "block"), form={"scale": 0.3}),
-    KernelMutant("columns past the end are read as 0", vectors.load, _zero_filled, ("naive", "warp")),
+    KernelMutant("exp(-inf - -inf) is not guarded", monoid.decay,
+                 lambda decay, *a, exp=jnp.exp: wrong.never_guarded(*a, exp=exp), ("online", "grid"), Op.STATS),
+    KernelMutant("the maximum is rounded once more than what it is subtracted from", monoid.decay,
+                 lambda decay, frm, to, **k: decay(frm, to * (1.0 + 2.0**-23), **k), ("naive", "block"),
+                 form={"scale": 0.3}),
+    KernelMutant("columns past the end are read as 0", vectors.load,
+                 lambda load, *a, **k: load(*a, **k | {"fill": 0.0}), ("naive", "warp")),
     KernelMutant("nothing is written", vectors.store, _left_out, ("naive", "block")),
-    KernelMutant("rows are written one further", vectors.store, _next_row, ("warp", "cluster")),
-    KernelMutant("the exponential is of base 2", fast_math.exp_for, _base_2, ("warp", "online")),
-    KernelMutant("the next row is staged", mbarrier.copy_row, _next_row_copied, ("block", "grid")),
+    KernelMutant("rows are written one further", vectors.store,
+                 lambda store, ref, row, *a, **k: store(ref, row + 1, *a, **k), ("warp", "cluster")),
+    KernelMutant("the exponential is of base 2", fast_math.exp_for, lambda exp_for, dtype, unit: jnp.exp2,
+                 ("warp", "online")),
+    KernelMutant("the next row is staged", mbarrier.copy_row, lambda copy, ref, row, *a: copy(ref, row + 1, *a),
+                 ("block", "grid")),
     KernelMutant("a copy's ends are left as they are", mbarrier.fill_outside, _left_out, ("block", "cluster")),
-    KernelMutant("what a slice holds in registers is left out", staged.CtaSlice.load, _nothing_kept, _CLUSTER,
+    KernelMutant("what a slice holds in registers is left out", staged.CtaSlice.load, lambda load, *a: (), _CLUSTER,
                  form={"cols": 2504}, config=StagedConfig(2, 2, 1, 1, 1, register_chunks=1)),
     KernelMutant("the elements in which a slice's last row vector ends, in the next slice, are left out",
-                 mbarrier.wrap, _without_tail, (*_CLUSTER, *_GRID)),
+                 mbarrier.wrap, lambda wrap, raw, gmem, row, staged, tail, *a: wrap(raw, gmem, row, staged, None, *a),
+                 (*_CLUSTER, *_GRID)),
     KernelMutant("the cluster's numbers are not waited for", mbarrier.wait, _left_out, _CLUSTER),
     KernelMutant("the block's threads do not meet", reduce.sync_block, _left_out, ("online", "cluster"),
                  may_deadlock=True),
     KernelMutant("a cluster's blocks do not meet", reduce.await_cluster, _left_out, _CLUSTER),
-    KernelMutant("quantities take each other's slots", reduce.ReductionBuffer.read, _swapped, ("online", "cluster")),
+    KernelMutant("quantities take each other's slots", reduce.ReductionBuffer.read, lambda read, *a: read(*a)[::-1],
+                 ("online", "cluster")),
     KernelMutant("slots without a warp are not cleared", reduce.ReductionBuffer.clear, _left_out, _CLUSTER),
     KernelMutant("of slots without a CTA, only as many as threads are cleared", reduce.ReductionBuffer.clear,
-                 _in_one_pass, _GRID, form={"rows": 1}, config=GridConfig(257, 1, 1, 1)),
+                 lambda clear, buffer, slots, warpgroups: clear(buffer, slots, buffer.slots), _GRID, form={"rows": 1},
+                 config=GridConfig(257, 1, 1, 1)),
     KernelMutant("a warp knows its own part only", reduce.block_gather, _own_numbers_only, ("block", "online")),
     KernelMutant("a row is its first block's", reduce.grid_load, _first_member, _GRID),
     KernelMutant("a warp of a cluster knows its own part only", reduce.cluster_gather, _own_numbers_only, _CLUSTER),
     KernelMutant("the merge takes one partial sum", monoid.merge_over, _first_partial_only, ("block", "grid")),
-    _gradient("the label is the next column", row_scalars.store_element, _next_label, ("warp", "cluster")),
+    _gradient("the label is the next column", row_scalars.store_element,
+              lambda store, ref, row, column, *a, **k: store(ref, row, column + 1, *a, **k), ("warp", "cluster")),
     _gradient("labels are not smoothed", row_ops.with_factors, _nothing_smoothed, smoothing=0.1),
-    _gradient("the z loss is subtracted", row_ops.with_factors, _other_sign, z_loss=0.1),
-    _gradient("the gradient goes past the soft cap", row_ops._soft_cap_grad, _without_cap_grad, soft_cap=5.0),
-    _gradient("ignored rows give their own numbers", row_ops.neutral_if_ignored, _none_ignored),
-    _gradient("ignored rows are read", vectors.load, _all_read, ("warp", "online")),
+    _gradient("the z loss is subtracted", row_ops.with_factors,
+              lambda of, problem, *a: of(dataclasses.replace(problem, z_loss=-problem.z_loss), *a), z_loss=0.1),
+    _gradient("the gradient goes past the soft cap", row_ops._soft_cap_grad, lambda slope, problem, out, z: out,
+              soft_cap=5.0),
+    _gradient("ignored rows give their own numbers", row_ops.neutral_if_ignored,
+              lambda neutral, stats, label_operands: neutral(stats, None)),
+    _gradient("ignored rows are read", vectors.load, lambda load, *a, **k: load(*a, **k | {"labels": None}),
+              ("warp", "online")),
     _gradient("ignored rows get no zeros", staged.CtaSlice._write_zeros, _left_out, ("block", "grid")),
-    _gradient("columns past the end count as the soft cap", vectors.select_inside, _all_inside, soft_cap=5.0),
+    _gradient("columns past the end count as the soft cap", vectors.select_inside,
+              lambda inside, shape, row, first, tile, z, other: z, soft_cap=5.0),
     _gradient("the label counts where the mask excludes it", row_scalars.load_element, _held_at_label, where="full"),
 )  # fmt: skip
 

@@ -90,11 +90,6 @@ def _select(which: Any, *cases: Any) -> Any:
     return np.where(which, cases[1], cases[0]) if len(cases) == 2 else np.choose(which, cases)
 
 
-def _convert(eqn: Any) -> Operation:
-    dtype = eqn.params["new_dtype"]
-    return lambda x: [x.astype(dtype)]
-
-
 def _bitcast(eqn: Any) -> Operation:
     dtype = np.dtype(eqn.params["new_dtype"])
     if dtype.itemsize != eqn.invars[0].aval.dtype.itemsize:
@@ -129,10 +124,6 @@ def _round(eqn: Any) -> Operation:
     if eqn.params["rounding_method"] is not lax.RoundingMethod.TO_NEAREST_EVEN:
         return _left_to_jax(eqn)
     return lambda x: [np.rint(x)]
-
-
-def _call(eqn: Any) -> Operation:
-    return _closed(eqn.params["jaxpr"])
 
 
 def _cond(eqn: Any) -> Operation:
@@ -196,7 +187,7 @@ RULES: dict[str, Callable[[Any], Operation]] = {
     "ge": _one(operator.ge),
     "select_n": _one(_select),
     "optimization_barrier": lambda eqn: lambda *values: values,
-    "convert_element_type": _convert,
+    "convert_element_type": lambda eqn: lambda x: [x.astype(eqn.params["new_dtype"])],
     "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast,
     "reshape": lambda eqn: lambda x: [np.reshape(x, eqn.params["new_sizes"])],
@@ -209,7 +200,7 @@ RULES: dict[str, Callable[[Any], Operation]] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "round": _round,
-    "jit": _call,
+    "jit": lambda eqn: _closed(eqn.params["jaxpr"]),
     "cond": _cond,
     "while": _while,
     "scan": _scan,

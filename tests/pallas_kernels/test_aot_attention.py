@@ -4,6 +4,7 @@ What is compiled follows from the heuristics: each kernel with each config that 
 and in others.
 """
 
+import collections
 import dataclasses
 import math
 import random
@@ -90,37 +91,47 @@ def config_of(decision: Decision) -> Any:
     return dataclasses.replace(config, heads_per_l2_group=1, head_splits=1)
 
 
+# Kinds of the benchmark, by the names that they have here; those of other instructions have names of their own.
+_NAMES = {"documents": "segments-causal", "causal_mask": "mask", "bias": "benchmark-bias", "window": "benchmark-window"}
+
+
 def cells() -> list[Chosen]:
     """The benchmark's calls; of those that differ in batch and length alone, one for each config."""
 
     def features(one: Chosen) -> set[Any]:
         kind, decision = one
         p = decision.problem
-        kind = kind.replace("causal_mask", "mask")
         return {(decision.kernel, config_of(decision), kind, p.head_dim, p.value_dim)}
 
-    problems = ((f"benchmark-{shape.kind}", of_benchmark(shape, op)) for shape in SHAPES for op in Op)
+    problems = ((_NAMES.get(shape.kind, shape.kind), of_benchmark(shape, op)) for shape in SHAPES for op in Op)
     return adding(((kind, dispatch.decide(p, H200)) for kind, p in problems), features)
 
 
 def covering() -> list[Chosen]:
     """Few calls that have, with those of the benchmark, every config that any call gets, and every kind and size."""
 
-    def features(one: Chosen) -> set[Any]:
+    def features(one: Chosen) -> list[Any]:
         kind, decision = one
-        p, kernel = decision.problem, decision.kernel
+        p = decision.problem
         ragged, heads = (p.query_length % 64 > 0, p.key_length % 64 > 0), (p.query_heads, p.key_heads)
-        found = {(kernel, kind), (kernel, p.head_dim, p.value_dim), (kernel, config_of(decision))}
         splits = getattr(decision.config, "head_splits", 1) > 1
-        return found | {(kernel, x) for x in (ragged, heads, p.dtype, (p.deterministic or p.batch_invariant, splits))}
+        flags = p.deterministic or p.batch_invariant, splits
+        found = kind, (p.head_dim, p.value_dim), config_of(decision), ragged, heads, p.dtype, ("flags", *flags)
+        return [(decision.kernel, x) for x in found]
 
     decided = ((kind, dispatch.decide(p, H200)) for kind, p in others())
     chances = {one: features(one) for one in decided if one[1].kernel}
-    missing = set().union(*chances.values()).difference(*map(features, cells()))
+    having = collections.defaultdict(list)
+    for one, each in chances.items():
+        for feature in each:
+            having[feature].append(one)
+    missing = set(having).difference(*map(features, cells()))
     found = []
-    while missing:
-        found.append(max(chances, key=lambda one: len(chances[one] & missing)))
-        missing -= chances[found[-1]]
+    # What few calls have first: another choice may be had by the way.
+    for feature in sorted(having, key=lambda x: len(having[x])):
+        if feature in missing:
+            found.append(max(having[feature], key=lambda one: len(missing.intersection(chances[one]))))
+            missing.difference_update(chances[found[-1]])
     return found
 
 

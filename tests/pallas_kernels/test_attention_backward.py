@@ -564,10 +564,7 @@ def test_declines_in_words():
     assert (capped.kernel, [name for name, _ in capped.declined]) == (wide.kernel, ["attention_gradients"])
     assert "a bias beside a soft cap with heads up to 64" in capped.declined[0][1]
     assert at(bias=(1, 1, 64, 64), soft_cap=1.0, head_dim=72).kernel == "attention_gradients"
-    for facts, word in (
-        ({"dtype": jnp.dtype("float32")}, "float32"),
-        ({"value_dim": 264}, "264"),
-    ):
+    for facts, word in (({"dtype": jnp.dtype("float32")}, "float32"), ({"value_dim": 264}, "264")):
         none = at(**facts)
         assert none.kernel is None
         assert all(word in why for _, why in none.declined)

@@ -98,10 +98,7 @@ def test_any_cut_of_a_row_gives_the_rows_state(x, piece_of):
 
 
 @laws
-@given(
-    hnp.arrays(np.int16, COLS, elements=st.integers(-(2**10), 2**10)),
-    st.integers(-(2**15), 2**15),
-)
+@given(hnp.arrays(np.int16, COLS, elements=st.integers(-(2**10), 2**10)), st.integers(-(2**15), 2**15))
 def test_an_exact_shift_of_the_logits_shifts_only_the_maximum(eighths, shift):
     x = eighths.astype(np.float32) / 8
     before, after = _lift(x), _lift(x + np.float32(shift))

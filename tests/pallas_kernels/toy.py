@@ -8,9 +8,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.problem import Op, Problem
-
 ROWS = 4
 
 
@@ -54,20 +51,3 @@ def centre(x: jax.Array) -> jax.Array:
 
     parameters = plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=16)
     return plgpu.kernel(body, out_type=x, num_threads=x.shape[0], thread_name="wg", compiler_params=parameters)(x)
-
-
-class Kernel:
-    """`softmax` as a kernel of the ladder."""
-
-    name = "toy"
-
-    def unsupported(self, problem: Problem, device: Device) -> str | None:
-        """Everything but plain rows of whole vectors."""
-        plain = (problem.op, problem.inner, problem.where, problem.scale) == (Op.SOFTMAX, 1, "none", 1.0)
-        return None if plain and problem.rows % ROWS == 0 and problem.cols % 256 == 0 else "a toy"
-
-    def configs(self, problem: Problem, device: Device) -> tuple[None]:
-        return (None,)
-
-    def run(self, problem: Problem, config: None, x: jax.Array) -> jax.Array:
-        return softmax(x)
