@@ -78,7 +78,7 @@ class Report:
         """
         after_own_barrier = False
         for line in self.ptx.splitlines():
-            if re.search(r"bar\.sync|barrier\.sync|try_wait|bra\.uni", line):
+            if re.search(r"bar\.sync|barrier\.sync|try_wait|bra\.uni|\bret;", line):
                 after_own_barrier = re.search(r"bar\.sync\s+\S+, 128;", line) is not None
             if after_own_barrier and re.search(r"ld\.shared.*\[__dynamic_shmem__0", line) and self.threads > 128:
                 return True

@@ -132,10 +132,13 @@ def abstract(p: Attention) -> list[jax.ShapeDtypeStruct]:
 
 
 @functools.cache
+def _reports(p: Attention, config: Any) -> tuple[aot.Report, ...]:
+    return aot.compile_for_h200(dispatch.decide(p, hardware.H200, config=config).run, *abstract(p))
+
+
 def compiled(p: Attention, config: Any = None) -> aot.Report:
-    """The kernel of `p` with this config, or the heuristic's, compiled for an H200."""
-    (report,) = aot.compile_for_h200(dispatch.decide(p, hardware.H200, config=config).run, *abstract(p))
-    return report
+    """The kernel of `p` with this config, or the heuristic's, compiled for an H200; not what merges its splits."""
+    return _reports(p, config)[0]
 
 
 def check_compiled(p: Attention, config: Any = None, may_spill: int = 0) -> aot.Report:
@@ -144,6 +147,14 @@ def check_compiled(p: Attention, config: Any = None, may_spill: int = 0) -> aot.
     A thread spills at most `may_spill` bytes. C7519 only says that a fence was added before a product.
     """
     report = compiled(p, config)
+    check_report(report, may_spill)
+    for merge in _reports(p, config)[1:]:
+        check_report(merge)
+    return report
+
+
+def check_report(report: aot.Report, may_spill: int = 0) -> None:
+    """Checks what ptxas says of a kernel."""
     for assembled in (report, report.relocatable):
         assert assembled.spill_bytes <= may_spill, assembled
         assert assembled.spill_bytes or not assembled.stack_bytes, assembled
@@ -151,7 +162,6 @@ def check_compiled(p: Attention, config: Any = None, may_spill: int = 0) -> aot.
         assert assembled.registers * assembled.threads <= 65536, assembled
     assert not report.shares_scratch, "warpgroups reduce through the same shared memory"
     assert report.smem <= hardware.H200.smem_per_cta
-    return report
 
 
 def counts_of(p: Attention, arrays: dict[str, Any]) -> np.ndarray:

@@ -21,7 +21,7 @@ from attention_cases import KINDS, abstract, check_compiled, name_of, problem_of
 
 from benchmarks.attention_cases import TABLE, Shape
 from jaxsoftmax import explain_attention
-from pallas_kernels.attention import backward_xla, dispatch
+from pallas_kernels.attention import backward_xla, combine, dispatch
 from pallas_kernels.attention.dispatch import Decision
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200
@@ -177,6 +177,16 @@ def test_every_config_compiles_with_few_spills(kind, decision):
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("splits, sinks", [(2, False), (combine.MOST_AT_ONCE, True)])
+def test_the_merge_of_splits_compiles_without_spills(splits, sinks):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    operands = of(splits, 3, 5, 8, 72), of(splits, 3, 5, 8), *[of(8)] * sinks
+    run = lambda parts, lses, *sinks: combine.run(parts, lses, *(sinks or [None]), jnp.dtype("bfloat16"))
+    (report,) = aot.compile_for_h200(run, *operands)
+    attention_cases.check_report(report)
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(
     "op, case, lengths",
     pairwise(
@@ -187,13 +197,16 @@ def test_every_config_compiles_with_few_spills(kind, decision):
     ids=str,
 )
 def test_no_operand_is_copied(op, case, lengths):
-    """But for dQ's sum in float32 and the statistics of rows, which the backward pass makes."""
+    """But for dQ's sum in float32 and the statistics of rows, which the backward pass makes, and splits' outputs."""
     dims, facts = case
     p = problem_of(op, facts, lengths, dims, "bfloat16", (4, 2), 64)
     operands = aot.on_h200(abstract(p))
-    program = jax.jit(dispatch.decide(p, H200).run).lower(*operands).compile()
+    decision = dispatch.decide(p, H200)
+    program = jax.jit(decision.run).lower(*operands).compile()
     least = min(math.prod(x.shape) * x.dtype.itemsize for x in operands[:3])
-    of_row = 4 * (backward_xla.padded_dims(p)[0] + 8) if op is Op.BACKWARD else 0
+    of_row = 4 * (backward_xla.padded_dims(p)[0] + 8)
+    if op is Op.FORWARD:
+        of_row = 4 * (p.value_dim + 1) * decision.config.splits if decision.config.splits > 1 else 0
     made = p.batch * p.query_heads * (p.query_length + 128) * of_row
     assert program.memory_analysis().temp_size_in_bytes < made + least
 
