@@ -49,9 +49,7 @@ class Thresholds:
         64: Rates(0.27, 0.81, 0.78), 128: Rates(0.4, 1.86, 0.75), 256: Rates(0.95, 2.2, 1.0),
     })  # fmt: skip
     paired_rates: Rates = _PAIRED  # of two CTAs of two warpgroups an SM, for heads up to 64
-    streaming_rates: Rates = (
-        _STREAMING  # of one CTA of one warpgroup an SM, with wide tiles of keys, for heads up to 128
-    )
+    streaming_rates: Rates = _STREAMING  # of one CTA of one warpgroup an SM, and 128 keys, for heads up to 128
     two_warpgroups: float = 0.78  # of a tile's time with three warpgroups
     favoured: float = 0.97  # of the modelled time, for the config for long sequences
     ragged_tiles: int = 8  # for each CTA, of few queries, where sequences have their own numbers of keys
@@ -179,7 +177,7 @@ def _widest(problem: Attention) -> ForwardConfig:
 
 
 def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates]:
-    """Configs with tiles of fewer queries, in several CTAs an SM, whose prologues and epilogues overlap."""
+    """Configs with tiles of fewer queries, most in several CTAs an SM, whose prologues and epilogues overlap."""
     size = _class(problem)
     narrow = ForwardConfig(block_kv=64, warpgroups=1, rescale_threshold_log2=8, zero_init_free=True)
     plain = not problem.has_data_mask and problem.soft_cap is None
