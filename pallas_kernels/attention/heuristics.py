@@ -177,7 +177,7 @@ def _widest(problem: Attention) -> ForwardConfig:
 
 
 def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates]:
-    """Configs with tiles of fewer queries, most of them in several CTAs an SM, whose prologues and epilogues overlap."""
+    """Configs with tiles of fewer queries, most in several CTAs an SM, whose prologues and epilogues overlap."""
     size = _class(problem)
     narrow = ForwardConfig(block_kv=64, warpgroups=1, rescale_threshold_log2=8, zero_init_free=True)
     plain = not problem.has_data_mask and problem.soft_cap is None

@@ -288,7 +288,7 @@ MUTANTS = (
              inside=forward._publish, heads=(4, 2)),
     _forward("the bits of even and of odd columns are apart", mask.pack_bits, _apart, "mask"),
     _forward("all heads have the first one's mask", gather.load_bits,
-             lambda load, ref, axis, corner, columns: load(ref, axis, (corner[0], jnp.int32(0), *corner[2:]), columns),
+             lambda load, ref, axis, corner, *a: load(ref, axis, (corner[0], jnp.int32(0), *corner[2:]), *a),
              "mask-of-heads", heads=(2, 1)),
     _forward("all heads have the first one's spans", gather.broadcast_index,
              lambda index, at, shape: index((at[0], jnp.int32(0), *at[2:]), shape), "mask-of-heads", mask="causal",
