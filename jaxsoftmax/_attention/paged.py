@@ -1,20 +1,47 @@
 """Attention of few queries to keys and values in pages."""
 
-from typing import Literal, TypedDict, Unpack, overload
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._attention.api import flash_attention
-from jaxsoftmax._core import checks
+from jaxsoftmax._attention import checks
+from jaxsoftmax._attention.primitives import attend
+from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
-from jaxsoftmax._core.sharding import is_explicit, on_mesh_of, settings_for, spec_of
+from jaxsoftmax._core.primitives import Plan, define, lower, lower_plain, register, typed, zeros
+from jaxsoftmax._core.sharding import (
+    Entry,
+    Shape,
+    Shard,
+    Spec,
+    is_explicit,
+    mesh_axes,
+    mesh_of,
+    on_mesh_of,
+    settings_for,
+    sharding_rule,
+    spec_of,
+    unify_varying,
+)
+from pallas_kernels import hardware
+from pallas_kernels.attention.problem import Attention, Op, Operands, Rules
+from pallas_kernels.hardware import Device
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 PageLayout = Literal["heads_first", "pages_first"]
 
 _NAME = "paged_attention"
+_PAGED = Primitive(_NAME)
 _AXES = {
     "heads_first": "(key heads, pages, page size, head_dim)",
     "pages_first": "(pages, page size, key heads, head_dim)",
@@ -122,22 +149,26 @@ def paged_attention(
             f"{_NAME}: local_window_size={local_window_size!r}, expected a number of positions (0 or more), or None."
         )
     is_one = q.ndim == 3
-    keys, values = (_gathered(pages, tables, lengths, layout) for pages in (k, v))
-    results = flash_attention(
-        q[:, None] if is_one else q,
-        keys,
-        values,
-        scale=scale,
-        is_causal=not is_one,
-        key_value_seq_lengths=lengths,
-        local_window_size=None if local_window_size is None else (local_window_size, None),
-        causal_alignment="bottom_right",
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        return_residual=True,
-        implementation=implementation,
+    q = q[:, None] if is_one else q
+    factor = checks.scale(scale, q)
+    if isinstance(factor, jax.Array):
+        wide = accumulator_dtype(q.dtype)
+        q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
+    rules = Rules(
+        scale=factor,
+        soft_cap=checks.soft_cap(logits_soft_cap),
+        causal_offset=None if is_one else 0,
+        window=(local_window_size, None),
+        align_ends=True,
+        batch_invariant=core_checks.is_batch_invariant(),
+        precision=jax.config.jax_default_matmul_precision,
     )
-    out, lse = (x[:, 0] for x in results) if is_one else results
+    extras = checks.operands({"sinks": sinks}, q, k)
+    named = core_checks.implementation(_NAME, implementation)
+    arrays = unify_varying(q, k, v, tables, lengths, *extras.values())
+    out, lse = _PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
+    lse = jnp.swapaxes(lse, 1, 2)
+    out, lse = (out[:, 0], lse[:, 0]) if is_one else (out, lse)
     return (out, lse) if return_residual else out
 
 
@@ -151,7 +182,7 @@ def _checked(
 ) -> tuple[jax.Array, ...]:
     """The arrays, of shapes that fit; what `flash_attention` checks of them is left to it."""
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
-    q, k, v = (checks.as_array(_NAME, name, x) for name, x in given.items())
+    q, k, v = (core_checks.as_array(_NAME, name, x) for name, x in given.items())
     if layout not in _AXES:
         raise ValueError(f"{_NAME}: layout={layout!r}, expected one of {', '.join(map(repr, _AXES))}.")
     if q.ndim not in (3, 4):
@@ -167,6 +198,17 @@ def _checked(
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"{_NAME}: value_pages has shape {v.shape}, expected key_pages', {k.shape}, but for the last axis."
+        )
+    if q.dtype.name not in checks.DTYPES or len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise TypeError(
+            f"{_NAME}: query, key_pages and value_pages are {q.dtype}, {k.dtype} and {v.dtype}, expected one dtype for "
+            f"all three, of {', '.join(checks.DTYPES)}."
+        )
+    key_heads = k.shape[0 if layout == "heads_first" else 2]
+    if key_heads == 0 or q.shape[-2] % key_heads:
+        raise ValueError(
+            f"{_NAME}: query has {q.shape[-2]} heads and key_pages {key_heads}, expected a multiple of those. Pass "
+            "layout= for pages in another order."
         )
     tables, counts = _integers("block_tables", block_tables), _integers("lengths", lengths)
     if tables.ndim != 2 or tables.shape[0] != q.shape[0]:
@@ -186,7 +228,7 @@ def _integers(name: str, x: ArrayLike) -> jax.Array:
     """Integers of at least 32 bits; of NumPy's none loses its upper half where JAX has no 64 bits."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.dtype.itemsize == 8:
         x = np.clip(x, max(-1, np.iinfo(x.dtype).min), 2**31 - 1).astype(np.int32)
-    array = checks.as_array(_NAME, name, x)
+    array = core_checks.as_array(_NAME, name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{_NAME}: {name} has dtype {array.dtype}, expected integers.")
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
@@ -204,9 +246,180 @@ def _gathered(pages: jax.Array, tables: jax.Array, lengths: jax.Array, layout: P
     spec = P(*of_pages[:axis], of_batch, None, *of_pages[axis + 1 :])
     with on_mesh_of(avals), settings_for(*avals):
         exists = (tables >= 0) & (tables < count)
-        counts = size * np.arange(tables.shape[1], dtype=np.int32) < lengths[:, None]
+        counts = size * jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
         tables = jnp.where(counts, jnp.where(exists, tables, count), 0).astype(jnp.int32)
         at = pages.at[(slice(None),) * axis + (tables,)]
         found = at.get(mode="fill", fill_value=jnp.nan, out_sharding=spec if is_explicit(avals) else None)
         found = jnp.moveaxis(found, 0, 3) if layout == "heads_first" else found
         return jax.lax.collapse(found, 1, 3)
+
+
+def _by_gathering(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+    *sinks: jax.Array,
+    rules: Rules,
+    layout: PageLayout,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp, by attention to the pages that are gathered first."""
+    keys, values = (_gathered(pages, tables, lengths, layout) for pages in (k, v))
+    counts = lengths.astype(jnp.int32) if lengths.dtype != jnp.int32 else lengths
+    return attend(
+        Operands(q, keys, values, key_lengths=counts, sinks=sinks[0] if sinks else None), rules, implementation
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The call, as `lowering` needs it."""
+
+    has_kernel = True
+
+    def name(self, **_: Any) -> str:
+        return _NAME
+
+    def plan(
+        self, avals: Sequence[Any], device: Device, named: str | None, *, rules: Rules, layout: PageLayout
+    ) -> Plan:
+        """The kernel for operands of these types on a device."""
+        from pallas_kernels.attention import dispatch
+
+        q, k, v, tables, *_ = avals
+        if not all(isinstance(n, int) and n > 0 for x in avals for n in x.shape):
+            return Plan(((_NAME, "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
+        if q.shape[-1] % 8 or v.shape[-1] % 8:
+            return Plan(((_NAME, f"takes heads in multiples of 8; they are {q.shape[-1]} and {v.shape[-1]} wide"),))
+        pages_first = layout == "pages_first"
+        size, heads = (k.shape[1], k.shape[2]) if pages_first else (k.shape[2], k.shape[0])
+        batch, length, query_heads, head_dim = q.shape
+        sizes = batch, query_heads, heads, length, tables.shape[1] * size, head_dim, v.shape[-1]
+        facts = {"page_size": size, "pages_first": pages_first, "sinks": len(avals) > 5, "key_lengths": True}
+        problem = Attention(Op.FORWARD, *sizes, jnp.dtype(q.dtype), **facts, **rules.of_kernels)
+        decision = dispatch.decide(problem, device, named=named is not None)
+        return Plan(decision.declined, decision if decision.kernel else None)
+
+    def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        """Lowers to the gathering of pages."""
+        if not is_explicit(ctx.avals_in):
+            return lower_plain(functools.partial(_by_gathering, **params), ctx, *operands)
+        return lower(ctx, self._sharded(ctx, functools.partial(_by_gathering, **params), **params), *operands)
+
+    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> "_Paged":
+        return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
+
+    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], *, layout: PageLayout, **_: Any) -> Any:
+        return _Paged(layout, run)
+
+
+def _run(call: _Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
+    """Runs the kernel on one device's operands, or gathers where it does not take this shard."""
+    chosen = call.plan(operands, hardware.current(), named, **params).required_by(named)
+    if chosen.decision is None:
+        return _by_gathering(*operands, **params)
+    q, k, v, tables, lengths, *sinks = operands
+    count, size = k.shape[:2] if params["layout"] == "pages_first" else k.shape[1:3]
+    small = [jnp.clip(x, -1, 2**31 - 1).astype(jnp.int32) for x in (lengths, tables)]
+    out, lse = chosen.launch(q, k, v, small[0], *(x.reshape(-1) for x in sinks), small[1])
+    # A page that does not exist is read as zeros.
+    used = size * jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    lost = (used & ((tables < 0) | (tables >= count))).any(1)
+    return jnp.where(lost[:, None, None, None], jnp.nan, out), jnp.where(lost[:, None, None], jnp.nan, lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Paged:
+    """The call to be sharded by sequences and heads."""
+
+    layout: PageLayout
+    run: Callable[..., Any]
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """Everything on one device."""
+        return list(self.run(*operands))
+
+    def _specs(self, batch: Entry, heads: Entry, key_heads: Entry, count: int) -> tuple[list[P], list[P]]:
+        """The shardings of operands and results."""
+        pages = P(None, None, key_heads, None) if self.layout == "pages_first" else P(key_heads, None, None, None)
+        ins = [P(batch, None, heads, None), pages, pages, P(batch, None), P(batch), P(None, heads)]
+        return ins[:count], [P(batch, None, heads, None), P(batch, heads, None)]
+
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
+        """One device's part: heads stay sharded where each device has whole groups."""
+        batch, heads = _sharded_axes(shapes, specs, sizes, self.layout)
+        return Shard(*self._specs(batch, heads, heads, len(shapes)), self.whole)
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
+        """A factor for the sequences and one for the heads."""
+        same = shapes[0][2] == shapes[1][2 if self.layout == "pages_first" else 0]
+        ins, outs = self._specs("batch", "heads", "heads" if same else "key_heads", len(shapes))
+        return sharding_rule(ins, outs)
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Whether only the sequences are sharded."""
+        batch = pieces[0][0]
+        ins = [(batch, 1, 1, 1), (1,) * 4, (1,) * 4, (batch, 1), (batch,), (1, 1)]
+        return list(map(tuple, pieces)) == ins[: len(pieces)]
+
+
+def _sharded_axes(
+    shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int], layout: PageLayout
+) -> tuple[Entry, Entry]:
+    """How sequences and heads are sharded: as the query's, heads only where each device has whole groups."""
+    batch, heads = specs[0][0], specs[0][2]
+    key_heads = shapes[1][2 if layout == "pages_first" else 0]
+    parts = math.prod(sizes[name] for name in mesh_axes(heads))
+    apart = set(mesh_axes(batch)).isdisjoint(mesh_axes(heads))
+    return batch, heads if key_heads % parts == 0 and apart else None
+
+
+def _avals(*avals: Any, layout: PageLayout, **_: Any) -> list[Any]:
+    """The types of output and logsumexp."""
+    query, _, value = avals[:3]
+    mesh, (batch, length, heads, _) = mesh_of(avals), query.shape
+    axes = _sharded_axes([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape, layout)
+    out, lse = P(axes[0], None, axes[1], None), P(*axes, None)
+    return [
+        typed(query, mesh, (batch, length, heads, value.shape[-1]), out, query.dtype),
+        typed(query, mesh, (batch, heads, length), lse, accumulator_dtype(query.dtype)),
+    ]
+
+
+def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+    """The rule for vmap: a mapped axis joins the sequences, unless pages or sinks are mapped, which are gathered."""
+    mapped = [d is not None for d in dims]
+    if not any(mapped):
+        return _PAGED.bind(*operands, **params), [None, None]
+    if any(mapped[1:3]) or any(mapped[5:]) or is_explicit([jax.typeof(x) for x in operands]):
+        return jax.vmap(functools.partial(_by_gathering, **params), tuple(dims))(*operands), [0, 0]
+    count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+
+    def joined(x: jax.Array, d: int | None) -> jax.Array:
+        x = jnp.broadcast_to(x, (count, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        return jax.lax.collapse(x, 0, 2)
+
+    arrays = [x if i in (1, 2) or i > 4 else joined(x, d) for i, (x, d) in enumerate(zip(operands, dims, strict=True))]
+    found = _PAGED.bind(*unify_varying(*arrays), **params)
+    return [x.reshape(count, -1, *x.shape[1:]) for x in found], [0, 0]
+
+
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """Derivatives are those of attention to gathered pages."""
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and i not in (3, 4)]
+    if not moving:
+        out = _PAGED.bind(*primals, **params)
+        return out, zeros(out)
+
+    def compute(*moved: jax.Array) -> Any:
+        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
+        return list(_by_gathering(*operands.values(), **params))
+
+    return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+define(_PAGED, _avals, _batch)
+register(_PAGED, _Call())
+ad.primitive_jvps[_PAGED] = _jvp

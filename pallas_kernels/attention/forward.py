@@ -37,10 +37,16 @@ Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, re
 
 _NO_TILE = -1
 ALIGNMENT = 1024  # of arrays in tiles; others need less
+_PAGED_QUERIES = 1024  # of more, gathering the pages first costs little beside the products
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Why the kernel does not take the problem."""
+    size = problem.page_size
+    if size % 8 or size & (size - 1):
+        return f"the kernel takes pages of 8, 16, 32 ... positions; they have {size}"
+    if size and (problem.batch_invariant or problem.query_length > _PAGED_QUERIES):
+        return f"the kernel takes pages for up to {_PAGED_QUERIES} queries, and not under batch_invariant()"
     return unsupported_reason(problem, widest=256)
 
 
@@ -261,7 +267,7 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
     def _():
         if cta.problem.key_lengths:
             pipeline.expect(cta.partial_full.at[0], 0)
-        pipeline.issue(cta.stage_full.at[0], (cta.key, _rows(cta, step), to))
+        pipeline.issue(cta.stage_full.at[0], *_copies(cta, cta.key, step, to))
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -279,8 +285,8 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
             pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.partial_full.at[stage], 0))
             count -= value_bytes * (value.exists - whole)
         pipeline.expect(full, count)
-        _when(key.exists, lambda: pipeline.copy_rows(cta.key, _rows(cta, key), to[0], full))
-        _when(whole, lambda: pipeline.copy_rows(cta.value, _rows(cta, value), to[1], full))
+        _when(key.exists, lambda: _copy(full, *_copies(cta, cta.key, key, to[0])))
+        _when(whole, lambda: _copy(full, *_copies(cta, cta.value, value, to[1])))
 
     def copy_later() -> None:
         following, j = _read(cta, tile.t + 1), i - tile.steps
@@ -330,14 +336,30 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
     stage = pipeline.stage(n, cta.config.stages)
     to, partial_full = cta.value_smem.at[stage], cta.partial_full.at[stage]
-    pipeline.issue(partial_full, (cta.value, _rows(cta, step), to))
+    pipeline.issue(partial_full, *_copies(cta, cta.value, step, to))
     pipeline.wait(cta.partial_full, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
-def _rows(cta: Cta, step: _Step) -> tuple[Any, ...]:
-    """Where a step's keys or values are."""
-    return step.batch, pl.ds(step.key, cta.config.block_kv), step.key_head
+def _copy(full: jax.Ref, *copies: pipeline.Copy) -> None:
+    """The calling warp issues copies whose bytes it has announced."""
+    for copy in copies:
+        pipeline.copy_rows(*copy, full)
+
+
+def _copies(cta: Cta, source: jax.Ref, step: _Step, to: Any) -> list[pipeline.Copy]:
+    """The copies of a step's keys or values: one, or one a page."""
+    problem, rows = cta.problem, cta.config.block_kv
+    if not problem.page_size:
+        return [(source, (step.batch, pl.ds(step.key, rows), step.key_head), to)]
+    found, size = [], min(problem.page_size, rows)
+    for i in range(0, rows, size):
+        # The last tile may go on behind the table.
+        entry = jnp.minimum(lax.div(step.key + i, jnp.int32(problem.page_size)), cta.block_tables.shape[1] - 1)
+        page, at = cta.block_tables[step.batch, entry], pl.ds(lax.rem(step.key + i, jnp.int32(problem.page_size)), size)
+        place = (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
+        found.append((source, place, to if size == rows else to.at[:, pl.ds(i, size)]))
+    return found
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:

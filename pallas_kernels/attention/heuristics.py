@@ -112,8 +112,14 @@ def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, 
         rates |= dict.fromkeys([config, *_split(problem, config, device)], r)
     durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
     durations[whole] *= figures.favoured
-    found = sorted(durations, key=durations.__getitem__)
+    found = (config for config in sorted(durations, key=durations.__getitem__) if _copies_pages(problem, config))
     return tuple(dict.fromkeys(_balanced(problem, config, figures, device) for config in found))
+
+
+def _copies_pages(problem: Attention, config: ForwardConfig) -> bool:
+    """Whether a tile of keys is whole pages, or a page whole tiles."""
+    size = problem.page_size or config.block_kv
+    return max(size, config.block_kv) % min(size, config.block_kv) == 0
 
 
 def _group(problem: Attention) -> int:

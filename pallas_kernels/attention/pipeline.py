@@ -178,14 +178,14 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
     """The calling warp issues TMA copies of rows of `source` into panels of shared memory, counted at `full`.
 
     `at`: for each axis but the last, an index, or a `pl.ds`; those of the slices are the rows, the last one's in turn.
-    What lies outside becomes zeros.
+    What lies outside becomes zeros. Panels whose other rows are copied apart are a copy each.
     """
     (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
 
     def copy_panels(ctx, source, to, full, *starts):
         copy = _copier(ctx, source, full, SWIZZLE_BYTES)
-        places = _places(starts, sizes)
-        if source.type.shape[-1] % columns == 0:
+        places, (strides, _) = _places(starts, sizes), to.type.get_strides_and_offset()
+        if source.type.shape[-1] % columns == 0 and strides[0] == math.prod(to.type.shape[1:]):
             axes = sum(map(bool, sizes))
             order = mgpu.TransposeTransform((axes, *range(axes), axes + 1))
             where = (*places, mgpu.ds(0, count * columns))

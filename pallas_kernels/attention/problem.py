@@ -9,6 +9,10 @@ order, without those that the problem lacks:
     query_lengths [B] int32, key_lengths [B] int32
     query_segments [B, T] int32, key_segments [B, S] int32
     sinks [N] float32                             a logit per query head that joins the denominator only
+    block_tables [B, entries] int32               the pages of each sequence's keys and values, in order
+
+Keys and values in pages are [K, pages, page size, H] or [pages, page size, K, H]. The problem's `key_length` is what a
+table has room for, and a page that does not exist is read as zeros.
 
 FORWARD returns `out [B, T, N, D]` in the operands' dtype and `lse [B, N, T]` in float32 (natural logarithm, sinks
 included; -inf for rows without a key, whatever their sink). BACKWARD takes, after those, `out`, `lse`, `d_out` and
@@ -177,6 +181,8 @@ class Attention(KernelRules):
     key_lengths: bool = False
     segments: bool = False
     sinks: bool = False
+    page_size: int = 0  # positions of a page; 0: keys and values are contiguous
+    pages_first: bool = False  # whether pages come before heads
 
     @property
     def has_data_mask(self) -> bool:
@@ -194,7 +200,8 @@ class Attention(KernelRules):
 def operand_names(problem: Attention) -> tuple[str, ...]:
     """The operands that the problem has, in their order."""
     fields = {name: OPERANDS[name].problem_field for name in Operands._fields}
-    return tuple(name for name, field in fields.items() if field is None or getattr(problem, field))
+    found = [name for name, field in fields.items() if field is None or getattr(problem, field)]
+    return (*found, *["block_tables"] * bool(problem.page_size))
 
 
 def problem_of(

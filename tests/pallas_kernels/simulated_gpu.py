@@ -547,11 +547,15 @@ def _copy(now: Now, source: Part, target: Part, barrier: Part, starts: Any, size
 
 
 def _boxed(content: np.ndarray, ranges: Any) -> np.ndarray:
-    """The part of an array that begins at and has the extents of `ranges`, with zeros where the array has ended."""
-    edges = zip(ranges, content.shape, strict=True)
-    part = tuple(slice(min(start, extent), min(start + size, extent)) for (start, size), extent in edges)
+    """The part of an array that begins at and has the extents of `ranges`, with zeros outside of the array."""
     value = np.zeros([size for _, size in ranges], content.dtype)
-    value[tuple(slice(0, piece.stop - piece.start) for piece in part)] = content[part]
+    inside = [
+        (np.clip([start, start + size], 0, extent), start)
+        for (start, size), extent in zip(ranges, content.shape, strict=True)
+    ]
+    value[tuple(slice(*np.maximum(ends - start, 0)) for ends, start in inside)] = content[
+        tuple(slice(*ends) for ends, _ in inside)
+    ]
     return value
 
 

@@ -219,6 +219,68 @@ def test_matches_the_oracle_in_the_interpreter(
     check(p, config, interpreted, **patterns)
 
 
+def check_pages(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f(*operands)) -> None:
+    """Checks the kernel on keys and values in pages, in no order; entries that no sequence uses name no page."""
+    contiguous = dataclasses.replace(p, page_size=0)
+    arrays = operands_of(contiguous)
+    qkv = (arrays[name] for name in QKV)
+    truth = attention_oracle.forward(*qkv, **rules_of(contiguous, arrays))
+    rng, entries = np.random.default_rng(1), p.key_length // p.page_size
+    tables = rng.permutation(p.batch * entries + 3)[: p.batch * entries].reshape(p.batch, entries).astype(np.int32)
+    paged = dict(arrays)
+    for name in QKV[1:]:
+        x = arrays[name].reshape(p.batch * entries, p.page_size, *arrays[name].shape[2:])
+        pool = np.full((p.batch * entries + 3, *x.shape[1:]), np.nan, x.dtype)
+        pool[tables.ravel()] = x
+        paged[name] = pool if p.pages_first else np.moveaxis(pool, 2, 0)
+    unused = np.arange(entries) * p.page_size >= np.minimum(arrays["key_lengths"], p.key_length)[:, None]
+    paged["block_tables"] = np.where(unused, rng.choice([-1, 2**31 - 1, -(2**31), 0]), tables)
+    operands = [jnp.asarray(x) for x in paged.values()]
+    out, lse = (np.asarray(x) for x in run(lambda *a: forward.run(p, config, *a), *operands))
+    errors.assert_rows_accurate(out, rounded(contiguous, arrays, truth), truth.out)
+    np.testing.assert_allclose(lse, truth.lse, rtol=2e-5, atol=2e-5)
+
+
+PAGED = (
+    ("key-lengths", (3, 320), (64, 64), (4, 2), 16, True, SPLIT | {"packed_heads": 2}),
+    ("ends-window", (5, 320), (72, 40), (4, 1), 64, False, SPLIT | DYNAMIC | {"packed_heads": 4}),
+    ("ends", (37, 256), (16, 32), (2, 2), 128, True, {"warpgroups": 1}),
+    ("ends-window", (3, 384), (128, 128), (2, 1), 8, False, {"warpgroups": 1, "block_kv": 128}),
+    ("key-lengths", (130, 160), (32, 16), (2, 1), 32, True, {}),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, lengths, dims, heads, size, pages_first, knobs", PAGED, ids=str)
+def test_pages_in_the_interpreter(kind, lengths, dims, heads, size, pages_first, knobs, interpreted, monkeypatch):
+    config = ForwardConfig(**{"block_kv": 64, "warpgroups": 2, "rescale_threshold_log2": 8} | knobs)
+    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
+    p = problem_of(kind, lengths, dims, "bfloat16", heads)
+    check_pages(dataclasses.replace(p, page_size=size, pages_first=pages_first), config, interpreted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "queries, kind, keys, size, pages_first, sizes",
+    pairwise(
+        (1, 2, 7, 33, 128),
+        ("key-lengths", "ends", "ends-window"),
+        (128, 1024, 4096, 40960),
+        (8, 16, 64, 128),
+        (False, True),
+        (((8, 1), 64), ((6, 2), 128), ((3, 3), 256), ((16, 2), 72)),
+    ),
+    ids=str,
+)
+def test_pages(queries, kind, keys, size, pages_first, sizes):
+    heads, head_dim = sizes
+    p = problem_of(kind, (queries, keys), (head_dim, head_dim), "bfloat16", heads)
+    p = dataclasses.replace(p, page_size=size, pages_first=pages_first)
+    configs = heuristics.forward_configs(p, hardware.H200)
+    for config in dict.fromkeys((configs[0], max(configs, key=lambda config: config.splits))):
+        check_pages(p, config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold, early", [(0, 0), (8, 0), (8, 24)])
 def test_nan_is_not_hidden_in_the_interpreter(threshold, early, interpreted):
