@@ -138,12 +138,9 @@ class Shape:
 
     def key_lengths(self) -> np.ndarray:
         """How many keys each sequence has."""
-        most = np.full(self.batch, self.length, np.int32)
-        return (
-            np.random.default_rng(7).integers(1, most, dtype=np.int32, endpoint=True)
-            if self.kind == "lengths"
-            else most
-        )
+        if self.kind != "lengths":
+            return np.full(self.batch, self.length, np.int32)
+        return np.random.default_rng(7).integers(1, self.length + 1, self.batch, np.int32)
 
     @property
     def least_bytes(self) -> int:

@@ -127,6 +127,11 @@ def _group(problem: Attention) -> int:
     return problem.query_heads // problem.key_heads
 
 
+def _is_ragged(problem: Attention) -> bool:
+    """Whether there are several sequences, each with its own number of keys."""
+    return problem.key_lengths and problem.batch > 1
+
+
 def _class(problem: Attention) -> int:
     """The widest heads that have the same configs."""
     widest = max(problem.head_dim, problem.value_dim)
@@ -189,8 +194,8 @@ def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates
     plain = not problem.has_data_mask and problem.soft_cap is None
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
     found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
-    ragged, rows = problem.key_lengths and problem.batch > 1, problem.query_length * _group(problem)
-    if size == 128 and plain and not ragged and rows <= WARPGROUP_ROWS:
+    rows = problem.query_length * _group(problem)
+    if size == 128 and plain and not _is_ragged(problem) and rows <= WARPGROUP_ROWS:
         found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
     if size == 64:
         scheduler = "dynamic" if _skips_tiles(problem) else "static"
@@ -234,8 +239,7 @@ def why_split(problem: Attention, config: Any, device: Device) -> str | None:
 
 def _balanced(problem: Attention, config: ForwardConfig, figures: Thresholds, device: Device) -> ForwardConfig:
     """`config`, where sequences have their own numbers of keys, with several short tiles for each CTA to take."""
-    ragged = problem.key_lengths and problem.batch > 1
-    if not ragged or config.warpgroups > 1 or problem.query_length > config.queries:
+    if not _is_ragged(problem) or config.warpgroups > 1 or problem.query_length > config.queries:
         return config
     tiles, ctas = _tiles(problem, dataclasses.replace(config, splits=1)), device.sm_count * config.ctas_per_sm
     steps = problem.key_length // config.block_kv // figures.ragged_steps

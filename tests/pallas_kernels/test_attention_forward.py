@@ -282,12 +282,13 @@ def test_pages(queries, kind, keys, size, pages_first, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threshold, early", [(0, 0), (8, 0), (8, 24)])
-def test_nan_is_not_hidden_in_the_interpreter(threshold, early, interpreted):
-    p = problem_of("full", (70, 60), (64, 64), "bfloat16", heads=(1, 1))
+@pytest.mark.parametrize("threshold, early, splits", [(0, 0, 1), (8, 0, 1), (8, 24, 1), (8, 0, 2)])
+def test_nan_is_not_hidden_in_the_interpreter(threshold, early, splits, interpreted):
+    """Those of a query are in every split, and those of a key in one."""
+    p = problem_of("full", (70, 60 * splits), (64, 64), "bfloat16", heads=(1, 1))
     arrays = {key: np.array(x) for key, x in operands_of(p).items()}
     arrays["query"][0, 5] = arrays["key"][1, 5] = np.nan
-    config = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=threshold, early_exp_columns=early)
+    config = ForwardConfig(64, 2, rescale_threshold_log2=threshold, early_exp_columns=early, splits=splits)
     out, lse = interpreted(lambda *a: forward.run(p, config, *a), *(jnp.asarray(arrays[key]) for key in QKV))
     lost = np.isnan(np.asarray(out, np.float32)).all(axis=(2, 3))
     np.testing.assert_array_equal(lost, np.isnan(np.asarray(lse)).all(axis=1))
