@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import math
 import pathlib
 import sys
@@ -299,6 +300,31 @@ def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
     )
 
 
+def _in_pages(layout: Any, size: int, shape: Shape, operands: Operands) -> Operands:
+    """Keys and values in pages of `size`, which lie in a random order, with their tables."""
+    count = shape.batch * (shape.length // size)
+    order = jax.random.permutation(jax.random.key(0), count)
+
+    def pages(x: jax.Array) -> jax.Array:
+        found = x.reshape(count, size, *x.shape[2:])[jnp.argsort(order)]
+        return found if layout == "pages_first" else found.transpose(2, 0, 1, 3)
+
+    tables = order.reshape(shape.batch, -1).astype(jnp.int32)
+    lengths = operands.get("lengths", jnp.full(shape.batch, shape.length, jnp.int32))
+    in_pages = {name: pages(operands[name]) for name in ("key", "value")}
+    return {"query": operands["query"], **in_pages, "tables": tables, "lengths": lengths}
+
+
+def _attend_pages(layout: Any, _: Shape, operands: Operands) -> jax.Array:
+    q, k, v, tables, lengths = (operands[name] for name in ("query", "key", "value", "tables", "lengths"))
+    return jaxsoftmax.paged_attention(q, k, v, tables, lengths, layout=layout)
+
+
+def _pages_take(shape: Shape, pass_: str) -> bool:
+    """Queries of `paged_attention` are the last of their sequence, so that one sees all keys."""
+    return pass_ == "fwd" and shape.query_length == 1 and shape.kind in ("full", "lengths")
+
+
 def _attend_jax(implementation: Any, shape: Shape, operands: Operands) -> jax.Array:
     """`jax.nn`'s attention, the values padded to the keys' head dimension."""
     padding = ((0, 0), (0, 0), (0, 0), (0, shape.head_dim - shape.value_dim))
@@ -350,6 +376,12 @@ def _import(name: str) -> Any:
 
 ATTENTION = {
     "ours": Impl(_attend_ours),
+    **{
+        f"{layout}_{size}": Impl(
+            functools.partial(_attend_pages, layout), functools.partial(_in_pages, layout, size), _pages_take
+        )
+        for layout, size in itertools.product(("heads_first", "pages_first"), (16, 64, 128))
+    },
     INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
     "cudnn": Impl(functools.partial(_attend_jax, "cudnn"), _segments_as_mask),
     "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes),
