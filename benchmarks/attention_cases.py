@@ -3,9 +3,9 @@
 Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
 `standard` (everything). Others are measured only where they are asked for: `odd` (lengths that are one less), `sample`
-(random calls), `short` (short sequences), `decode` (few queries, many keys), `cpu` (small calls, which the XLA program
-is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()` costs). A call that no table has is named in the
-same form.
+(random calls), `short` (short sequences), `decode` (few queries, many keys), `caches` (few queries, from few keys to
+many), `cpu` (small calls, which the XLA program is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()`
+costs). A call that no table has is named in the same form.
 """
 
 import dataclasses
@@ -52,6 +52,7 @@ _DECODE = (
     *("d128_t1_s32768_b32_h8g1", "d128_t128_s65536_b1_h32g8", "d128_t512_s65536_b1_h16g2", "d128_t512_s65536_b1_h8g1"),
     *(f"d128_t{n}_{x}_h{h}" for x, n, h in itertools.product(_CACHES, (2, 4, 8, 16), ("64g8", "32g8", "8g1"))),
 )
+_GROWING = [f"full_d128_t{t}_s{s}_b1_h32g8" for t, s in itertools.product((1, 4, 16), [2**n for n in range(10, 19, 2)])]
 _RAGGED = "lengths_d128_t1_s8192_b64_h32g8"
 _FOR_CPU = (
     *("d32_s256_b8_h4", "d64_s512_b2_h8", "d64_s512_b2_h8g2"),
@@ -314,6 +315,7 @@ TABLE = Table(
         "sample": sample,
         "short": lambda *_: _cases(_SHORT, ("fwd", "value_and_vjp"), "short"),
         "decode": lambda *_: _cases([_RAGGED, *(f"full_{x}" for x in _DECODE)], ("fwd",), "decode"),
+        "caches": lambda *_: _cases(_GROWING, ("fwd",), "caches"),
         "cpu": _for_cpu,
         "invariance": lambda *_: _cases(_INVARIANT, ("fwd",), "invariance"),
     },

@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import attention_cases, cases, report
+from benchmarks import cases, report
 from benchmarks import results as measured
 from benchmarks.report import markdown, number
-from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results, Run
+from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results
 from pallas_kernels.softmax.dispatch import KERNELS
 
 PICTURES = ROOT / "docs" / "pictures"
-_RATIOS = (0.5, 1, 2, 5, 10)  # ticks of the picture of random calls
 PEERS = {
     **{"xla": "XLA", "xla_f32": "XLA, float32", "torch_compile": "torch.compile", "torch": "torch"},
     **{"liger": "Liger", "quack": "quack"},
@@ -340,6 +339,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_sample": report.attention_sample,
     "attention_short": report.attention_short,
     "attention_decode": report.attention_decode,
+    "attention_pages": report.attention_pages,
 }
 
 
@@ -366,42 +366,13 @@ def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
     runs = measured.attention_runs(results.folder)
     if runs:
         samples = measured.attention_runs(results.folder, "attention sample")
-        drawn[folder / "attention.svg"] = _attention(pyplot, runs[0], samples)
+        drawn[folder / "attention.svg"] = report.draw_cells(pyplot, runs[0], samples)
+    for run in measured.attention_runs(results.folder, "attention caches")[:1]:
+        drawn[folder / "caches.svg"] = report.draw_caches(pyplot, run)
     for path, figure in drawn.items():
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
     return list(drawn)
-
-
-def _attention(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
-    """TFLOP/s of each implementation in the core cases, and the ratios of random calls in order."""
-    names = [case.name for case in attention_cases.TABLE.select(tags=["core"]) if case.name in run.records]
-    records = [run.records[name] for name in names]
-    size = 13, 0.42 * len(records) + 1.5
-    figure, (axes, drawn) = pyplot.subplots(1, 2, figsize=size, width_ratios=(3, 2), layout="constrained")
-    impls = dict.fromkeys(name for record in records for name, entry in record["impls"].items() if "us" in entry)
-    thickness = 0.8 / max(1, len(impls))
-    for i, name in enumerate(impls):
-        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
-        where = [row + (i - (len(impls) - 1) / 2) * thickness for row in range(len(records))]
-        axes.barh(where, speeds, thickness, label=name)
-    axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
-    axes.set_yticks(range(len(records)), [name.removeprefix("attention_") for name in names], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {run.label}")
-    axes.legend(fontsize=8)
-    for one in samples:
-        ratios = [ratio for ratio, _ in report.against_libraries(one.records.values())]
-        shares = [100 * (i + 0.5) / len(ratios) for i in range(len(ratios))]
-        drawn.plot(shares, ratios, ".-", label=f"{one.label}, seed {one.seed}, {len(ratios)} calls")
-    drawn.axhline(1, color="k", linestyle="--")
-    drawn.set(xlabel="% of random calls", ylabel="times faster", title="Random calls x the better of cuDNN and XLA")
-    drawn.set_yscale("log")
-    drawn.set_yticks(_RATIOS, map(str, _RATIOS))
-    drawn.grid(alpha=0.3)
-    if samples:
-        drawn.legend(fontsize=8)
-    return figure
 
 
 def _bandwidth(pyplot: Any, records: Sequence[Record], title: str) -> Any:

@@ -1,4 +1,4 @@
-"""Results as text: the lines that a run prints, tables in Markdown, and those of attention."""
+"""Results as text: the lines that a run prints, tables in Markdown, and tables and pictures of attention."""
 
 import itertools
 import math
@@ -272,7 +272,7 @@ def attention_decode(results: Results) -> str:
     """Few queries: what of a read's speed the keys and values are read with, and how many times cuDNN's."""
     found: dict[str, Record] = {}
     for run in measured.attention_runs(results.folder, "attention decode"):
-        found |= {f"{run.card} {name}": record for name, record in run.records.items()}
+        found |= {f"{run.card} {name}": r for name, r in run.records.items() if "cudnn" in r["impls"]}
     order = {case.name: i for i, case in enumerate(attention_cases.TABLE.select(tags=["decode"], pass_=["fwd"]))}
     rows = []
     for label, record in sorted(found.items(), key=lambda item: (item[0].split()[0], order[item[1]["case"]["name"]])):
@@ -287,6 +287,20 @@ def attention_decode(results: Results) -> str:
     )
 
 
+def attention_pages(results: Results) -> str:
+    """Keys and values in pages: how many times as fast as from a contiguous cache."""
+    names = [f"{layout}_{size}" for layout in ("heads_first", "pages_first") for size in (16, 64, 128)]
+    rows = []
+    for run in reversed(measured.attention_runs(results.folder, "attention decode")):
+        for record in run.records.values():
+            if names[0] in record["impls"]:
+                ours = record["impls"]["ours"]["us"]
+                shares = [number(ours / record["impls"][name]["us"], ".2f") for name in names]
+                name = record["case"]["name"].removeprefix("attention_fwd_")
+                rows.append([f"`{name}`", run.card, time_of(record, "ours"), *shares, record["run"]["when"]])
+    return markdown(["call", "card", "contiguous, us", *(name.replace("_", " ") for name in names), "measured"], rows)
+
+
 def _beside_libraries(records: Iterable[Record]) -> str:
     """Calls by the name with which `--case` measures one again."""
     rows = []
@@ -295,3 +309,54 @@ def _beside_libraries(records: Iterable[Record]) -> str:
         times = [time_of(record, impl) for impl in ("ours", *LIBRARIES)]
         rows.append([name, *times, floored(measured.against_best(record, LIBRARIES)["ratio"])])
     return markdown(["call", "ours, us", *(f"{name}, us" for name in LIBRARIES.values()), "x best"], rows)
+
+
+_RATIOS = (0.5, 1, 2, 5, 10)  # ticks of the picture of random calls
+_LINES = {"ours": "C0-", "cudnn": "C1--", "xla": "C2:"}  # of the picture of caches
+
+
+def draw_cells(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
+    """TFLOP/s of each implementation in the core cases, and the ratios of random calls in order."""
+    names = [case.name for case in attention_cases.TABLE.select(tags=["core"]) if case.name in run.records]
+    records = [run.records[name] for name in names]
+    size = 13, 0.42 * len(records) + 1.5
+    figure, (axes, drawn) = pyplot.subplots(1, 2, figsize=size, width_ratios=(3, 2), layout="constrained")
+    impls = dict.fromkeys(name for record in records for name, entry in record["impls"].items() if "us" in entry)
+    thickness = 0.8 / max(1, len(impls))
+    for i, name in enumerate(impls):
+        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
+        where = [row + (i - (len(impls) - 1) / 2) * thickness for row in range(len(records))]
+        axes.barh(where, speeds, thickness, label=name)
+    axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
+    axes.set_yticks(range(len(records)), [name.removeprefix("attention_") for name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {run.label}")
+    axes.legend(fontsize=8)
+    for one in samples:
+        ratios = [ratio for ratio, _ in against_libraries(one.records.values())]
+        shares = [100 * (i + 0.5) / len(ratios) for i in range(len(ratios))]
+        drawn.plot(shares, ratios, ".-", label=f"{one.label}, seed {one.seed}, {len(ratios)} calls")
+    drawn.axhline(1, color="k", linestyle="--")
+    drawn.set(xlabel="% of random calls", ylabel="times faster", title="Random calls x the better of cuDNN and XLA")
+    drawn.set_yscale("log")
+    drawn.set_yticks(_RATIOS, map(str, _RATIOS))
+    drawn.grid(alpha=0.3)
+    if samples:
+        drawn.legend(fontsize=8)
+    return figure
+
+
+def draw_caches(pyplot: Any, run: Run) -> Any:
+    """Times of few queries against the number of keys, with that of a read of them."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    records = sorted(run.records.values(), key=lambda record: record["case"]["length"])
+    for (name, line), (queries, marker) in itertools.product(_LINES.items(), {1: "o", 4: "s", 16: "^"}.items()):
+        mine = [r for r in records if r["case"]["queries"] == queries and "us" in r["impls"].get(name, {})]
+        points = [(r["case"]["length"], r["impls"][name]["us"]) for r in mine]
+        axes.plot(*zip(*points, strict=True), f"{line}{marker}", markersize=4, label=f"{name}, {queries}")
+    reads = [(r["case"]["length"], r["least_bytes"] / r["read"]["tb_per_s"] / 1e6) for r in records]
+    axes.plot(*zip(*reads, strict=True), "k--", label="a read")
+    axes.set(xscale="log", yscale="log", xlabel="keys", ylabel="us", title=f"1, 4 and 16 queries, {run.label}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure

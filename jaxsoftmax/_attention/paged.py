@@ -34,7 +34,7 @@ from jaxsoftmax._core.sharding import (
     unify_varying,
 )
 from pallas_kernels import hardware
-from pallas_kernels.attention.problem import Attention, Op, Operands, Rules
+from pallas_kernels.attention.problem import PAGE_MISSING, Attention, Op, Operands, Rules
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -103,8 +103,11 @@ def paged_attention(
 
     The queries are the last T positions of a sequence, and each sees the keys up to its own position. A query that sees
     no key, as all do of a sequence of length 0, has output 0 and logsumexp -inf. dtypes, accumulation, NaN and heads
-    that share keys are as in `flash_attention`, which computes the result after the pages that the tables name were
-    gathered: that takes memory for B times as many positions as a table has, and is differentiable.
+    that share keys are as in `flash_attention`.
+
+    The kernel copies pages of 8, 16, 32 ... positions where they lie, for 16-bit inputs with heads of up to 256 in
+    multiples of 8, and up to 1024 queries a sequence. Elsewhere, under `batch_invariant()` and for derivatives, XLA
+    gathers the pages that the tables name first: that takes memory for B times as many positions as a table has.
 
     Entries of a table beyond its sequence's length may have any value. Before it, one that names no page makes the
     output NaN.
@@ -126,7 +129,7 @@ def paged_attention(
         return_residual: Whether to return the logsumexp too.
         layout: "heads_first", as in JAX's own `paged_attention`, or "pages_first" for pages `[pages, page_size, K, H]`
             and `[pages, page_size, K, D]`, as in vLLM and FlashInfer.
-        implementation: As in `flash_attention`, of what follows the gathering.
+        implementation: As in `flash_attention`.
 
     Returns:
         `[B, N, D]`, or `[B, T, N, D]`, of the inputs' dtype; with `return_residual` a pair of it and the logsumexp of
@@ -283,7 +286,7 @@ class _Call:
         return _NAME
 
     def plan(
-        self, avals: Sequence[Any], device: Device, named: str | None, *, rules: Rules, layout: PageLayout
+        self, avals: Sequence[Any], device: Device, named: str | None, *, rules: Rules, layout: PageLayout, **_: Any
     ) -> Plan:
         """The kernel for operands of these types on a device."""
         from pallas_kernels.attention import dispatch
@@ -322,12 +325,14 @@ def _run(call: _Call, named: str | None, *operands: jax.Array, **params: Any) ->
         return _by_gathering(*operands, **params)
     q, k, v, tables, lengths, *sinks = operands
     count, size = k.shape[:2] if params["layout"] == "pages_first" else k.shape[1:3]
-    small = [jnp.clip(x, -1, 2**31 - 1).astype(jnp.int32) for x in (lengths, tables)]
-    out, lse = chosen.launch(q, k, v, small[0], *(x.reshape(-1) for x in sinks), small[1])
-    # A page that does not exist is read as zeros.
+    tables, lengths = (
+        x if x.dtype == jnp.int32 else jnp.clip(x, -1, 2**31 - 1).astype(jnp.int32) for x in (tables, lengths)
+    )
     used = size * jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    lost = (used & ((tables < 0) | (tables >= count))).any(1)
-    return jnp.where(lost[:, None, None, None], jnp.nan, out), jnp.where(lost[:, None, None], jnp.nan, lse)
+    is_lost = used & ((tables < 0) | (tables >= count))
+    # As one reduction it is one launch.
+    lengths = jnp.where(is_lost, PAGE_MISSING, jnp.maximum(lengths, 0)[:, None]).min(1)
+    return chosen.launch(q, k, v, lengths, *(x.reshape(-1) for x in sinks), tables)
 
 
 @dataclasses.dataclass(frozen=True)

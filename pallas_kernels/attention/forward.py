@@ -27,7 +27,7 @@ from pallas_kernels.attention import combine, gather, mask, online_softmax, pipe
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
-from pallas_kernels.attention.problem import Attention, operand_names, unsupported_reason
+from pallas_kernels.attention.problem import PAGE_MISSING, Attention, operand_names, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
@@ -183,10 +183,11 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
     batch, head = lax.div(head, jnp.int32(packs)), lax.rem(head, jnp.int32(packs))
     queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
+    least = PAGE_MISSING if problem.page_size else 0
     if problem.query_lengths:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
-        keys = jnp.clip(cta.key_lengths[batch], 0, keys)
+        keys = jnp.clip(cta.key_lengths[batch], least, keys)
 
     def load_span() -> TileRange:
         of_head = index if config.splits == 1 else lax.div(index, jnp.int32(config.splits))
@@ -196,7 +197,7 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     load = load_span if problem.has_data_mask else None
     span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, load)
     if config.splits > 1:
-        keys = jnp.where(sees_any, keys, 0)
+        keys = jnp.where(sees_any, keys, jnp.minimum(keys, 0) if least else 0)
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
@@ -545,6 +546,9 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     sink = None
     if problem.sinks and cta.config.splits == 1:
         sink = cta.sinks[place.head] if place.heads == 1 else gather.load_of_heads(cta.sinks, place.head, place.heads)
+    if problem.page_size:
+        lost = jnp.where(place.keys == PAGE_MISSING, jnp.nan, 0.0)
+        state = state._replace(max=state.max + lost, sum=state.sum + lost)
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)

@@ -1,5 +1,6 @@
 """Runs attention's kernels once in every form, at sizes that a sanitizer gets through, and checks the numbers."""
 
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -37,6 +38,14 @@ def backward(kind: str, head_dim: int, deterministic: bool) -> None:
     test_attention_backward.check(p, test_attention_backward.compiled(p))
 
 
+def few(kind: str, page_size: int) -> None:
+    """The kernels of few queries, in as many splits as there may be, of keys in pages or not."""
+    p = test_attention_forward.problem_of(kind, (5, 512), (128, 128), "bfloat16", (4, 1))
+    p = dataclasses.replace(p, page_size=page_size)
+    config = max(heuristics.forward_configs(p, hardware.H200), key=lambda config: config.splits)
+    (test_attention_forward.check_pages if page_size else test_attention_forward.check)(p, config)
+
+
 def selected() -> list[tuple[str, Callable[[], None]]]:
     """Every kind of problem at every size of heads, forward and backward, in turns and in any order."""
     chosen = []
@@ -47,6 +56,10 @@ def selected() -> list[tuple[str, Callable[[], None]]]:
             for turns in orders:
                 name = f"backward {kind} {head_dim}{' in turns' * turns}"
                 chosen.append((name, functools.partial(backward, kind, head_dim, turns)))
+    for kind in ("full", "key-lengths", "ends", "mask", "sinks", "bias"):
+        chosen.append((f"few {kind}", functools.partial(few, kind, 0)))
+    for kind, size in (("key-lengths", 16), ("ends", 128), ("ends-window", 8)):
+        chosen.append((f"few {kind}, pages of {size}", functools.partial(few, kind, size)))
     return chosen
 
 

@@ -76,6 +76,16 @@ def test_a_decoding_step_is_split() -> None:
     assert step.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 2
 
 
+def test_a_decoding_step_of_linen_is_split() -> None:
+    layer = nn.MultiHeadDotProductAttention(
+        num_heads=8, dtype=jnp.bfloat16, decode=True, attention_fn=jaxsoftmax.flash_attention
+    )
+    x = jnp.ones((1, 8192, 512), jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x)
+    step = jax.jit(lambda variables, x: layer.apply(variables, x, mutable=["cache"])).trace(variables, x[:, :1])
+    assert step.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 2
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_nnx_dropout_and_sowing(broadcast: bool) -> None:
     ours, theirs = nnx_pair(dropout_rate=0.4, broadcast_dropout=broadcast)

@@ -116,6 +116,32 @@ def test_pages_of_low_precision() -> None:
     np.testing.assert_allclose(np.asarray(out, np.float32), expected(given)[0], atol=0.03)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "queries, size, heads, layout, options",
+    pairwise((None, 1, 3, 40), (8, 16, 64), ((4, 4), (4, 2), (4, 1)), ("heads_first", "pages_first"), tuple(OPTIONS)),
+    ids=str,
+)
+def test_the_kernel(queries: int | None, size: int, heads: tuple[int, int], layout: Any, options: str) -> None:
+    given = operands(queries, size, heads, layout, (64, 128))
+    half = {name: jnp.asarray(x, jnp.bfloat16 if x.dtype == np.float32 else None) for name, x in given.items()}
+    exact = {name: np.asarray(x, np.float64 if x.dtype == jnp.bfloat16 else None) for name, x in half.items()}
+    want, lse = expected(exact, layout, **OPTIONS[options])
+    call = functools.partial(paged_attention, layout=layout, return_residual=True, **OPTIONS[options])
+    kernel, xla = (functools.partial(call, implementation=name) for name in ("mosaic_gpu", "xla"))
+    got, got_lse = jax.jit(kernel)(**half)
+    distance = lambda x: np.abs(np.asarray(x, np.float64) - want).max()
+    assert distance(got) <= 2 * distance(jax.jit(xla)(**half)[0]) + 2.0**-8
+    np.testing.assert_allclose(got_lse, lse, rtol=2e-5, atol=2e-5)
+    stacked = {name: x if name.endswith("pages") else jnp.stack([x, x]) for name, x in half.items()}
+    axes = {name: None if name.endswith("pages") else 0 for name in half}
+    mapped = jax.jit(jax.vmap(lambda given: kernel(**given)[0], (axes,)))(stacked)
+    assert distance(mapped[1]) <= 2 * distance(got) + 2.0**-8
+    lost = jax.jit(kernel)(**half | {"block_tables": half["block_tables"].at[3, 0].set(PAGES)})[0]
+    assert np.isnan(np.asarray(lost[3], np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(lost[:3], np.float32), np.asarray(got[:3], np.float32))
+
+
 def test_composes() -> None:
     """Under vmap and export; the pages' gradient is that of the keys and values in them."""
     given = operands(3, 8)

@@ -50,7 +50,7 @@ class Case(NamedTuple):
     """A problem of the kernel of `op`, of one of the kinds of that kernel's tests, and what its config is to have.
 
     `scheduler`, `early_exp_columns`, `bias_stages`, `splits` and `packed_heads` are the forward config's, `head_splits`
-    the backward's.
+    the backward's. Keys and values are in pages where there is a `page_size`.
     `keys` is how many the backward's problem has, and `mask` is the pattern of the problem's mask.
     """
 
@@ -68,6 +68,7 @@ class Case(NamedTuple):
     head_splits: int = 1
     splits: int = 1
     packed_heads: int = 1
+    page_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +240,12 @@ def _full_for_any(of_group, pairs, group):
     return of_group(pairs, group)._replace(full=of_group(pairs._replace(visible=pairs.full), group).visible)
 
 
+def _stale_page(copies, *arguments):
+    """The second page of a tile is the first once more."""
+    (source, at, to), (*_, second), *others = copies(*arguments)
+    return [(source, at, to), (source, at, second), *others]
+
+
 def _last_once_more(fetch_tile, tile_counter):
     number, tiles = fetch_tile(tile_counter), 2 * 2  # two in each of the case's two sequences
     return number - (number == tiles)
@@ -252,6 +259,7 @@ def _released_first(add_to_dq, *arguments, at_first, **keywords):
 _forward = functools.partial(_mutant, Op.FORWARD)
 _dynamic = functools.partial(_mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
 _split = functools.partial(_mutant, Op.FORWARD, splits=3)
+_paged = functools.partial(_mutant, Op.FORWARD, kind="key-lengths", batch=2, heads=(2, 1), splits=2, page_size=16)
 _biased = functools.partial(_mutant, Op.FORWARD, kind="bias", bias_stages=1)
 _backward = functools.partial(_mutant, Op.BACKWARD)
 _dynamic_backward = functools.partial(_mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
@@ -355,6 +363,13 @@ MUTANTS = (
            lambda load, ref, pack, heads: load(ref, pack, 1), "sinks", heads=(4, 2), packed_heads=2, splits=1),
     _split("the logsumexps of splits are stored heads first", wgmma.store_rows,
            lambda store, *a, **_: store(*a), heads=(4, 2), rejected_by=UNORDERED),
+    _paged("a page is read twice, and the next one not at all", forward._copies, _stale_page),
+    _paged("pages are those of the table's next entries", forward._copies,
+           lambda copies, cta, source, step, to: copies(cta, source, step._replace(key=step.key + 16), to)),
+    _paged("pages are those of the first sequence", forward._copies,
+           lambda copies, cta, source, step, to: copies(cta, source, step._replace(batch=0), to)),
+    _paged("a sequence that lacks a page is taken for an empty one", forward._own,
+           lambda own, tile, w: own(tile, w)._replace(keys=jnp.maximum(tile.place.keys, 0))),
     _dynamic("no CTA takes the counter's first tile", reduce.with_workspace,
              lambda run, kernel, arrays, counter, *a: run(kernel, arrays, [counter[0] + 1], *a),
              inside=tile_scheduler.call),

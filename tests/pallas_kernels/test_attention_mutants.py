@@ -59,6 +59,9 @@ def check(case, *, limit_s=20.0):
             config = ForwardConfig(
                 64, 2, 8 if case.early_exp_columns else 0, case.early_exp_columns, case.scheduler, **knobs
             )
+            if case.page_size:
+                paged = dataclasses.replace(problem, key_length=192, page_size=case.page_size)
+                return test_attention_forward.check_pages(paged, config, run)
             test_attention_forward.check(problem, config, run, mask=case.mask)
         else:
             facts = {"heads": heads, "batch": batch, "deterministic": case.deterministic}
@@ -102,7 +105,7 @@ def cases():
     """A mutant's case of each kind and size of heads, the largest, and of some kinds one with early weights."""
     largest = {}
     for case in (m.case for m in MUTANTS if m.rejected_by not in BY_TABLES):
-        key = case.op, case.kind, case.dims, case.early_exp_columns, case.splits, case.packed_heads
+        key = case.op, case.kind, case.dims, case.early_exp_columns, case.splits, case.packed_heads, case.page_size
         largest[key] = max(largest.get(key, case), case, key=lambda c: c.batch * c.heads[0])
     kinds = "bias", "bias-of-heads", "bias-of-rows", "everything", "window-left", "window-nothing"
     return [*largest.values(), *(Case(Op.FORWARD, kind, 2, (2, 1), early_exp_columns=24) for kind in kinds)]
