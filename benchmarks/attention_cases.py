@@ -234,6 +234,20 @@ def square(length: int, dim: int, kind: str) -> Shape:
     return Shape(TOKENS // length, heads, heads, length, dim, dim, kind)
 
 
+def problem_of(problems: Any, shape: Shape, backward: bool) -> Any:
+    """What is asked of kernels for a call, in the classes of a tree's module `problems`."""
+    lengths = shape.query_length, shape.length
+    mask = {"mask": (shape.batch, 1, *lengths)}
+    bias = {"bias": (1, shape.heads, *lengths), "bias_dtype": jnp.dtype(shape.dtype), "bias_gradient": backward}
+    own = {"window": {"window": (shape.span - 1, None)}, "documents": {"segments": True}, "bias": bias}
+    own["lengths"] = {"key_lengths": True}
+    facts = (own | {"mask": mask, "causal_mask": mask}).get(shape.kind, {})
+    facts = {"causal_offset": 0, **facts} if shape.is_causal else facts
+    sizes = shape.batch, shape.heads, shape.key_heads, *lengths, shape.head_dim, shape.value_dim
+    op = problems.Op.BACKWARD if backward else problems.Op.FORWARD
+    return problems.Attention(op, *sizes, jnp.dtype(shape.dtype), scale=shape.head_dim**-0.5, **facts)
+
+
 def parse(name: str) -> AttentionCase | None:
     """The case of a name, in the table or not: `attention_bwd_causal_d64_s8192_b2_h32`; None if it is no such name."""
     match = re.fullmatch(rf"(?:attention_)?({'|'.join(PASSES)})_({_NAME.pattern})", name)

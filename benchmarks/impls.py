@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
+from benchmarks import attention_cases
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.cases import RowCase
 from benchmarks.results import KERNEL
@@ -376,17 +377,17 @@ def _import(name: str) -> Any:
 
 ATTENTION = {
     "ours": Impl(_attend_ours),
+    INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
+    "cudnn": Impl(functools.partial(_attend_jax, "cudnn"), _segments_as_mask),
+    "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes),
+    "tokamax": Impl(_attend_tokamax, _segments_as_mask),
+    "xla": Impl(functools.partial(_attend_jax, "xla"), _segments_as_mask, lambda x, _: x.value_dim == x.head_dim),
     **{
         f"{layout}_{size}": Impl(
             functools.partial(_attend_pages, layout), functools.partial(_in_pages, layout, size), _pages_take
         )
         for layout, size in itertools.product(("heads_first", "pages_first"), (16, 64, 128))
     },
-    INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
-    "cudnn": Impl(functools.partial(_attend_jax, "cudnn"), _segments_as_mask),
-    "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes),
-    "tokamax": Impl(_attend_tokamax, _segments_as_mask),
-    "xla": Impl(functools.partial(_attend_jax, "xla"), _segments_as_mask, lambda x, _: x.value_dim == x.head_dim),
 }
 
 
@@ -435,24 +436,10 @@ def imported(tree: str) -> Iterator[Callable[[str], Any]]:
 def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: Mapping[str, Any]) -> Callable[..., Any]:
     """The kernel that a tree decides for, with other fields of its config."""
     problems, dispatch, hardware = map(load, ("attention.problem", "attention.dispatch", "hardware"))
-    decision = dispatch.decide(attention_problem(problems, shape, backward), hardware.current())
+    decision = dispatch.decide(attention_cases.problem_of(problems, shape, backward), hardware.current())
     if decision.kernel is None:
         raise Declined(f"no kernel takes it: {dict(decision.declined)}")
     return dataclasses.replace(decision, config=dataclasses.replace(decision.config, **fields)).run
-
-
-def attention_problem(problems: Any, shape: Shape, backward: bool) -> Any:
-    """What is asked of kernels for a call, in the classes of a tree's module `problems`."""
-    lengths = shape.query_length, shape.length
-    mask = {"mask": (shape.batch, 1, *lengths)}
-    bias = {"bias": (1, shape.heads, *lengths), "bias_dtype": jnp.dtype(shape.dtype), "bias_gradient": backward}
-    own = {"window": {"window": (shape.span - 1, None)}, "documents": {"segments": True}, "bias": bias}
-    own["lengths"] = {"key_lengths": True}
-    facts = (own | {"mask": mask, "causal_mask": mask}).get(shape.kind, {})
-    facts = {"causal_offset": 0, **facts} if shape.is_causal else facts
-    sizes = shape.batch, shape.heads, shape.key_heads, *lengths, shape.head_dim, shape.value_dim
-    op = problems.Op.BACKWARD if backward else problems.Op.FORWARD
-    return problems.Attention(op, *sizes, jnp.dtype(shape.dtype), scale=shape.head_dim**-0.5, **facts)
 
 
 def _arrays(operands: Operands) -> tuple[jax.Array, ...]:

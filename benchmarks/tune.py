@@ -22,7 +22,7 @@ from unittest import mock
 from absl import app, flags
 
 from benchmarks import __main__ as program
-from benchmarks import impls, report
+from benchmarks import attention_cases, impls, report
 from benchmarks.results import KERNEL, ROOT
 from benchmarks.runner import Case
 from pallas_kernels import hardware, tuned
@@ -61,7 +61,7 @@ def _rows(case: Any) -> Any:
 
 
 def _attention(case: Any) -> Any:
-    return impls.attention_problem(attention_problem, case.shape, case.pass_ == "bwd")
+    return attention_cases.problem_of(attention_problem, case.shape, case.pass_ == "bwd")
 
 
 _COMPILED = ("register_chunks", "register_chunks_16bit", "register_chunks_linear", "grid_ctas")

@@ -112,14 +112,10 @@ def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, 
         rates |= dict.fromkeys([config, *_split(problem, config, device)], r)
     durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
     durations[whole] *= figures.favoured
-    found = (config for config in sorted(durations, key=durations.__getitem__) if _copies_pages(problem, config))
+    found = sorted(durations, key=durations.__getitem__)
+    if problem.page_size:  # a tile of keys is whole pages, or a page whole tiles
+        found = [config for config in found if config.block_kv != 96]
     return tuple(dict.fromkeys(_balanced(problem, config, figures, device) for config in found))
-
-
-def _copies_pages(problem: Attention, config: ForwardConfig) -> bool:
-    """Whether a tile of keys is whole pages, or a page whole tiles."""
-    size = problem.page_size or config.block_kv
-    return max(size, config.block_kv) % min(size, config.block_kv) == 0
 
 
 def _group(problem: Attention) -> int:
@@ -195,7 +191,9 @@ def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
     found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
     rows = problem.query_length * _group(problem)
-    if size == 128 and plain and not _is_ragged(problem) and rows <= WARPGROUP_ROWS:
+    # Copies of small pages take a warp so long that two CTAs an SM do better.
+    long_copies = not 0 < problem.page_size < narrow.block_kv
+    if size == 128 and plain and long_copies and not _is_ragged(problem) and rows <= WARPGROUP_ROWS:
         found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
     if size == 64:
         scheduler = "dynamic" if _skips_tiles(problem) else "static"
