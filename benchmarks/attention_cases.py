@@ -253,7 +253,7 @@ def parse(name: str) -> AttentionCase | None:
     match = re.fullmatch(rf"(?:attention_)?({'|'.join(PASSES)})_({_NAME.pattern})", name)
     if match is None:
         return None
-    known = {case.name: case for case in TABLE.cases}
+    known = {case.name: case for case in (*TABLE.cases, *TABLE.select(tags=["decode"]))}
     case = AttentionCase(Shape.parse(match[2]), match[1], frozenset())
     return known.get(case.name, case)
 

@@ -237,14 +237,20 @@ def summary(results: Results) -> str:
             shares = [ours / product if ours else None for ours, product in rates]
             ratios = [measured.against_best(record)["ratio"] for record in records]
             rows.append((f"{label}, {run.label}", records, shares, [], ratios))
+    few = report.few_queries(results)
+    for card in dict.fromkeys(label.split()[0] for label in few):
+        records = [record for label, record in few.items() if label.split()[0] == card]
+        one = [report.share_of_read(record) for record in records if record["case"]["queries"] == 1]
+        ratios = [measured.ratio(record, "cudnn") for record in records]
+        rows.append((f"1 to 512 queries of many keys, {card}", records, one, [], ratios))
     cells = [[label, _count(records), *map(_spread, values)] for label, records, *values in rows if records]
     where = f" on one {report.setting(shown)}" if shown else ""
     text = (
         f"\n\nMedian (worst ... best case){where}, for attention on the card and with "
         "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
         "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
-        "a product of square matrices. Others: torch, torch.compile, Liger and quack; of attention cuDNN, which gets "
-        "packed documents as a dense mask."
+        "a product of square matrices, and for one query that of a read. Others: torch, torch.compile, Liger and "
+        "quack; of attention cuDNN, which gets packed documents as a dense mask."
     )
     return markdown(["operation", "cases", "of the floor", "x XLA", "x best other"], cells) + (text if cells else "")
 

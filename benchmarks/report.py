@@ -268,16 +268,22 @@ def attention_short(results: Results) -> str:
     return "\n\n".join(found) or NOT_MEASURED
 
 
-def attention_decode(results: Results) -> str:
-    """Few queries: what of a read's speed the keys and values are read with, and how many times cuDNN's."""
+def few_queries(results: Results) -> dict[str, Record]:
+    """The newest record of each call of few queries, by card and name."""
     found: dict[str, Record] = {}
     for run in measured.attention_runs(results.folder, "attention decode"):
         found |= {f"{run.card} {name}": r for name, r in run.records.items() if "cudnn" in r["impls"]}
+    return found
+
+
+def attention_decode(results: Results) -> str:
+    """Few queries: what of a read's speed the keys and values are read with, and how many times cuDNN's."""
+    found = few_queries(results)
     order = {case.name: i for i, case in enumerate(attention_cases.TABLE.select(tags=["decode"], pass_=["fwd"]))}
     rows = []
     for label, record in sorted(found.items(), key=lambda item: (item[0].split()[0], order[item[1]["case"]["name"]])):
         ours = record["impls"]["ours"]
-        facts = [number(ours.get("tb_per_s"), ".2f"), number(ours["tb_per_s"] / record["read"]["tb_per_s"], ".2f")]
+        facts = [number(ours.get("tb_per_s"), ".2f"), number(share_of_read(record), ".2f")]
         facts += [number(ours.get("tflop_per_s"), ".0f"), floored(measured.ratio(record, "cudnn"))]
         name = label.split()[1].removeprefix("attention_fwd_")
         times = [time_of(record, impl) for impl in ("ours", "cudnn")]
@@ -287,11 +293,15 @@ def attention_decode(results: Results) -> str:
     )
 
 
+def share_of_read(record: Record) -> float:
+    return record["impls"]["ours"]["tb_per_s"] / record["read"]["tb_per_s"]
+
+
 def attention_pages(results: Results) -> str:
     """Keys and values in pages: how many times as fast as from a contiguous cache."""
     names = [f"{layout}_{size}" for layout in ("heads_first", "pages_first") for size in (16, 64, 128)]
     rows = []
-    for run in reversed(measured.attention_runs(results.folder, "attention decode")):
+    for run in measured.attention_runs(results.folder, "attention decode"):
         for record in run.records.values():
             if names[0] in record["impls"]:
                 ours = record["impls"]["ours"]["us"]
