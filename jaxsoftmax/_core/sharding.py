@@ -139,12 +139,11 @@ def _inside(shardings: Sequence[AxisSharding], axes: Shape, shape: Shape) -> jax
 
 
 def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
-    """The parts of all devices, stacked in front, by one all-reduce of their bits, each device's in its own slot."""
+    """The parts of all devices, stacked in front, by one collective of their bits."""
     words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
-    mine = jnp.concatenate([word.ravel() for word in words])
-    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
     ends = list(itertools.accumulate(word.size for word in words))
-    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
+    mine = jnp.concatenate([word.ravel() for word in words])
+    everyone = jnp.split(jax.lax.all_gather(mine, names), ends[:-1], -1)
     return [
         jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
         for all_words, word, part in zip(everyone, words, parts, strict=True)

@@ -8,7 +8,7 @@ both there is forward mode and every higher order too.
 A `Computation` says how a primitive is lowered: its reference, its kernel, and its form for sharded rows. Other topics
 implement their own primitives by the same row operations. A kernel takes operands as `[rows, cols]`, or as
 `[rows, cols, inner]`: a `View` lays them out. The devices of sharded rows merge their states, which are elements of the
-monoid, by one all-reduce.
+monoid, by one all-gather.
 """
 
 import dataclasses
@@ -282,8 +282,8 @@ def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, *
 
 def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
     """This device's columns of softmax's (co)tangent."""
-    slope = jax.lax.psum(reference.row_dot(y, t, axes=row["axes"]), names)
-    return reference.softmax_tangent(y, t, **row, slope=slope)
+    (slopes,) = all_gather(names, reference.row_dot(y, t, axes=row["axes"]))
+    return reference.softmax_tangent(y, t, **row, slope=slopes.sum(0))
 
 
 def _log_softmax_tangent_across(
