@@ -89,11 +89,27 @@ def cross_entropy_gradient_across(
     masks = _within(columns.inside, where)
     terms, local = _exchange(columns, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
-    of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
     count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
-    mask = masks[0] if masks else None
-    slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
-    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
+    gradient = gradient_of_part(rows, x, local, weights, known, count, masks, **row)
+    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
+
+
+def gradient_of_part(
+    rows: Rows,
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    known: Stats,
+    count: Any,
+    where: Sequence[jax.Array],
+    *,
+    z_loss: float,
+    **row: Any,
+) -> jax.Array:
+    """The weighted gradient of this device's columns, from the states and the count of columns of the whole rows."""
+    of_p = reference.weight_of_p(weights, log_normalizer(known), z_loss)
+    count = jnp.full_like(known.sum, count) if isinstance(count, int) else jnp.maximum(count, 1)
+    return rows(Op.CROSS_ENTROPY_COTANGENT, x, labels, weights, of_p, *known, count, *where, **row)
 
 
 def of_this_device(

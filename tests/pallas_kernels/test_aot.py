@@ -42,8 +42,8 @@ def _chosen():
     """What `decide` gives each operation and shape, with every config of the chosen kernel; the dtypes alternate."""
     seen = set()
     for i, op in enumerate(Op):
-        # The cross entropy without its gradient has the loops of the statistics.
-        for j, (rows, cols) in enumerate(SHAPES[::4] if op is Op.CROSS_ENTROPY else SHAPES):
+        # The cross entropy without its gradient has the loops of the statistics, and its gradient without them one.
+        for j, (rows, cols) in enumerate(SHAPES[::4] if op is Op.CROSS_ENTROPY or op.takes_stats else SHAPES):
             problem = Problem(op, rows, cols, DTYPES[(i + j) % 3])
             name = dispatch.decide(problem, H200).kernel
             for case in cases.every_config(KERNELS[name], problem) if name else ():
