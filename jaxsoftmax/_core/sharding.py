@@ -42,6 +42,12 @@ class Columns(NamedTuple):
         """The mesh axes of all shardings."""
         return tuple(name for sharding in self.shardings for name in sharding.names)
 
+    def within(self, where: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The mask of the columns that count, if there is one, for columns under a mask if there is one."""
+        if self.inside is None:
+            return where
+        return (where[0] & self.inside,) if where else (self.inside,)
+
 
 class Shard(NamedTuple):
     """One device's part of a problem: the operands' and outputs' shardings, and what computes it."""

@@ -50,7 +50,7 @@ def cross_entropy_across(columns: Columns, rows: Rows, *operands: jax.Array, **r
     """The losses of sharded rows, of which this device has some columns."""
 
     def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
-        return _exchange(columns, rows, x, labels, _within(columns.inside, where), all_rows, **row)[0]
+        return _exchange(columns, rows, x, labels, columns.within(where), all_rows, **row)[0]
 
     return _losses(terms_of, *operands, **row)
 
@@ -86,7 +86,7 @@ def cross_entropy_gradient_across(
     columns: Columns, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
     """The losses of sharded rows, and the gradient of this device's columns."""
-    masks = _within(columns.inside, where)
+    masks = columns.within(where)
     terms, local = _exchange(columns, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
     count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
@@ -119,7 +119,7 @@ def of_this_device(
 
     It exchanges nothing, or the count where a mask decides which columns share smoothed labels.
     """
-    axes, where = row["axes"], _within(columns.inside, where)
+    axes, where = row["axes"], columns.within(where)
     count = _count(x, where, **row)
     if isinstance(count, int):
         count *= jax.lax.axis_size(columns.names)
@@ -199,13 +199,6 @@ def _loss(
 def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Broadcasts a row's number to the weights' shape, which is larger where only the weights are mapped."""
     return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
-
-
-def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The mask of the columns that count, if there is one."""
-    if inside is None:
-        return where
-    return (where[0] & inside,) if where else (inside,)
 
 
 def _exchange(

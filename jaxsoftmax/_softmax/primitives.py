@@ -311,17 +311,18 @@ def _log_softmax_cotangent_across(
 
 def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:
     """This device's part of an operation."""
-    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns.inside, shards), **row)
+    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns, shards), **row)
 
 
-def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The operands with neutral elements in place of padding."""
-    if inside is None:
-        return shards
+def _neutral(op: Op, columns: Columns, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The operands with a mask of what is not padding or, where the operation takes none, neutral elements for it."""
     first, *others = shards
+    if not op.is_linear:
+        return [first, *columns.within(others)]
+    if (inside := columns.inside) is None:
+        return shards
     fill = 0.0 if op is Op.SOFTMAX_TANGENT else -jnp.inf
-    first = jnp.where(inside, first, jnp.asarray(fill, first.dtype))
-    return [first, *(x if x.dtype == bool else jnp.where(inside, x, jnp.zeros_like(x)) for x in others)]
+    return [jnp.where(inside, x, jnp.asarray(fill if x is first else 0.0, x.dtype)) for x in shards]
 
 
 _ACROSS: dict[Op, Callable[..., jax.Array | Stats]] = {

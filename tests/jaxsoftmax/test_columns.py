@@ -201,7 +201,7 @@ MUTANTS: list[tuple[str, Any, Mutant]] = [
     ("losses", row_losses, Mutant("a device's numbers are lost", "all_gather", _one_lost)),
     ("losses", row_losses, Mutant("sums of devices are added unweighed", "merge_over", _not_weighed)),
     ("losses", row_losses, Mutant("smoothed labels are shared by fewer columns", "gradient_of_part", _own_count)),
-    ("options", row_losses, Mutant("padding counts beside a mask", "_within", lambda within, inside, where: where)),
+    ("options", sharding, Mutant("padding counts beside a mask", "_inside", lambda inside, *_: None)),
     ("rows", sharding, Mutant("padding counts", "_inside", lambda inside, *_: None)),
     ("rows", primitives, Mutant("a device's state is lost", "all_gather", _one_lost)),
     ("rows", primitives, Mutant("states of devices are added unweighed", "merge_over", _not_weighed)),
