@@ -214,7 +214,7 @@ def _exchange(
     axes, names = row["axes"], columns.names
     local, cols = _local_labels(columns, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
-    numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
+    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
     label = jnp.where(here.squeeze(axes), label_logit_gathered(x, jnp.where(here, local, 0), **row), 0.0)
     count = _count(x, where, **row)
     counts = () if isinstance(count, int) else (count,)

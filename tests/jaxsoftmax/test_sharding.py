@@ -215,6 +215,13 @@ def test_sharded_rows_exchange_numbers_and_whole_ones_nothing(
     assert set(collectives(xla, put(X, COLUMNS))) == {"all-reduce"}
 
 
+def test_a_gather_of_logits_is_seen() -> None:
+    gathers = jax.jit(lambda x: jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh(), P("d"))))
+    compiled = gathers.lower(put(X, COLUMNS)).compile()
+    assert exchanges(compiled) == [[("all-gather", "f32", X.size // 4)]]
+    assert not gathers_only_numbers(compiled)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_shifted_holes(stand_ins: Any, name: str) -> None:
     x = X.at[0, 0].set(-jnp.inf).at[0, 0, 5].set(1.0).at[1].add(64.0 if name == "cross_entropy" else 1e4)
