@@ -312,10 +312,7 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 
 
 def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, **params: Any) -> list[jax.Array]:
-    """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each.
-
-    The candidates lie in the order of the columns, so that of equal ones the lower index comes first.
-    """
+    """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
     local, names = x.shape[-1], columns.names
     first = jax.lax.axis_index(names) * local
     x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
@@ -323,7 +320,7 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
     mine[1] += first
     values, indices, *stats = all_gather(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
-    # XLA sorts 16-bit keys and their places as one word. Without a scale the values are the operand's.
+    # In the order of the columns, as ties need. XLA sorts 16-bit keys and their places as one word.
     keys, at = _lax_top_k(values.astype(x.dtype) if params["scale"] == 1.0 else values, k)
     found = [keys.astype(values.dtype), jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
     return _completed(found, normalizes, x.dtype)
