@@ -320,8 +320,9 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
     mine[1] += first
     values, indices, *stats = all_gather(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
-    values, at = _lax_top_k(values, k)
-    found = [values, jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
+    # In the order of the columns, as ties need. XLA sorts 16-bit keys and their places as one word.
+    keys, at = _lax_top_k(values.astype(x.dtype) if params["scale"] == 1.0 else values, k)
+    found = [keys.astype(values.dtype), jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
     return _completed(found, normalizes, x.dtype)
 
 

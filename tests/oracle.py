@@ -181,6 +181,37 @@ def cross_entropy(
     return CrossEntropy(loss, lse, whole(gradient), np.abs(terms), np.abs(whole(sizes)), stats(z, -1, mask), *totals)
 
 
+def cross_entropy_cotangent(
+    x: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike,
+    of_p: ArrayLike,
+    maximum: ArrayLike,
+    total: ArrayLike,
+    count: ArrayLike,
+    where: ArrayLike | None = None,
+    *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
+) -> tuple[Array, Array]:
+    """`of_p * p - weights * q` times the slope of `z`, for some columns of rows whose state is given; and its terms."""
+    labels = np.asarray(labels)[:, None]
+    weights, of_p, maximum, total, count = (_widen(n)[:, None] for n in (weights, of_p, maximum, total, count))
+    z, mask = _widen(x) * scale, np.broadcast_to(True if where is None else where, np.shape(x))
+    with np.errstate(all="ignore"):
+        slope = slope_terms = np.full(z.shape, scale)
+        if soft_cap is not None:
+            z = soft_cap * np.tanh(z / soft_cap)
+            slope, slope_terms = (scale * (1 + sign * (z / soft_cap) ** 2) for sign in (-1, 1))
+        p = np.where(mask, np.exp(z - maximum) / total, 0.0)
+        onehot = np.arange(z.shape[-1]) == labels
+        q = (1 - smoothing) * onehot + np.where(mask, smoothing / count, 0.0)
+        live = (labels >= 0) & (mask | onehot)
+        parts = (of_p * p - weights * q) * slope, (np.abs(of_p) * p + np.abs(weights) * q) * np.abs(slope_terms)
+    return np.where(live, parts[0], 0.0), np.where(live, parts[1], 0.0)
+
+
 def _widen(x: ArrayLike) -> Array:
     return np.asarray(x).astype(np.float64)
 

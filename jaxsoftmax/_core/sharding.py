@@ -42,6 +42,12 @@ class Columns(NamedTuple):
         """The mesh axes of all shardings."""
         return tuple(name for sharding in self.shardings for name in sharding.names)
 
+    def within(self, where: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The mask of the columns that count, if there is one, for columns under a mask if there is one."""
+        if self.inside is None:
+            return where
+        return (where[0] & self.inside,) if where else (self.inside,)
+
 
 class Shard(NamedTuple):
     """One device's part of a problem: the operands' and outputs' shardings, and what computes it."""
@@ -139,12 +145,11 @@ def _inside(shardings: Sequence[AxisSharding], axes: Shape, shape: Shape) -> jax
 
 
 def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
-    """The parts of all devices, stacked in front, by one all-reduce of their bits, each device's in its own slot."""
+    """The parts of all devices, stacked in front, by one collective of their bits."""
     words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
-    mine = jnp.concatenate([word.ravel() for word in words])
-    slots = jnp.zeros((jax.lax.axis_size(names), mine.size), mine.dtype).at[jax.lax.axis_index(names)].set(mine)
     ends = list(itertools.accumulate(word.size for word in words))
-    everyone = jnp.split(jax.lax.psum(slots, names), ends[:-1], -1)
+    mine = jnp.concatenate([word.ravel() for word in words])
+    everyone = jnp.split(jax.lax.all_gather(mine, names), ends[:-1], -1)
     return [
         jax.lax.bitcast_convert_type(all_words.reshape(-1, *word.shape), part.dtype)
         for all_words, word, part in zip(everyone, words, parts, strict=True)

@@ -122,8 +122,8 @@ def softmax_cross_entropy_with_integer_labels(
             any, even 1, the gradient is written when the loss is computed.
         return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
             being known in the forward pass, the gradient is then written afterwards, by XLA, even if there are weights.
-        implementation: None, "xla" or "mosaic_gpu", as for `softmax`. No kernel computes the gradient of a vocabulary
-            that is sharded, of a logsumexp, or of logits that broadcast over labels: named, it is an error there.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`. No kernel computes the gradient of a logsumexp,
+            or of logits that broadcast over labels: named, it is an error there.
 
     Returns:
         The rows' losses, in the shape to which the logits without `axis`, `labels` and `where` broadcast; or a pair of

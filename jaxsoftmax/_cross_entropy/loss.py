@@ -50,7 +50,7 @@ def cross_entropy_across(columns: Columns, rows: Rows, *operands: jax.Array, **r
     """The losses of sharded rows, of which this device has some columns."""
 
     def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
-        return _exchange(columns, rows, x, labels, _within(columns.inside, where), all_rows, **row)[0]
+        return _exchange(columns, rows, x, labels, columns.within(where), all_rows, **row)[0]
 
     return _losses(terms_of, *operands, **row)
 
@@ -86,14 +86,30 @@ def cross_entropy_gradient_across(
     columns: Columns, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
     """The losses of sharded rows, and the gradient of this device's columns."""
-    masks = _within(columns.inside, where)
+    masks = columns.within(where)
     terms, local = _exchange(columns, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
-    of_p = reference.weight_of_p(weights, log_normalizer(known), row["z_loss"])
     count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
-    mask = masks[0] if masks else None
-    slope = reference.cross_entropy_slope(x, local, mask, of_p, weights, known, count=count, **row)
-    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), slope.astype(x.dtype)]
+    gradient = gradient_of_part(rows, x, local, weights, known, count, masks, **row)
+    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
+
+
+def gradient_of_part(
+    rows: Rows,
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    known: Stats,
+    count: Any,
+    where: Sequence[jax.Array],
+    *,
+    z_loss: float,
+    **row: Any,
+) -> jax.Array:
+    """The weighted gradient of this device's columns, from the states and the count of columns of the whole rows."""
+    of_p = reference.weight_of_p(weights, log_normalizer(known), z_loss)
+    count = jnp.full_like(known.sum, count) if isinstance(count, int) else jnp.maximum(count, 1)
+    return rows(Op.CROSS_ENTROPY_COTANGENT, x, labels, weights, of_p, *known, count, *where, **row)
 
 
 def of_this_device(
@@ -103,7 +119,7 @@ def of_this_device(
 
     It exchanges nothing, or the count where a mask decides which columns share smoothed labels.
     """
-    axes, where = row["axes"], _within(columns.inside, where)
+    axes, where = row["axes"], columns.within(where)
     count = _count(x, where, **row)
     if isinstance(count, int):
         count *= jax.lax.axis_size(columns.names)
@@ -185,13 +201,6 @@ def _of_all(number: jax.Array, weights: jax.Array, axes: tuple[int, ...]) -> jax
     return jnp.broadcast_arrays(number, weights.squeeze(axes))[0]
 
 
-def _within(inside: jax.Array | None, where: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The mask of the columns that count, if there is one."""
-    if inside is None:
-        return where
-    return (where[0] & inside,) if where else (inside,)
-
-
 def _exchange(
     columns: Columns,
     rows: Rows,
@@ -205,7 +214,7 @@ def _exchange(
     axes, names = row["axes"], columns.names
     local, cols = _local_labels(columns, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)
-    numbers = rows(Op.CROSS_ENTROPY, x, _reading(jnp.minimum(labels, 0), all_rows), *where, **row)
+    numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
     label = jnp.where(here.squeeze(axes), label_logit_gathered(x, jnp.where(here, local, 0), **row), 0.0)
     count = _count(x, where, **row)
     counts = () if isinstance(count, int) else (count,)

@@ -210,10 +210,10 @@ def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.A
     return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
 
 
-def _to_logits_across(columns: Columns, _: Any, *operands: jax.Array, **row: Any) -> jax.Array:
+def _to_logits_across(columns: Columns, rows: Any, *operands: jax.Array, **row: Any) -> jax.Array:
     x, labels, weights, maximum, total, *where = operands
     labels, mask, count = row_losses.of_this_device(columns, x, labels, where, **row)
-    return _to_logits(x, labels, weights, maximum, total, *mask, count=count, **row)
+    return row_losses.gradient_of_part(rows, x, labels, weights, Stats(maximum, total), count, mask, **row)
 
 
 def _without_states(operands: Sequence[Any]) -> list[Any]:
@@ -321,7 +321,7 @@ ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradien
 pe.dce_rules[_GRADIENT] = _without_gradient
 
 # The gradient's kernel computes the states again, but reads and writes as fast as a copy does. Of a row that is
-# sharded, as where no kernel takes it, XLA uses those that are known.
+# sharded another one uses those that are known, as XLA does where no kernel takes it.
 _TO_LOGITS = implement(
     "cross_entropy_cotangent",
     Computation(

@@ -8,7 +8,7 @@ both there is forward mode and every higher order too.
 A `Computation` says how a primitive is lowered: its reference, its kernel, and its form for sharded rows. Other topics
 implement their own primitives by the same row operations. A kernel takes operands as `[rows, cols]`, or as
 `[rows, cols, inner]`: a `View` lays them out. The devices of sharded rows merge their states, which are elements of the
-monoid, by one all-reduce.
+monoid, by one all-gather.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class Computation:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
 
         def across(columns: Columns, *shards: jax.Array) -> list[jax.Array]:
-            if named and "full" in results:
+            if named and "full" in results and not self.op.has_labels:
                 raise checks.no_kernel(named, _SHARDED_ROWS)
             return jax.tree.leaves(self.across(columns, rows, *shards, **params))
 
@@ -282,8 +282,8 @@ def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, *
 
 def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
     """This device's columns of softmax's (co)tangent."""
-    slope = jax.lax.psum(reference.row_dot(y, t, axes=row["axes"]), names)
-    return reference.softmax_tangent(y, t, **row, slope=slope)
+    (slopes,) = all_gather(names, reference.row_dot(y, t, axes=row["axes"]))
+    return reference.softmax_tangent(y, t, **row, slope=slopes.sum(0))
 
 
 def _log_softmax_tangent_across(
@@ -311,17 +311,18 @@ def _log_softmax_cotangent_across(
 
 def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:
     """This device's part of an operation."""
-    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns.inside, shards), **row)
+    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns, shards), **row)
 
 
-def _neutral(op: Op, inside: jax.Array | None, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The operands with neutral elements in place of padding."""
-    if inside is None:
-        return shards
+def _neutral(op: Op, columns: Columns, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The operands with a mask of what is not padding or, where the operation takes none, neutral elements for it."""
     first, *others = shards
+    if not op.is_linear:
+        return [first, *columns.within(others)]
+    if (inside := columns.inside) is None:
+        return shards
     fill = 0.0 if op is Op.SOFTMAX_TANGENT else -jnp.inf
-    first = jnp.where(inside, first, jnp.asarray(fill, first.dtype))
-    return [first, *(x if x.dtype == bool else jnp.where(inside, x, jnp.zeros_like(x)) for x in others)]
+    return [jnp.where(inside, x, jnp.asarray(fill if x is first else 0.0, x.dtype)) for x in shards]
 
 
 _ACROSS: dict[Op, Callable[..., jax.Array | Stats]] = {

@@ -187,6 +187,8 @@ def priority(problem: Problem, device: Device) -> tuple[str, ...]:
     t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
     if row_bytes > t.online_bytes and rows < device.sm_count:
         return ("grid",)
+    if problem.op.takes_stats:
+        return ("online",)
     many = _is_plain(problem) and rows >= t.many_rows_per_sm * device.sm_count
     if row_bytes <= (t.block_bytes_of_many if many else t.block_bytes):
         return ("warp", "block", "cluster", "grid", "online")

@@ -26,8 +26,8 @@ Scratch = Mapping[str, Any]  # by name, a type of reference or a list of them
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
-def unsupported_reason(problem: Problem) -> str | None:
-    """Why no kernel takes the problem."""
+def unsupported_reason(problem: Problem, *, takes_stats: bool = False) -> str | None:
+    """Why no kernel takes the problem, or none but one that `takes_stats` of the rows as operands."""
     if problem.dtype.name not in DTYPES:
         return f"kernels take {', '.join(DTYPES)}; the input is {problem.dtype.name}"
     if problem.inner > 1:
@@ -40,6 +40,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"{problem.rows} rows do not fit a grid of 2^31 blocks"
     if problem.cols >= 2**31 - 1024:
         return f"columns are counted in 32 bits; there are {problem.cols}"
+    if problem.op.takes_stats and not takes_stats:
+        return "it computes the rows' statistics, and here they are given"
     return _unsupported_loss(problem)
 
 
@@ -53,6 +55,8 @@ def _unsupported_loss(problem: Problem) -> str | None:
         return f"kernels take a soft cap of 2^-100 to 2^100; it is {problem.soft_cap}"
     if problem.smoothing and problem.where != "none":
         return "kernels smooth labels over all columns, not over those that a mask holds"
+    if problem.op.takes_stats and problem.soft_cap is None and math.frexp(problem.scale)[0] not in (0.5, -0.5):
+        return f"a given maximum is exact for a scale that is a power of two; it is {problem.scale}"
     return None
 
 
@@ -62,7 +66,7 @@ class Operands:
 
     problem: Problem
     inputs: tuple[jax.Ref, ...]
-    of_rows: tuple[jax.Ref, ...]  # labels, weights
+    of_rows: tuple[jax.Ref, ...]  # as the operation's `row_operands` names them
     mask: jax.Ref | None
     outputs: tuple[jax.Ref, ...]
 
@@ -84,9 +88,18 @@ class Operands:
         if not self.problem.op.gives_rows:
             return LabelOperands(labels)
         weights = row_scalars.load(self.of_rows[1], row, tile, fill=0)
-        logits = self.soft_capped(self._scaled(row_scalars.load_element(self.inputs[0], row, labels, tile)))
-        held = None if self.mask is None else row_scalars.load_element(self.mask, row, labels, tile)
-        return LabelOperands(labels, weights, logits, held)
+        columns = labels
+        if self.problem.op.takes_stats:
+            columns = jnp.where(labels < self.problem.cols, labels, jnp.full_like(labels, IGNORED))
+        logits = self.soft_capped(self._scaled(row_scalars.load_element(self.inputs[0], row, columns, tile)))
+        held = None if self.mask is None else row_scalars.load_element(self.mask, row, columns, tile)
+        return LabelOperands(labels, weights, logits, held, columns)
+
+    def given_stats(self, label_operands: LabelOperands | None, row: Index, tile: vectors.RegisterTile) -> RowStats:
+        """Loads the statistics of the tile's rows, where they are operands."""
+        assert label_operands is not None
+        rest = [row_scalars.load(ref, row, tile, fill=0) for ref in self.of_rows[2:]]
+        return row_ops.given(self.problem, label_operands, rest)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
         """Scales float32 values to logits in their unit, or to the argument of `soft_capped`."""
@@ -176,7 +189,8 @@ class Operands:
             return
         value = row_ops.at_labels(self.problem, stats, label_operands, row_ops.exp_for(self.problem))
         value = value.astype(self.problem.dtype)
-        row_scalars.store_element(self.outputs[0], row, label_operands.labels, value, tile, **slice_args)
+        assert label_operands.columns is not None
+        row_scalars.store_element(self.outputs[0], row, label_operands.columns, value, tile, **slice_args)
 
     def store_stats(
         self, stats: RowStats, label_operands: LabelOperands | None, row: jax.Array, tile: vectors.RegisterTile

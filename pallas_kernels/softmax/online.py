@@ -2,7 +2,7 @@
 
 Previous kernel: block, in staged.py (the row is resident on chip). Changes: the row streams through registers, piece
 after piece, and a running (max, sum) is folded over the pieces. A second pass writes; it runs backwards, so that it
-finds in L2 what the first pass read last.
+finds in L2 what the first pass read last. Where the statistics are operands, the second pass is the only one.
 Traffic: 2 reads, 1 write, less what L2 still holds. Source: Milakov & Gimelshein 2018, arXiv:1805.02867.
 """
 
@@ -31,7 +31,7 @@ _ADDED = 32
 
 def unsupported(problem: Problem, device: Device) -> str | None:
     """Declines only what no kernel takes."""
-    return unsupported_reason(problem)
+    return unsupported_reason(problem, takes_stats=True)
 
 
 def _fold(
@@ -83,7 +83,7 @@ def _steps(problem: Problem, tile: vectors.RegisterTile, warpgroups: int) -> int
     return -(-problem.max_vectors // (WARPGROUP * tile.registers * warpgroups))
 
 
-def _body(operands: Operands, *, slots: jax.Ref, config: OnlineConfig, buffer: ReductionBuffer) -> None:
+def _body(operands: Operands, *, slots: jax.Ref | None = None, config: OnlineConfig, buffer: ReductionBuffer) -> None:
     problem = operands.problem
     op, exp = problem.op, row_ops.exp_for(problem)
     row = lax.axis_index("rows")
@@ -92,9 +92,15 @@ def _body(operands: Operands, *, slots: jax.Ref, config: OnlineConfig, buffer: R
     chunk = WARPGROUP * config.registers
     steps = _steps(problem, tile, config.warpgroups)
     label_operands = operands.label_operands(row, tile)
-    partial = _partial_stats(operands, row, label_operands, tile, config.warpgroups, warpgroup)
-    partials = reduce.block_gather(buffer, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups)
-    stats = row_ops.with_factors(problem, row_ops.merge(problem, partials, buffer.layout, exp, tile), label_operands)
+    if slots is None:
+        stats = operands.given_stats(label_operands, row, tile)
+    else:
+        partial = _partial_stats(operands, row, label_operands, tile, config.warpgroups, warpgroup)
+        partials = reduce.block_gather(
+            buffer, partial, tile.layout.reduce(1), warpgroup, slots.at[0], config.warpgroups
+        )
+        merged = row_ops.merge(problem, partials, buffer.layout, exp, tile)
+        stats = row_ops.with_factors(problem, merged, label_operands)
     if op.gives_stats:
         pl.when(warpgroup == 0)(lambda: operands.store_stats(stats, label_operands, row, tile))
     if not op.gives_rows:
@@ -118,5 +124,5 @@ def run(problem: Problem, config: OnlineConfig, *operands: jax.Array) -> Results
         name="online",
         grid=problem.rows,
         warpgroups=config.warpgroups,
-        scratch={"slots": buffer.scratch},
+        scratch={} if problem.op.takes_stats else {"slots": buffer.scratch},
     )

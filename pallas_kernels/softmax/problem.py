@@ -23,12 +23,13 @@ class Op(enum.StrEnum):
     LOG_SOFTMAX_COTANGENT = "log_softmax_cotangent"
     CROSS_ENTROPY = "cross_entropy"
     CROSS_ENTROPY_GRADIENT = "cross_entropy_gradient"
+    CROSS_ENTROPY_COTANGENT = "cross_entropy_cotangent"
 
     @property
     def streams(self) -> int:
         """Arrays of the rows' size that the operation must read or write at least once."""
-        one, two = ("stats", "cross_entropy"), ("softmax", "log_softmax", "cross_entropy_gradient")
-        return 1 if self.value in one else 2 if self.value in two else 3
+        one, three = ("stats", "cross_entropy"), ("softmax_tangent", "log_softmax_tangent", "log_softmax_cotangent")
+        return 1 if self.value in one else 3 if self.value in three else 2
 
     @property
     def is_linear(self) -> bool:
@@ -37,8 +38,12 @@ class Op(enum.StrEnum):
 
     @property
     def row_operands(self) -> tuple[str, ...]:
-        """The operands with one value for each row, which follow the others: int32 labels, float32 weights."""
-        return {"cross_entropy": ("labels",), "cross_entropy_gradient": ("labels", "weights")}.get(self.value, ())
+        """The operands with one value for each row, which follow the others: int32 labels, and float32."""
+        return {
+            "cross_entropy": ("labels",),
+            "cross_entropy_gradient": ("labels", "weights"),
+            "cross_entropy_cotangent": ("labels", "weights", "of_p", "max", "sum", "count"),
+        }.get(self.value, ())
 
     @property
     def has_labels(self) -> bool:
@@ -52,7 +57,12 @@ class Op(enum.StrEnum):
     @property
     def gives_stats(self) -> bool:
         """Whether the rows' statistics are results: they are the last ones, each with one value for each row."""
-        return self.value == "stats" or self.has_labels
+        return self.value == "stats" or (self.has_labels and not self.takes_stats)
+
+    @property
+    def takes_stats(self) -> bool:
+        """Whether the rows' statistics are operands, so that a kernel reduces nothing."""
+        return "max" in self.row_operands
 
 
 class Rule(NamedTuple):

@@ -223,6 +223,29 @@ def cross_entropy_gradient(
     return (out.astype(x.dtype), *values)
 
 
+def cross_entropy_cotangent(
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    of_p: jax.Array,
+    maximum: jax.Array,
+    total: jax.Array,
+    count: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    **options: Any,
+) -> jax.Array:
+    """`cross_entropy_slope` in `x`'s dtype, for some columns of rows whose states and `count` are of all columns.
+
+    The label of a row that has it elsewhere is past the last column.
+    """
+    known = Stats(maximum, total)
+    return cross_entropy_slope(x, labels, where, of_p, weights, known, axes=axes, count=count, **options).astype(
+        x.dtype
+    )
+
+
 def cross_entropy_slope(
     x: jax.Array,
     labels: jax.Array,

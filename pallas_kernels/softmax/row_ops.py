@@ -33,13 +33,15 @@ class RowStats(NamedTuple):
 class LabelOperands(NamedTuple):
     """The per-row operands of a tile: labels and, for the gradient, weights and the labels' logits.
 
-    `held` is 0 where a mask excludes the label, None without a mask.
+    `held` is 0 where a mask excludes the label, None without a mask. `columns` are the labels, and negative where a row
+    is ignored or its label is in another part of the row.
     """
 
     labels: jax.Array
     weights: jax.Array | None = None
     logits: jax.Array | None = None
     held: jax.Array | None = None
+    columns: jax.Array | None = None
 
 
 def oob_fill(problem: Problem) -> tuple[float, ...]:
@@ -72,7 +74,7 @@ def rescaled(problem: Problem) -> tuple[bool, ...]:
 
 def has_total(problem: Problem) -> bool:
     """Whether the cross entropy's logits themselves are summed too."""
-    return problem.op.has_labels and problem.smoothing != 0
+    return problem.op.has_labels and not problem.op.takes_stats and problem.smoothing != 0
 
 
 def num_values(problem: Problem) -> int:
@@ -169,6 +171,20 @@ def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperand
     return RowStats(stats.max, stats.sums, (slope * (1.0 / total), *smooth))
 
 
+def given(problem: Problem, label_operands: LabelOperands, rest: Sequence[jax.Array]) -> RowStats:
+    """The statistics and factors that come as operands: `rest` follows the weights."""
+    of_p, maximum, total, count = rest
+    weights = label_operands.weights
+    assert weights is not None
+    read = label_operands.labels >= 0
+    factors = [of_p * problem.scale * (1.0 / total)]
+    if problem.smoothing:
+        factors.append(weights * (problem.scale * problem.smoothing) * (1.0 / count))
+    maximum = maximum if problem.unit == 1.0 else maximum * (1.0 / problem.unit)
+    maximum, *factors = (jnp.where(read, x, jnp.zeros_like(x)) for x in (maximum, *factors))
+    return RowStats(maximum, (), tuple(factors))
+
+
 def result(
     problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, broadcast: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
@@ -179,7 +195,7 @@ def result(
         return out if problem.scale == 1.0 else out * problem.scale
     if op is Op.SOFTMAX:
         return decay(first, broadcast(stats.max), exp=exp) * broadcast(1.0 / stats.sums[0])
-    if op is Op.CROSS_ENTROPY_GRADIENT:
+    if op.has_labels:
         out = decay(first, broadcast(stats.max), exp=exp) * broadcast(stats.factors[0])
         for factor in stats.factors[1:]:
             out = out - broadcast(factor)

@@ -1,8 +1,10 @@
-"""What tests of sharding share: meshes of the eight CPUs, and how often the devices of a compiled program exchange."""
+"""What tests of sharding share: meshes of the eight CPUs, and what the devices of a compiled program exchange."""
 
+import collections
+import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +22,22 @@ def put(x: Any, spec: P, on: Mesh | None = None) -> jax.Array:
     return jax.device_put(x, NamedSharding(on or mesh(), spec))
 
 
+class Exchange(NamedTuple):
+    """One array that a collective gives each device."""
+
+    kind: str
+    dtype: str
+    size: int
+
+
+def exchanges(compiled: Any) -> list[list[Exchange]]:
+    """The collectives of a program, each with its arrays."""
+    found = re.findall(rf"= (\(.*?\)|\S+) ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
+    arrays = [(kind, re.findall(r"(\w+)\[([\d,]*)\]", types)) for types, kind in found]
+    size = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
+    return [[Exchange(kind, dtype, size(shape)) for dtype, shape in of_one] for kind, of_one in arrays]
+
+
 def collectives(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
     """How often each collective is in the compiled program."""
     return count(jax.jit(function).lower(*operands).compile())
@@ -27,5 +45,10 @@ def collectives(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
 
 def count(compiled: Any) -> dict[str, int]:
     """How often each collective is in a program."""
-    counts = {name: len(re.findall(rf"= [^=]*? {name}(?:-start)?\(", compiled.as_text())) for name in COLLECTIVES}
-    return {name: count for name, count in counts.items() if count}
+    return dict(collections.Counter(arrays[0].kind for arrays in exchanges(compiled)))
+
+
+def gathers_only_numbers(compiled: Any) -> bool:
+    """Whether every array that is gathered is the bits of rows' numbers, as logits never are."""
+    arrays = [array for arrays in exchanges(compiled) for array in arrays]
+    return all(array.dtype == "s32" for array in arrays if array.kind == "all-gather")

@@ -16,7 +16,7 @@ import jaxsoftmax
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.softmax.problem import Op
 from tests.jaxsoftmax.calls import CALLS, CT, LENGTHS, MASK, MORE, QKV, Operands, X, attention, cross_entropy, normal
-from tests.jaxsoftmax.sharded import COLLECTIVES, collectives, count, mesh, put
+from tests.jaxsoftmax.sharded import COLLECTIVES, collectives, count, exchanges, gathers_only_numbers, mesh, put
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -55,43 +55,43 @@ def placed(operands: Operands, specs: dict[str, P], on: Mesh) -> Operands:
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 D, DM, BOTH, HEADS, COLUMNS = P("d"), P("d", "m"), P(("d", "m")), P("d", None, "m"), P("d", None, "m")
 ALL_COLUMNS = P(None, None, ("d", "m"))
-NOTHING, SUMS, ANY = set(), {"all-reduce"}, set(COLLECTIVES)
+NOTHING, SUMS, NUMBERS, ANY = set(), {"all-reduce"}, {"all-gather", "all-reduce"}, set(COLLECTIVES)
 REFERENCE, STAND_IN = "reference", "stand-in"
 CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
     ("softmax", AUTO, STAND_IN, NOTHING, {"x": P(None, "m")}),
     ("softmax", AUTO, REFERENCE, SUMS, {"x": ALL_COLUMNS}),
-    ("softmax", EXPLICIT, STAND_IN, SUMS, {"x": COLUMNS, "where": D}),
+    ("softmax", EXPLICIT, STAND_IN, NUMBERS, {"x": COLUMNS, "where": D}),
     ("softmax", EXPLICIT, STAND_IN, NOTHING, {"x": D, "where": D}),
     ("softmax", EXPLICIT, REFERENCE, NOTHING, {"where": D}),
     ("softmax", EXPLICIT, STAND_IN, ANY, {"x": P(), "where": D}),
     ("softmax", EXPLICIT, REFERENCE, ANY, {"x": D, "where": P()}),
     ("log_softmax", AUTO, STAND_IN, NOTHING, {"x": BOTH}),
     ("log_softmax", EXPLICIT, STAND_IN, NOTHING, {"x": DM}),
-    ("log_softmax", EXPLICIT, STAND_IN, SUMS, {"x": P(None, None, "d")}),
+    ("log_softmax", EXPLICIT, STAND_IN, NUMBERS, {"x": P(None, None, "d")}),
     ("logsumexp", AUTO, REFERENCE, NOTHING, {"a": P(None, "d")}),
-    ("logsumexp", EXPLICIT, STAND_IN, SUMS, {"a": P("m", None, "d"), "where": P("m")}),
+    ("logsumexp", EXPLICIT, STAND_IN, NUMBERS, {"a": P("m", None, "d"), "where": P("m")}),
     ("logsumexp", EXPLICIT, STAND_IN, ANY, {"a": P(), "where": D}),
     ("cross_entropy", AUTO, STAND_IN, NOTHING, {"logits": BOTH, "labels": BOTH, "where": BOTH}),
     ("cross_entropy", AUTO, REFERENCE, SUMS, {"logits": ALL_COLUMNS}),
     ("cross_entropy", EXPLICIT, STAND_IN, NOTHING, {"logits": DM, "labels": DM, "where": D}),
     ("cross_entropy", EXPLICIT, REFERENCE, ANY, {"logits": P(None, None, "m"), "labels": D, "where": D}),
     ("cross_entropy", EXPLICIT, STAND_IN, ANY, {"logits": DM}),
-    ("cross_entropy", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS, "labels": D, "where": D}),
-    ("loss", AUTO, STAND_IN, SUMS, {"logits": ALL_COLUMNS}),
+    ("cross_entropy", EXPLICIT, STAND_IN, NUMBERS, {"logits": COLUMNS, "labels": D, "where": D}),
+    ("loss", AUTO, STAND_IN, NUMBERS, {"logits": ALL_COLUMNS}),
     # Outside of a context XLA gathers what the labels of rows without a mask pick; inside, nothing.
     ("loss", EXPLICIT, STAND_IN, ANY, {"logits": DM, "labels": DM}),
     ("loss", EXPLICIT, STAND_IN, ANY, {"logits": COLUMNS, "labels": D}),
-    ("masked loss", AUTO, STAND_IN, SUMS, {"logits": ALL_COLUMNS}),
-    ("masked loss", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS, "labels": D, "where": D}),
+    ("masked loss", AUTO, STAND_IN, NUMBERS, {"logits": ALL_COLUMNS}),
+    ("masked loss", EXPLICIT, STAND_IN, NUMBERS, {"logits": COLUMNS, "labels": D, "where": D}),
     ("weighted", AUTO, STAND_IN, NOTHING, {"logits": DM, "labels": DM, "weights": DM}),
-    ("weighted", AUTO, STAND_IN, SUMS, {"logits": ALL_COLUMNS}),
+    ("weighted", AUTO, STAND_IN, NUMBERS, {"logits": ALL_COLUMNS}),
     ("weighted", EXPLICIT, REFERENCE, NOTHING, {"logits": D, "labels": D, "weights": D}),
     ("weighted", EXPLICIT, STAND_IN, ANY, {"labels": D}),  # the compiler may cut and gather logits that lie on no mesh
-    ("weighted", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS, "labels": D, "weights": D}),
-    ("probabilities", AUTO, STAND_IN, SUMS, {"logits": P(None, None, "d"), "labels": P(None, None, "d")}),
+    ("weighted", EXPLICIT, STAND_IN, NUMBERS, {"logits": COLUMNS, "labels": D, "weights": D}),
+    ("probabilities", AUTO, STAND_IN, NUMBERS, {"logits": P(None, None, "d"), "labels": P(None, None, "d")}),
     ("probabilities", EXPLICIT, STAND_IN, NOTHING, {"logits": DM, "labels": DM}),
     ("top_k", EXPLICIT, STAND_IN, NOTHING, {"logits": DM}),
-    ("top_k", EXPLICIT, STAND_IN, SUMS, {"logits": COLUMNS}),
+    ("top_k", EXPLICIT, STAND_IN, NUMBERS, {"logits": COLUMNS}),
     ("attention", AUTO, STAND_IN, NOTHING, {"query": HEADS, "key": HEADS, "value": HEADS}),
     ("attention", AUTO, REFERENCE, NOTHING, {"query": BOTH, "key": BOTH, "value": BOTH}),
     ("attention", EXPLICIT, STAND_IN, NOTHING, dict.fromkeys(QKV, P(None, None, "m"))),
@@ -127,6 +127,7 @@ def test_derivatives(name: str, kind: AxisType, kernels: Any, may: set[str], spe
     got = compiled(cut)
     agree(got, want)
     assert set(count(compiled)) <= may
+    assert may is ANY or gathers_only_numbers(compiled)
     if kind is AUTO:
         alike = [(got["gradient"][n], cut[n]) for n in specs if n in got["gradient"] and may == NOTHING]
         assert all(x.sharding.is_equivalent_to(y.sharding, y.ndim) for x, y in alike)
@@ -160,38 +161,65 @@ ROWS: dict[str, Callable[..., jax.Array]] = {
     "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
     "cross_entropy": lambda x, **kw: cross_entropy(x, jnp.full_like(x.max(-1), 5, dtype=jnp.int32), **kw),
 }
+OPTIONS: dict[str, Callable[..., jax.Array]] = {
+    "smoothed": functools.partial(ROWS["cross_entropy"], label_smoothing=0.2, z_loss=0.01),
+    "weighted": functools.partial(ROWS["cross_entropy"], weights=0.5),
+}
 
 
 @pytest.mark.parametrize(
-    "name, mode, exchanges",
+    "name, mode, numbers",
     [
-        ("softmax", "forward", 1),
-        ("softmax", "vjp", 2),
-        ("softmax", "jvp", 2),
-        ("log_softmax", "forward", 1),
-        ("log_softmax", "vjp", 1),
-        ("log_softmax", "jvp", 1),
-        ("logsumexp", "forward", 1),
-        ("cross_entropy", "forward", 1),
-        ("cross_entropy", "vjp", 1),
-        ("cross_entropy", "jvp", 2),  # a sum over the gradient's part
+        ("softmax", "forward", [2]),
+        ("softmax", "vjp", [2, 1]),
+        ("softmax", "jvp", [2, 1]),
+        ("log_softmax", "forward", [2]),
+        ("log_softmax", "vjp", [3]),
+        ("log_softmax", "jvp", [3]),
+        ("logsumexp", "forward", [2]),
+        ("cross_entropy", "forward", [3]),
+        ("cross_entropy", "vjp", [3]),
+        ("cross_entropy", "jvp", [3]),
+        ("smoothed", "forward", [4]),
+        ("weighted", "vjp", [3]),
     ],
 )
-def test_cut_rows_need_one_exchange_and_whole_ones_none(stand_ins: Any, name: str, mode: str, exchanges: int) -> None:
-    function = functools.partial(MODES[mode], ROWS[name])
+def test_sharded_rows_exchange_numbers_and_whole_ones_nothing(
+    stand_ins: Any, name: str, mode: str, numbers: list[int]
+) -> None:
+    """Each exchange is one all-gather of so many numbers a row."""
+    function = functools.partial(MODES[mode], (ROWS | OPTIONS)[name])
     assert collectives(function, put(X, DM)) == {}
     assert {(p.rows, p.cols) for p in stand_ins.problems} >= {(4, 16)}
     stand_ins.problems.clear()
-    for spec in (COLUMNS, ALL_COLUMNS):
-        assert collectives(function, put(X, spec)) == {"all-reduce": exchanges}
+    # XLA itself adds up the product of a tangent and a gradient.
+    sums = [[("all-reduce", "f32")]] if (name, mode) == ("cross_entropy", "jvp") else []
+
+    def check(x: jax.Array, rows: int, devices: int) -> None:
+        found = exchanges(jax.jit(function).lower(x).compile())
+        assert [arrays for arrays in found if arrays[0].kind == "all-gather"] == [
+            [("all-gather", "s32", devices * rows * count)] for count in numbers
+        ]
+        others = [[array[:2] for array in arrays] for arrays in found if arrays[0].kind != "all-gather"]
+        assert others == sums
+
+    check(put(X, COLUMNS), 8, 2)
+    check(put(X, ALL_COLUMNS), 32, 8)
     assert not [p for p in stand_ins.ran(Op.SOFTMAX) if p[1] < 16], "a part of a row is not a row"
     with jax.set_mesh(mesh(EXPLICIT)):
-        x = jax.device_put(X, COLUMNS)
-        assert name == "logsumexp" or collectives(function, x) == {"all-reduce": exchanges}
+        if name != "logsumexp":
+            check(jax.device_put(X, COLUMNS), 8, 2)
         assert collectives(function, jax.device_put(X, P("d", "m", None))) == {}
-    xla = functools.partial(MODES[mode], functools.partial(ROWS[name], implementation="xla"))
+    xla = functools.partial(MODES[mode], functools.partial((ROWS | OPTIONS)[name], implementation="xla"))
     assert collectives(xla, put(X, DM)) == {}
     assert set(collectives(xla, put(X, COLUMNS))) == {"all-reduce"}
+
+
+def test_a_gather_of_logits_is_seen() -> None:
+    gathers = jax.jit(lambda x: jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh(), P("d"))))
+    compiled = gathers.lower(put(X, COLUMNS)).compile()
+    assert exchanges(compiled) == [[("all-gather", "f32", X.size // 4)]]
+    assert not gathers_only_numbers(compiled)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -222,12 +250,12 @@ def test_cut_rows_far_from_zero(op: str) -> None:
 )
 def test_other_axes(stand_ins: Any, axis: Any, spec: P, counts: int) -> None:
     ours = functools.partial(jaxsoftmax.softmax, axis=axis)
-    assert collectives(ours, put(X, spec)) == ({"all-reduce": 1} if counts else {})
+    assert collectives(ours, put(X, spec)) == ({"all-gather": 1} if counts else {})
     agree(jax.jit(ours)(put(X, spec)), jax.nn.softmax(X, axis))
 
 
 COLUMNS_LEFT: dict[str, Callable[..., jax.Array]] = ROWS | {
-    "smoothed": functools.partial(ROWS["cross_entropy"], label_smoothing=0.2, z_loss=0.01),
+    "smoothed": OPTIONS["smoothed"],
     "softly capped": functools.partial(ROWS["cross_entropy"], logits_soft_cap=30.0),
     "over two axes": lambda x, **kw: cross_entropy(x[:, :3], 4 * jnp.arange(8), (1, 2), **kw),
 }

@@ -119,6 +119,9 @@ def operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
         labels = _labels(problem, rng)
         x[labels == IGNORED] = NAN
         of_rows = [labels, _weights(problem, rng)][: len(problem.op.row_operands)]
+    if problem.op.takes_stats:
+        of_rows[0] = np.where(np.arange(problem.rows) % 4 == 2, problem.cols + labels + 2, labels).astype(np.int32)
+        of_rows += _of_whole_rows(problem, x, of_rows[1], rng)
     arrays = [jnp.asarray(x, problem.dtype), *map(jnp.asarray, of_rows)]
     if problem.op.is_linear:
         arrays.append(jnp.asarray(rng.standard_normal(x.shape), problem.dtype))
@@ -127,12 +130,28 @@ def operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
     return tuple(arrays)
 
 
+def _of_whole_rows(problem: Problem, x: np.ndarray, weights: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """The factor of the probabilities, the states and the counts of rows of which `x` is a part.
+
+    In the rest of a row logits are smaller, as large, or larger. The factor is NaN where the weight is.
+    """
+    with np.errstate(all="ignore"):
+        z = problem.scale * np.asarray(jnp.asarray(x, problem.dtype)).astype(np.float64)
+        z = z if problem.soft_cap is None else problem.soft_cap * np.tanh(z / problem.soft_cap)
+        own = z.max(1)
+        rest = np.where(own == -np.inf, 0.0, own) + rng.choice((-5.0, 0.0, 5.0), problem.rows)
+        maximum = np.maximum(own, rest).astype(np.float32)
+        total = np.exp(z - maximum[:, None]).sum(1) + 3 * np.exp(rest - maximum)
+    of_p = weights * (1 + rng.random(problem.rows).astype(np.float32))
+    return [of_p, maximum, total.astype(np.float32), np.full(problem.rows, 3 * problem.cols, np.float32)]
+
+
 def shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes of `operands(problem)`."""
     shape = (problem.rows, problem.cols) + ((problem.inner,) if problem.inner > 1 else ())
     arrays = [jax.ShapeDtypeStruct(shape, problem.dtype)] * (2 if problem.op.is_linear else 1)
-    of_rows = {"labels": jnp.int32, "weights": jnp.float32}
-    arrays += [jax.ShapeDtypeStruct((problem.rows,), of_rows[name]) for name in problem.op.row_operands]
+    dtype = lambda name: jnp.int32 if name == "labels" else jnp.float32
+    arrays += [jax.ShapeDtypeStruct((problem.rows,), dtype(name)) for name in problem.op.row_operands]
     mask_shapes = {"none": [], "full": [shape], "shared": [(problem.cols,)]}[problem.where]
     return tuple(arrays + [jax.ShapeDtypeStruct(s, jnp.bool_) for s in mask_shapes])
 
@@ -190,5 +209,6 @@ def losses(kernel: Any, op: Op, dtype: jnp.dtype, rows: int, cols: int) -> list[
         {"z_loss": -0.3, "where": "full", "scale": -0.3},
         {"soft_cap": 30.0, "where": "shared"},
         {"smoothing": 0.25},
-    ]
+        {"where": "full", "scale": -0.5},
+    ][: 5 if op.takes_stats else 4]
     return [p for p in (dataclasses.replace(base, **change) for change in changes) if takes(kernel, p)]

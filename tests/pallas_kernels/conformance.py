@@ -80,6 +80,10 @@ def _truths(problem: Problem, operands: tuple[jax.Array, ...]) -> list[tuple[np.
         truth, size = _truth(problem, arrays)
         return [(truth.reshape(-1), size.reshape(-1))] if problem.op is Op.STATS else [(truth, size)]
     where = arrays.pop() if problem.where != "none" else None
+    if problem.op.takes_stats:
+        options = {name: getattr(problem, name) for name in ("scale", "soft_cap", "smoothing")}
+        truth, terms = oracle.cross_entropy_cotangent(*arrays, where, **options)
+        return [(truth, np.abs(truth) + np.fmax(terms, _flushed(arrays[3] * problem.scale)) * _rounding(problem))]
     return _loss_truths(problem, where, *arrays)
 
 
@@ -104,10 +108,13 @@ def _loss_truths(
         truths.append((want.total, ulps * want.total_terms + problem.cols * cap))
     if problem.op is Op.CROSS_ENTROPY:
         return truths
-    # The hardware's exponential flushes to zero before it is multiplied.
-    flushed = np.abs(np.where(read, tilted, 0.0)) * (_FLOAT32.tiny / _FLOAT32.eps)
-    terms = np.fmax(want.gradient_terms, flushed[:, None])
+    terms = np.fmax(want.gradient_terms, _flushed(np.where(read, tilted, 0.0)))
     return [(want.gradient, np.abs(want.gradient) + terms * _rounding(problem)), *truths]
+
+
+def _flushed(factors: np.ndarray) -> np.ndarray:
+    """What rows' results err by because the hardware's exponential flushes to zero before it is multiplied."""
+    return np.abs(factors)[:, None] * (_FLOAT32.tiny / _FLOAT32.eps)
 
 
 def _rounding(problem: Problem) -> float:

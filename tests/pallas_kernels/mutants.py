@@ -113,6 +113,10 @@ def _gradient(words: str, original: Any, fault: Any, kernels: tuple[str, ...] = 
     return KernelMutant(words, original, fault, kernels, Op.CROSS_ENTROPY_GRADIENT, form)
 
 
+def _given(words: str, original: Any, fault: Any, **form: Any) -> KernelMutant:
+    return KernelMutant(words, original, fault, ("online",), Op.CROSS_ENTROPY_COTANGENT, form)
+
+
 KERNEL_MUTANTS = (
     KernelMutant("exp(-inf - -inf) is not guarded", monoid.decay,
                  lambda decay, *a, exp=jnp.exp: wrong.never_guarded(*a, exp=exp), ("online", "grid"), Op.STATS),
@@ -163,6 +167,13 @@ KERNEL_MUTANTS = (
     _gradient("columns past the end count as the soft cap", vectors.select_inside,
               lambda inside, shape, row, first, tile, z, other: z, soft_cap=5.0),
     _gradient("the label counts where the mask excludes it", row_scalars.load_element, _held_at_label, where="full"),
+    _given("a label of another part of the row counts in this one", row_scalars.store_element,
+           lambda store, ref, row, column, *a, **k: store(ref, row, jnp.abs(column), *a, **k)),
+    _given("the maximum and the sum that are given are left out", row_ops.given,
+           lambda given, problem, labels, rest: given(problem, labels, [*rest[:1], *map(jnp.ones_like, rest[1:])])),
+    _given("the given count of columns is left out", row_ops.given,
+           lambda given, problem, labels, rest: given(problem, labels, [*rest[:3], jnp.ones_like(rest[3])]),
+           smoothing=0.1),
 )  # fmt: skip
 
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
@@ -224,7 +235,7 @@ _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 
 def _kernel_killer(mutant: KernelMutant) -> str:
-    extras = [] if mutant.op is not Op.CROSS_ENTROPY_GRADIENT else [mutant.op.value]
+    extras = [mutant.op.value] if mutant.op.has_labels else []
     extras += [f"`{name}` {value}" for name, value in mutant.form.items()]
     return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.ctas} blocks"] if mutant.config else [])])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import cases
@@ -101,13 +102,24 @@ def _interpreted_losses():
         yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
 
 
+def _interpreted_parts():
+    """The gradient of some columns, from states of whole rows, and its other forms."""
+    kernel, part = KERNELS["online"], Op.CROSS_ENTROPY_COTANGENT
+    for i, (config, cols) in enumerate([(None, 1001), (OnlineConfig(2, 1), 2048), (OnlineConfig(2, 1), 125)]):
+        case = _case(kernel, Problem(part, ROWS, cols, DTYPES[i]), config)
+        yield pytest.param(case, marks=pytest.mark.slow) if i else case
+    for i, form in enumerate(cases.losses(kernel, part, DTYPES[2], ROWS, 1001)):
+        form = dataclasses.replace(form, dtype=DTYPES[i % 3])
+        yield pytest.param(_case(kernel, form, OnlineConfig(2, 1)), marks=pytest.mark.slow)
+
+
 def _case(kernel: Any, problem: Problem, config: Any) -> cases.Case:
     return cases.default(kernel, problem) if config is None else cases.Case(kernel, problem, config)
 
 
 def _longest():
     """Rows of 19, 63 and 153 MiB, few: the exchange has more slots without a CTA than a CTA has threads."""
-    for i, op in enumerate(op for op in Op if op is not Op.CROSS_ENTROPY):
+    for i, op in enumerate(op for op in Op if op is not Op.CROSS_ENTROPY and not op.takes_stats):
         cols = 9_830_401 if DTYPES[i % 3].itemsize == 2 else 4_980_737
         yield cases.default(KERNELS["grid"], Problem(op, 3, cols, DTYPES[i % 3]))
     yield cases.default(KERNELS["grid"], Problem(Op.SOFTMAX, 2, 33_030_145, DTYPES[1]))
@@ -150,6 +162,12 @@ def _losses_on_gpu():
                 forms = forms if cols == middle else forms[:2] if cols == supported[-1] else []
                 forms += cases.losses(kernel, sums, dtype, problem.rows, cols)[:1] if cols == middle else []
                 yield from (cases.default(kernel, form) for form in forms)
+    online, part = KERNELS["online"], Op.CROSS_ENTROPY_COTANGENT
+    for dtype, cols in itertools.product(DTYPES, (1001, 50257, 128256)):
+        yield cases.default(online, Problem(part, _rows_on_gpu(cols), cols, dtype))
+        if cols == 50257:
+            forms = cases.losses(online, part, dtype, _rows_on_gpu(cols), cols)
+            yield from (cases.default(online, form) for form in forms)
 
 
 def _slack(case: cases.Case) -> float:
@@ -171,7 +189,7 @@ def _interpreted_slack(case: cases.Case) -> float:
     return _slack(case) + (0 if not unrounded else 52 if case.problem.unit == 1.0 else 104)
 
 
-@pytest.mark.parametrize("case", [*_interpreted(), *_interpreted_losses()], ids=str)
+@pytest.mark.parametrize("case", [*_interpreted(), *_interpreted_losses(), *_interpreted_parts()], ids=str)
 def test_interpreted(case):
     execute = lambda run: functools.partial(interpret, run)
     conformance.check(case.run, case.problem, execute=execute, slack=_interpreted_slack(case))
