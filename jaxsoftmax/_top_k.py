@@ -318,6 +318,8 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
     x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
     mine[1] += first
+    # XLA would add up the chunks' sums in one slow loop with the copy for the exchange.
+    mine = jax.lax.optimization_barrier(mine)
     values, indices, *stats = all_gather(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
     # In the order of the columns, as ties need. XLA sorts 16-bit keys and their places as one word.
