@@ -159,4 +159,5 @@ def _order(arrays: Arrays) -> jax.Array | None:
 def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
     """An operand that has an axis of keys, with its keys in another order."""
     axis = x.ndim + (OPERANDS[kind].key_axis or 0)
-    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (RANK[kind] - 1)), axis)
+    index = order.reshape(*order.shape, *(1,) * (RANK[kind] - 1))
+    return jnp.take_along_axis(x, index, axis, mode="promise_in_bounds")
