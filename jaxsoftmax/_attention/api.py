@@ -246,7 +246,8 @@ def flash_attention(
     given_positions = {name: others.pop(name) for name in ("query_positions", "key_positions") if name in others}
     if given_positions and by_place:
         arrays = {"query": q, "key": k} | others
-        others |= sequence.of_indices(arrays, Rules(align_ends=align_ends), end, q.shape[-3]) | given_positions
+        counts = q.shape[-3], k.shape[-3]
+        others |= sequence.of_indices(arrays, Rules(align_ends=align_ends), (end, 0), counts) | given_positions
         align_ends, end = False, 0
     factor = checks.scale(scale, q)
     if isinstance(factor, jax.Array):

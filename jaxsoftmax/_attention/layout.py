@@ -239,6 +239,18 @@ class Sharding:
         """The same with all keys on each device."""
         return dataclasses.replace(self, keys=None)
 
+    def ring_reason(self, kinds: Sequence[str], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> str | None:
+        """Why a device passes its keys on and does not gather those of all, in words, or None."""
+        of_pairs = [s for kind, s in zip(kinds, shapes, strict=True) if kind in ("bias", "mask") and s[-1] != 1]
+        if self.keys is None or of_pairs:
+            return None
+        numbers = 0
+        for kind in ("key", "value"):
+            shape = shapes[kinds.index(kind)]
+            names = [name for entry in self.gathered.spec(kind, shape) for name in mesh_axes(entry)]
+            numbers += math.prod(shape) // math.prod(sizes[name] for name in names)
+        return sequence.ring_reason(math.prod(sizes[name] for name in mesh_axes(self.keys)), numbers)
+
 
 def sharding(
     kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]
@@ -299,7 +311,8 @@ def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_par
 class Heads:
     """A part of an attention call to be sharded. `kept[i]`: the leading axes of result i, None for all of them.
 
-    `names` and `rules` are those of `run`, which takes others by these keywords.
+    `names` and `rules` are those of `run`, which takes others by these keywords. `by_blocks`: whether results over
+    blocks of keys can be merged.
     """
 
     names: tuple[str, ...]
@@ -309,6 +322,7 @@ class Heads:
     kept: tuple[tuple[int, ...] | None, ...]
     result_shapes: tuple[Shape, ...]
     run: Callable[..., Any]
+    by_blocks: bool
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Everything on one device."""
@@ -317,14 +331,16 @@ class Heads:
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
         sharded = sharding(self.kinds, shapes, specs, sizes)
-        ins = [sharded.gathered.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
+        in_ring = self.by_blocks and sharded.ring_reason(self.kinds, shapes, sizes) is not None
+        operands = sharded if in_ring else sharded.gathered
+        ins = [operands.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
         results = list(zip(self.results, self.result_shapes, self.kept, strict=True))
         outs = [sharded.spec(kind, shape, kept) for kind, shape, kept in results]
         heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
-        sums = [self._sums(sharded, *result) for result in results]
-        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums))
+        sums = [self._sums(sharded, *result, in_ring) for result in results]
+        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums, in_ring))
 
-    def _sums(self, sharded: Sharding, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
+    def _sums(self, sharded: Sharding, kind: str, shape: Shape, kept: tuple[int, ...] | None, in_ring: bool) -> Names:
         """The mesh axes over which a result is to be added up."""
         if kept is None:
             return ()
@@ -332,24 +348,29 @@ class Heads:
         operand = OPERANDS[kind]
         at = len(shape) - RANK[kind] + operand.head_axis
         is_shared = sharded.shares if kind in KEY_HEADS else operand.broadcasts and shape[at] == 1
-        if operand.query_axis is None or shape[operand.query_axis] == 1:
+        has_all = in_ring and kind in sequence.ORDERED
+        if not has_all and (operand.query_axis is None or shape[operand.query_axis] == 1):
             names += mesh_axes(sharded.queries)
         return (*names, *(mesh_axes(sharded.heads) if is_shared else ()))
 
     def _part(
-        self, sharded: Sharding, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
+        self, sharded: Sharding, heads: tuple[int, int], sums: Sequence[Names], in_ring: bool, *operands: jax.Array
     ) -> list[jax.Array]:
-        part = sequence.Part(self.kinds, list(operands), self.names, self.rules, None)
-        if sharded.queries is not None:
-            part = sequence.part_of(self.kinds, operands, self.names, self.rules, mesh_axes(sharded.queries))
-        run = functools.partial(self.run, names=part.names, rules=part.rules)
+        part, of_queries = sequence.Part(self.kinds, list(operands), self.names, self.rules, None), sharded.queries
+        if of_queries is not None:
+            given = self.kinds, operands, self.names, self.rules
+            part = sequence.part_of(*given, mesh_axes(of_queries), in_blocks=in_ring)
+        mine: Any = 0
         if sharded.shares:
             local = operands[self.kinds.index("query")].shape[-2]
             mine = jax.lax.axis_index(mesh_axes(sharded.heads)) * local // (heads[0] // heads[1])
-            found = run(*map(functools.partial(_own_head, mine), part.kinds, part.operands))
-            found = list(map(functools.partial(_among_heads, mine, heads[1]), self.results, found))
+            part = part._replace(operands=list(map(functools.partial(_own_head, mine), part.kinds, part.operands)))
+        if in_ring:
+            found = sequence.around(self.run, part, self.results, mesh_axes(of_queries))
         else:
-            found = run(*part.operands)
+            found = self.run(*part.operands, names=part.names, rules=part.rules)
+        if sharded.shares:
+            found = map(functools.partial(_among_heads, mine, heads[1]), self.results, found)
         found = map(part.in_order, self.results, found)
         return [_added(sharded, kind, x, names) for kind, x, names in zip(self.results, found, sums, strict=True)]
 

@@ -162,7 +162,7 @@ class Call:
         avals: Sequence[Any] = ctx.avals_out
         results, kept = params.get("wrt", ("out", "lse")), params.get("kept", (None, None))
         shapes, (names, rules) = tuple(tuple(aval.shape) for aval in avals), (params["names"], params["rules"])
-        return Heads(names, rules, kinds(self.part, **params), results, kept, shapes, run)
+        return Heads(names, rules, kinds(self.part, **params), results, kept, shapes, run, self.has_kernel)
 
 
 def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:

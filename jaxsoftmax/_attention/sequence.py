@@ -1,13 +1,17 @@
 """Positions of queries and keys, and the parts of a sequence that is sharded over devices.
 
-A device keeps its queries and gets all keys. The causal rule, windows and lengths count in the whole sequence: a part's
-first query is not query 0. Where positions are given, gathered keys lie in the order of the devices, and are sorted so
-that a tile of queries sees one range of them.
+A device keeps its queries, and gathers all keys or gets them block by block, in a ring of devices. The causal rule,
+windows and lengths count in the whole sequence: a part's first query is not query 0. Where positions are given, keys
+that are gathered lie in the order of the devices, and are sorted so that a tile of queries sees one range of them.
+
+In a ring each device passes its block of keys on while it computes, so that no device ever has more than two. The
+states of its queries over the blocks merge as those of an online softmax. Gradients of a block's keys travel with it.
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +19,11 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core.sharding import Names
 from pallas_kernels.attention.problem import OPERANDS, RANK, Operands, Rules
+from pallas_kernels.monoid import Stats, combine, log_normalizer
+from pallas_kernels.softmax.reference import accumulator_dtype
+
+MOST_GATHERED = 2**26  # numbers of keys and values, for which gradients need five times as many bytes as in 16 bits
+MOST_TOGETHER = 8  # devices whose links are so fast that gathering takes little beside computing
 
 ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None and x.query_axis is None)
 Arrays = Mapping[str, Any]
@@ -85,18 +94,30 @@ def _pieces(function: str, x: Any, axis: int, devices: int) -> tuple[jax.Array, 
     return array.reshape(*array.shape[:at], count, -1, *array.shape[at + 1 :]), at
 
 
-def of_indices(arrays: Arrays, rules: Rules, first: Any, queries: Any) -> dict[str, jax.Array]:
-    """The positions that indices are, where `first` is the index of the first query of `queries`.
+def ring_reason(devices: int, numbers: int) -> str | None:
+    """Why keys and values, of so many numbers, are passed round and not gathered, in words, or None."""
+    if numbers > MOST_GATHERED:
+        return f"keys and values of {numbers} numbers would take much memory on each device"
+    if devices > MOST_TOGETHER:
+        return f"{devices} devices are more than fast links join, and the computation hides what slow ones take"
+    return None
 
-    With `rules.align_ends` those of queries are moved so that the last of them is at the last key.
+
+def of_indices(arrays: Arrays, rules: Rules, firsts: tuple[Any, Any], counts: tuple[Any, Any]) -> dict[str, jax.Array]:
+    """The positions that indices are, where the first query and key of the arrays have the indices `firsts`.
+
+    With `rules.align_ends` those of queries are moved so that the last of them is at the last key; `counts` says how
+    many queries and keys the sequences have.
     """
     (*lead, local, _, _), keys = arrays["query"].shape, arrays["key"].shape[-3]
-    at, key_at = (jnp.arange(n, dtype=jnp.int32).reshape(*(1,) * len(lead), n) for n in (local, keys))
-    at = at + first
+    at, key_at = (
+        jnp.arange(n, dtype=jnp.int32).reshape(*(1,) * len(lead), n) + first
+        for n, first in zip((local, keys), firsts, strict=True)
+    )
     if rules.align_ends:
-        ends = (("key_lengths", keys), ("query_lengths", queries))
+        ends = zip(("query_lengths", "key_lengths"), counts, strict=True)
         last = [jnp.minimum(arrays[name], n)[..., None] if name in arrays else n for name, n in ends]
-        at = at + (last[0] - last[1])
+        at = at + (last[1] - last[0])
     return {"query_positions": at, "key_positions": key_at}
 
 
@@ -115,23 +136,33 @@ class Part(NamedTuple):
 
 
 def part_of(
-    kinds: Sequence[str], operands: Sequence[jax.Array], names: Sequence[str], rules: Rules, axes: Names
+    kinds: Sequence[str],
+    operands: Sequence[jax.Array],
+    names: Sequence[str],
+    rules: Rules,
+    axes: Names,
+    *,
+    in_blocks: bool,
 ) -> Part:
-    """This device's part, of queries that are sharded over `axes`, and all keys."""
+    """This device's part, of queries that are sharded over `axes`, and all keys, or its block of them."""
     arrays, rest = dict(zip(names, operands, strict=False)), list(operands[len(names) :])
     of_rest = tuple(kinds[len(names) :])
-    local = arrays["query"].shape[-3]
-    first = jax.lax.axis_index(axes) * local
+    devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    local, keys = (arrays[name].shape[-3] for name in ("query", "key"))
+    first = me * local
     by_place = rules.causal_offset is not None or rules.window != (None, None)
     places = None
     if "query_positions" in arrays:
-        order = _order(arrays)
+        order = None if in_blocks else _order(arrays)
         if order is not None:
             arrays |= {kind: _taken(kind, x, order) for kind, x in arrays.items() if kind in ORDERED}
             rest = [_taken(kind, x, order) if kind in ORDERED else x for kind, x in zip(of_rest, rest, strict=True)]
             places = jnp.argsort(order, -1)
     elif by_place:
-        arrays |= of_indices(arrays, rules, first, local * jax.lax.axis_size(axes))
+        firsts, counts = (first, 0), (local * devices, keys)
+        if in_blocks:
+            firsts, counts = (first, me * keys), (local * devices, keys * devices)
+        arrays |= of_indices(arrays, rules, firsts, counts)
         rules = dataclasses.replace(rules, align_ends=False)
     if "query_lengths" in arrays:
         arrays["query_lengths"] = jnp.clip(arrays["query_lengths"] - first, 0, local)
@@ -161,3 +192,87 @@ def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
     axis = x.ndim + (OPERANDS[kind].key_axis or 0)
     index = order.reshape(*order.shape, *(1,) * (RANK[kind] - 1))
     return jnp.take_along_axis(x, index, axis, mode="promise_in_bounds")
+
+
+def around(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
+    """The results of a part that has a block of the keys, as every block comes past in turn.
+
+    `run(*operands, names=..., rules=...)` computes with one block.
+    """
+    devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    to_previous = [(i, (i - 1) % devices) for i in range(devices)]
+    pass_on = lambda x: jax.lax.ppermute(x, axes, to_previous)
+    names, rest = part.names, part.operands[len(part.names) :]
+    arrays = dict(zip(names, part.operands, strict=False))
+    state = _Outputs(arrays.pop("sinks", None)) if results == ("out", "lse") else _Gradients(tuple(results), pass_on)
+    block, keys = {name: arrays[name] for name in names if name in ORDERED}, arrays["key"].shape[-3]
+    for step in range(devices):
+        here = arrays | block
+        if "key_lengths" in here:
+            first = (me + step) % devices * keys
+            here["key_lengths"] = jnp.clip(here["key_lengths"] - first, 0, keys)
+        # A block is asked for when the one before has been used, so that there are no more than two.
+        block, state.sums = jax.lax.optimization_barrier((block, state.sums))
+        here |= block
+        state.begin()
+        if step < devices - 1:
+            block = {name: pass_on(x) for name, x in block.items()}
+        found = run(*here.values(), *rest, names=tuple(here), rules=part.rules)
+        state.add(found)
+    return state.end()
+
+
+class _Outputs:
+    """The states of queries over blocks of keys, and sinks, which count once."""
+
+    def __init__(self, sinks: jax.Array | None) -> None:
+        self.sinks = sinks
+        self.sums: tuple[jax.Array, ...] = ()
+        self.dtypes: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        """Nothing travels with a block."""
+
+    def add(self, found: Sequence[jax.Array]) -> None:
+        out, lse = found
+        self.dtypes = out.dtype, lse.dtype
+        maximum = jnp.swapaxes(lse, -1, -2)[..., None]
+        state = maximum, jnp.ones_like(maximum), out.astype(maximum.dtype)
+        self.sums = combine(self.sums, state) if self.sums else state
+
+    def end(self) -> list[jax.Array]:
+        maximum, state = self.sums[0], self.sums
+        if self.sinks is not None:
+            sink = jnp.broadcast_to(self.sinks.astype(maximum.dtype)[..., None, :, None], maximum.shape)
+            state = combine(state, (sink, jnp.ones_like(sink), jnp.zeros_like(sink)))
+        unseen = maximum == -jnp.inf
+        lse = jnp.where(unseen, -jnp.inf, log_normalizer(Stats(*state[:2])))
+        out = jnp.where(unseen, 0.0, state[2] / jnp.where(unseen, 1.0, state[1]))
+        return [out.astype(self.dtypes[0]), jnp.swapaxes(lse[..., 0], -1, -2).astype(self.dtypes[1])]
+
+
+class _Gradients:
+    """Sums of gradients over blocks of keys. Those of the keys follow their block."""
+
+    def __init__(self, results: tuple[str, ...], pass_on: Callable[[jax.Array], jax.Array]) -> None:
+        self.results, self.pass_on = results, pass_on
+        self.sums: tuple[jax.Array, ...] = ()
+        self.dtypes: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        """The sums of the block that is here were made where it was before."""
+        pairs = zip(self.results, self.sums, strict=False)
+        self.sums = tuple(self.pass_on(x) if kind in ORDERED else x for kind, x in pairs)
+
+    def add(self, found: Sequence[jax.Array]) -> None:
+        self.dtypes = tuple(x.dtype for x in found)
+        wide = [x.astype(accumulator_dtype(x.dtype)) for x in found]
+        if self.sums:
+            # What sinks have is of the logsumexp over all blocks, and comes again with each.
+            pairs = zip(self.results, self.sums, wide, strict=True)
+            wide = [x if kind == "sinks" else x + more for kind, x, more in pairs]
+        self.sums = tuple(wide)
+
+    def end(self) -> list[jax.Array]:
+        self.begin()
+        return [x.astype(dtype) for x, dtype in zip(self.sums, self.dtypes, strict=True)]

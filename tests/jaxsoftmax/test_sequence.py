@@ -133,14 +133,21 @@ def placed(operands: Arrays, specs: tuple[P, P], kind: AxisType, everything: boo
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 STAND_IN, REFERENCE = "stand-in", "reference"
+GATHERED, IN_A_RING = 2**26, 0
+RINGS = ("sequence", "batch", "heads", "two axes", "shared key heads")  # whose keys are sharded as their queries are
 
 
 @pytest.mark.parametrize(
-    "case, specs, way, kernels",
-    pairwise(tuple(CASES), tuple(SPECS), ("auto", "explicit", "set_mesh"), (STAND_IN, REFERENCE)),
+    "case, specs, way, kernels, most",
+    pairwise(
+        tuple(CASES), tuple(SPECS), ("auto", "explicit", "set_mesh"), (STAND_IN, REFERENCE), (GATHERED, IN_A_RING)
+    ),
     indirect=["kernels"],
 )
-def test_each_sharding_gives_what_one_device_does(case: str, specs: str, way: str, kernels: Any) -> None:
+def test_each_sharding_gives_what_one_device_does(
+    case: str, specs: str, way: str, kernels: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
     record = kernels()
     kind = AUTO if way == "auto" else EXPLICIT
     context = jax.set_mesh(mesh(kind)) if way == "set_mesh" else contextlib.nullcontext()
@@ -151,7 +158,10 @@ def test_each_sharding_gives_what_one_device_does(case: str, specs: str, way: st
     parts = math.prod(mesh().shape[name] for name in layout.mesh_axes(SPECS[specs][0][1]))
     if record:
         lengths = {(p.query_length, p.key_length) for op in Op for p in record.attended(op)}
-        assert (T // parts, S) in lengths, "the queries were gathered"
+        ring = (
+            most == IN_A_RING and specs in RINGS and case not in ("bias", "mask", "bias of keys", "shuffled and masked")
+        )
+        assert (T // parts, S // parts if ring else S) in lengths, "the queries were gathered"
     for name in (
         ("out", "query", "key") if specs not in ("queries", "other axes") and (record or kind is EXPLICIT) else ()
     ):
@@ -188,6 +198,25 @@ def test_devices_exchange_keys_and_their_gradients_alone(stand_ins: Any, kind: A
         ("all-gather", S), ("all-gather", B * S // 2), ("all-gather", keys // 2), ("all-gather", keys // 2),
         ("reduce-scatter", part // 2), ("reduce-scatter", part // 2),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_a_ring_passes_blocks_on(stand_ins: Any, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, values and positions of four devices move three times in each pass, and gradients four times in one."""
+    monkeypatch.setattr(sequence, "MOST_GATHERED", IN_A_RING)
+    cut = placed(QKV, SPECS["sequence"], kind)
+    positions, block = ("collective-permute", S // 4), ("collective-permute", B * S * K * H // 4)
+    assert exchanged(lambda operands: flash_attention(**operands, is_causal=True), cut) == [positions] * 3 + [block] * 6
+    both = exchanged(functools.partial(derivatives, "causal"), cut)
+    assert set(both) == {positions, block}
+    # XLA may share the first exchange of both passes.
+    assert 17 <= both.count(block) <= 6 + 6 + 8
+
+
+def test_many_devices_are_a_ring_and_few_are_not() -> None:
+    assert sequence.ring_reason(8, 2**26) is None
+    assert "9 devices" in str(sequence.ring_reason(9, 1))
+    assert "memory" in str(sequence.ring_reason(2, 2**26 + 1))
 
 
 @pytest.mark.parametrize("kernels", [STAND_IN, REFERENCE], indirect=True)
@@ -235,13 +264,13 @@ def test_shard_map_with_gathered_keys(case: str) -> None:
 # What each fault is planted in, by a function of the original and its arguments, and a case that rejects it.
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "the first query of a part is one further": (
-        sequence, "of_indices", lambda f, arrays, rules, first, n: f(arrays, rules, first + 1, n), "causal"
+        sequence, "of_indices", lambda f, arrays, rules, firsts, n: f(arrays, rules, (firsts[0] + 1, 0), n), "causal"
     ),
     "a part's queries begin at 0": (
-        sequence, "of_indices", lambda f, arrays, rules, first, n: f(arrays, rules, 0, n), "window"
+        sequence, "of_indices", lambda f, arrays, rules, firsts, n: f(arrays, rules, (0, 0), n), "window"
     ),
     "sequences end where a part ends": (
-        sequence, "of_indices", lambda f, arrays, rules, first, n: f(arrays, rules, first, n // 4), "ends"
+        sequence, "of_indices", lambda f, arrays, rules, firsts, n: f(arrays, rules, firsts, (n[0] // 4, n[1])), "ends"
     ),
     "keys' gradients are not reduced": (
         layout, "_added",
@@ -276,18 +305,38 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
+# The same where blocks of keys are passed round.
+RING_FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "blocks are not passed on": (jax.lax, "ppermute", lambda f, x, *a: x, "causal"),
+    "a block is passed on to the wrong side": (
+        jax.lax, "ppermute", lambda f, x, axes, pairs: f(x, axes, [pair[::-1] for pair in pairs]), "ends"
+    ),
+    "sums of gradients stay where the block was": (sequence._Gradients, "begin", lambda f, sums: None, "causal"),
+    "a block's outputs take the place of those before": (sequence, "combine", lambda f, a, b: b, "causal"),
+    "the first key of a block is one further": (
+        sequence, "of_indices", lambda f, arrays, rules, at, n: f(arrays, rules, (at[0], at[1] + 1), n), "window"
+    ),
+}  # fmt: skip
+
+
 def check_sharded(case: str) -> None:
     cut = placed(operands_of(case), SPECS["sequence"], AUTO)
     agree(jax.jit(functools.partial(derivatives, case))(cut), truth(case))
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_planted_faults_are_rejected(stand_ins: Any, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fault is None:
-        for case in {case for *_, case in FAULTS.values()}:
-            check_sharded(case)
-        return
-    module, name, wrong, case = FAULTS[fault]
+@pytest.mark.parametrize("most, faults", [(GATHERED, FAULTS), (IN_A_RING, RING_FAULTS)], ids=["gathered", "ring"])
+def test_without_a_fault_the_check_passes(
+    stand_ins: Any, most: int, faults: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    for case in {case for *_, case in faults.values()}:
+        check_sharded(case)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *RING_FAULTS])
+def test_planted_faults_are_rejected(stand_ins: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "MOST_GATHERED", GATHERED if fault in FAULTS else IN_A_RING)
+    module, name, wrong, case = (FAULTS | RING_FAULTS)[fault]
     original, calls = getattr(module, name), []
 
     def planted(*arguments: Any) -> Any:
