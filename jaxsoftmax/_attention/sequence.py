@@ -204,44 +204,55 @@ def around(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Na
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_previous)
     names, rest = part.names, part.operands[len(part.names) :]
     arrays = dict(zip(names, part.operands, strict=False))
-    state = _Outputs(arrays.pop("sinks", None)) if results == ("out", "lse") else _Gradients(tuple(results), pass_on)
-    block, keys = {name: arrays[name] for name in names if name in ORDERED}, arrays["key"].shape[-3]
-    for step in range(devices):
+    over = _Outputs(arrays.pop("sinks", None)) if results == ("out", "lse") else _Gradients(tuple(results), pass_on)
+    keys = arrays["key"].shape[-3]
+
+    def compute(step: Any, block: dict[str, jax.Array], sums: Sums) -> Sums:
         here = arrays | block
         if "key_lengths" in here:
             first = (me + step) % devices * keys
             here["key_lengths"] = jnp.clip(here["key_lengths"] - first, 0, keys)
-        # A block is asked for when the one before has been used, so that there are no more than two.
-        block, state.sums = jax.lax.optimization_barrier((block, state.sums))
-        here |= block
-        state.begin()
-        if step < devices - 1:
-            block = {name: pass_on(x) for name, x in block.items()}
-        found = run(*here.values(), *rest, names=tuple(here), rules=part.rules)
-        state.add(found)
-    return state.end()
+        sums = over.travelled(sums)
+        return over.added(sums, run(*here.values(), *rest, names=tuple(here), rules=part.rules))
+
+    def advance(carry: Any, step: Any) -> tuple[Any, None]:
+        block, sums = carry
+        # The next block comes while this one is computed with.
+        return (jax.tree.map(pass_on, block), compute(step, block, sums)), None
+
+    first = {name: arrays[name] for name in names if name in ORDERED}
+    if devices == 1:
+        return over.finished(compute(0, first, ()))
+    carry, _ = advance((first, ()), 0)
+    if devices > 2:
+        # In a loop XLA holds no more than two blocks, and no results but the sums.
+        carry, _ = jax.lax.scan(advance, carry, jnp.arange(1, devices - 1))
+    return over.finished(compute(devices - 1, *carry))
 
 
+Sums = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass
 class _Outputs:
-    """The states of queries over blocks of keys, and sinks, which count once."""
+    """States of queries over blocks of keys, which merge, and sinks, which count once."""
 
-    def __init__(self, sinks: jax.Array | None) -> None:
-        self.sinks = sinks
-        self.sums: tuple[jax.Array, ...] = ()
-        self.dtypes: tuple[Any, ...] = ()
+    sinks: jax.Array | None
+    dtypes: tuple[Any, ...] = ()
 
-    def begin(self) -> None:
+    def travelled(self, sums: Sums) -> Sums:
         """Nothing travels with a block."""
+        return sums
 
-    def add(self, found: Sequence[jax.Array]) -> None:
+    def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:
         out, lse = found
         self.dtypes = out.dtype, lse.dtype
         maximum = jnp.swapaxes(lse, -1, -2)[..., None]
         state = maximum, jnp.ones_like(maximum), out.astype(maximum.dtype)
-        self.sums = combine(self.sums, state) if self.sums else state
+        return combine(sums, state) if sums else state
 
-    def end(self) -> list[jax.Array]:
-        maximum, state = self.sums[0], self.sums
+    def finished(self, state: Sums) -> list[jax.Array]:
+        maximum = state[0]
         if self.sinks is not None:
             sink = jnp.broadcast_to(self.sinks.astype(maximum.dtype)[..., None, :, None], maximum.shape)
             state = combine(state, (sink, jnp.ones_like(sink), jnp.zeros_like(sink)))
@@ -251,28 +262,26 @@ class _Outputs:
         return [out.astype(self.dtypes[0]), jnp.swapaxes(lse[..., 0], -1, -2).astype(self.dtypes[1])]
 
 
+@dataclasses.dataclass
 class _Gradients:
     """Sums of gradients over blocks of keys. Those of the keys follow their block."""
 
-    def __init__(self, results: tuple[str, ...], pass_on: Callable[[jax.Array], jax.Array]) -> None:
-        self.results, self.pass_on = results, pass_on
-        self.sums: tuple[jax.Array, ...] = ()
-        self.dtypes: tuple[Any, ...] = ()
+    results: tuple[str, ...]
+    pass_on: Callable[[jax.Array], jax.Array]
+    dtypes: tuple[Any, ...] = ()
 
-    def begin(self) -> None:
-        """The sums of the block that is here were made where it was before."""
-        pairs = zip(self.results, self.sums, strict=False)
-        self.sums = tuple(self.pass_on(x) if kind in ORDERED else x for kind, x in pairs)
+    def travelled(self, sums: Sums) -> Sums:
+        """The sums, of which those of the block that is here were where it was before."""
+        pairs = zip(self.results, sums, strict=False)
+        return tuple(self.pass_on(x) if kind in ORDERED else x for kind, x in pairs)
 
-    def add(self, found: Sequence[jax.Array]) -> None:
+    def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:
         self.dtypes = tuple(x.dtype for x in found)
-        wide = [x.astype(accumulator_dtype(x.dtype)) for x in found]
-        if self.sums:
-            # What sinks have is of the logsumexp over all blocks, and comes again with each.
-            pairs = zip(self.results, self.sums, wide, strict=True)
-            wide = [x if kind == "sinks" else x + more for kind, x, more in pairs]
-        self.sums = tuple(wide)
+        wide = tuple(x.astype(accumulator_dtype(x.dtype)) for x in found)
+        if not sums:
+            return wide
+        # The sinks' gradient follows from the logsumexp over all blocks, and comes again with each.
+        return tuple(x if kind == "sinks" else x + y for kind, x, y in zip(self.results, sums, wide, strict=True))
 
-    def end(self) -> list[jax.Array]:
-        self.begin()
-        return [x.astype(dtype) for x, dtype in zip(self.sums, self.dtypes, strict=True)]
+    def finished(self, sums: Sums) -> list[jax.Array]:
+        return [x.astype(dtype) for x, dtype in zip(self.travelled(sums), self.dtypes, strict=True)]
