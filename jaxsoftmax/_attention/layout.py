@@ -285,6 +285,20 @@ def sharding(
     return Sharding(full, lead, heads, key_heads, shares, of_queries, of_keys)
 
 
+def sequence_notes(
+    kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int], in_ring: bool
+) -> tuple[str, ...]:
+    """Describes what devices that share a sequence do, if any. `in_ring`: whether they may pass keys on."""
+    sharded = sharding(kinds, shapes, specs, sizes)
+    parts = math.prod(sizes[name] for name in mesh_axes(sharded.queries))
+    if sharded.queries is None:
+        return ()
+    why = sharded.ring_reason(kinds, shapes, sizes) if in_ring else None
+    keys = "gathers all keys and values" if why is None else f"passes its keys and values round a ring: {why}"
+    queries = shapes[kinds.index("query")][-3] // parts
+    return (f"the sequence is shared: each of {parts} devices computes for its {queries} queries, and {keys}",)
+
+
 def sharding_of(kinds: Sequence[str], avals: Sequence[Any]) -> Sharding:
     """The sharding of a call on operands of these types."""
     return sharding(kinds, [a.shape for a in avals], [spec_of(a) for a in avals], mesh_of(avals).shape)

@@ -12,8 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from jaxsoftmax import flash_attention, softmax_cross_entropy_with_integer_labels, top_k_softmax
+from jaxsoftmax._attention import sequence
 from pallas_kernels import custom_vjp, hardware
 from tests import attention_oracle, errors, oracle, top_k_oracle
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.gpu
 
@@ -368,10 +370,15 @@ SEQUENCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_sequences_over_two_gpus(name: str, head_dim: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    "name, head_dim, kind, most",
+    pairwise(tuple(SEQUENCES), (64, 128, 256), ("Auto", "Explicit"), (sequence.MOST_GATHERED, 0)),
+)
+def test_sequences_over_two_gpus(
+    name: str, head_dim: int, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    jax.clear_caches()
     sharding, rng = over_two_gpus(kind, None, "d"), np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(2, 1024, n, head_dim)), jnp.bfloat16) for n in (8, 2, 2, 8)]
     call = functools.partial(flash_attention, **SEQUENCES[name], deterministic_gradients=True, return_residual=True)
@@ -388,5 +395,6 @@ def test_sequences_over_two_gpus(name: str, head_dim: int, kind: str) -> None:
         np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(again).view(np.uint8))
     hlo = compiled.as_text()
     assert "mosaic_gpu" in hlo
-    assert "reduce-scatter" in hlo
-    assert not any(word in hlo for word in ("all-reduce", "all-to-all", "collective-permute"))
+    exchanges = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
+    gathered = {"all-gather", "reduce-scatter"} if most else {"collective-permute"}
+    assert {word for word in exchanges if word in hlo} == gathered

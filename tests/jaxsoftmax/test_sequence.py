@@ -213,6 +213,21 @@ def test_a_ring_passes_blocks_on(stand_ins: Any, kind: AxisType, monkeypatch: py
     assert both.count(block) in (4 + 2 + 6, 4 + 4 + 6)
 
 
+def test_it_is_said_how_a_sequence_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(specs: str, op: str = "forward", **more: Any) -> str:
+        given = placed(QKV, SPECS[specs], AUTO) | more
+        return " ".join(jaxsoftmax.explain_attention(**given, is_causal=True, op=op).notes)
+
+    assert "each of 4 devices computes for its 8 queries, and gathers all keys" in notes("sequence")
+    assert "each of 8 devices computes for its 4 queries, and gathers" in notes("two axes", "vjp")
+    assert "devices" not in " ".join(jaxsoftmax.explain_attention(**QKV).notes)
+    monkeypatch.setattr(sequence, "MOST_GATHERED", IN_A_RING)
+    assert "passes its keys and values round a ring: keys and values of 2048 numbers" in notes("sequence", "vjp")
+    assert "gathers all keys" in notes("sequence", "jvp")
+    assert "gathers all keys" in notes("queries")
+    assert "gathers all keys" in notes("sequence", mask=SEES)
+
+
 def test_many_devices_are_a_ring_and_few_are_not() -> None:
     assert sequence.ring_reason(8, 2**26) is None
     assert "9 devices" in str(sequence.ring_reason(9, 1))

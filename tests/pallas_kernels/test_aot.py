@@ -288,6 +288,20 @@ def test_a_sequence_over_two_gpus_gathers_keys_alone(kind):
     assert not re.findall(r"= [^=]*\b8,128\][^=]* all-gather", hlo)
 
 
+def test_memory_of_a_ring_does_not_depend_on_the_devices():
+    """Of 65536 queries and keys on each, as where gathering would take too much memory."""
+
+    def bytes_of(count):
+        sharding = NamedSharding(aot.two_gpus(count=count), PartitionSpec(None, "d"))
+        of = lambda n: jax.ShapeDtypeStruct((1, 65536 * count, n, 128), jnp.bfloat16, sharding=sharding)
+        run = lambda q, k, v: jaxsoftmax.flash_attention(q, k, v, is_causal=True)
+        compiled = jax.jit(run).lower(of(8), of(4), of(4)).compile()
+        assert {word for word in COLLECTIVES if word in compiled.as_text()} == {"collective-permute"}
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(8) == bytes_of(4)
+
+
 @KINDS
 def test_rows_over_two_gpus_need_no_collective(kind):
     """Of a kernel whose CTAs meet in global memory."""
