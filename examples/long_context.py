@@ -1,8 +1,8 @@
 """Trains the GPT of `packed_gpt.py` on rows that are shared by devices: a mesh of data and sequence, in one `jit`.
 
 Each device has two pieces of a row, one from its front and one from its back, as `jaxsoftmax.zigzag` deals them, so
-that all have equal work under the causal rule. Tokens, labels, documents and positions are dealt alike; attention is told
-where each token was. Nothing else changes: the model and the loss are those of one device, and the losses must agree.
+that all have equal work under the causal rule. Tokens, labels, documents and positions are dealt alike; attention is
+told where each token was. Nothing else changes: the model and the loss are those of one device, and the losses must agree.
 On Hopper GPUs each device runs the kernels on its queries. Runs on eight devices that the host pretends to have.
 
     python examples/long_context.py --length 4096
@@ -42,8 +42,9 @@ class Batch(NamedTuple):
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, context: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Causal attention within documents, by the tokens' places."""
     documents, places = context
-    where = {"query_positions": places, "key_value_positions": places}
-    return jaxsoftmax.flash_attention(q, k, v, is_causal=True, query_segment_ids=documents, **where)
+    return jaxsoftmax.flash_attention(
+        q, k, v, is_causal=True, query_segment_ids=documents, query_positions=places, key_value_positions=places
+    )
 
 
 def loss_of(model: packed_gpt.GPT, batch: Batch) -> jax.Array:
@@ -80,8 +81,8 @@ def train(place: Callable[[Batch], Batch], steps: int, length: int, rows: int) -
         compiled = compiled or jax.jit(step).lower(weights, state, batch).compile()
         weights, state, loss = compiled(weights, state, batch)
         losses.append(float(loss))
-    assert compiled is not None
-    return np.array(losses), compiled.memory_analysis().temp_size_in_bytes / 1e6
+    memory = compiled.memory_analysis() if compiled else None
+    return np.array(losses), memory.temp_size_in_bytes / 1e6 if memory else float("nan")
 
 
 def main() -> int:
