@@ -2,8 +2,8 @@
 
 Each device has two pieces of a row, one from its front and one from its back, as `jaxsoftmax.zigzag` deals them, so
 that all have equal work under the causal rule. Tokens, labels, documents and positions are dealt alike; attention is
-told where each token was. Nothing else changes: the model and the loss are those of one device, and the losses must agree.
-On Hopper GPUs each device runs the kernels on its queries. Runs on eight devices that the host pretends to have.
+told where each token was. The model and the loss are those of one device, and the losses must agree, or the exit status
+is 1. On Hopper GPUs each device runs the kernels on its queries. Here the host pretends to have eight devices.
 
     python examples/long_context.py --length 4096
 """
