@@ -169,6 +169,19 @@ def test_each_sharding_gives_what_one_device_does(
         assert got[name].sharding.is_equivalent_to(of, 4), name
 
 
+@pytest.mark.parametrize("most, case", [(GATHERED, "zigzag"), (IN_A_RING, "window"), (IN_A_RING, "ends")])
+def test_batch_sequence_and_heads_together(
+    stand_ins: Any, most: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    on = mesh(shape=(2, 2, 2), names=("b", "d", "m"))
+    spec = {name: P("b", "d", "m") for name in QKV} | {name: P("b", "d") for name in ROWS}
+    cut = {n: put(x, spec.get(n, P()) if x.ndim > 1 else P(), on) for n, x in operands_of(case).items()}
+    agree(jax.jit(functools.partial(derivatives, case))(cut), truth(case))
+    lengths = {(p.batch, p.query_length, p.key_length, p.query_heads) for op in Op for p in stand_ins.attended(op)}
+    assert (B // 2, T // 2, S if most == GATHERED else S // 2, N // 2) in lengths
+
+
 def exchanged(function: Callable[..., Any], *operands: Any) -> list[tuple[str, int]]:
     """Each collective of the compiled program, and how many numbers it gives to a device."""
     text = jax.jit(function).lower(*operands).compile().as_text()
@@ -384,6 +397,19 @@ def test_zigzag_and_back(devices: int, axis: int, shape: tuple[int, ...]) -> Non
 def test_zigzag_says_what_does_not_fit(function: Any, axis: int, devices: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         function(jnp.ones((6, 8)), axis, devices)
+
+
+def test_positions_that_are_mapped() -> None:
+    at = jnp.asarray(np.stack([SHUFFLED, SHUFFLED[::-1]]))
+
+    def gradients(q: jax.Array, at: jax.Array) -> Any:
+        call = lambda q: flash_attention(q, QKV["key"], QKV["value"], is_causal=True, query_positions=at)
+        return jax.jvp(jax.grad(lambda q: jnp.sin(call(q)).sum()), (q,), (q,))
+
+    q = jnp.asarray(QKV["query"])
+    want = jax.tree.map(lambda *xs: np.stack(xs), *(gradients(q, x) for x in at))
+    got = jax.vmap(gradients, (None, 0))(q, at)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
 def test_positions_have_defaults() -> None:
