@@ -139,7 +139,8 @@ def _whole(problem: Attention) -> ForwardConfig:
     config = _widest(problem)
     if problem.has_data_mask:
         # Only the device knows how many tiles of keys are skipped.
-        return dataclasses.replace(config, scheduler="dynamic")
+        budget = 32 if problem.positions else config.l2_budget_mib
+        return dataclasses.replace(config, scheduler="dynamic", l2_budget_mib=budget)
     return dataclasses.replace(config, prefetch_query=config.early_exp_columns > 0)
 
 

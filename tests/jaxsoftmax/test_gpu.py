@@ -415,8 +415,10 @@ def test_sequences_over_two_gpus(
 
     compiled = jax.jit(run).lower(*(cut := jax.device_put(arrays, sharding))).compile()
     found = jax.tree.leaves(compiled(*cut))
+    # In a ring the output of each block is rounded too.
+    rounded = 2.0**-7 if most else 2.0**-6
     for x, alone in zip(found, jax.tree.leaves(jax.jit(run)(*arrays)), strict=True):
-        np.testing.assert_allclose(np.float32(x), want := np.float32(alone), rtol=0, atol=2**-7 * np.abs(want).max())
+        np.testing.assert_allclose(np.float32(x), want := np.float32(alone), rtol=0, atol=rounded * np.abs(want).max())
     for x, again in zip(found, jax.tree.leaves(compiled(*cut)), strict=True):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(again).view(np.uint8))
     hlo = compiled.as_text()
