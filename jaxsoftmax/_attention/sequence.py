@@ -10,6 +10,7 @@ Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:231
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 MOST_GATHERED = 2**26  # numbers of keys and values, for which gradients need five times as many bytes as in 16 bits
+RUN = 128  # keys that are sorted as one, which are a tile of the kernels
 MOST_TOGETHER = 8  # devices whose links are so fast that gathering takes little beside computing
 
 ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None and x.query_axis is None)
@@ -128,7 +130,7 @@ class Part(NamedTuple):
     operands: list[jax.Array]
     names: tuple[str, ...]
     rules: Rules
-    places: jax.Array | None  # where each key went; None: nowhere
+    places: jax.Array | None  # where each run of keys went; None: nowhere
 
     def in_order(self, kind: str, x: jax.Array) -> jax.Array:
         """A result, its keys as they were before they were sorted."""
@@ -171,7 +173,10 @@ def part_of(
 
 
 def _order(arrays: Arrays) -> jax.Array | None:
-    """The keys in the order of their positions, each segment's together; None where they have to stay as they are."""
+    """The runs of keys in the order of their positions, each segment's together; None where keys stay as they are.
+
+    Keys past the length have to be the last, so that there runs are single keys.
+    """
     keys = arrays["key"].shape
     if any(name in arrays and arrays[name].shape[-1] > 1 for name in ("bias", "mask")):
         return None  # which would have to be copied
@@ -180,6 +185,8 @@ def _order(arrays: Arrays) -> jax.Array | None:
         by.insert(0, arrays["key_segments"])
     if "key_lengths" in arrays:
         by.insert(0, jnp.arange(keys[-3]) >= arrays["key_lengths"][..., None])
+    else:
+        by = [x[..., :: math.gcd(keys[-3], RUN)] for x in by]
     shape = jnp.broadcast_shapes(*(x.shape for x in by))
     if any(n not in (1, own) for n, own in zip(shape[:-1], keys[:-3], strict=True)):
         return None
@@ -188,10 +195,12 @@ def _order(arrays: Arrays) -> jax.Array | None:
 
 
 def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
-    """An operand that has an axis of keys, with its keys in another order."""
+    """An operand that has an axis of keys, with its runs of keys in another order."""
     axis = x.ndim + (OPERANDS[kind].key_axis or 0)
-    index = order.reshape(*order.shape, *(1,) * (RANK[kind] - 1))
-    return jnp.take_along_axis(x, index, axis, mode="promise_in_bounds")
+    runs = x.reshape(*x.shape[:axis], order.shape[-1], -1, *x.shape[axis + 1 :])
+    index = order.reshape(*order.shape, *(1,) * RANK[kind])
+    taken = jnp.take_along_axis(runs, index, axis, mode="promise_in_bounds")
+    return taken.reshape(*taken.shape[:axis], *x.shape[axis:])
 
 
 def around(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:

@@ -68,6 +68,12 @@ CASES: dict[str, tuple[Arrays, dict[str, Any]]] = {
 FLOATS = ("query", "key", "value", "bias", "sinks")
 
 
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a piece of the zigzag."""
+    monkeypatch.setattr(sequence, "RUN", T // 8)
+
+
 def operands_of(case: str) -> Arrays:
     return QKV | CASES[case][0]
 
