@@ -271,7 +271,8 @@ def attention_short(results: Results) -> str:
 def few_queries(results: Results) -> dict[str, Record]:
     """The newest record of each call of few queries, by card and name."""
     found: dict[str, Record] = {}
-    for run in measured.attention_runs(results.folder, "attention decode"):
+    runs = measured.attention_runs(results.folder, "attention decode")
+    for run in sorted(runs, key=lambda run: run.header["timestamp"]):
         found |= {f"{run.card} {name}": r for name, r in run.records.items() if "cudnn" in r["impls"]}
     return found
 

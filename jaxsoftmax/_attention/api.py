@@ -13,7 +13,6 @@ from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import Operands, Rules
-from pallas_kernels.softmax.reference import accumulator_dtype
 
 
 class _Keywords(TypedDict, total=False):
@@ -249,10 +248,7 @@ def flash_attention(
         counts = q.shape[-3], k.shape[-3]
         others |= sequence.of_indices(arrays, Rules(align_ends=align_ends), (end, 0), counts) | given_positions
         align_ends, end = False, 0
-    factor = checks.scale(scale, q)
-    if isinstance(factor, jax.Array):
-        wide = accumulator_dtype(q.dtype)
-        q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
+    q, factor = checks.scaled(q, scale)
     rules = Rules(
         scale=factor,
         soft_cap=checks.soft_cap(logits_soft_cap),

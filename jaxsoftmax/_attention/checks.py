@@ -210,15 +210,15 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     return ranks[..., :queries], ranks[..., queries:]
 
 
-def scale(x: Any, q: jax.Array) -> float | jax.Array:
-    """Converts a number to a float, anything else to an array of the query's rank that broadcasts to it."""
+def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
+    """The query and the logits' factor: a number as it is, anything else multiplied into the query, and 1."""
     if x is None:
-        return float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
+        return q, float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
     number = _number("scale", x)
     if number is not None:
         if math.isnan(number):
             raise ValueError(f"{NAME}: scale is nan, expected a number.")
-        return number
+        return q, number
     array = _array("scale", x)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{NAME}: scale has dtype {array.dtype}, expected real numbers.")
@@ -227,7 +227,9 @@ def scale(x: Any, q: jax.Array) -> float | jax.Array:
             f"{NAME}: scale has shape {array.shape}, expected a number, or a shape that broadcasts to "
             f"query's, {q.shape}."
         )
-    return array.reshape((1,) * (q.ndim - array.ndim) + array.shape)
+    wide = accumulator_dtype(q.dtype)
+    factor = array.reshape((1,) * (q.ndim - array.ndim) + array.shape).astype(wide)
+    return (q.astype(wide) * factor).astype(q.dtype), 1.0
 
 
 def soft_cap(x: Any) -> float | None:

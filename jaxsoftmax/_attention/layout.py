@@ -380,7 +380,7 @@ class Heads:
             mine = jax.lax.axis_index(mesh_axes(sharded.heads)) * local // (heads[0] // heads[1])
             part = part._replace(operands=list(map(functools.partial(_own_head, mine), part.kinds, part.operands)))
         if in_ring:
-            found = sequence.around(self.run, part, self.results, mesh_axes(of_queries))
+            found = sequence.ring(self.run, part, self.results, mesh_axes(of_queries))
         else:
             found = self.run(*part.operands, names=part.names, rules=part.rules)
         if sharded.shares:

@@ -153,10 +153,7 @@ def paged_attention(
         )
     is_one = q.ndim == 3
     q = q[:, None] if is_one else q
-    factor = checks.scale(scale, q)
-    if isinstance(factor, jax.Array):
-        wide = accumulator_dtype(q.dtype)
-        q, factor = (q.astype(wide) * factor.astype(wide)).astype(q.dtype), 1.0
+    q, factor = checks.scaled(q, scale)
     rules = Rules(
         scale=factor,
         soft_cap=checks.soft_cap(logits_soft_cap),

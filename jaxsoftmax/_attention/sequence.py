@@ -203,7 +203,7 @@ def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
     return taken.reshape(*taken.shape[:axis], *x.shape[axis:])
 
 
-def around(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
+def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
     """The results of a part that has a block of the keys, as every block comes past in turn.
 
     `run(*operands, names=..., rules=...)` computes with one block.
