@@ -11,7 +11,7 @@ sharded, the devices exchange a few numbers a token (`merged`); `Parts` says wha
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -365,14 +365,27 @@ def gradient(
     """The gradients of what moves for the cotangents among the operands; with `gives_loss` the losses and states."""
     hidden = operands["hidden"]
     wide = accumulator_dtype(hidden.dtype)
+    unit = None
+    if hidden.dtype == jnp.float16:
+        given = ["weights"] if gives_loss else [n for n in operands if n.startswith(COTANGENT)]
+        unit = _unit([operands["weights"]] if gives_loss else [*_cotangents(operands).values()])
+        operands = operands | {n: operands[n] / unit for n in given}
     body = functools.partial(_body_gradient, rules, parts, moving, gives_loss)
     sums, rows = _over_chunks(body, rules, operands, wide.itemsize + hidden.dtype.itemsize)
     found = sums | rows
     for name in moving:
         names = parts.vocabulary.names if rules.axes(name)[0] == "t" else parts.token_names
         whole = jax.lax.psum(found[name], names) if names else found[name]
+        whole = whole if unit is None else whole * unit.astype(whole.dtype)
         found[name] = whole.astype(operands[name].dtype)
     return found
+
+
+def _unit(cotangents: Sequence[jax.Array]) -> jax.Array:
+    """The power of 2 by which cotangents are divided, so that float16 holds the gradient of the logits."""
+    most = jax.lax.stop_gradient(jnp.stack([jnp.abs(ct).max(initial=0.0) for ct in cotangents]).max())
+    exponent = jnp.frexp(most)[1]
+    return jnp.where((most > 0) & jnp.isfinite(most), jnp.ldexp(jnp.ones_like(most), exponent), 1.0)
 
 
 def tangent(rules: Rules, parts: Parts, operands: Operands) -> Operands:

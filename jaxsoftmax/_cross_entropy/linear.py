@@ -1,7 +1,7 @@
 """The public function `linear_cross_entropy`: canonicalise, validate, bind."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,43 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 WeightLayout = Literal["EV", "VE"]
 
 
+class _Options(TypedDict, total=False):
+    """The keywords that every overload has."""
+
+    bias: ArrayLike | None
+    where: ArrayLike | None
+    weights: ArrayLike | None
+    ignore_index: int | None
+    label_smoothing: float
+    z_loss: float
+    logits_soft_cap: float | None
+    scale: ArrayLike
+    weight_layout: WeightLayout
+    precision: Any
+    chunk_size: int | None
+    implementation: Implementation | None
+
+
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_Options],
+) -> Any: ...
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -115,14 +152,14 @@ def linear_cross_entropy(
     weighted = weights is not None and len(results) == 1
     optional = {
         "bias": b,
-        "scale": None if isinstance(factor, float) else jnp.broadcast_to(factor[..., 0].astype(wide), tokens),
+        "scale": jnp.broadcast_to(factor[..., 0].astype(wide), tokens) if isinstance(factor, jax.Array) else None,
         "where": mask,
         "weights": factors if weighted else None,
     }
     rules = Rules(
         transposed=weight_layout == "VE",
         precision=precision,
-        scale=factor if isinstance(factor, float) else 1.0,
+        scale=1.0 if isinstance(factor, jax.Array) else factor,
         soft_cap=arguments.soft_cap(NAME, logits_soft_cap),
         smoothing=arguments.number(NAME, "label_smoothing", label_smoothing, 0.0, 1.0),
         z_loss=arguments.number(NAME, "z_loss", z_loss, -math.inf, math.inf),

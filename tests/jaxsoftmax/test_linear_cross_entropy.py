@@ -251,6 +251,18 @@ def test_of_16_bits_as_exact_as_optax_on_float32_logits(dtype: Any, tokens: int,
                 assert np.sqrt((error(got) ** 2).mean()) <= 2 * np.sqrt((error(ref) ** 2).mean()), (name, ways)
 
 
+def test_float16_holds_small_gradients() -> None:
+    """Gradients of logits that are below what float16 holds, and of the weight that are not."""
+    arguments = case((96,), 48, 257)
+    h, w = (jnp.asarray(arguments[n], jnp.float16) for n in ("hidden", "weight"))
+    small = 2.0**-22
+    for options in ({"weights": small}, {}):
+        call = lambda h, w, o=options: small ** (not o) * ours(h, w, arguments["labels"], chunk_size=32, **o).sum()
+        got = jax.jit(jax.grad(call, 1))(h, w * 0.1)
+        want = jax.grad(lambda h, w: ours(h, w, arguments["labels"]).sum(), 1)(h, w * 0.1) * np.float16(small)
+        np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-24)
+
+
 def test_rows_that_do_not_count() -> None:
     arguments = case()
     hidden, labels = arguments["hidden"], arguments["labels"].copy()
