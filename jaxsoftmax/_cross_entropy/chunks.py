@@ -96,14 +96,15 @@ class Parts(NamedTuple):
 
 
 def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None) -> int:
-    """Tokens of a chunk whose logits take `bytes_each`: few enough for `BYTES`, in chunks of about one size."""
+    """Tokens of a chunk whose logits take `bytes_each`: as few chunks, and as little padding, as `BYTES` allows.
+
+    Adding a chunk's part to the weight's gradient takes about as long as the products of another `_MULTIPLE` tokens.
+    """
     most = asked or max(BYTES // max(vocabulary * bytes_each, 1), 1)
-    if tokens <= most:
-        return tokens
-    most = most if asked else max(most // _MULTIPLE * _MULTIPLE, _MULTIPLE)
-    chunks = math.ceil(tokens / most)
-    even = math.ceil(math.ceil(tokens / chunks) / _MULTIPLE) * _MULTIPLE
-    return min(even, most)
+    if tokens <= most or asked:
+        return min(tokens, most)
+    sizes = range(_MULTIPLE, max(most, _MULTIPLE) + 1, _MULTIPLE)
+    return min(sizes, key=lambda size: math.ceil(tokens / size) * (size + _MULTIPLE))
 
 
 def _over_chunks(body: Body, rules: Rules, operands: Operands, bytes_each: int) -> tuple[Operands, Operands]:

@@ -412,12 +412,16 @@ def test_memory_and_products(name: str) -> None:
 
 
 def test_a_chunk_is_chosen_by_its_memory() -> None:
-    for tokens, cols, each in ((8192, 128256, 6), (2048, 262144, 6), (32768, 128256, 4), (100, 50257, 8)):
-        size = chunks.chunk_size(tokens, cols, each, None)
-        assert size * cols * each <= chunks.BYTES
-        assert size == tokens or size % 128 == 0
-        assert size == tokens or (size + 128 * (tokens // size)) * cols * each > chunks.BYTES // 2
-    assert chunks.chunk_size(8192, 2**24, 8, None) == 128
+    for tokens, cols, each, want in (
+        (8192, 128256, 6, 1024),
+        (2048, 262144, 6, 512),
+        (32768, 128256, 4, 2048),
+        (1300, 128256, 6, 768),
+        (100, 50257, 8, 100),
+        (8192, 2**24, 8, 128),
+    ):
+        assert chunks.chunk_size(tokens, cols, each, None) == want
+        assert want == 128 or want * cols * each <= chunks.BYTES
     assert chunks.chunk_size(8192, 128256, 6, 1000) == 1000
 
 
