@@ -4,22 +4,23 @@ XLA computes the products, in float32 from operands of 16 bits, and this package
 chunk's gradient logits have the operands' dtype; two more products make the gradients of it, and what is summed over
 tokens is summed in float32. A kernel reads the logits for the rows' states; XLA writes the gradient from these.
 
-The operands have names, and `AXES` says what axes each has. Here `t`, the tokens, is one axis. If the vocabulary is
-sharded, the devices exchange a few numbers a token (`merged`); `Parts` says what this device has.
+The operands have names, and `linear_rules` says what axes each has. Here `t`, the tokens, is one axis. If the
+vocabulary is sharded, the devices exchange a few numbers a token (`merged`); `Parts` says what this device has.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import AxisSharding, all_gather, unify_varying
+from jaxsoftmax._core.sharding import all_gather, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
+from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, TANGENT, Parts, Rules
 from jaxsoftmax._cross_entropy.primitives import losses, of_gradient, zero_ignored
+from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
@@ -28,71 +29,8 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 Operands = dict[str, jax.Array]
 Body = Callable[[Operands], tuple[Operands, Operands]]
 
-# Tokens (any number of axes), embedding and vocabulary.
-AXES = {
-    "hidden": "te",
-    "weight": "ev",
-    "bias": "v",
-    "scale": "t",
-    "labels": "t",
-    "weights": "t",
-    "where": "tv",
-    "max": "t",
-    "sum": "t",
-    "entropy": "t",
-    "loss": "t",
-    "lse": "t",
-}
-MOVING = ("hidden", "weight", "bias", "scale")  # the operands that have gradients, beside the weights of rows
-TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
-
 BYTES = 2**30  # what a chunk's logits and their gradient may take together
 _MULTIPLE = 128  # rows of a tile of a matrix product
-
-_COLUMNS = (1,)  # the axes of a chunk's rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What is known of a call when it is traced."""
-
-    transposed: bool = False  # the weight is [vocabulary, embedding]
-    precision: Any = None
-    scale: float = 1.0
-    soft_cap: float | None = None
-    smoothing: float = 0.0
-    z_loss: float = 0.0
-    results: tuple[str, ...] = ("loss",)
-    all_rows: bool = False  # ignored tokens have an lse and an entropy too
-    chunk_size: int | None = None
-    implementation: str | None = None
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The parameters of a row operation on a chunk's logits."""
-        return {"axes": _COLUMNS, "scale": self.scale, "soft_cap": self.soft_cap, "smoothing": self.smoothing}
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The states of rows that derivatives need."""
-        return ("max", "sum", *(["entropy"] if "entropy" in self.results else []))
-
-    def axes(self, name: str) -> str:
-        """The axes of an operand, or of what has the axes of one."""
-        axes = AXES[name.rpartition("_")[2]]
-        return axes[::-1] if self.transposed and axes == "ev" else axes
-
-
-class Parts(NamedTuple):
-    """How the operands are sharded: the token axes, and the vocabulary."""
-
-    tokens: tuple[AxisSharding, ...]
-    vocabulary: AxisSharding
-
-    @property
-    def token_names(self) -> tuple[str, ...]:
-        """The mesh axes of the tokens."""
-        return tuple(name for sharding in self.tokens for name in sharding.names)
 
 
 def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None) -> int:
@@ -190,9 +128,9 @@ def _numbers(rules: Rules, x: jax.Array, operands: Operands, local: jax.Array) -
         label = jnp.where(here, picked if where else reference.below(picked, maximum), 0.0)
     numbers = {"max": maximum, "sum": total, "label": label}
     if rules.smoothing:
-        z = reference.logits(zero_ignored(x, labels, where, _COLUMNS), rules.scale, rules.soft_cap)
+        z = reference.logits(zero_ignored(x, labels, where, COLUMNS), rules.scale, rules.soft_cap)
         numbers["total"] = (jnp.where(where[0], z, 0.0) if where else z).sum(1)
-        count = jnp.broadcast_to(reference.column_count(x, where[0] if where else None, _COLUMNS), (len(x), 1))
+        count = jnp.broadcast_to(reference.column_count(x, where[0] if where else None, COLUMNS), (len(x), 1))
         numbers["count"] = count[:, 0].astype(x.dtype)
     if "entropy" in rules.results:
         numbers["spread"] = _spread(rules, x, maximum[:, None], where)
@@ -253,9 +191,9 @@ def _slopes(
         # Such a row is read, but no column is its label.
         local = jnp.where(read[:, 0], local, x.shape[1])
     else:
-        x = zero_ignored(x, labels, (), _COLUMNS)
+        x = zero_ignored(x, labels, (), COLUMNS)
     if where:
-        x = jnp.where(where[0] | (reference.columns(x, _COLUMNS) == local[:, None]), x, 0.0)
+        x = jnp.where(where[0] | (reference.columns(x, COLUMNS) == local[:, None]), x, 0.0)
     if "entropy" in cotangents:
         z = reference.below(reference.logits(x, rules.scale, rules.soft_cap), known.max)
         log_p = z - known.max - jnp.log(known.sum)
@@ -344,7 +282,41 @@ def _body_gradient(rules: Rules, parts: Parts, moving: tuple[str, ...], gives_lo
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
 
 
-def forward(rules: Rules, parts: Parts, operands: Operands) -> Operands:
+def _by_kernel(rules: Rules, operands: Operands, local: jax.Array) -> Operands | None:
+    """The terms of the losses by one kernel, which writes no logits; None where it does not take the call."""
+    # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
+    from pallas_kernels.linear_cross_entropy import forward as kernel
+
+    hidden, weight = operands["hidden"], operands["weight"]
+    (tokens, embedding), vocabulary = hidden.shape, weight.shape[rules.axes("weight").index("v")]
+    is_static = all(isinstance(n, int) for n in (tokens, embedding, vocabulary))
+    plain = operands.keys().isdisjoint(("bias", "scale", "where")) and not rules.smoothing and rules.precision is None
+    if not plain or not is_static or rules.chunk_size or rules.implementation == "xla":
+        return None
+    problem = kernel.Problem(
+        tokens,
+        embedding,
+        vocabulary,
+        jnp.dtype(hidden.dtype),
+        rules.transposed,
+        rules.scale,
+        rules.soft_cap,
+        "entropy" in rules.results,
+    )
+    device = hardware.current()
+    if hardware.supports_kernels(device) or kernel.unsupported(problem, device):
+        return None
+    maximum, total, label, *products = kernel.run(problem, kernel.Config(), hidden, weight, local)
+    numbers = {"max": maximum, "sum": total, "label": label}
+    for product in products:
+        numbers["spread"] = jnp.where(total == 0, 0.0, product - maximum * total)
+    if not rules.all_rows:
+        for name, neutral in zip(numbers, (0.0, 1.0, 0.0), strict=False):
+            numbers[name] = jnp.where(operands["labels"] == IGNORED, neutral, numbers[name])
+    return numbers
+
+
+def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: bool = False) -> Operands:
     """Losses, states and entropies."""
 
     def body(chunk: Operands) -> tuple[Operands, Operands]:
@@ -353,7 +325,11 @@ def forward(rules: Rules, parts: Parts, operands: Operands) -> Operands:
 
     needed = {n: x for n, x in operands.items() if n != "weights"}
     wide = accumulator_dtype(operands["hidden"].dtype)
-    _, numbers = _over_chunks(body, rules, needed, wide.itemsize)
+    vocabulary = operands["weight"].shape[rules.axes("weight").index("v")]
+    local = _local_labels(operands["labels"], vocabulary, parts)
+    numbers = _by_kernel(rules, needed, local) if may_run_kernel else None
+    if numbers is None:
+        _, numbers = _over_chunks(body, rules, needed, wide.itemsize)
     found = losses_of(rules, merged(numbers, parts), operands["labels"])
     if "weights" in operands:
         found["loss"] = operands["weights"] * found["loss"]

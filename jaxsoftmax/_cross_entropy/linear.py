@@ -10,8 +10,8 @@ from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.sharding import settings_for
 from jaxsoftmax._cross_entropy import arguments
-from jaxsoftmax._cross_entropy.chunks import Rules
 from jaxsoftmax._cross_entropy.linear_primitives import LOSS, NAME, bind
+from jaxsoftmax._cross_entropy.linear_rules import Rules
 from jaxsoftmax._cross_entropy.primitives import weigh
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -89,6 +89,8 @@ def linear_cross_entropy(
     `weight` and `bias` are computed again, with two more products. An operand that is not differentiated costs no
     product.
 
+    On Hopper the losses alone are one kernel where it takes the call, and no logits are written.
+
     A chunk's logits and their gradient take at most 1 GiB, or 128 tokens' worth, unless `chunk_size` is given. The
     gradient of `weight` is accumulated in one float32 array. Derivatives of every order exist, in forward and reverse
     mode, in chunks too; in forward mode, tangents of logits that do not count must be finite.
@@ -117,7 +119,7 @@ def linear_cross_entropy(
         return_lse: Returns the logsumexps of the logits too, also of tokens that are ignored.
         return_entropy: Returns the entropies of the softmax of the logits too, also of tokens that are ignored.
         precision: The products' precision, as for `jax.lax.dot_general`.
-        chunk_size: How many tokens have logits at a time; None for as many as fit.
+        chunk_size: How many tokens have logits at a time; None for as many as fit, or for a kernel that writes none.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; of the kernel that reads a chunk's logits.
 
     Returns:

@@ -7,8 +7,8 @@ cotangents of 1, the gradients while it has a chunk's logits: three products. Th
 multiplied by its cotangent. What is summed over tokens is right for cotangents that are all the same, as after
 `.sum()` or `.mean()`, and computed again for others, which is decided when the program runs.
 
-Operands have names, in the parameter `names`, and `chunks.AXES` their axes, where the tokens may be several. Tokens
-that are sharded need no communication but for sums over tokens; a sharded vocabulary is in `chunks`.
+Operands have names, in the parameter `names`, and `linear_rules.AXES` their axes, where the tokens may be several.
+Tokens that are sharded need no communication but for sums over tokens; a sharded vocabulary is in `chunks`.
 """
 
 import dataclasses
@@ -43,7 +43,8 @@ from jaxsoftmax._core.sharding import (
     unify_varying,
 )
 from jaxsoftmax._cross_entropy import chunks
-from jaxsoftmax._cross_entropy.chunks import COTANGENT, MOVING, SAVED, TANGENT, Operands, Parts, Rules
+from jaxsoftmax._cross_entropy.chunks import Operands
+from jaxsoftmax._cross_entropy.linear_rules import COTANGENT, MOVING, SAVED, TANGENT, Parts, Rules
 from jaxsoftmax._cross_entropy.primitives import of_gradient, of_weight, weigh
 from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -114,7 +115,7 @@ class _Call:
     rules: Rules
     names: Names
     results: Names
-    compute: Callable[[Rules, Parts, Operands], Operands]
+    compute: Callable[..., Operands]
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes all of it on one device."""
@@ -198,8 +199,13 @@ def _call(primitive: Primitive, *, names: Names, rules: Rules, **params: Any) ->
     return _Call(rules, names, _results(primitive, rules, **params), compute)
 
 
-def _lower(primitive: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    return lower(ctx, _call(primitive, **params), *operands)
+def _lower(
+    primitive: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, may_run_kernel: bool = False, **params: Any
+) -> Any:
+    call = _call(primitive, **params)
+    if may_run_kernel:
+        call = dataclasses.replace(call, compute=functools.partial(call.compute, may_run_kernel=True))
+    return lower(ctx, call, *operands)
 
 
 def _plain(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -387,6 +393,7 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 for _primitive in (LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT):
     define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive))
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive))
+mlir.register_lowering(LOSS, functools.partial(_lower, LOSS, may_run_kernel=True), platform="cuda")
 ad.primitive_jvps[LOSS] = _loss_jvp
 ad.primitive_jvps[GRADIENT] = _gradient_jvp
 ad.primitive_transposes[OF_TANGENT] = _tangent_transpose

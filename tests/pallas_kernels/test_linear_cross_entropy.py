@@ -1,6 +1,8 @@
 """The kernel of the states of `hidden @ weight`: in the interpreter against float64, and compiled for an H200."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import aot
 import jax
@@ -9,6 +11,9 @@ import numpy as np
 import pytest
 from interpreter import interpret
 
+import jaxsoftmax
+from jaxsoftmax._core.sharding import AxisSharding
+from jaxsoftmax._cross_entropy import chunks
 from pallas_kernels import hardware
 from pallas_kernels.hardware import H200
 from pallas_kernels.linear_cross_entropy import forward
@@ -40,8 +45,13 @@ def check(problem: Problem, config: Config, ctas: int, monkeypatch: pytest.Monke
     device = functools.partial(hardware.Device, **{**vars(H200), "sm_count": ctas})
     monkeypatch.setattr(hardware, "current", device)
     jax.clear_caches()
+    compare(problem, functools.partial(interpret, functools.partial(forward.run, problem, config)))
+
+
+def compare(problem: Problem, run: Callable[..., Any]) -> None:
+    """What a kernel gives, against NumPy in float64."""
     hidden, weight, labels = operands(problem)
-    got = interpret(functools.partial(forward.run, problem, config), hidden, weight, labels)
+    got = run(hidden, weight, labels)
     wide = lambda x: np.asarray(x).astype(np.float64)
     z = problem.scale * (wide(hidden) @ (wide(weight).T if problem.transposed else wide(weight)))
     z = z if problem.soft_cap is None else problem.soft_cap * np.tanh(z / problem.soft_cap)
@@ -84,6 +94,22 @@ def test_planted_fault_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -
     jax.clear_caches()
 
 
+ON_GPU = (
+    Problem(1000, 512, 2056, BF16, scale=0.1, entropy=True),
+    Problem(4096, 1024, 32000, BF16, scale=0.1),
+    Problem(2048, 256, 50264, F16, scale=0.3, soft_cap=5.0, entropy=True),
+    Problem(129, 4096, 8192, BF16, transposed=True, scale=0.05, entropy=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", [*CASES.values(), *ON_GPU], ids=str)
+@pytest.mark.parametrize("config", [Config(), Config(stages=3, band=3)], ids=str)
+def test_on_a_gpu(problem: Problem, config: Config) -> None:
+    for _ in range(3):
+        compare(problem, functools.partial(forward.run, problem, config))
+
+
 @pytest.mark.parametrize(
     "problem, words",
     [
@@ -115,3 +141,39 @@ def test_compiles_without_spills(problem: Problem) -> None:
         assert each.spill_bytes == 0, each
         assert not [line for line in each.complaints if "serializ" in line], each
     assert not report.shares_scratch
+
+
+RULES = {
+    "loss": chunks.Rules(),
+    "entropy": chunks.Rules(results=("loss", "lse", "entropy"), all_rows=True, soft_cap=5.0, scale=0.5, z_loss=0.1),
+    "transposed": chunks.Rules(transposed=True, results=("loss", "entropy"), all_rows=True),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_losses_are_those_of_chunks(name: str) -> None:
+    """Of ignored tokens, and of labels that another device has, too."""
+    rules = RULES[name]
+    hidden, weight, labels = operands(Problem(130, 64, 264, BF16, transposed=rules.transposed))
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
+    losses = functools.partial(chunks.forward, rules, chunks.Parts((), AxisSharding((), 264)), given)
+    want = losses()
+    with pytest.MonkeyPatch.context() as patch:
+        # The kernel runs or the call fails.
+        patch.setattr(chunks, "_over_chunks", None)
+        jax.clear_caches()
+        got = interpret(functools.partial(losses, may_run_kernel=True))
+    assert got.keys() == want.keys()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("layout", ["EV", "VE"])
+def test_losses_on_a_gpu_need_no_memory(layout: str) -> None:
+    matrix = (4096, 128256) if layout == "EV" else (128256, 4096)
+    shapes = [((8192, 4096), BF16), (matrix, BF16), ((8192,), jnp.dtype(jnp.int32))]
+    given = aot.on_h200([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    call = functools.partial(jaxsoftmax.linear_cross_entropy, weight_layout=layout)
+    compiled = jax.jit(call).lower(*given).compile()
+    assert "linear_cross_entropy" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 64 * 2**20
