@@ -3,10 +3,11 @@
 A CTA of two warpgroups works on tiles of 128 tokens and 256 columns; each warpgroup has 64 of the tokens, whose logits
 never leave its registers. A stage of the pipeline holds a step of both factors. The warpgroup that has read a stage
 arrives at `empty`; the first one refills the stage when both have, with the step that is `stages - 1` ahead, also of
-the CTA's next tile, so that a tile begins with its first steps in shared memory. Each tile gives its rows' maximum, sum
-and label's logit and, if asked for, the sum of `exp(z - max) * z`; XLA merges the tiles' states by the monoid.
-Neighbouring tiles share tokens or columns, which the CTAs of a wave find in L2.
-Traffic: both factors, mostly from L2, and four numbers for each token and tile.
+the CTA's next tile, so that a tile begins with its first steps in shared memory. The states of a few
+tiles of the same tokens, side by side, merge in registers: maximum, sum and label's logit and, if asked for, the sum of
+`exp(z - max) * z`. XLA merges the states of these groups. Neighbouring groups share tokens or columns, which the CTAs
+of a wave find in L2.
+Traffic: both factors, mostly from L2, and three or four numbers for each token and group of tiles.
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867; Wijmans et al. 2024, arXiv:2411.09009.
 """
 
@@ -51,11 +52,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Columns of a tile, those of the embedding in a step, stages, and how many tiles of tokens a band of tiles has."""
+    """Columns of a tile, those of the embedding in a step, stages, tiles of a group, and tiles of tokens of a band."""
 
     columns: int = 256
     depth: int = 64
     stages: int = 4
+    group: int = 4
     band: int = 8
 
     @property
@@ -84,14 +86,14 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 
 
 def num_values(problem: Problem) -> int:
-    """How many numbers a tile has of each token."""
+    """How many numbers a group of tiles has of each token."""
     return 3 + problem.entropy
 
 
-def _place(config: Config, shape: tuple[int, int], tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The place of a tile among tiles of tokens and of columns: bands of tokens, column by column within a band."""
+def _place(config: Config, shape: tuple[int, int], group: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The place of a group among tiles of tokens and groups of columns: in bands of tokens, column by column."""
     rows, columns = shape
-    band, within = jnp.divmod(tile, jnp.int32(config.band * columns))
+    band, within = jnp.divmod(group, jnp.int32(config.band * columns))
     first = band * config.band
     height = jnp.minimum(rows - first, config.band)
     column = lax.div(within, height)
@@ -99,7 +101,7 @@ def _place(config: Config, shape: tuple[int, int], tile: jax.Array) -> tuple[jax
 
 
 def _first_column(problem: Problem, config: Config, column: jax.Array) -> jax.Array:
-    """Where a tile of columns begins. The last one overlaps with that before it, if they do not divide."""
+    """Where a tile of columns begins. One that would end past the last column overlaps with those before it."""
     return jnp.minimum(column * config.columns, problem.vocabulary - config.columns)
 
 
@@ -108,7 +110,9 @@ def _copy(refs: Any, static: Any, step: jax.Array) -> None:
     problem, config, shape, ctas = static
     steps = problem.embedding // config.depth
     tile, k = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
-    row, column = _place(config, shape, lax.axis_index("cta") + tile * ctas)
+    group, within = lax.div(tile, jnp.int32(config.group)), lax.rem(tile, jnp.int32(config.group))
+    row, column = _place(config, shape, lax.axis_index("cta") + group * ctas)
+    column = column * config.group + within
     slot = lax.rem(step, jnp.int32(config.stages))
     tokens, depth = pl.ds(row * config.tokens, config.tokens), pl.ds(k * config.depth, config.depth)
     columns = pl.ds(_first_column(problem, config, column), config.columns)
@@ -154,17 +158,15 @@ def _own_columns(z: jax.Array, start: int, own: jax.Array | None) -> jax.Array:
     return jnp.where(at >= own, z, jnp.full_like(z, -jnp.inf))
 
 
-def _finish(refs: Any, static: Any, tile: jax.Array, x: jax.Array) -> None:
-    """The states of a tile's rows."""
-    problem, config, shape, _ = static
-    row, column = _place(config, shape, tile)
-    tokens = pl.ds(row * config.tokens + lax.axis_index("warpgroup") * ROWS, ROWS)
+def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+    """The states of a tile's rows: maximum, sum, label's logit and, for the entropy, the sum of weighted logits."""
+    problem, config, _, _ = static
     z = x if problem.scale == 1.0 else x * problem.scale
     if problem.soft_cap is not None:
         z = problem.soft_cap * fast_math.tanh_16bit(z * (1.0 / problem.soft_cap))
     first = _first_column(problem, config, column)
-    own = column * config.columns - first if problem.vocabulary % config.columns else None
-    label = plgpu.load(refs["labels"].at[tokens], layout=ROW, optimized=False) - first
+    own = column * config.columns - first if problem.vocabulary % (config.group * config.columns) else None
+    label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
     # In parts, of which few are in registers beside the logits.
     parts = [z[:, i : i + _PART] for i in range(0, config.columns, _PART)]
     starts = range(0, config.columns, _PART)
@@ -181,33 +183,50 @@ def _finish(refs: Any, static: Any, tile: jax.Array, x: jax.Array) -> None:
         if problem.entropy:
             terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    values = [maximum, *(total.sum(axis=1) for total in sums)]
-    for i, value in enumerate(values):
-        refs["states"].at[i, column, tokens][...] = value
+    return maximum, *(total.sum(axis=1) for total in sums)
+
+
+def _tokens(config: Config, row: jax.Array) -> Any:
+    """The warpgroup's tokens of a tile."""
+    return pl.ds(row * config.tokens + lax.axis_index("warpgroup") * ROWS, ROWS)
+
+
+def _merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The states of two tiles of the same rows together."""
+    relative = lambda state: (*state[:2], *state[3:])
+    maximum, total, *rest = monoid.combine(relative(a), relative(b), exp=fast_math.exp_16bit)
+    return maximum, total, a[2] + b[2], *rest
 
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
     problem, config, shape, ctas = static
     of = dict(zip(names, refs, strict=True))
     me, steps = lax.axis_index("cta"), problem.embedding // config.depth
-    tiles = lax.div(shape[0] * shape[1] - me + ctas - 1, jnp.int32(ctas))
-    total = tiles * steps
+    groups = lax.div(shape[0] * shape[1] - me + ctas - 1, jnp.int32(ctas))
+    total = groups * (config.group * steps)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
         for step in range(config.stages):
-            # The first step's product refills the last stage.
             pl.when(step < total)(functools.partial(_copy, of, static, jnp.int32(step)))
 
-    @pl.loop(0, tiles)
-    def _(t):
-        def compute(acc: Any) -> jax.Array:
-            _multiply(of, static, t * steps, total, acc)
-            return acc[...]
+    @pl.loop(0, groups)
+    def _(group):
+        row, column = _place(config, shape, me + group * ctas)
 
-        accumulator = plgpu.ACC((ROWS, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-        x = pl.run_scoped(compute, accumulator)
-        _finish(of, static, me + t * ctas, x)
+        def tile(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def compute(acc: Any) -> jax.Array:
+                _multiply(of, static, (group * config.group + i) * steps, total, acc)
+                return acc[...]
+
+            accumulator = plgpu.ACC((ROWS, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+            x = pl.run_scoped(compute, accumulator)
+            return _merge(state, _states(of, static, row, column * config.group + i, x))
+
+        number = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+        empty = number(-jnp.inf), *(number(0.0) for _ in range(num_values(problem) - 1))
+        for i, value in enumerate(lax.fori_loop(0, config.group, tile, empty)):
+            of["states"].at[i, column, _tokens(config, row)][...] = value
 
 
 def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
@@ -228,7 +247,7 @@ def run(
     missing = -problem.tokens % config.tokens
     if missing:
         hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
-    shape = (problem.tokens + missing) // config.tokens, -(-problem.vocabulary // config.columns)
+    shape = (problem.tokens + missing) // config.tokens, -(-problem.vocabulary // (config.group * config.columns))
     ctas = min(hardware.current().sm_count, shape[0] * shape[1])
     memory = _scratch(problem, config)
     kernel = plgpu.kernel(

@@ -23,6 +23,7 @@ BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 CASES = {
     "plain": Problem(128, 64, 256, BF16),
     "several tiles of tokens": Problem(384, 192, 512, BF16, scale=0.5),
+    "several groups": Problem(128, 64, 2304, BF16, entropy=True),
     "soft cap": Problem(128, 128, 512, F16, scale=2.0, soft_cap=5.0, entropy=True),
     "columns that do not divide": Problem(256, 64, 648, BF16, entropy=True),
     "tokens that do not divide": Problem(130, 320, 256, BF16, entropy=True),
@@ -71,7 +72,11 @@ def test_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(CASES[name], Config(), 2, monkeypatch)
 
 
-@pytest.mark.parametrize("config", [Config(stages=2, band=1), Config(stages=3, band=2), Config(columns=128)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [Config(stages=2, band=1, group=1), Config(stages=3, band=2, group=2), Config(columns=128, group=3)],
+    ids=str,
+)
 def test_configs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     check(CASES["several tiles of tokens"], config, 3, monkeypatch)
 
@@ -79,6 +84,8 @@ def test_configs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTS = {
     "_first_column": lambda f, problem, config, column: column * 0,
     "_place": lambda f, config, shape, tile: (f(config, shape, tile)[0] * 0, f(config, shape, tile)[1]),
+    "_merge": lambda f, state, other: other,
+    "_own_columns": lambda f, z, start, own: z,
     "monoid.merge_over": lambda f, state, axis: tuple(x[0] for x in state),
     "monoid.decay": lambda f, frm, to, exp: exp(frm),
 }
@@ -90,7 +97,7 @@ def test_planted_fault_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -
     holder = functools.reduce(getattr, path, forward)
     monkeypatch.setattr(holder, last, functools.partial(FAULTS[name], getattr(holder, last)))
     with pytest.raises(AssertionError):
-        check(CASES["several tiles of tokens"], Config(), 2, monkeypatch)
+        check(CASES["several tiles of tokens" if name == "_place" else "several groups"], Config(), 2, monkeypatch)
     jax.clear_caches()
 
 
