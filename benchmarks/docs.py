@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import cases, report
+from benchmarks import cases, report, scaling
 from benchmarks import results as measured
 from benchmarks.report import markdown, number
 from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results
@@ -346,6 +346,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_short": report.attention_short,
     "attention_decode": report.attention_decode,
     "attention_pages": report.attention_pages,
+    "scaling": scaling.table,
 }
 
 

@@ -186,6 +186,11 @@ def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> l
     return [run for setting in sorted(found, reverse=True) for run in found[setting]]
 
 
+def scaling_runs(folder: pathlib.Path = FOLDER) -> list[Run]:
+    """Every run of calls on several devices, the newest first."""
+    return _runs(folder, "*", "scaling")
+
+
 class Results:
     """What the result files of one topic on `CARD` say."""
 

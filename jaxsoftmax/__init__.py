@@ -2,6 +2,8 @@
 
 from jaxsoftmax._attention.api import flash_attention as flash_attention
 from jaxsoftmax._attention.paged import paged_attention as paged_attention
+from jaxsoftmax._attention.sequence import unzigzag as unzigzag
+from jaxsoftmax._attention.sequence import zigzag as zigzag
 from jaxsoftmax._core.checks import batch_invariant as batch_invariant
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy
 from jaxsoftmax._cross_entropy.api import (
@@ -44,4 +46,6 @@ __all__ = [
     "softmax_cross_entropy_with_integer_labels",
     "top_k_softmax",
     "uninstall",
+    "unzigzag",
+    "zigzag",
 ]

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.sharding import NamedSharding
 
 from jaxsoftmax._attention.api import flash_attention
+from jaxsoftmax._attention.layout import sequence_notes
 from jaxsoftmax._attention.primitives import BY_PART, Call, Part
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.primitives import Lowerable, Plan
+from jaxsoftmax._core.sharding import spec_of
 from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax import api
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
@@ -357,7 +360,8 @@ def explain_attention(
     """Says which kernel and config a call of `flash_attention` gets on which device, or why none.
 
     The call is traced, not run; nothing is computed. It is explained for one device and whole operands: of sharded
-    ones each device gets the same explanation for its part.
+    ones each device gets the same explanation for its part. A note says whether devices
+    that share the query's sequence gather the keys or pass them round.
 
     Args:
         query: The call's query, an array or a `jax.ShapeDtypeStruct`, as the next ones.
@@ -410,10 +414,27 @@ def explain_attention(
     asked = static.get("implementation") == "xla"
     why_xla = "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
     results, invariant = [var.aval for var in eqn.outvars], eqn.params["rules"].batch_invariant
+    notes = _of_sequence(given, eqn.params["names"], part)
     found, _ = _explanation(
-        f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, (), invariant, why_xla
+        f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, notes, invariant, why_xla
     )
     return _noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
+
+
+def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tuple[str, ...]:
+    """Describes what devices do that share the sequence of these operands."""
+    arrays = {name: x for name, x in given.items() if name in names and x.ndim >= 3}
+    placed = {name: getattr(x, "sharding", None) for name, x in arrays.items()}
+    on = placed["query"]
+    if not isinstance(on, NamedSharding):
+        return ()
+    spec = lambda x, to: spec_of(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to))
+    specs = [
+        spec(x, to) if isinstance(to, NamedSharding) else (None,) * x.ndim
+        for x, to in zip(arrays.values(), placed.values(), strict=True)
+    ]
+    shapes = [tuple(x.shape) for x in arrays.values()]
+    return sequence_notes(list(arrays), shapes, specs, on.mesh.shape, part is not Part.TANGENT)
 
 
 _GRADIENTS_VARY = (

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._attention import checks
+from jaxsoftmax._attention import checks, sequence
 from jaxsoftmax._attention.checks import CausalAlignment
 from jaxsoftmax._attention.layout import unify_shardings
 from jaxsoftmax._attention.primitives import attend
@@ -30,6 +30,8 @@ class _Keywords(TypedDict, total=False):
     sinks: ArrayLike | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
+    query_positions: ArrayLike | None
+    key_value_positions: ArrayLike | None
     deterministic_gradients: bool
     precision: Any
     dtype: Any
@@ -98,6 +100,8 @@ def flash_attention(
     sinks: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    key_value_positions: ArrayLike | None = None,
     deterministic_gradients: bool = False,
     precision: Any = None,
     dtype: Any = None,
@@ -175,6 +179,11 @@ def flash_attention(
             kernels skip the tiles of other documents than theirs, all of them if each document is in one piece. Ids of
             64 bits are compared as such; they are sorted first, which int32 saves.
         key_value_segment_ids: Integers `[*batch, S]`; those of the queries by default, if T = S.
+        query_positions: Integers that broadcast to `[*batch, T]`: where each query is, for `is_causal` and the window,
+            in place of its index. In any order, and of any width: those beyond 2^30 count as that. Where the kernels'
+            tiles hold positions that are close together, they skip more of them.
+        key_value_positions: Integers that broadcast to `[*batch, S]`, likewise. Without it, keys are at their indices,
+            as are queries without `query_positions`, moved by `causal_alignment`.
         deterministic_gradients: Whether the kernel's gradients come out the same, bit by bit, every time. Without it
             the query's gradient is summed in whatever order blocks finish: it varies by roundings of float32, and comes
             sooner. Outputs, and all that XLA computes, repeat in any case.
@@ -223,6 +232,8 @@ def flash_attention(
         "key_lengths": key_value_seq_lengths,
         "query_segments": query_segment_ids,
         "key_segments": key_value_segment_ids,
+        "query_positions": query_positions,
+        "key_positions": key_value_positions,
         "sinks": sinks,
     }
     others = checks.operands(given, q, k)
@@ -232,6 +243,12 @@ def flash_attention(
     )
     align_ends = by_place and by_length and causal_alignment == "bottom_right"
     end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" and not align_ends else 0
+    given_positions = {name: others.pop(name) for name in ("query_positions", "key_positions") if name in others}
+    if given_positions and by_place:
+        arrays = {"query": q, "key": k} | others
+        counts = q.shape[-3], k.shape[-3]
+        others |= sequence.of_indices(arrays, Rules(align_ends=align_ends), (end, 0), counts) | given_positions
+        align_ends, end = False, 0
     factor = checks.scale(scale, q)
     if isinstance(factor, jax.Array):
         wide = accumulator_dtype(q.dtype)

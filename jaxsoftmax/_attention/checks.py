@@ -134,6 +134,25 @@ def _segments(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     return _kept_whole(name, array)
 
 
+def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Positions of queries or keys, clamped so that sums with a window do not overflow."""
+    array, shape = _integers(name, x), (q if name == "query_positions" else k).shape[:-2]
+    own = array.shape[max(array.ndim - len(shape), 0) :]
+    if (
+        own != array.shape
+        or own[-1:] != shape[-1:]
+        or any(n not in (1, full) for n, full in zip(own[::-1], shape[::-1], strict=False))
+    ):
+        raise ValueError(
+            f"{NAME}: {name} has shape {array.shape}, expected {shape}, or what broadcasts to it: a number for each "
+            "position."
+        )
+    bounds, most = jnp.iinfo(array.dtype), 2**30 - 1
+    with settings_for(array):
+        array = jnp.asarray(array.clip(max(bounds.min, -most), min(bounds.max, most)).astype(jnp.int32))
+    return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+
+
 def _sinks(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """A logit for each query head, in the dtype of accumulation."""
     array, heads = _array(name, x), q.shape[-2]
@@ -151,6 +170,8 @@ CHECKS: dict[str, Callable[[str, Any, jax.Array, jax.Array], jax.Array]] = {
     "key_lengths": _lengths,
     "query_segments": _segments,
     "key_segments": _segments,
+    "query_positions": _positions,
+    "key_positions": _positions,
     "sinks": _sinks,
     "bias": _bias,
     "mask": _mask,

@@ -4,9 +4,9 @@ Kernels have one batch axis and one axis of heads. Leading axes become the batch
 shared (as when only the query is mapped) become more query heads to each key head instead, so that keys and values are
 not copied. Head dimensions that are no multiple of 8 are padded with zeros.
 
-Devices share batch and heads. The forward pass communicates nothing. The backward pass sums gradients of operands that
-devices share: of keys and values that heads on several devices read, of a bias that is broadcast along a sharded axis,
-and of sinks.
+Devices share batch and heads, for which the forward pass communicates nothing. They share queries, and gather keys and
+values for that. The backward pass sums gradients of operands that devices share: of keys and values that heads or
+queries on several devices read, of a bias that is broadcast along a sharded axis, and of sinks.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import PartitionSpec as P
 
+from jaxsoftmax._attention import sequence
 from jaxsoftmax._core.primitives import Plan
 from jaxsoftmax._core.sharding import (
     Entry,
@@ -37,6 +38,7 @@ from jaxsoftmax._core.sharding import (
 )
 from pallas_kernels.attention.problem import DIFFERENTIABLE, OPERANDS, RANK, Op, Rules, problem_of
 from pallas_kernels.hardware import Device
+from pallas_kernels.softmax.reference import accumulator_dtype
 
 _DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
 
@@ -201,13 +203,18 @@ def _notes(shapes: Mapping[str, Shape], found: Mapping[str, Shape]) -> tuple[str
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """How a call is sharded: leading axes, the query's heads and the key's, and whether devices share a key head."""
+    """How a call is sharded: leading axes, the query's heads and the key's, and whether devices share a key head.
+
+    Then the queries, and the keys between calls: a device that computes has all of them.
+    """
 
     full: Shape
     lead: Spec
     heads: Entry
     key_heads: Entry
     shares: bool
+    queries: Entry = None
+    keys: Entry = None
 
     def spec(self, kind: str, shape: Shape, kept: Sequence[int] | None = None) -> P:
         """The sharding of an operand, or of a result that keeps only some of the leading axes."""
@@ -220,27 +227,76 @@ class Sharding:
             core[QUERY_HEADS[kind]] = self.heads
         if kind in KEY_HEADS:
             core[KEY_HEADS[kind]] = self.key_heads
+        operand = OPERANDS[kind]
+        if operand.query_axis is not None:
+            core[operand.query_axis] = self.queries if shape[operand.query_axis] != 1 else None
+        elif operand.key_axis is not None:
+            core[operand.key_axis] = self.keys
         return P(*lead, *core)
+
+    @property
+    def gathered(self) -> "Sharding":
+        """The same with all keys on each device."""
+        return dataclasses.replace(self, keys=None)
+
+    def ring_reason(self, kinds: Sequence[str], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> str | None:
+        """Why a device passes its keys on and does not gather those of all, in words, or None."""
+        of_pairs = [s for kind, s in zip(kinds, shapes, strict=True) if kind in ("bias", "mask") and s[-1] != 1]
+        if self.keys is None or of_pairs:
+            return None
+        numbers = 0
+        for kind in ("key", "value"):
+            shape = shapes[kinds.index(kind)]
+            names = [name for entry in self.gathered.spec(kind, shape) for name in mesh_axes(entry)]
+            numbers += math.prod(shape) // math.prod(sizes[name] for name in names)
+        return sequence.ring_reason(math.prod(sizes[name] for name in mesh_axes(self.keys)), numbers)
 
 
 def sharding(
     kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> Sharding:
-    """The sharding of a call from its operands': leading axes and heads stay sharded, other axes do not."""
+    """The sharding of a call from its operands': leading axes, heads and queries stay sharded, other axes do not."""
     ranks = [len(shape) - RANK[kind] for kind, shape in zip(kinds, shapes, strict=True)]
     full = tuple(jnp.broadcast_shapes(*(shape[:rank] for shape, rank in zip(shapes, ranks, strict=True))))
     lead = common_spec([spec[:rank] for spec, rank in zip(specs, ranks, strict=True)])
-    heads = specs[kinds.index("query")][-2]
-    queries, keys = (shapes[kinds.index(name)][-2] for name in ("query", "key"))
+    at, key_at = (kinds.index(name) for name in ("query", "key"))
     taken = {name for entry in lead for name in mesh_axes(entry)}
-    if heads is None or not taken.isdisjoint(mesh_axes(heads)):
-        return Sharding(full, lead, None, None, False)
-    parts = math.prod(sizes[name] for name in mesh_axes(heads))
-    if keys % parts == 0:
-        return Sharding(full, lead, heads, heads, False)
-    if queries % parts == 0 and (queries // keys) % (queries // parts) == 0:
-        return Sharding(full, lead, heads, None, True)
-    return Sharding(full, lead, None, None, False)
+
+    def parts(entry: Entry) -> int:
+        return math.prod(sizes[name] for name in mesh_axes(entry))
+
+    def is_free(entry: Entry) -> bool:
+        return entry is not None and taken.isdisjoint(mesh_axes(entry))
+
+    heads, key_heads, shares = specs[at][-2], None, False
+    queries, keys = shapes[at][-2], shapes[key_at][-2]
+    if is_free(heads) and keys % parts(heads) == 0:
+        key_heads = heads
+    elif is_free(heads) and queries % parts(heads) == 0 and (queries // keys) % (queries // parts(heads)) == 0:
+        shares = True
+    else:
+        heads = None
+    taken |= set(mesh_axes(heads))
+    of_queries, of_keys = specs[at][-3], specs[key_at][-3]
+    if not is_free(of_queries) or shapes[at][-3] % parts(of_queries):
+        of_queries = None
+    if mesh_axes(of_keys) != mesh_axes(of_queries) or shapes[key_at][-3] % parts(of_keys):
+        of_keys = None
+    return Sharding(full, lead, heads, key_heads, shares, of_queries, of_keys)
+
+
+def sequence_notes(
+    kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int], in_ring: bool
+) -> tuple[str, ...]:
+    """Describes what devices that share a sequence do, if any. `in_ring`: whether they may pass keys on."""
+    sharded = sharding(kinds, shapes, specs, sizes)
+    parts = math.prod(sizes[name] for name in mesh_axes(sharded.queries))
+    if sharded.queries is None:
+        return ()
+    why = sharded.ring_reason(kinds, shapes, sizes) if in_ring else None
+    keys = "gathers all keys and values" if why is None else f"passes its keys and values round a ring: {why}"
+    queries = shapes[kinds.index("query")][-3] // parts
+    return (f"the sequence is shared: each of {parts} devices computes for its {queries} queries, and {keys}",)
 
 
 def sharding_of(kinds: Sequence[str], avals: Sequence[Any]) -> Sharding:
@@ -251,28 +307,36 @@ def sharding_of(kinds: Sequence[str], avals: Sequence[Any]) -> Sharding:
 def unify_shardings(kinds: Sequence[str], arrays: Sequence[jax.Array], *, in_parts: bool = True) -> list[jax.Array]:
     """Reshards arrays whose types have shardings to their `sharding`, so that a gradient has its operand's type.
 
-    Without `in_parts`, arrays whose types name no mesh are resharded too. Devices cannot share a key head then: heads
-    that are sharded more finely than the key's are gathered.
+    Without `in_parts`, arrays whose types name no mesh are resharded too. Devices cannot share a key head then, nor a
+    sequence: heads that are sharded more finely than the key's are gathered, and so are queries and keys.
     """
     avals = [jax.typeof(x) for x in arrays]
     if not is_explicit(avals):
         return list(arrays)
     sharded = sharding_of(kinds, avals)
-    if sharded.shares and not in_parts:
-        sharded = dataclasses.replace(sharded, heads=None, shares=False)
+    if not in_parts:
+        heads = None if sharded.shares else sharded.heads
+        sharded = dataclasses.replace(sharded, heads=heads, shares=False, queries=None, keys=None)
     mesh = None if in_parts else mesh_of(avals)
     return [reshard(x, sharded.spec(kind, x.shape), mesh) for kind, x in zip(kinds, arrays, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """A part of an attention call to be sharded. `kept[i]`: the leading axes of result i, None for all of them."""
+    """A part of an attention call to be sharded. `kept[i]`: the leading axes of result i, None for all of them.
 
+    `names` and `rules` are those of `run`, which takes others by these keywords. `by_blocks`: whether results over
+    blocks of keys can be merged.
+    """
+
+    names: tuple[str, ...]
+    rules: Rules
     kinds: tuple[str, ...]
     results: tuple[str, ...]
     kept: tuple[tuple[int, ...] | None, ...]
     result_shapes: tuple[Shape, ...]
     run: Callable[..., Any]
+    by_blocks: bool
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Everything on one device."""
@@ -281,39 +345,54 @@ class Heads:
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part."""
         sharded = sharding(self.kinds, shapes, specs, sizes)
-        ins = [sharded.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
+        in_ring = self.by_blocks and sharded.ring_reason(self.kinds, shapes, sizes) is not None
+        operands = sharded if in_ring else sharded.gathered
+        ins = [operands.spec(kind, shape) for kind, shape in zip(self.kinds, shapes, strict=True)]
         results = list(zip(self.results, self.result_shapes, self.kept, strict=True))
         outs = [sharded.spec(kind, shape, kept) for kind, shape, kept in results]
         heads = shapes[self.kinds.index("query")][-2], shapes[self.kinds.index("key")][-2]
-        sums = [self._sums(sharded, *result) for result in results]
-        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums))
+        sums = [self._sums(sharded, *result, in_ring) for result in results]
+        return Shard(ins, outs, functools.partial(self._part, sharded, heads, sums, in_ring))
 
-    def _sums(self, sharded: Sharding, kind: str, shape: Shape, kept: tuple[int, ...] | None) -> Names:
+    def _sums(self, sharded: Sharding, kind: str, shape: Shape, kept: tuple[int, ...] | None, in_ring: bool) -> Names:
         """The mesh axes over which a result is to be added up."""
         if kept is None:
             return ()
         names = [name for d, entry in enumerate(sharded.lead) if d not in kept for name in mesh_axes(entry)]
-        at = len(shape) - RANK[kind] + OPERANDS[kind].head_axis
-        is_shared = sharded.shares if kind in KEY_HEADS else OPERANDS[kind].broadcasts and shape[at] == 1
+        operand = OPERANDS[kind]
+        at = len(shape) - RANK[kind] + operand.head_axis
+        is_shared = sharded.shares if kind in KEY_HEADS else operand.broadcasts and shape[at] == 1
+        has_all = in_ring and kind in sequence.ORDERED
+        if not has_all and (operand.query_axis is None or shape[operand.query_axis] == 1):
+            names += mesh_axes(sharded.queries)
         return (*names, *(mesh_axes(sharded.heads) if is_shared else ()))
 
     def _part(
-        self, sharded: Sharding, heads: tuple[int, int], sums: Sequence[Names], *operands: jax.Array
+        self, sharded: Sharding, heads: tuple[int, int], sums: Sequence[Names], in_ring: bool, *operands: jax.Array
     ) -> list[jax.Array]:
+        part, of_queries = sequence.Part(self.kinds, list(operands), self.names, self.rules, None), sharded.queries
+        if of_queries is not None:
+            given = self.kinds, operands, self.names, self.rules
+            part = sequence.part_of(*given, mesh_axes(of_queries), in_blocks=in_ring)
+        mine: Any = 0
         if sharded.shares:
             local = operands[self.kinds.index("query")].shape[-2]
             mine = jax.lax.axis_index(mesh_axes(sharded.heads)) * local // (heads[0] // heads[1])
-            found = self.whole(*map(functools.partial(_own_head, mine), self.kinds, operands))
-            found = list(map(functools.partial(_among_heads, mine, heads[1]), self.results, found))
+            part = part._replace(operands=list(map(functools.partial(_own_head, mine), part.kinds, part.operands)))
+        if in_ring:
+            found = sequence.around(self.run, part, self.results, mesh_axes(of_queries))
         else:
-            found = self.whole(*operands)
-        return [jax.lax.psum(x, names) if names else x for x, names in zip(found, sums, strict=True)]
+            found = self.run(*part.operands, names=part.names, rules=part.rules)
+        if sharded.shares:
+            found = map(functools.partial(_among_heads, mine, heads[1]), self.results, found)
+        found = map(part.in_order, self.results, found)
+        return [_added(sharded, kind, x, names) for kind, x, names in zip(self.results, found, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for each leading axis and one for the heads; other axes are not sharded."""
+        """A factor for each leading axis, and one for heads, queries and keys; other axes are not sharded."""
         lead = tuple(f"lead{d}" for d in range(len(shapes[0]) - RANK[self.kinds[0]]))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
-        factors = Sharding((), lead, "heads", "heads" if same else "key_heads", False).spec
+        factors = Sharding((), lead, "heads", "heads" if same else "key_heads", False, "queries", "keys").spec
         operands = map(factors, self.kinds, shapes)
         return sharding_rule(list(operands), list(map(factors, self.results, self.result_shapes, self.kept)))
 
@@ -324,6 +403,22 @@ class Heads:
             n == 1 for kind, piece in zip(self.kinds, pieces, strict=True) for n in piece[len(piece) - RANK[kind] :]
         )
         return len(leads) == 1 and uncut
+
+
+def _added(sharded: Sharding, kind: str, x: jax.Array, names: Names) -> jax.Array:
+    """A result, added up over devices. Of gradients of sharded keys each device gets its own part.
+
+    Parts in 16 bits are added in float32.
+    """
+    operand, of_queries = OPERANDS[kind], mesh_axes(sharded.queries)
+    dtype = x.dtype
+    if of_queries and set(of_queries) <= set(names):
+        x = x.astype(accumulator_dtype(dtype))
+        if sharded.keys is not None and operand.key_axis is not None and operand.query_axis is None:
+            axis = x.ndim + operand.key_axis
+            x = jax.lax.psum_scatter(x, of_queries, scatter_dimension=axis, tiled=True)
+            names = tuple(name for name in names if name not in of_queries)
+    return (jax.lax.psum(x, names) if names else x).astype(dtype)
 
 
 def _own_head(head: jax.Array, kind: str, x: jax.Array) -> jax.Array:

@@ -291,7 +291,7 @@ class _Call:
         """The kernel for operands of these types on a device."""
         from pallas_kernels.attention import dispatch
 
-        q, k, v, tables, *_ = avals
+        q, k, v, tables = avals[:4]
         if not all(isinstance(n, int) and n > 0 for x in avals for n in x.shape):
             return Plan(((_NAME, "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
         if q.shape[-1] % 8 or v.shape[-1] % 8:

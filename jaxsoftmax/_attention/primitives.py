@@ -155,13 +155,14 @@ class Call:
         return lower_plain(run, ctx, *operands)
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Heads:
-        """The call by a kernel, sharded by batch and heads."""
+        """The call by a kernel, sharded by batch, heads and queries."""
         return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
 
     def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> Heads:
         avals: Sequence[Any] = ctx.avals_out
         results, kept = params.get("wrt", ("out", "lse")), params.get("kept", (None, None))
-        return Heads(kinds(self.part, **params), results, kept, tuple(tuple(aval.shape) for aval in avals), run)
+        shapes, (names, rules) = tuple(tuple(aval.shape) for aval in avals), (params["names"], params["rules"])
+        return Heads(names, rules, kinds(self.part, **params), results, kept, shapes, run, self.has_kernel)
 
 
 def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:

@@ -517,13 +517,22 @@ def _corner(tile: Tile, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Arra
 
 
 def _apply_mask(tile: Tile, extras: dict[str, jax.Array], corner: gather.Corner, x: jax.Array) -> jax.Array:
-    """`x` with -inf where indices, mask or segments forbid it."""
+    """`x` with -inf where indices, mask, segments or positions forbid it."""
     x = _in_bounds(tile, x, *corner[2:])
     if tile.problem.mask:
         x = gather.apply_bitmask(x, extras["mask_bits"])
     if tile.problem.segments:
         x = gather.apply_segments(x, tile.refs.key_segments, tile.refs.query_segments, corner)
+    if tile.problem.positions:
+        bounds = query_bounds(tile.problem)
+        x = gather.apply_positions(x, tile.refs.key_positions, tile.refs.query_positions, corner, bounds)
     return x
+
+
+def query_bounds(problem: Attention) -> tuple[int | None, int | None]:
+    """Which queries see a key, by their positions less its own: `mask.position_bounds` the other way round."""
+    left, right = mask.position_bounds(problem)
+    return None if right is None else -right, None if left is None else -left
 
 
 def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:

@@ -90,16 +90,21 @@ def inputs(
 
 
 def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
-    """The mask's bits, segment ids, the tiles of queries for each tile of keys, and the order of dQ, by name."""
+    """The mask's bits, ids, positions, the tiles of queries for each tile of keys, and the order of dQ, by name."""
     found: dict[str, Any] = {}
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
         found["mask"] = mask.pack_bits(ops.mask, 2)
         seen.append(mask.bitmask_blocks(found["mask"], 2, problem.mask[2], *blocks))
     if problem.segments:
-        found["query_segments"] = ops.query_segments[:, None, None, :]
-        found["key_segments"] = ops.key_segments[:, None, :, None]
         seen.append(mask.segment_blocks(ops.key_segments, ops.query_segments, *blocks))
+    if problem.positions:
+        bounds = backward_common.query_bounds(problem)
+        seen.append(mask.position_blocks(ops.key_positions, ops.query_positions, *blocks, bounds))
+    for name in ("segments", "positions"):
+        if getattr(problem, name):
+            found[f"query_{name}"] = getattr(ops, f"query_{name}")[:, None, None, :]
+            found[f"key_{name}"] = getattr(ops, f"key_{name}")[:, None, :, None]
     if seen:
         found["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(mask.both, seen))
         if config.ordered_dq:

@@ -584,19 +584,23 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def addressable(config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands as the kernel reads them, and what keys segments and mask let each tile of queries see."""
+def addressable(problem: Attention, config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The operands as the kernel reads them, and what mask, segments and positions let each tile of queries see."""
     arrays = dict(arrays)
-    found, keys = [], arrays["key"].shape[1]
+    found, keys, blocks = [], arrays["key"].shape[1], (config.queries, config.block_kv)
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
         arrays["mask"] = mask.pack_bits(arrays["mask"], 3)
-        found.append(mask.bitmask_blocks(arrays["mask"], 3, columns, config.queries, config.block_kv))
+        found.append(mask.bitmask_blocks(arrays["mask"], 3, columns, *blocks))
     if "query_segments" in arrays:
-        ids = arrays["query_segments"], arrays["key_segments"]
-        found.append(mask.segment_blocks(*ids, config.queries, config.block_kv))
-        arrays["query_segments"] = arrays["query_segments"][:, None, :, None]
-        arrays["key_segments"] = arrays["key_segments"][:, None, None, :]
+        found.append(mask.segment_blocks(arrays["query_segments"], arrays["key_segments"], *blocks))
+    if "query_positions" in arrays:
+        places, bounds = (arrays["query_positions"], arrays["key_positions"]), mask.position_bounds(problem)
+        found.append(mask.position_blocks(*places, *blocks, bounds))
+    for name in ("segments", "positions"):
+        if f"query_{name}" in arrays:
+            arrays[f"query_{name}"] = arrays[f"query_{name}"][:, None, :, None]
+            arrays[f"key_{name}"] = arrays[f"key_{name}"][:, None, None, :]
     if found:
         arrays["spans"] = mask.tile_ranges(functools.reduce(mask.both, found), -(-keys // config.block_kv))
     return arrays
@@ -614,7 +618,7 @@ def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarr
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(problem: Attention, config: ForwardConfig, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel."""
-    arrays = addressable(config, dict(zip(operand_names(problem), operands, strict=True)))
+    arrays = addressable(problem, config, dict(zip(operand_names(problem), operands, strict=True)))
     ctas, tiles = tile_table(problem, config)
     batch, out_dtype = config.splits * problem.batch, problem.dtype if config.splits == 1 else jnp.float32
     rows = problem.query_length, problem.query_heads

@@ -214,18 +214,34 @@ def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
 
 
 def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
-    """`x [64, n]` where the row's and the column's numbers are equal, and -inf elsewhere.
+    """`x [64, n]` where the row's and the column's numbers are equal, and -inf elsewhere; as `_apply_pairs`."""
+    return _apply_pairs(x, of_rows, of_columns, corner, (("eq", 0),))
+
+
+def apply_positions(
+    x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner, bounds: tuple[int | None, int | None]
+) -> jax.Array:
+    """`x [64, n]` where the column's number is the row's plus `bounds[0]` to `bounds[1]`, and -inf elsewhere."""
+    tests = ((test, bound) for test, bound in zip(("sle", "sge"), bounds, strict=True) if bound is not None)
+    return _apply_pairs(x, of_rows, of_columns, corner, tuple(tests))
+
+
+def _apply_pairs(
+    x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner, tests: tuple[tuple[str, int], ...]
+) -> jax.Array:
+    """`x [64, n]` where each of the tests holds of the row's number, plus the test's own, and the column's number.
 
     `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. Compares what it loads at once, for want of registers.
     """
     size = of_columns.shape[3]
 
-    def apply_same(ctx, ref, x, rows, batch, column):
+    def apply_tests(ctx, ref, x, rows, batch, column):
         column = ptx.add(ptx.scalar(column), ptx.mul(ptx.rem(utils.thread_idx(), 4), 2))
         base = ptx.global_address(ref)
         base = ptx.add(base, ptx.mul(arith.extui(base.type, ptx.scalar(batch)), 4 * size))
         base = ptx.add(base, ptx.mul(arith.extui(base.type, column), 4))
         of_row = [ptx.elements(pair)[0] for pair in rows.registers.flat]
+        limits = [[(test, ptx.add(row, more) if more else row) for test, more in tests] for row in of_row]
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for j in range(x.shape[1] // 8):
@@ -238,15 +254,18 @@ def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: 
                 of_column = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
             for r in range(2):
                 pair = x.registers.flat[2 * j + r]
-                same = [ptx.compare("eq", of_row[r], c) for c in of_column]
-                kept = [arith.select(s, v, outside) for s, v in zip(same, ptx.elements(pair), strict=True)]
+                seen = [
+                    functools.reduce(ptx.bit_and, [ptx.compare(test, limit, c) for test, limit in limits[r]])
+                    for c in of_column
+                ]
+                kept = [arith.select(s, v, outside) for s, v in zip(seen, ptx.elements(pair), strict=True)]
                 registers.flat[2 * j + r] = vector.from_elements(pair.type, kept)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     batch, head, row, column = (jnp.int32(i) for i in corner)
     rows = load_tile(of_rows, (batch, head, row, column), 8)
     result = x.shape, x.dtype, WGMMA
-    return ptx.inline(apply_same, of_columns, (x, WGMMA), (rows, WGMMA), batch, column, result=result)
+    return ptx.inline(apply_tests, of_columns, (x, WGMMA), (rows, WGMMA), batch, column, result=result)
 
 
 def warp_uniform(x: jax.Array) -> jax.Array:

@@ -139,7 +139,8 @@ def _whole(problem: Attention) -> ForwardConfig:
     config = _widest(problem)
     if problem.has_data_mask:
         # Only the device knows how many tiles of keys are skipped.
-        return dataclasses.replace(config, scheduler="dynamic")
+        budget = 32 if problem.positions else config.l2_budget_mib
+        return dataclasses.replace(config, scheduler="dynamic", l2_budget_mib=budget)
     return dataclasses.replace(config, prefetch_query=config.early_exp_columns > 0)
 
 
@@ -165,8 +166,8 @@ def _widest(problem: Attention) -> ForwardConfig:
     edges = mask.window_bounds(problem) != (None, None)
     config = ForwardConfig(block_kv=128, warpgroups=2, rescale_threshold_log2=8, zero_init_free=True)
     # Three warpgroups would spill with a mask or segments: 184 bytes beside a soft cap, 60 with both, and 40 in a
-    # batch-invariant call.
-    beside = problem.soft_cap is not None or problem.batch_invariant or (problem.mask is not None and problem.segments)
+    # batch-invariant call; 104 with positions.
+    beside = problem.soft_cap is not None or problem.batch_invariant or problem.data_masks > 1 or problem.positions
     spills = problem.has_data_mask and beside
     if widest <= 64 and not spills:
         return dataclasses.replace(config, warpgroups=3, early_exp_columns=8)
@@ -209,7 +210,7 @@ def _fits(problem: Attention, config: ForwardConfig, device: Device) -> bool:
 
 def _packed(problem: Attention, config: ForwardConfig) -> list[ForwardConfig]:
     """`config` with the heads of a group in a tile, as many as have room there for all queries."""
-    if problem.segments or (problem.mask is not None and problem.mask[1] > 1):
+    if problem.segments or problem.positions or (problem.mask is not None and problem.mask[1] > 1):
         return []
     group = _group(problem)
     most = min(group & -group, WARPGROUP_ROWS)
@@ -400,7 +401,7 @@ def _scheduled(problem: Attention, device: Device, config: BackwardConfig) -> Ba
     if problem.has_data_mask:
         if config.ordered_dq:
             return config
-        group = config.heads_per_l2_group if problem.mask is not None else figures.document_heads
+        group = figures.document_heads if problem.segments and problem.mask is None else config.heads_per_l2_group
         return dataclasses.replace(config, scheduler="dynamic", heads_per_l2_group=group)
     bounded = mask.window_bounds(problem) != (None, None)
     short = bounded and not config.fused_dq_cast and _rows(problem) <= figures.dynamic_rows
@@ -434,10 +435,8 @@ def _heads_in_l2(problem: Attention, device: Device) -> int:
 def _rows(problem: Attention) -> int:
     """How many queries a tile of keys sees at most, those of all the heads that read it."""
     left, right = mask.window_bounds(problem)
-    seen = problem.query_length
-    if left is not None and right is not None:
-        seen = min(max(right - left + 1, 0), seen)
-    return seen * _group(problem)
+    seen = problem.query_length if left is None or right is None else max(right - left + 1, 0)
+    return min(seen, problem.query_length) * _group(problem)
 
 
 def _with_bias_stages[Config: (BackwardConfig, BackwardWideConfig)](

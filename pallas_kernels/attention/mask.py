@@ -1,8 +1,8 @@
 """Which keys a query sees, and which tiles of queries and keys a kernel may skip.
 
-There are four sources: bounds of indices (causal and window), a boolean mask, packed in bits, segment ids, and lengths.
-Bounds give each tile a range of the other side's tiles. Masks and segments give a `BlockMask` of blocks, from which XLA
-finds such ranges before the kernel starts.
+There are five sources: bounds of indices (causal and window), a boolean mask, packed in bits, segment ids, positions,
+and lengths. Bounds of indices give each tile a range of the other side's tiles. Masks, segments and positions give a
+`BlockMask` of blocks, from which XLA finds such ranges before the kernel starts.
 
 A mask is packed in words of bits, in the order in which WGMMA leaves a tile's scores in a thread's registers. Of each
 row a thread has columns `8 j + 2 q + e`, for its place `q` among four threads, all `j`, and `e` of 0 and 1. Bit
@@ -33,16 +33,24 @@ def window_bounds(problem: Attention, queries: Int | None = None, keys: Int | No
     """`(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound.
 
     They are those of a sequence of `queries` and `keys`, by default as many as the arrays hold, which matters only if
-    sequences are aligned at their ends. Which of the two bounds there are is the same for all sequences.
+    sequences are aligned at their ends. Which of the two bounds there are is the same for all sequences. Indices have
+    none where positions take their place.
     """
+    if problem.positions:
+        return None, None
     apart: Int = 0
     if problem.align_ends:
         apart = (problem.key_length if keys is None else keys) - (problem.query_length if queries is None else queries)
+    left, right = position_bounds(problem)
+    return None if left is None else left + apart, None if right is None else right + apart
+
+
+def position_bounds(problem: Attention) -> tuple[int | None, int | None]:
+    """`(left, right)`: a query at `i` sees keys at `i + left` to `i + right` at most; None: no such bound."""
     before, after = problem.window
     rights = [] if after is None else [problem.window_offset + after]
     rights += [] if problem.causal_offset is None else [problem.causal_offset]
-    left = None if before is None else problem.window_offset - before + apart
-    return left, min(rights) + apart if rights else None
+    return None if before is None else problem.window_offset - before, min(rights) if rights else None
 
 
 def may_see_nothing(problem: Attention) -> bool:
@@ -51,7 +59,7 @@ def may_see_nothing(problem: Attention) -> bool:
     by_place = right is not None and right < 0
     if left is not None:
         by_place |= problem.query_length + left > problem.key_length or (right is not None and left > right)
-    optional = problem.bias, problem.mask, problem.segments, problem.query_lengths, problem.key_lengths
+    optional = problem.bias, problem.has_data_mask, problem.query_lengths, problem.key_lengths
     return by_place or any(optional)
 
 
@@ -240,6 +248,28 @@ def segment_blocks(rows: jax.Array, columns: jax.Array, block_rows: int, block_c
     other_low, other_high, other_present = (x[:, None, None, :] for x in _blocks(columns, block_columns))
     visible = (low <= other_high) & (other_low <= high) & (present & other_present != 0)
     return BlockMask(visible, (low == other_high) & (high == other_low))
+
+
+def position_blocks(
+    rows: jax.Array,
+    columns: jax.Array,
+    block_rows: int,
+    block_columns: int,
+    bounds: tuple[int | None, int | None],
+) -> BlockMask:
+    """The blocks of `rows [B, T]` against those of `columns [B, S]`, both positions.
+
+    A row sees columns from its own position plus the first of the bounds on, up to that plus the second.
+    """
+    low, high, _ = (x[:, None, :, None] for x in _blocks(rows, block_rows))
+    other_low, other_high, _ = (x[:, None, None, :] for x in _blocks(columns, block_columns))
+    left, right = bounds
+    visible = full = jnp.ones((1, 1, 1, 1), bool)
+    if left is not None:
+        visible, full = visible & (other_high >= low + left), full & (other_low >= high + left)
+    if right is not None:
+        visible, full = visible & (other_low <= high + right), full & (other_high <= low + right)
+    return BlockMask(visible, full)
 
 
 def _blocks(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

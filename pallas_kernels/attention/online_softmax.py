@@ -61,7 +61,7 @@ def logits(
 ) -> jax.Array:
     """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
 
-    `edge`: whether indices, segment ids and mask matter; None: never.
+    `edge`: whether indices, positions, segment ids and mask matter; None: never.
     """
     if not folds_scale(problem):
         x = x * problem.scale
@@ -79,13 +79,16 @@ def logits(
 def _apply_mask(
     problem: Attention, refs: Any, place: TileCoord, extras: Extras, key: jax.Array, x: jax.Array
 ) -> jax.Array:
-    """`x`, and -inf where indices, segments or mask forbid it; `key` is the tile's first."""
+    """`x`, and -inf where indices, positions, segments or mask forbid it; `key` is the tile's first."""
     if extras.mask_bits is not None:
         x = gather.apply_bitmask(x, extras.mask_bits)
+    # Loaded only here, because most tiles are of one segment, and registers are scarce.
+    corner = place.batch, 0, place.row, key
     if problem.segments:
-        # Loaded only here, because most tiles are of one segment, and registers are scarce.
-        corner = place.batch, 0, place.row, key
         x = gather.apply_segments(x, refs.query_segments, refs.key_segments, corner)
+    if problem.positions:
+        bounds = mask.position_bounds(problem)
+        x = gather.apply_positions(x, refs.query_positions, refs.key_positions, corner, bounds)
     return _in_bounds(problem, place, x, key)
 
 

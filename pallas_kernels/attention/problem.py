@@ -8,6 +8,7 @@ order, without those that the problem lacks:
     mask [B|1, N|1, T|1, S|1] int8                nonzero: takes part
     query_lengths [B] int32, key_lengths [B] int32
     query_segments [B, T] int32, key_segments [B, S] int32
+    query_positions [B, T] int32, key_positions [B, S] int32
     sinks [N] float32                             a logit per query head that joins the denominator only
     block_tables [B, entries] int32               the pages of each sequence's keys and values, in order
 
@@ -71,6 +72,8 @@ _QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_l
 _KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths")
 _QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids")
 _KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids")
+_QUERY_POSITIONS = Operand(1, query_axis=-1, problem_field="positions")
+_KEY_POSITIONS = Operand(1, key_axis=-1, problem_field="positions", argument="key_value_positions")
 _SINKS = Operand(1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks")
 
 
@@ -90,6 +93,8 @@ class Operands(NamedTuple):
     key_lengths: Annotated[Any, _KEY_LENGTHS] = None
     query_segments: Annotated[Any, _QUERY_SEGMENTS] = None
     key_segments: Annotated[Any, _KEY_SEGMENTS] = None
+    query_positions: Annotated[Any, _QUERY_POSITIONS] = None
+    key_positions: Annotated[Any, _KEY_POSITIONS] = None
     sinks: Annotated[Any, _SINKS] = None
 
     @property
@@ -113,7 +118,8 @@ class KernelRules:
 
     Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
     `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
-    `align_ends` both offsets grow by each sequence's count of keys less its count of queries.
+    `align_ends` both offsets grow by each sequence's count of keys less its count of queries. Where there are
+    positions, they take the place of i and j, and `align_ends` is False.
     """
 
     scale: float = 1.0
@@ -182,14 +188,20 @@ class Attention(KernelRules):
     query_lengths: bool = False
     key_lengths: bool = False
     segments: bool = False
+    positions: bool = False
     sinks: bool = False
     page_size: int = 0  # positions of a page; 0: keys and values are contiguous
     pages_first: bool = False  # whether pages come before heads
 
     @property
+    def data_masks(self) -> int:
+        """How many kinds of operands say which tiles are passed over."""
+        return self.segments + self.positions + (self.mask is not None)
+
+    @property
     def has_data_mask(self) -> bool:
         """Whether which tiles are passed over is known on the device alone."""
-        return self.segments or self.mask is not None
+        return self.data_masks > 0
 
     @property
     def bias_is_tiled(self) -> bool:

@@ -100,8 +100,9 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     section = min(heads, group * max(config.l2_budget_mib * 2**20 // head_bytes, 1))
     spans = [tile_kv_range(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
     length = np.array([s.end - s.first for s in spans])
-    # Of equal tiles the last comes first where there is a mask: most masks leave more keys to later queries.
-    backwards = slice(None, None, -1 if problem.mask else 1)
+    # Of equal tiles the last comes first where there is a mask: most masks leave more keys to later queries, as
+    # positions do.
+    backwards = slice(None, None, -1 if problem.mask or problem.positions else 1)
     longest_first = np.arange(per_head)[backwards][np.argsort(-length[backwards], kind="stable")]
     in_turn = np.arange(heads)
     if problem.bias is not None and problem.bias[0] == 1:

@@ -166,13 +166,15 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array 
     i, j = rows.along(-2, rank), cols.along(-1, rank)
     left, right = rules.window
     conditions: list[jax.Array] = []
-    at = i + _ends_apart(ops, rows, cols) if rules.align_ends else i
+    at, key_at = i + _ends_apart(ops, rows, cols) if rules.align_ends else i, j
+    if ops.query_positions is not None:
+        at, key_at = ops.query_positions[..., None, :, None], ops.key_positions[..., None, None, :]
     if rules.causal_offset is not None:
-        conditions.append(j <= at + rules.causal_offset)
+        conditions.append(key_at <= at + rules.causal_offset)
     if left is not None:
-        conditions.append(j >= at + (rules.window_offset - left))
+        conditions.append(key_at >= at + (rules.window_offset - left))
     if right is not None:
-        conditions.append(j <= at + (rules.window_offset + right))
+        conditions.append(key_at <= at + (rules.window_offset + right))
     for chunk, index in ((rows, i), (cols, j)):
         if chunk.size != chunk.length:
             conditions.append(index < chunk.length)

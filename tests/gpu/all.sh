@@ -40,7 +40,10 @@ do_part() {
     share "$1" $suite::test_on_gpu $suite::test_equal_logits_are_equally_likely_on_gpu
     ;;
   cross-entropy) share "$1" $here/test_conformance.py::test_losses_on_gpu $here/test_linear_cross_entropy.py ;;
-  attention) share "$1" $here/test_attention_forward.py $here/test_attention_backward.py $here/test_attention_masks.py ;;
+  attention)
+    share "$1" $here/test_attention_forward.py $here/test_attention_backward.py $here/test_attention_masks.py \
+      tests/jaxsoftmax/test_paged_attention.py
+    ;;
   library) share "$1" tests/jaxsoftmax/test_*gpu.py $here/test_gpu_harness.py ;;
   benchmark)
     rows standard --tag=standard --impl=ours,xla --rounds=3 &&

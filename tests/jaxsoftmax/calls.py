@@ -81,6 +81,14 @@ MORE_CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
         | {"block_tables": jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 9, "lengths": 2 * LENGTHS},
     ),
     "scaled heads": (jaxsoftmax.flash_attention, QKV | {"scale": X[0, 0, :8]}),
+    "positions": (
+        functools.partial(attention, local_window_size=(3, 1)),
+        QKV
+        | {
+            "query_positions": LENGTHS[:6] + 1,
+            "key_value_positions": jnp.arange(48, dtype=jnp.int32).reshape(8, 6) % 7,
+        },
+    ),
     "segments": (jaxsoftmax.flash_attention, QKV | {"mask": MASK[:, :, None, :6], "query_segment_ids": SEGMENTS}),
 }
 

@@ -74,6 +74,8 @@ class AttentionStandIn:
             "key_lengths": (p.batch,) if p.key_lengths else None,
             "query_segments": (p.batch, p.query_length) if p.segments else None,
             "key_segments": (p.batch, p.key_length) if p.segments else None,
+            "query_positions": (p.batch, p.query_length) if p.positions else None,
+            "key_positions": (p.batch, p.key_length) if p.positions else None,
             "sinks": (p.query_heads,) if p.sinks else None,
         }
         present = {name: shape for name, shape in shapes.items() if shape is not None}

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsoftmax
 from jaxsoftmax import flash_attention, softmax_cross_entropy_with_integer_labels, top_k_softmax
+from jaxsoftmax._attention import sequence
 from pallas_kernels import custom_vjp, hardware
 from tests import attention_oracle, errors, oracle, top_k_oracle
 from tests.jaxsoftmax.sharded import count, gathers_only_numbers
@@ -381,3 +382,47 @@ def test_attention_over_two_gpus(spec: tuple[str | None, ...], kind: str) -> Non
         np.testing.assert_allclose(np.float32(found), np.float32(alone), rtol=2**-7, atol=2**-7)
     hlo = run.lower(*cut).compile().as_text()
     assert not any(word in hlo for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+ZIGZAG = np.arange(1024).reshape(4, 256)[[0, 3, 1, 2]].ravel()
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (300, 20)},
+    "packed": {"is_causal": True, "query_segment_ids": np.arange(1024)[None].repeat(2, 0) // 300},
+    "zigzag": {"is_causal": True} | dict.fromkeys(("query_positions", "key_value_positions"), ZIGZAG),
+    "zigzag, packed": {"is_causal": True, "query_segment_ids": ZIGZAG[None].repeat(2, 0) // 300}
+    | dict.fromkeys(("query_positions", "key_value_positions"), ZIGZAG),
+}
+
+
+@pytest.mark.parametrize(
+    "name, head_dim, kind, most",
+    pairwise(tuple(SEQUENCES), (64, 128, 256), ("Auto", "Explicit"), (sequence.MOST_GATHERED, 0)),
+)
+def test_sequences_over_two_gpus(
+    name: str, head_dim: int, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    jax.clear_caches()
+    sharding, rng = over_two_gpus(kind, None, "d"), np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(2, 1024, n, head_dim)), jnp.bfloat16) for n in (8, 2, 2, 8)]
+    call = functools.partial(flash_attention, **SEQUENCES[name], deterministic_gradients=True, return_residual=True)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:
+        (out, lse), pull = jax.vjp(call, q, k, v)
+        return out, lse, pull((g, jnp.sin(lse)))
+
+    compiled = jax.jit(run).lower(*(cut := jax.device_put(arrays, sharding))).compile()
+    found = jax.tree.leaves(compiled(*cut))
+    # In a ring the output of each block is rounded too.
+    rounded = 2.0**-7 if most else 2.0**-6
+    for x, alone in zip(found, jax.tree.leaves(jax.jit(run)(*arrays)), strict=True):
+        np.testing.assert_allclose(np.float32(x), want := np.float32(alone), rtol=0, atol=rounded * np.abs(want).max())
+    for x, again in zip(found, jax.tree.leaves(compiled(*cut)), strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(again).view(np.uint8))
+    hlo = compiled.as_text()
+    assert "mosaic_gpu" in hlo
+    exchanges = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
+    gathered = {"all-gather", "reduce-scatter"} if most else {"collective-permute"}
+    assert {word for word in exchanges if word in hlo} == gathered

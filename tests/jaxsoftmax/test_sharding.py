@@ -103,6 +103,7 @@ CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
     ("top_k", EXPLICIT, STAND_IN, NUMBERS, {"logits": COLUMNS}),
     ("attention", AUTO, STAND_IN, NOTHING, {"query": HEADS, "key": HEADS, "value": HEADS}),
     ("attention", AUTO, REFERENCE, NOTHING, {"query": BOTH, "key": BOTH, "value": BOTH}),
+    ("attention", AUTO, STAND_IN, ANY, dict.fromkeys(QKV, P("d", "m"))),
     ("attention", EXPLICIT, STAND_IN, NOTHING, dict.fromkeys(QKV, P(None, None, "m"))),
     ("attention", EXPLICIT, REFERENCE, NOTHING, {"query": D, "key": D, "value": D}),
     ("attention", EXPLICIT, STAND_IN, NOTHING, {"query": D}),
@@ -116,6 +117,7 @@ CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
     ("more attention", EXPLICIT, REFERENCE, ANY, dict.fromkeys(QKV, HEADS) | {"bias": P(), "sinks": P()}),
     ("more attention", EXPLICIT, REFERENCE, ANY, {"query": DM, "key": P(), "value": P(), "bias": P("d", None, "m")}),
     ("more attention", EXPLICIT, REFERENCE, ANY, {"query": HEADS, "key": D, "value": D, "sinks": P("m")}),
+    ("more attention", EXPLICIT, STAND_IN, ANY, dict.fromkeys(QKV, P("d", "m")) | {"bias": P(None, None, "m")}),
     ("dropout", EXPLICIT, REFERENCE, ANY, {"query": P(None, None, "d"), "key": P(), "value": P()}),
 ]
 

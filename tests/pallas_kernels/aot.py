@@ -175,10 +175,11 @@ def _h200() -> NamedSharding:
 
 
 @functools.cache
-def two_gpus(kind: AxisType = AxisType.Auto) -> Mesh:
-    """Two H200, along the axis `d`."""
+def two_gpus(kind: AxisType = AxisType.Auto, count: int = 2) -> Mesh:
+    """Two H200, or another count of them, along the axis `d`."""
     _h200()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_TARGET.read_text(), topology="1x2x1")
+    target = _TARGET.read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x{count}x1")
     return Mesh(np.array(topology.devices), ("d",), axis_types=(kind,))
 
 

@@ -47,6 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "ends-segments": {"query_lengths": True, "causal_offset": 60, "align_ends": True, "segments": True, "mask": "111S"},
     "ends": {"key_lengths": True, "query_lengths": True, "causal_offset": 0, "align_ends": True},
     "ends-window": {"key_lengths": True, "window": (100, 37), "align_ends": True, "sinks": True},
+    "positions": {"positions": True, "causal_offset": 0},
+    "positions-window": {
+        "positions": True, "window": (90, 40), "window_offset": 5, "segments": True, "key_lengths": True,
+    },
 }  # fmt: skip
 
 Pairs = list[tuple[int, int]]
@@ -114,6 +118,11 @@ def operands_of(
         arrays["key"][past], arrays["value"][past] = np.nan, np.nan
     if p.segments:
         arrays["query_segments"], arrays["key_segments"] = documents.PATTERNS[ids](rng, b, t, s)
+    if p.positions:
+        # The queries are a piece of the sequence, and the keys pieces that two devices have.
+        pieces = np.concatenate([np.arange(s)[: s // 4], np.arange(s)[s // 2 :], np.arange(s)[s // 4 : s // 2]])
+        arrays["query_positions"] = np.tile(np.arange(t, dtype=np.int32) + s // 3, (b, 1))
+        arrays["key_positions"] = np.stack([np.roll(pieces, 10 * i) for i in range(b)]).astype(np.int32)
     if p.sinks:
         arrays["sinks"] = rng.standard_normal(n).astype(np.float32)
     return arrays
@@ -125,7 +134,7 @@ def abstract(p: Attention) -> list[jax.ShapeDtypeStruct]:
     shapes = [((b, t, n, p.head_dim), p.dtype), ((b, s, k, p.head_dim), p.dtype), ((b, s, k, p.value_dim), p.dtype)]
     shapes += [(p.bias, p.bias_dtype)] * bool(p.bias) + [(p.mask, "int8")] * bool(p.mask)
     shapes += [((b,), "int32")] * (p.query_lengths + p.key_lengths)
-    shapes += [((b, t), "int32"), ((b, s), "int32")] * p.segments + [((n,), "float32")] * p.sinks
+    shapes += [((b, t), "int32"), ((b, s), "int32")] * (p.segments + p.positions) + [((n,), "float32")] * p.sinks
     if p.op is Op.BACKWARD:
         shapes += [((b, t, n, p.value_dim), p.dtype), ((b, n, t), "float32")] * 2
     return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -175,6 +184,8 @@ def rules_of(p: Attention, arrays: dict[str, Any]) -> dict[str, Any]:
     i, j = np.arange(p.query_length)[:, None], np.arange(p.key_length)[None, :]
     if p.align_ends:
         i = i + np.diff(counts_of(p, arrays))[..., None, None]
+    if p.positions:
+        i, j = arrays["query_positions"][:, None, :, None], arrays["key_positions"][:, None, None, :]
     mask = arrays["mask"] != 0 if p.mask else np.ones((p.query_length, p.key_length), bool)
     before, after = p.window
     for offset, side in ((p.causal_offset, 0), (p.window_offset, after)):

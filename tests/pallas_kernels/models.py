@@ -3,6 +3,7 @@
 A model is found by the operation's name; what is static in it comes from the variables that the operation closes over.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -313,10 +314,12 @@ def _apply_between(machine: Any, static: Any, x: Any, high: Any, *low: Any) -> l
     return [jnp.where(seen, x, -jnp.inf)]
 
 
-def _apply_same(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: Any, column: Any) -> list[Any]:
+def _apply_tests(machine: Any, static: Any, ref: Any, x: Any, rows: Any, batch: Any, column: Any) -> list[Any]:
     column = column + np.arange(x.shape[1])
     of_columns = machine.gather(ref, (batch, 0, 0, column), column < static.size, 0)
-    return [jnp.where(rows[:, :1] == of_columns, x, -jnp.inf)]
+    holds = {"eq": jnp.equal, "sle": jnp.less_equal, "sge": jnp.greater_equal}
+    seen = [holds[test](rows[:, :1] + more, of_columns) for test, more in static.tests]
+    return [jnp.where(functools.reduce(jnp.logical_and, seen), x, -jnp.inf)]
 
 
 def _vote_above(machine: Any, static: Any, x: Any, limits: Any) -> list[Any]:

@@ -29,7 +29,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 # Bytes a thread, which stay in L1: the warp's longest float32 row, which runs at 0.99 of a copy all the same.
 _MAY_SPILL = {("warp", "none"): 8}
@@ -268,6 +268,38 @@ def test_attention_over_two_gpus_needs_no_collective(spec, kind):
     hlo = jax.jit(gradients).lower(x, x, x, x, mask).compile().as_text()
     assert "mosaic_gpu" in hlo
     assert not [word for word in COLLECTIVES if word in hlo]
+
+
+@KINDS
+def test_a_sequence_over_two_gpus_gathers_keys_alone(kind):
+    mesh = aot.two_gpus(kind)
+    sharding = NamedSharding(mesh, PartitionSpec(None, "d"))
+    query, key = (jax.ShapeDtypeStruct((1, 4096, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
+    ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
+
+    def gradients(q, k, v, g, ids):
+        places = {"query_positions": ids, "key_value_positions": ids}
+        call = lambda *x: jaxsoftmax.flash_attention(*x, **places, query_segment_ids=ids, is_causal=True)
+        return jax.vjp(call, q, k, v)[1](g)
+
+    hlo = jax.jit(gradients).lower(query, key, key, query, ids).compile().as_text()
+    assert "mosaic_gpu" in hlo
+    assert {word for word in COLLECTIVES if word in hlo} == {"all-gather", "reduce-scatter"}
+    assert not re.findall(r"= [^=]*\b8,128\][^=]* all-gather", hlo)
+
+
+def test_memory_of_a_ring_does_not_depend_on_the_devices():
+    """Of 65536 queries and keys on each, as where gathering would take too much memory."""
+
+    def bytes_of(count):
+        sharding = NamedSharding(aot.two_gpus(count=count), PartitionSpec(None, "d"))
+        of = lambda n: jax.ShapeDtypeStruct((1, 65536 * count, n, 128), jnp.bfloat16, sharding=sharding)
+        run = lambda q, k, v: jaxsoftmax.flash_attention(q, k, v, is_causal=True)
+        compiled = jax.jit(run).lower(of(8), of(4), of(4)).compile()
+        assert {word for word in COLLECTIVES if word in compiled.as_text()} == {"collective-permute"}
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(8) == bytes_of(4)
 
 
 @KINDS

@@ -237,6 +237,9 @@ INTERPRETED: dict[str, tuple[Any, ...]] = {
         "segments", (150, 390), (128, 128), {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
         {"ids": "unsorted"},
     ),
+    "positions": ("positions", (140, 260), (128, 64), {"heads": (2, 1)}),
+    "positions-ordered": ("positions-window", (140, 300), (64, 64), ORDERED | {"heads": (2, 1)}),
+    "wide-positions": ("positions-window", (140, 200), (136, 64), {"heads": (1, 1)}),
 }  # fmt: skip
 
 

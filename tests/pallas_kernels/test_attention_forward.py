@@ -104,7 +104,7 @@ def test_matches_the_oracle(p):
 
 FEW_KINDS = (
     *("full", "causal-later", "window-left", "lengths", "key-lengths", "segments", "soft-cap", "sinks", "mask"),
-    *("mask-of-keys", "ends", "ends-window", "ends-segments", "bias"),
+    *("mask-of-keys", "ends", "ends-window", "ends-segments", "bias", "positions-window"),
 )
 
 
@@ -200,6 +200,9 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("lengths", (140, 140), (32, 16), (2, 1), {}, {"segments": True}, {"ids": "packed"}),
     ("segments", (200, 330), (32, 16), (2, 1), DYNAMIC, {"window": (150, 60), "sinks": True}, {"ids": "unsorted"}),
     ("segments", (260, 330), (32, 16), (2, 1), {}, {"causal_offset": 130}, {"ids": "few"}),
+    ("positions", (140, 330), (32, 16), (2, 1), EARLY | DYNAMIC, {}, {}),
+    ("positions-window", (140, 330), (32, 16), (2, 1), WIDE, {}, {"ids": "few"}),
+    ("positions", (5, 330), (32, 16), (2, 2), SPLIT, {"window": (90, 40)}, {}),
 ]  # fmt: skip
 
 

@@ -1,0 +1,220 @@
+"""Calls on one GPU, and sharded over several of one host.
+
+    python -m benchmarks.scaling --json=benchmarks/results/h200/scaling.json
+    python -m benchmarks.scaling --case=attention_zigzag_gradient --devices=4
+
+Efficiency is the time on one device, divided by the number of devices and by the time on all of them. Time is the wall
+clock of calls that are enqueued one after another, the least of several rounds, in which one device and all of them
+alternate. Results on all are compared with those on one, shard by shard.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from benchmarks import results as measured
+from benchmarks.report import markdown
+from benchmarks.results import Record, Results
+
+FLAGS = flags.FLAGS
+_CALLS = 10  # enqueued at once
+_ROWS, _COLS, _TOP = 8192, 128256, 64
+_LENGTH, _HEADS, _KEY_HEADS, _DIM = 32768, 16, 4, 128
+_DOCUMENT = 2048  # tokens, on average
+_SHRUNK = 64  # by which sizes are divided without a GPU
+_COLLECTIVES = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, its operands on one device, how each is sharded, and whether sequences are in zigzag order there."""
+
+    call: Callable[..., Any]
+    operands: Callable[[int], Arrays]
+    specs: Mapping[str, P]
+    zigzag: bool = False
+
+
+def _logits(shrunk: int) -> Arrays:
+    shape, keys = (_ROWS // shrunk, _COLS // shrunk), jax.random.split(jax.random.key(0), 3)
+    x, t = (4 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
+    return {"x": x, "t": t, "labels": jax.random.randint(keys[2], shape[:1], 0, shape[1])}
+
+
+def _attention(shrunk: int, *, documents: bool = False) -> Arrays:
+    rng, length = np.random.default_rng(0), _LENGTH // shrunk
+    heads = {"query": _HEADS, "key": _KEY_HEADS, "value": _KEY_HEADS, "d_out": _HEADS}
+    keys = jax.random.split(jax.random.key(0), 4)
+    made: Arrays = {
+        name: jax.random.normal(key, (1, length, n, _DIM), jnp.bfloat16)
+        for (name, n), key in zip(heads.items(), keys, strict=True)
+    }
+    if documents:
+        ends = np.cumsum(rng.exponential(_DOCUMENT / shrunk, 4 * _LENGTH // _DOCUMENT).astype(np.int64) + 1)
+        made["segments"] = jnp.asarray(np.searchsorted(ends, np.arange(length), side="right")[None], jnp.int32)
+    return made
+
+
+def _attend(gradient: bool, rules: Mapping[str, Any], operands: Arrays) -> Any:
+    rest = {"query_segment_ids": operands.get("segments"), **rules}
+    if "positions" in operands:
+        rest |= {"query_positions": operands["positions"], "key_value_positions": operands["positions"]}
+    call = functools.partial(jaxsoftmax.flash_attention, **rest)
+    qkv = [operands[name] for name in ("query", "key", "value")]
+    if not gradient:
+        return call(*qkv)
+    out, pull = jax.vjp(call, *qkv)
+    return out, *pull(operands["d_out"])
+
+
+def _value_and_vjp(function: Callable[..., Any], operands: Arrays) -> Any:
+    out, pull = jax.vjp(function, operands["x"])
+    return out, *pull(operands["t"])
+
+
+_loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+_mean = lambda x, labels: _loss(x, labels).mean()
+_weighted = lambda x, labels: _loss(x, labels, weights=1 / labels.size).sum()
+_OF_ROWS: dict[str, Callable[[Arrays], Any]] = {
+    "loss": lambda a: _mean(a["x"], a["labels"]),
+    "loss_gradient": lambda a: jax.value_and_grad(_mean)(a["x"], a["labels"]),
+    "loss_weighted_gradient": lambda a: jax.value_and_grad(_weighted)(a["x"], a["labels"]),
+    "softmax": lambda a: jaxsoftmax.softmax(a["x"]),
+    "softmax_value_and_vjp": functools.partial(_value_and_vjp, jaxsoftmax.softmax),
+    "top_k": lambda a: jaxsoftmax.top_k_softmax(a["x"], _TOP),
+}
+
+
+def cases() -> dict[str, Case]:
+    """Every case by its name."""
+    found = {}
+    for kind, gradient in itertools.product(("full", "causal", "zigzag", "packed"), (False, True)):
+        rules = {} if kind == "full" else {"is_causal": True}
+        rows = P(None, "d")
+        specs = dict.fromkeys(("query", "key", "value", "d_out", "segments"), rows) | {"positions": P("d")}
+        make = functools.partial(_attention, documents=kind == "packed")
+        call = functools.partial(_attend, gradient, rules)
+        zigzag = kind in ("zigzag", "packed")
+        found[f"attention_{kind}{'_gradient' * gradient}"] = Case(call, make, specs, zigzag)
+    for name, call in _OF_ROWS.items():
+        found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
+        found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
+    return found
+
+
+def _sharded(case: Case, operands: Arrays, mesh: Mesh) -> Arrays:
+    """The operands on all devices."""
+    reordered = dict(operands)
+    if case.zigzag:
+        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size) for name, x in operands.items()}
+        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size)
+    return {name: jax.device_put(x, NamedSharding(mesh, case.specs[name])) for name, x in reordered.items()}
+
+
+def _difference(case: Case, mesh: Mesh, got: Any, want: Any) -> float:
+    """The largest difference from one device's results, relative to the largest number of each."""
+    largest = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        b = jaxsoftmax.zigzag(b, 1, mesh.size) if case.zigzag else b
+        size = max(float(jnp.abs(b).max()), float(jnp.finfo(jnp.float32).tiny))
+        for shard in a.addressable_shards:
+            mine = jax.device_put(shard.data, next(iter(b.devices()))).astype(jnp.float32)
+            largest.append(float(jnp.abs(mine - b[shard.index].astype(jnp.float32)).max()) / size)
+    return max(largest)
+
+
+def _seconds(program: Any, operands: Arrays) -> float:
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        last = program(operands)
+    jax.block_until_ready(last)
+    return (time.perf_counter() - start) / _CALLS
+
+
+def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
+    """A case on one device and on `devices`."""
+    case, mesh = cases()[name], jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    whole = jax.jit(lambda: case.operands(shrunk))()
+    parts = _sharded(case, whole, mesh)
+    one, every = (jax.jit(case.call).lower(operands).compile() for operands in (whole, parts))
+    difference = _difference(case, mesh, every(parts), one(whole))
+    times = [(_seconds(one, whole), _seconds(every, parts)) for _ in range(rounds)]
+    alone, together = (1e6 * min(column) for column in zip(*times, strict=True))
+    text, memory = every.as_text() or "", every.memory_analysis()
+    return {
+        "case": {"name": name, "op": "scaling", "tags": [], "devices": devices, "shrunk": shrunk},
+        "one_us": round(alone, 1),
+        "us": round(together, 1),
+        "efficiency": round(alone / devices / together, 3),
+        "difference": difference,
+        "collectives": dict(collections.Counter(_COLLECTIVES.findall(text))),
+        "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+    }
+
+
+def line(record: Record) -> str:
+    """A record in one line."""
+    return (
+        f"{record['case']['name']:<34} {record['one_us']:10.1f} us on one, {record['us']:10.1f} on "
+        f"{record['case']['devices']}: {record['efficiency']:.3f}  difference {record['difference']:.1e}  "
+        f"{record['collectives']}"
+    )
+
+
+def table(results: Results) -> str:
+    """Every case that was measured, by card and number of devices."""
+    rows = []
+    for run in sorted(measured.scaling_runs(results.folder), key=lambda run: (run.card, -len(run.records))):
+        for record in run.records.values():
+            exchanged = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
+            times = [f"{record[name] / 1e3:.3g}" for name in ("one_us", "us")]
+            where = f"{record['case']['devices']} {run.card}"
+            rows.append([record["case"]["name"], where, *times, f"{record['efficiency']:.2f}", exchanged or "nothing"])
+    return markdown(["call", "on", "one, ms", "all, ms", "efficiency", "exchanges"], rows)
+
+
+def _runs(chosen: list[str]) -> Iterator[Record]:
+    shrunk = 1 if jax.default_backend() == "gpu" else _SHRUNK
+    for name in chosen:
+        yield measure(name, FLAGS.devices, FLAGS.rounds, shrunk)
+
+
+def main(_: Any) -> None:
+    known = list(cases())
+    chosen = FLAGS.case or known
+    if unknown := [name for name in chosen if name not in known]:
+        raise app.UsageError(f"--case: got {', '.join(unknown)}, wanted some of {', '.join(known)}.")
+    if len(jax.devices()) < FLAGS.devices:
+        raise app.UsageError(f"--devices: got {FLAGS.devices}, wanted at most the {len(jax.devices())} that there are.")
+    header = measured.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": "scaling"}
+    records: list[Record] = []
+    for record in _runs(chosen):
+        print(line(record), flush=True)
+        records.append(record)
+        if FLAGS.json:
+            measured.write(pathlib.Path(FLAGS.json), header, records)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("case", [], "Names of cases; default: all.")
+    flags.DEFINE_integer("devices", 2, "Over how many devices the calls are sharded.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 5, "Rounds, of which the best counts.", lower_bound=1)
+    flags.DEFINE_string("json", None, "The result file; written after every case.")
+    flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
+    app.run(main)

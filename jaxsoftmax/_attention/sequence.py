@@ -1,0 +1,296 @@
+"""Positions of queries and keys, and the parts of a sequence that is sharded over devices.
+
+A device keeps its queries, and gathers all keys or gets them block by block, in a ring of devices. The causal rule,
+windows and lengths count in the whole sequence: a part's first query is not query 0. Where positions are given, keys
+that are gathered lie in the order of the devices, and are sorted so that a tile of queries sees one range of them.
+
+In a ring each device passes its block of keys on while it computes, so that no device ever has more than two. The
+states of its queries over the blocks merge as those of an online softmax. Gradients of a block's keys travel with it.
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._core.sharding import Names
+from pallas_kernels.attention.problem import OPERANDS, RANK, Operands, Rules
+from pallas_kernels.monoid import Stats, combine, log_normalizer
+from pallas_kernels.softmax.reference import accumulator_dtype
+
+MOST_GATHERED = 2**26  # numbers of keys and values, for which gradients need five times as many bytes as in 16 bits
+RUN = 128  # keys that are sorted as one, which are a tile of the kernels
+MOST_TOGETHER = 8  # devices whose links are so fast that gathering takes little beside computing
+
+ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None and x.query_axis is None)
+Arrays = Mapping[str, Any]
+
+
+def zigzag(x: Any, axis: int, devices: int) -> jax.Array:
+    """Reorders a sequence so that devices which share it have equal work under a causal rule.
+
+    The sequence is `2 * devices` pieces. Device i gets piece i and piece `2 * devices - 1 - i`: queries of the first
+    see few keys, queries of the second many. Apply it to whatever has the axis (tokens, labels, segment ids), and pass
+    `zigzag(jnp.arange(length), 0, devices)` as `query_positions` and `key_value_positions` of `flash_attention`.
+
+    Args:
+        x: An array.
+        axis: Its axis of the sequence, whose extent is a multiple of `2 * devices`.
+        devices: Over how many devices the axis is sharded.
+
+    Returns:
+        An array of the same shape.
+
+    Raises:
+        ValueError: the axis does not exist or is not a multiple of `2 * devices`, or `devices` is less than 1.
+
+    >>> import jax.numpy as jnp
+    >>> zigzag(jnp.arange(8), 0, 2).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    pieces, axis = _pieces("zigzag", x, axis, devices)
+    first, last = jnp.split(pieces, 2, axis)
+    return jnp.stack([first, jnp.flip(last, axis)], axis + 1).reshape(jnp.shape(x))
+
+
+def unzigzag(x: Any, axis: int, devices: int) -> jax.Array:
+    """The inverse of `zigzag`.
+
+    Args:
+        x: An array.
+        axis: Its axis of the sequence.
+        devices: As it was given to `zigzag`.
+
+    Returns:
+        An array of the same shape, in the sequence's own order.
+
+    Raises:
+        ValueError: as `zigzag`.
+
+    >>> import jax.numpy as jnp
+    >>> unzigzag(zigzag(jnp.arange(8), 0, 2), 0, 2).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    pieces, axis = _pieces("unzigzag", x, axis, devices)
+    pairs = pieces.reshape(*pieces.shape[:axis], -1, 2, *pieces.shape[axis + 1 :])
+    first, last = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in range(2))
+    return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(jnp.shape(x))
+
+
+def _pieces(function: str, x: Any, axis: int, devices: int) -> tuple[jax.Array, int]:
+    """`x` with its axis split in pieces, and which axis counts these."""
+    array, count = jnp.asarray(x), 2 * operator.index(devices)
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"{function}: axis={axis}, expected one of the axes of x, which has shape {array.shape}.")
+    at = operator.index(axis) % array.ndim
+    if count < 2 or array.shape[at] % count:
+        raise ValueError(
+            f"{function}: axis {axis} of x has extent {array.shape[at]}, and devices={devices}; expected at least one "
+            "device, and a multiple of twice as many elements. Pad the sequence."
+        )
+    return array.reshape(*array.shape[:at], count, -1, *array.shape[at + 1 :]), at
+
+
+def ring_reason(devices: int, numbers: int) -> str | None:
+    """Why keys and values, of so many numbers, are passed round and not gathered, in words, or None."""
+    if numbers > MOST_GATHERED:
+        return f"keys and values of {numbers} numbers would take much memory on each device"
+    if devices > MOST_TOGETHER:
+        return f"{devices} devices are more than fast links join, and the computation hides what slow ones take"
+    return None
+
+
+def of_indices(arrays: Arrays, rules: Rules, firsts: tuple[Any, Any], counts: tuple[Any, Any]) -> dict[str, jax.Array]:
+    """The positions that indices are, where the first query and key of the arrays have the indices `firsts`.
+
+    With `rules.align_ends` those of queries are moved so that the last of them is at the last key; `counts` says how
+    many queries and keys the sequences have.
+    """
+    (*lead, local, _, _), keys = arrays["query"].shape, arrays["key"].shape[-3]
+    at, key_at = (
+        jnp.arange(n, dtype=jnp.int32).reshape(*(1,) * len(lead), n) + first
+        for n, first in zip((local, keys), firsts, strict=True)
+    )
+    if rules.align_ends:
+        ends = zip(("query_lengths", "key_lengths"), counts, strict=True)
+        last = [jnp.minimum(arrays[name], n)[..., None] if name in arrays else n for name, n in ends]
+        at = at + (last[1] - last[0])
+    return {"query_positions": at, "key_positions": key_at}
+
+
+class Part(NamedTuple):
+    """One device's part of a call: its operands, what they are, and in which order the keys were before."""
+
+    kinds: tuple[str, ...]
+    operands: list[jax.Array]
+    names: tuple[str, ...]
+    rules: Rules
+    places: jax.Array | None  # where each run of keys went; None: nowhere
+
+    def in_order(self, kind: str, x: jax.Array) -> jax.Array:
+        """A result, its keys as they were before they were sorted."""
+        return x if self.places is None or kind not in ORDERED else _taken(kind, x, self.places)
+
+
+def part_of(
+    kinds: Sequence[str],
+    operands: Sequence[jax.Array],
+    names: Sequence[str],
+    rules: Rules,
+    axes: Names,
+    *,
+    in_blocks: bool,
+) -> Part:
+    """This device's part, of queries that are sharded over `axes`, and all keys, or its block of them."""
+    arrays, rest = dict(zip(names, operands, strict=False)), list(operands[len(names) :])
+    of_rest = tuple(kinds[len(names) :])
+    devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    local, keys = (arrays[name].shape[-3] for name in ("query", "key"))
+    first = me * local
+    by_place = rules.causal_offset is not None or rules.window != (None, None)
+    places = None
+    if "query_positions" in arrays:
+        order = None if in_blocks else _order(arrays)
+        if order is not None:
+            arrays |= {kind: _taken(kind, x, order) for kind, x in arrays.items() if kind in ORDERED}
+            rest = [_taken(kind, x, order) if kind in ORDERED else x for kind, x in zip(of_rest, rest, strict=True)]
+            places = jnp.argsort(order, -1)
+    elif by_place:
+        firsts, counts = (first, 0), (local * devices, keys)
+        if in_blocks:
+            firsts, counts = (first, me * keys), (local * devices, keys * devices)
+        arrays |= of_indices(arrays, rules, firsts, counts)
+        rules = dataclasses.replace(rules, align_ends=False)
+    if "query_lengths" in arrays:
+        arrays["query_lengths"] = jnp.clip(arrays["query_lengths"] - first, 0, local)
+    present = tuple(name for name in Operands._fields if name in arrays)
+    return Part((*present, *of_rest), [*(arrays[name] for name in present), *rest], present, rules, places)
+
+
+def _order(arrays: Arrays) -> jax.Array | None:
+    """The runs of keys in the order of their positions, each segment's together; None where keys stay as they are.
+
+    Keys past the length have to be the last, so that there runs are single keys.
+    """
+    keys = arrays["key"].shape
+    if any(name in arrays and arrays[name].shape[-1] > 1 for name in ("bias", "mask")):
+        return None  # which would have to be copied
+    by = [arrays["key_positions"]]
+    if "key_segments" in arrays:
+        by.insert(0, arrays["key_segments"])
+    if "key_lengths" in arrays:
+        by.insert(0, jnp.arange(keys[-3]) >= arrays["key_lengths"][..., None])
+    else:
+        by = [x[..., :: math.gcd(keys[-3], RUN)] for x in by]
+    shape = jnp.broadcast_shapes(*(x.shape for x in by))
+    if any(n not in (1, own) for n, own in zip(shape[:-1], keys[:-3], strict=True)):
+        return None
+    index = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    return jax.lax.sort((*(jnp.broadcast_to(x, shape) for x in by), index), num_keys=len(by))[-1]
+
+
+def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
+    """An operand that has an axis of keys, with its runs of keys in another order."""
+    axis = x.ndim + (OPERANDS[kind].key_axis or 0)
+    runs = x.reshape(*x.shape[:axis], order.shape[-1], -1, *x.shape[axis + 1 :])
+    index = order.reshape(*order.shape, *(1,) * RANK[kind])
+    taken = jnp.take_along_axis(runs, index, axis, mode="promise_in_bounds")
+    return taken.reshape(*taken.shape[:axis], *x.shape[axis:])
+
+
+def around(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
+    """The results of a part that has a block of the keys, as every block comes past in turn.
+
+    `run(*operands, names=..., rules=...)` computes with one block.
+    """
+    devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    to_previous = [(i, (i - 1) % devices) for i in range(devices)]
+    pass_on = lambda x: jax.lax.ppermute(x, axes, to_previous)
+    names, rest = part.names, part.operands[len(part.names) :]
+    arrays = dict(zip(names, part.operands, strict=False))
+    over = _Outputs(arrays.pop("sinks", None)) if results == ("out", "lse") else _Gradients(tuple(results), pass_on)
+    keys = arrays["key"].shape[-3]
+
+    def compute(step: Any, block: dict[str, jax.Array], sums: Sums) -> Sums:
+        here = arrays | block
+        if "key_lengths" in here:
+            first = (me + step) % devices * keys
+            here["key_lengths"] = jnp.clip(here["key_lengths"] - first, 0, keys)
+        sums = over.travelled(sums)
+        return over.added(sums, run(*here.values(), *rest, names=tuple(here), rules=part.rules))
+
+    def advance(carry: Any, step: Any) -> tuple[Any, None]:
+        block, sums = carry
+        # The next block comes while this one is computed with.
+        return (jax.tree.map(pass_on, block), compute(step, block, sums)), None
+
+    first = {name: arrays[name] for name in names if name in ORDERED}
+    if devices == 1:
+        return over.finished(compute(0, first, ()))
+    carry, _ = advance((first, ()), 0)
+    if devices > 2:
+        # In a loop XLA holds no more than two blocks, and no results but the sums.
+        carry, _ = jax.lax.scan(advance, carry, jnp.arange(1, devices - 1))
+    return over.finished(compute(devices - 1, *carry))
+
+
+Sums = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass
+class _Outputs:
+    """States of queries over blocks of keys, which merge, and sinks, which count once."""
+
+    sinks: jax.Array | None
+    dtypes: tuple[Any, ...] = ()
+
+    def travelled(self, sums: Sums) -> Sums:
+        """Nothing travels with a block."""
+        return sums
+
+    def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:
+        out, lse = found
+        self.dtypes = out.dtype, lse.dtype
+        maximum = jnp.swapaxes(lse, -1, -2)[..., None]
+        state = maximum, jnp.ones_like(maximum), out.astype(maximum.dtype)
+        return combine(sums, state) if sums else state
+
+    def finished(self, state: Sums) -> list[jax.Array]:
+        maximum = state[0]
+        if self.sinks is not None:
+            sink = jnp.broadcast_to(self.sinks.astype(maximum.dtype)[..., None, :, None], maximum.shape)
+            state = combine(state, (sink, jnp.ones_like(sink), jnp.zeros_like(sink)))
+        unseen = maximum == -jnp.inf
+        lse = jnp.where(unseen, -jnp.inf, log_normalizer(Stats(*state[:2])))
+        out = jnp.where(unseen, 0.0, state[2] / jnp.where(unseen, 1.0, state[1]))
+        return [out.astype(self.dtypes[0]), jnp.swapaxes(lse[..., 0], -1, -2).astype(self.dtypes[1])]
+
+
+@dataclasses.dataclass
+class _Gradients:
+    """Sums of gradients over blocks of keys. Those of the keys follow their block."""
+
+    results: tuple[str, ...]
+    pass_on: Callable[[jax.Array], jax.Array]
+    dtypes: tuple[Any, ...] = ()
+
+    def travelled(self, sums: Sums) -> Sums:
+        """The sums, of which those of the block that is here were where it was before."""
+        pairs = zip(self.results, sums, strict=False)
+        return tuple(self.pass_on(x) if kind in ORDERED else x for kind, x in pairs)
+
+    def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:
+        self.dtypes = tuple(x.dtype for x in found)
+        wide = tuple(x.astype(accumulator_dtype(x.dtype)) for x in found)
+        if not sums:
+            return wide
+        # The sinks' gradient follows from the logsumexp over all blocks, and comes again with each.
+        return tuple(x if kind == "sinks" else x + y for kind, x, y in zip(self.results, sums, wide, strict=True))
+
+    def finished(self, sums: Sums) -> list[jax.Array]:
+        return [x.astype(dtype) for x, dtype in zip(self.travelled(sums), self.dtypes, strict=True)]
