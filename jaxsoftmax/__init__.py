@@ -9,6 +9,7 @@ from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross
 from jaxsoftmax._cross_entropy.api import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
+from jaxsoftmax._cross_entropy.linear import linear_cross_entropy as linear_cross_entropy
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
 from jaxsoftmax._explain import explain_attention as explain_attention
@@ -34,6 +35,7 @@ __all__ = [
     "explain_attention",
     "flash_attention",
     "install",
+    "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
     "merge",

@@ -18,6 +18,7 @@ def pairs(x: jax.Array, labels: jax.Array, flag: bool) -> None:
     assert_type(js.logsumexp(x, 1, None, True, True), Pair)
     assert_type(js.logsumexp(x, return_sign=flag), jax.Array | Pair)
     assert_type(js.softmax_cross_entropy_with_integer_labels(x, labels), jax.Array)
+    assert_type(js.linear_cross_entropy(x, x, labels), jax.Array)
     assert_type(js.softmax_cross_entropy_with_integer_labels(x, labels, return_lse=True), Pair)
     assert_type(js.softmax_cross_entropy_with_integer_labels(x, labels, return_lse=flag), jax.Array | Pair)
     assert_type(js.top_k_softmax(x, 2), Pair)

@@ -67,7 +67,7 @@ def _losses(
 ) -> list[jax.Array]:
     weights, where = rest[:weighted], rest[weighted:]
     terms = terms_of(x, labels, where, all_rows, **row)
-    loss = _loss(terms, labels, **row)
+    loss = loss_of_terms(terms, labels, **row)
     for weight in weights:
         loss = weight.squeeze(row["axes"]) * loss
     return [loss, *terms.stats] if stats else [loss]
@@ -79,7 +79,7 @@ def cross_entropy_gradient(
     """Each row's loss without its weight, and the gradient with it."""
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
     terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
-    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
+    return [_of_all(loss_of_terms(terms, labels, **row), weights, row["axes"]), gradient]
 
 
 def cross_entropy_gradient_across(
@@ -91,7 +91,7 @@ def cross_entropy_gradient_across(
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
     count = terms.count if isinstance(terms.count, int) else jnp.expand_dims(terms.count, row["axes"])
     gradient = gradient_of_part(rows, x, local, weights, known, count, masks, **row)
-    return [_of_all(_loss(terms, labels, **row), weights, row["axes"]), gradient]
+    return [_of_all(loss_of_terms(terms, labels, **row), weights, row["axes"]), gradient]
 
 
 def gradient_of_part(
@@ -181,7 +181,7 @@ def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], s
     return count.squeeze(axes) if isinstance(count, jax.Array) else count
 
 
-def _loss(
+def loss_of_terms(
     terms: RowTerms, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
 ) -> jax.Array:
     """The loss from distances to the maximum, so that a common shift of the logits cancels before rounding."""

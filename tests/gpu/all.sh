@@ -39,7 +39,7 @@ do_part() {
     suite=$here/test_conformance.py
     share "$1" $suite::test_on_gpu $suite::test_equal_logits_are_equally_likely_on_gpu
     ;;
-  cross-entropy) share "$1" $here/test_conformance.py::test_losses_on_gpu ;;
+  cross-entropy) share "$1" $here/test_conformance.py::test_losses_on_gpu $here/test_linear_cross_entropy.py ;;
   attention)
     share "$1" $here/test_attention_forward.py $here/test_attention_backward.py $here/test_attention_masks.py \
       tests/jaxsoftmax/test_paged_attention.py

@@ -24,6 +24,8 @@ QKV = {"query": normal(8, 6, 4, 8), "key": normal(8, 6, 2, 8), "value": normal(8
 LENGTHS = jnp.arange(8, dtype=jnp.int32) % 6
 SEGMENTS = jnp.asarray(np.sort(RNG.integers(0, 2, (8, 6))), jnp.int32)
 MORE = {"bias": normal(8, 4, 6, 6), "sinks": normal(4), "key_value_seq_lengths": LENGTHS}
+WEIGHT = normal(16, 16)
+LINEAR = {"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 5.0, "chunk_size": 12}
 
 cross_entropy = jaxsoftmax.softmax_cross_entropy_with_integer_labels
 attention = functools.partial(jaxsoftmax.flash_attention, is_causal=True)
@@ -47,6 +49,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
         {"logits": X, "labels": LABELS, "weights": ROW},
     ),
     "probabilities": (jaxsoftmax.softmax_cross_entropy, {"logits": X, "labels": normal(8, 4, 16)}),
+    "linear": (
+        functools.partial(jaxsoftmax.linear_cross_entropy, return_lse=True, return_entropy=True, **LINEAR),
+        {"hidden": X, "weight": WEIGHT, "labels": LABELS, "bias": WEIGHT[0], "where": MASK},
+    ),
+    "weighted linear": (
+        functools.partial(jaxsoftmax.linear_cross_entropy, ignore_index=3, weight_layout="VE", chunk_size=8),
+        {"hidden": X, "weight": WEIGHT.T, "labels": LABELS, "weights": ROW, "scale": ROW[..., None]},
+    ),
     "top_k": (lambda logits: jaxsoftmax.top_k_softmax(logits, 3)[0], {"logits": X}),
     "attention": (attention, QKV),
     "more attention": (functools.partial(attention, return_residual=True), QKV | MORE),

@@ -76,7 +76,7 @@ ROWS = [
 def test_help_is_readable(name: str) -> None:
     function = getattr(jaxsoftmax, name)
     shown = pydoc.render_doc(function, renderer=pydoc.plaintext).splitlines()[2]
-    assert shown.startswith((f"{name}(x: ArrayLike", f"{name}(a: ArrayLike", f"{name}(logits: ArrayLike"))
+    assert shown.startswith(tuple(f"{name}({first}: ArrayLike" for first in ("x", "a", "logits", "hidden")))
     assert "implementation: Optional[Literal['xla', 'mosaic_gpu']] = None" in shown
     assert len(shown) < 600
     assert typing.get_type_hints(function)["implementation"] == typing.Literal["xla", "mosaic_gpu"] | None

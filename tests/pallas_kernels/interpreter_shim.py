@@ -252,7 +252,8 @@ def _hardware_exp2(x: jax.Array) -> jax.Array:
 
 
 def _place(aval: Any, value: Any, transforms: Any) -> Ref:
-    """A reference of which the type after its transforms does not matter."""
+    """A reference of which the type after its transforms does not matter, nor the order of its axes."""
+    transforms = [t for t in transforms if not isinstance(t, state_types.TransposeTransform)]
     return Ref(*jaxpr_interpret.resolve_ref(aval, value, tuple(transforms)), aval)
 
 

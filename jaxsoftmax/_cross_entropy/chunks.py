@@ -1,0 +1,391 @@
+"""One device's part of the loss of `hidden @ weight`: chunks of tokens, whose logits are the only array of their size.
+
+XLA computes the products, in float32 from operands of 16 bits, and this package's own loss reads a chunk's logits. A
+chunk's gradient logits have the operands' dtype; two more products make the gradients of it, and what is summed over
+tokens is summed in float32. A kernel reads the logits for the rows' states; XLA writes the gradient from these.
+
+The operands have names, and `linear_rules` says what axes each has. Here `t`, the tokens, is one axis. If the
+vocabulary is sharded, the devices exchange a few numbers a token (`merged`); `Parts` says what this device has.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._core.sharding import all_gather, unify_varying
+from jaxsoftmax._cross_entropy import loss as row_losses
+from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, TANGENT, Parts, Rules
+from jaxsoftmax._cross_entropy.primitives import losses, of_gradient, zero_ignored
+from pallas_kernels import hardware
+from pallas_kernels.monoid import Stats, decay, log_normalizer
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import IGNORED
+from pallas_kernels.softmax.reference import accumulator_dtype
+
+Operands = dict[str, jax.Array]
+Body = Callable[[Operands], tuple[Operands, Operands]]
+
+BYTES = 2**30  # what a chunk's logits and their gradient may take together
+_MULTIPLE = 128  # rows of a tile of a matrix product
+
+
+def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None) -> int:
+    """Tokens of a chunk whose logits take `bytes_each`: as few chunks, and as little padding, as `BYTES` allows.
+
+    Adding a chunk's part to the weight's gradient takes about as long as the products of another `_MULTIPLE` tokens.
+    """
+    most = asked or max(BYTES // max(vocabulary * bytes_each, 1), 1)
+    if tokens <= most or asked:
+        return min(tokens, most)
+    sizes = range(_MULTIPLE, max(most, _MULTIPLE) + 1, _MULTIPLE)
+    return min(sizes, key=lambda size: math.ceil(tokens / size) * (size + _MULTIPLE))
+
+
+def _over_chunks(body: Body, rules: Rules, operands: Operands, bytes_each: int) -> tuple[Operands, Operands]:
+    """Runs `body` on chunks of tokens: adds up its first results, and concatenates the others along the tokens."""
+    tokens, vocabulary = operands["labels"].shape[0], operands["weight"].shape[rules.axes("weight").index("v")]
+    by_token = {n: x for n, x in operands.items() if rules.axes(n)[0] == "t" and x.shape[0] == tokens}
+    shared = {n: x for n, x in operands.items() if n not in by_token}
+    if not isinstance(tokens, int) or not isinstance(vocabulary, int):
+        return body(operands)
+    size = chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size)
+    if size == tokens:
+        return body(operands)
+    chunks = math.ceil(tokens / size)
+    missing = chunks * size - tokens
+    # A derivative of this computes a chunk's logits again, and keeps none.
+    each = jax.checkpoint(lambda piece, shared: body(piece | shared))
+
+    def padded(name: str, x: jax.Array) -> jax.Array:
+        if missing:
+            fill = IGNORED if name == "labels" else 1 if name == "sum" else 0
+            x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+        return x.reshape(chunks, size, *x.shape[1:])
+
+    def step(sums: Operands, piece: Operands) -> tuple[Operands, Operands]:
+        more, rows = each(piece, shared)
+        return {name: x + more[name] for name, x in sums.items()}, rows
+
+    pieces = {name: padded(name, x) for name, x in by_token.items()}
+    first = {name: x[0] for name, x in pieces.items()}
+    sums, _ = jax.eval_shape(each, first, shared)
+    witness = next(iter(first.values()))
+    start = {name: unify_varying(jnp.zeros(x.shape, x.dtype), witness)[0] for name, x in sums.items()}
+    sums, rows = jax.lax.scan(step, start, pieces)
+    return sums, {name: x.reshape(chunks * size, *x.shape[2:])[:tokens] for name, x in rows.items()}
+
+
+def _product(rules: Rules, names: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """The product of two matrices whose axes are named, as in "te,ev->tv", by one operation without transposition."""
+    ins, out = names.split("->")
+    of_a, of_b = ins.split(",")
+    (along,) = set(of_a) & set(of_b)
+    dims = (((of_a.index(along),), (of_b.index(along),)), ((), ()))
+    c = jax.lax.dot_general(a, b, dims, precision=rules.precision, preferred_element_type=dtype)
+    return c if of_a.replace(along, "") == out[0] else c.T
+
+
+def _raw(rules: Rules, operands: Operands) -> jax.Array:
+    """The logits of a chunk of tokens before the scale: `hidden @ weight + bias`."""
+    wide = accumulator_dtype(operands["hidden"].dtype)
+    x = _product(rules, f"te,{rules.axes('weight')}->tv", operands["hidden"], operands["weight"], wide)
+    return x + operands["bias"].astype(wide) if "bias" in operands else x
+
+
+def _logits(rules: Rules, operands: Operands) -> jax.Array:
+    """The logits of a chunk before a scale that is a number and the soft cap."""
+    x = _raw(rules, operands)
+    return x * operands["scale"][:, None] if "scale" in operands else x
+
+
+def _column(operands: Mapping[str, jax.Array], name: str) -> jax.Array:
+    return operands[name][:, None]
+
+
+def _where(operands: Operands) -> list[jax.Array]:
+    return [operands["where"]] if "where" in operands else []
+
+
+def _numbers(rules: Rules, x: jax.Array, operands: Operands, local: jax.Array) -> Operands:
+    """The terms of the losses of a chunk's tokens, from this device's logits; `local` are the labels among these."""
+    labels, where, row = operands["labels"][:, None], _where(operands), rules.row
+    vocabulary = x.shape[1]
+    # A label of 0 stands for any: the loss itself is computed of the whole row.
+    reading = jnp.zeros_like(labels) if rules.all_rows else jnp.where(labels == IGNORED, IGNORED, 0)
+    if vocabulary == 0:
+        maximum, total = (jnp.full(x.shape[:1], fill, x.dtype) for fill in (-jnp.inf, 0.0))
+    else:
+        alone = {"weighted": False, "stats": True, "all_rows": False, "implementation": rules.implementation}
+        _, maximum, total = losses(x, reading, *where, **row | {"smoothing": 0.0}, z_loss=0.0, **alone)
+    here = (local >= 0) & (local < vocabulary)
+    label = jnp.zeros_like(maximum)
+    if vocabulary:
+        picked = row_losses.label_logit_gathered(x, jnp.where(here, local, 0)[:, None], **row)
+        label = jnp.where(here, picked if where else reference.below(picked, maximum), 0.0)
+    numbers = {"max": maximum, "sum": total, "label": label}
+    if rules.smoothing:
+        z = reference.logits(zero_ignored(x, labels, where, COLUMNS), rules.scale, rules.soft_cap)
+        numbers["total"] = (jnp.where(where[0], z, 0.0) if where else z).sum(1)
+        count = jnp.broadcast_to(reference.column_count(x, where[0] if where else None, COLUMNS), (len(x), 1))
+        numbers["count"] = count[:, 0].astype(x.dtype)
+    if "entropy" in rules.results:
+        numbers["spread"] = _spread(rules, x, maximum[:, None], where)
+    return numbers
+
+
+def _spread(rules: Rules, x: jax.Array, maximum: jax.Array, where: list[jax.Array]) -> jax.Array:
+    """`sum(exp(z - max) * (z - max))` of each row, to which a logit of -inf adds nothing."""
+    distance = reference.below(reference.logits(x, rules.scale, rules.soft_cap), maximum) - maximum
+    counts = distance > -jnp.inf
+    for mask in where:
+        counts = counts & mask
+    distance = jnp.where(counts, distance, 0.0)
+    return jnp.where(counts, decay(distance, jnp.zeros_like(maximum)) * distance, 0.0).sum(1)
+
+
+def merged(numbers: Operands, parts: Parts) -> Operands:
+    """The terms of whole rows, by one exchange of a few numbers a row if the vocabulary is sharded."""
+    names = parts.vocabulary.names
+    if not names:
+        return numbers
+    gathered = dict(zip(numbers, all_gather(names, *numbers.values()), strict=True))
+    maximum, total = gathered["max"], gathered["sum"]
+    whole = maximum.max(0)
+    shrunk = decay(maximum, whole[None])
+    out = {"max": whole, "sum": (total * shrunk).sum(0)}
+    out |= {name: x.sum(0) for name, x in gathered.items() if name in ("label", "total", "count")}
+    if "spread" in gathered:
+        nearer = jnp.where(total == 0, 0.0, total * (jnp.where(total == 0, 0.0, maximum) - whole))
+        out["spread"] = jnp.where(total == 0, 0.0, shrunk * (gathered["spread"] + nearer)).sum(0)
+    return out
+
+
+def losses_of(rules: Rules, numbers: Operands, labels: jax.Array) -> Operands:
+    """The losses, states and entropies of tokens from the terms of their rows."""
+    stats = Stats(numbers["max"], numbers["sum"])
+    terms = row_losses.RowTerms(stats, numbers["label"], numbers.get("total"), numbers.get("count"))
+    row = {"axes": (), "smoothing": rules.smoothing, "z_loss": rules.z_loss}
+    found = {"loss": row_losses.loss_of_terms(terms, labels, **row), "max": stats.max, "sum": stats.sum}
+    if "spread" in numbers:
+        # The logarithm of an empty row is undefined; its entropy is 0.
+        total = jnp.where(stats.sum == 0, 1.0, stats.sum)
+        found["entropy"] = jnp.log(total) - numbers["spread"] / total
+    return found
+
+
+def _slopes(
+    rules: Rules, x: jax.Array, operands: Operands, local: jax.Array, cotangents: Mapping[str, jax.Array], count: Any
+) -> jax.Array:
+    """The gradient of a chunk's logits for cotangents of the losses, logsumexps and entropies, in one loop."""
+    labels, where = operands["labels"][:, None], _where(operands)
+    known, read = Stats(_column(operands, "max"), _column(operands, "sum")), labels != IGNORED
+    of_q = jnp.where(read, _column(cotangents, "loss"), 0.0) if "loss" in cotangents else jnp.zeros_like(known.sum)
+    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), rules.z_loss), 0.0)
+    if "lse" in cotangents:
+        of_p = of_p + _column(cotangents, "lse")
+    if rules.all_rows:
+        # Such a row is read, but no column is its label.
+        local = jnp.where(read[:, 0], local, x.shape[1])
+    else:
+        x = zero_ignored(x, labels, (), COLUMNS)
+    if where:
+        x = jnp.where(where[0] | (reference.columns(x, COLUMNS) == local[:, None]), x, 0.0)
+    if "entropy" in cotangents:
+        z = reference.below(reference.logits(x, rules.scale, rules.soft_cap), known.max)
+        log_p = z - known.max - jnp.log(known.sum)
+        log_p = jnp.where(log_p > -jnp.inf, log_p, 0.0)
+        of_p = of_p - _column(cotangents, "entropy") * (log_p + _column(operands, "entropy"))
+    mask = where[0] if where else None
+    return reference.cross_entropy_slope(x, local[:, None], mask, of_p, of_q, known, **rules.row, count=count)
+
+
+def _local_labels(labels: jax.Array, vocabulary: int, parts: Parts) -> jax.Array:
+    """Labels among this device's columns, `IGNORED`, or past the last column."""
+    if not parts.vocabulary.names:
+        return labels
+    at = labels - vocabulary * jax.lax.axis_index(parts.vocabulary.names)
+    inside = (at >= 0) & (at < vocabulary)
+    return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, at, vocabulary))
+
+
+def _cotangents(operands: Operands) -> Operands:
+    """The cotangents of unweighted losses, logsumexps and entropies."""
+    given = {n.removeprefix(COTANGENT): x for n, x in operands.items() if n.startswith(COTANGENT)}
+    if "weights" in operands and "loss" in given:
+        given["loss"] = of_gradient(operands["weights"], given["loss"], ())
+    return given
+
+
+def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> Any:
+    """How many columns the rows of a chunk have on all devices, for smoothed labels."""
+    names = parts.vocabulary.names
+    if not rules.smoothing or not (names or "where" in operands):
+        return None
+    if "where" not in operands:
+        return parts.vocabulary.extent
+    counts = jnp.broadcast_to(operands["where"], (operands["where"].shape[0], vocabulary)).sum(1, dtype=jnp.float32)
+    return (jax.lax.psum(counts, names) if names else counts)[:, None]
+
+
+def _pulled(
+    rules: Rules,
+    parts: Parts,
+    operands: Operands,
+    g: jax.Array,
+    raw: jax.Array,
+    counts: jax.Array,
+    moving: tuple[str, ...],
+) -> tuple[Operands, Operands]:
+    """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not."""
+    hidden, weight = operands["hidden"], operands["weight"]
+    wide, sums, rows = g.dtype, {}, {}
+    if "scale" in moving:
+        rows["scale"] = _dot(g, raw)
+    g = g * operands["scale"][:, None] if "scale" in operands else g
+    narrow = g.astype(hidden.dtype)
+    if "bias" in moving:
+        sums["bias"] = g.sum(0)
+    if "weight" in moving:
+        # The gradient of a token without a cotangent is 0, whatever its hidden state is.
+        hidden = jnp.where(counts[:, None], hidden, jnp.zeros_like(hidden))
+        if rules.transposed:
+            sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, wide)
+        else:
+            sums["weight"] = _product(rules, "te,tv->ev", hidden, narrow, wide)
+    if "hidden" in moving:
+        # Parts of a sum over devices are not rounded yet.
+        dtype = wide if parts.vocabulary.names else hidden.dtype
+        rows["hidden"] = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype)
+    return sums, rows
+
+
+def _body_gradient(rules: Rules, parts: Parts, moving: tuple[str, ...], gives_loss: bool, chunk: Operands) -> Any:
+    """The gradients of a chunk's tokens and, with `gives_loss`, the losses, for weights that are the cotangents."""
+    raw = _raw(rules, chunk)
+    x = raw * chunk["scale"][:, None] if "scale" in chunk else raw
+    local = _local_labels(chunk["labels"], x.shape[1], parts)
+    if gives_loss:
+        found = losses_of(rules, merged(_numbers(rules, x, chunk, local), parts), chunk["labels"])
+        chunk, cotangents = chunk | {n: found[n] for n in rules.states}, {"loss": chunk["weights"]}
+    else:
+        found, cotangents = {}, _cotangents(chunk)
+    count = _count(rules, chunk, parts, x.shape[1])
+    g = _slopes(rules, x, chunk, local, cotangents, count)
+    counts = functools.reduce(jnp.logical_or, [ct != 0 for ct in cotangents.values()])
+    if not rules.all_rows:
+        counts = counts & (chunk["labels"] != IGNORED)
+    sums, rows = _pulled(rules, parts, chunk, g, raw, counts, moving)
+    return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
+
+
+def _by_kernel(rules: Rules, operands: Operands, local: jax.Array) -> Operands | None:
+    """The terms of the losses by one kernel, which writes no logits; None where it does not take the call."""
+    # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
+    from pallas_kernels.linear_cross_entropy import forward as kernel
+
+    hidden, weight = operands["hidden"], operands["weight"]
+    (tokens, embedding), vocabulary = hidden.shape, weight.shape[rules.axes("weight").index("v")]
+    is_static = all(isinstance(n, int) for n in (tokens, embedding, vocabulary))
+    plain = operands.keys().isdisjoint(("bias", "scale", "where")) and not rules.smoothing and rules.precision is None
+    if not plain or not is_static or rules.chunk_size or rules.implementation == "xla":
+        return None
+    problem = kernel.Problem(
+        tokens,
+        embedding,
+        vocabulary,
+        jnp.dtype(hidden.dtype),
+        rules.transposed,
+        rules.scale,
+        rules.soft_cap,
+        "entropy" in rules.results,
+    )
+    device = hardware.current()
+    if hardware.supports_kernels(device) or kernel.unsupported(problem, device):
+        return None
+    maximum, total, label, *products = kernel.run(problem, kernel.Config(), hidden, weight, local)
+    numbers = {"max": maximum, "sum": total, "label": label}
+    for product in products:
+        numbers["spread"] = jnp.where(total == 0, 0.0, product - maximum * total)
+    if not rules.all_rows:
+        for name, neutral in zip(numbers, (0.0, 1.0, 0.0), strict=False):
+            numbers[name] = jnp.where(operands["labels"] == IGNORED, neutral, numbers[name])
+    return numbers
+
+
+def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: bool = False) -> Operands:
+    """Losses, states and entropies."""
+
+    def body(chunk: Operands) -> tuple[Operands, Operands]:
+        x = _logits(rules, chunk)
+        return {}, _numbers(rules, x, chunk, _local_labels(chunk["labels"], x.shape[1], parts))
+
+    needed = {n: x for n, x in operands.items() if n != "weights"}
+    wide = accumulator_dtype(operands["hidden"].dtype)
+    vocabulary = operands["weight"].shape[rules.axes("weight").index("v")]
+    local = _local_labels(operands["labels"], vocabulary, parts)
+    numbers = _by_kernel(rules, needed, local) if may_run_kernel else None
+    if numbers is None:
+        _, numbers = _over_chunks(body, rules, needed, wide.itemsize)
+    found = losses_of(rules, merged(numbers, parts), operands["labels"])
+    if "weights" in operands:
+        found["loss"] = operands["weights"] * found["loss"]
+    return found
+
+
+def gradient(
+    rules: Rules, parts: Parts, operands: Operands, *, moving: tuple[str, ...], gives_loss: bool = False
+) -> Operands:
+    """The gradients of what moves for the cotangents among the operands; with `gives_loss` the losses and states."""
+    hidden = operands["hidden"]
+    wide = accumulator_dtype(hidden.dtype)
+    unit = None
+    if hidden.dtype == jnp.float16:
+        given = ["weights"] if gives_loss else [n for n in operands if n.startswith(COTANGENT)]
+        unit = _unit([operands["weights"]] if gives_loss else [*_cotangents(operands).values()])
+        operands = operands | {n: operands[n] / unit for n in given}
+    body = functools.partial(_body_gradient, rules, parts, moving, gives_loss)
+    sums, rows = _over_chunks(body, rules, operands, wide.itemsize + hidden.dtype.itemsize)
+    found = sums | rows
+    for name in moving:
+        names = parts.vocabulary.names if rules.axes(name)[0] == "t" else parts.token_names
+        whole = jax.lax.psum(found[name], names) if names else found[name]
+        whole = whole if unit is None else whole * unit.astype(whole.dtype)
+        found[name] = whole.astype(operands[name].dtype)
+    return found
+
+
+def _unit(cotangents: Sequence[jax.Array]) -> jax.Array:
+    """The power of 2 by which cotangents are divided, so that float16 holds the gradient of the logits."""
+    most = jax.lax.stop_gradient(jnp.stack([jnp.abs(ct).max(initial=0.0) for ct in cotangents]).max())
+    exponent = jnp.frexp(most)[1]
+    return jnp.where((most > 0) & jnp.isfinite(most), jnp.ldexp(jnp.ones_like(most), exponent), 1.0)
+
+
+def tangent(rules: Rules, parts: Parts, operands: Operands) -> Operands:
+    """The tangents of losses, logsumexps and entropies for the tangents among the operands."""
+    moving = [n.removeprefix(TANGENT) for n in operands if n.startswith(TANGENT)]
+
+    def body(chunk: Operands) -> tuple[Operands, Operands]:
+        of = lambda *moved: _logits(rules, chunk | dict(zip(moving, moved, strict=True)))
+        x, t = jax.jvp(of, [chunk[n] for n in moving], [chunk[TANGENT + n] for n in moving])
+        local = _local_labels(chunk["labels"], x.shape[1], parts)
+        count, one = _count(rules, chunk, parts, x.shape[1]), jnp.ones_like(chunk["max"])
+        slope = lambda name: _slopes(rules, x, chunk, local, {name: one}, count)
+        return {}, {name: _dot(slope(name), t) for name in rules.results}
+
+    wide = accumulator_dtype(operands["hidden"].dtype)
+    _, found = _over_chunks(body, rules, operands, 2 * wide.itemsize)
+    if names := parts.vocabulary.names:
+        found = {name: jax.lax.psum(x, names) for name, x in found.items()}
+    if "weights" in operands:
+        found["loss"] = of_gradient(operands["weights"], found["loss"], ())
+    return found
+
+
+def _dot(slope: jax.Array, t: jax.Array) -> jax.Array:
+    """The sum of the products of each row, to which a slope of 0 adds nothing."""
+    return jnp.where(slope == 0, 0.0, slope * t).sum(1)

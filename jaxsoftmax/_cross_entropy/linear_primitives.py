@@ -1,0 +1,403 @@
+"""The primitives of the loss of `hidden @ weight`, and their rules for JAX's transformations.
+
+`linear_cross_entropy` gives the losses and the rows' states. Its derivative is `linear_cross_entropy_tangent`, linear
+in the tangents, whose transposition `linear_cross_entropy_cotangent` computes a chunk's logits again: four products in
+all. With weights the JVP rule binds `linear_cross_entropy_gradient` instead, which computes the loss and, for
+cotangents of 1, the gradients while it has a chunk's logits: three products. The gradient of a token is then
+multiplied by its cotangent. What is summed over tokens is right for cotangents that are all the same, as after
+`.sum()` or `.mean()`, and computed again for others, which is decided when the program runs.
+
+Operands have names, in the parameter `names`, and `linear_rules.AXES` their axes, where the tokens may be several.
+Tokens that are sharded need no communication but for sums over tokens; a sharded vocabulary is in `chunks`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax._core.primitives import define, higher_jvp, lower, typed, zeros
+from jaxsoftmax._core.sharding import (
+    AxisSharding,
+    Entry,
+    Shape,
+    Shard,
+    Spec,
+    common_spec,
+    is_explicit,
+    mesh_axes,
+    mesh_of,
+    on_mesh_of,
+    reshard,
+    settings_for,
+    sharding_rule,
+    spec_of,
+    unify_varying,
+)
+from jaxsoftmax._cross_entropy import chunks
+from jaxsoftmax._cross_entropy.chunks import Operands
+from jaxsoftmax._cross_entropy.linear_rules import COTANGENT, MOVING, SAVED, TANGENT, Parts, Rules
+from jaxsoftmax._cross_entropy.primitives import of_gradient, of_weight, weigh
+from pallas_kernels.softmax.problem import IGNORED
+from pallas_kernels.softmax.reference import accumulator_dtype
+
+NAME = "linear_cross_entropy"
+Names = tuple[str, ...]
+
+LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT = (
+    Primitive(NAME + suffix) for suffix in ("", "_tangent", "_cotangent", "_gradient")
+)
+
+
+def bind(primitive: Primitive, operands: Mapping[str, jax.Array], **params: Any) -> Operands:
+    """Applies a primitive to operands by name; the results by name."""
+    found = primitive.bind(*unify_varying(*operands.values()), names=tuple(operands), **params)
+    return dict(zip(_results(primitive, **params), found, strict=True))
+
+
+def _results(primitive: Primitive, rules: Rules, moving: Names = ()) -> Names:
+    """The names of a primitive's results."""
+    if primitive is OF_TANGENT:
+        return rules.results
+    if primitive is OF_COTANGENT:
+        return moving
+    if primitive is GRADIENT:
+        return ("loss", "max", "sum", *moving)
+    return ("loss", *(("max", "sum") if "lse" in rules.results else ()), *rules.states[2:])
+
+
+def _dims(rules: Rules, name: str, tokens: int) -> list[int | None]:
+    """For each axis of an operand the token axis that it is, or how many there are for the vocabulary, or None."""
+    of = {"t": list(range(tokens)), "v": [tokens], "e": [None]}
+    return [d for axis in rules.axes(name) for d in of[axis]]
+
+
+def _full_spec(rules: Rules, names: Names, shapes: Sequence[Shape], specs: Sequence[Spec]) -> Spec:
+    """How the token axes and the vocabulary are sharded; a mesh axis that has tokens has no part of the vocabulary."""
+    tokens = len(shapes[names.index("labels")])
+    rows: list[list[Entry]] = []
+    for name, spec in zip(names, specs, strict=True):
+        entries = dict(zip(_dims(rules, name, tokens), spec, strict=True))
+        rows.append([entries.get(d) for d in range(tokens + 1)])
+    return common_spec([tuple(row) for row in rows])
+
+
+def _spec(rules: Rules, name: str, full: Sequence[Any], shape: Shape | None = None) -> list[Any]:
+    """The entries of an operand or result out of those of the token axes and the vocabulary."""
+    entries = [None if d is None else full[d] for d in _dims(rules, name, len(full) - 1)]
+    return entries if shape is None else [e if n != 1 else None for e, n in zip(entries, shape, strict=True)]
+
+
+def _avals(primitive: Primitive, *avals: Any, names: Names, rules: Rules, **params: Any) -> list[Any]:
+    of, mesh = dict(zip(names, avals, strict=True)), mesh_of(avals)
+    full = _full_spec(rules, names, [a.shape for a in avals], [spec_of(a) for a in avals])
+    wide = accumulator_dtype(of["hidden"].dtype)
+    like = {name: (of[name].shape, of[name].dtype) for name in params.get("moving", ())}
+    return [
+        typed(of["hidden"], mesh, shape, _spec(rules, name, full), dtype)
+        for name in _results(primitive, rules, **params)
+        for shape, dtype in [like.get(name, (of["labels"].shape, wide))]
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A primitive applied to operands with names, as an operation that can be partitioned."""
+
+    rules: Rules
+    names: Names
+    results: Names
+    compute: Callable[..., Operands]
+
+    def whole(self, *operands: jax.Array) -> list[jax.Array]:
+        """Computes all of it on one device."""
+        vocabulary = operands[self.names.index("weight")].shape[self.rules.axes("weight").index("v")]
+        return self._run(Parts((), AxisSharding((), vocabulary)), *operands)
+
+    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
+        """One device's part."""
+        full = _full_spec(self.rules, self.names, shapes, specs)
+        ins = [P(*_spec(self.rules, n, full, shape)) for n, shape in zip(self.names, shapes, strict=True)]
+        outs = [P(*_spec(self.rules, name, full)) for name in self.results]
+        extents = (
+            *shapes[self.names.index("labels")],
+            shapes[self.names.index("weight")][self.rules.axes("weight").index("v")],
+        )
+        *tokens, vocabulary = (AxisSharding(mesh_axes(e), n) for e, n in zip(full, extents, strict=True))
+        return Shard(ins, outs, functools.partial(self._run, Parts(tuple(tokens), vocabulary)))
+
+    def shardy_rule(self, shapes: Sequence[Shape]) -> Any:
+        """The token axes and the vocabulary are factors; the embedding is no device's part."""
+        factors = [f"axis{d}" for d in range(len(shapes[self.names.index("labels")]) + 1)]
+        operands = [_spec(self.rules, n, factors, shape) for n, shape in zip(self.names, shapes, strict=True)]
+        return sharding_rule(operands, [_spec(self.rules, name, factors) for name in self.results])
+
+    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
+        """Whether nothing is split."""
+        return all(n == 1 for piece in pieces for n in piece)
+
+    def _run(self, parts: Parts, *operands: jax.Array) -> list[jax.Array]:
+        """This device's part, with the tokens as one axis."""
+        of = dict(zip(self.names, operands, strict=True))
+        tokens = of["labels"].shape
+        count = math.prod(tokens)
+
+        def flat(name: str, x: jax.Array) -> jax.Array:
+            if self.rules.axes(name)[0] != "t":
+                return x
+            lead, rest = x.shape[: len(tokens)], x.shape[len(tokens) :]
+            if all(n == 1 for n in lead):
+                return x.reshape(1, *rest) if count != 0 else jnp.broadcast_to(x, (*tokens, *rest)).reshape(0, *rest)
+            return jnp.broadcast_to(x, (*tokens, *rest)).reshape(count, *rest)
+
+        of = {name: flat(name, x) for name, x in _without_padding(self.rules, parts, of).items()}
+        found = self.compute(self.rules, parts, of)
+        unflat = lambda x: x.reshape(*tokens, *x.shape[1:])
+        return [unflat(found[n]) if self.rules.axes(n)[0] == "t" else found[n] for n in self.results]
+
+
+def _without_padding(rules: Rules, parts: Parts, of: Operands) -> Operands:
+    """Where XLA pads axes that do not divide, tokens are ignored, and have no cotangent, and columns are masked."""
+    tokens = of["labels"].shape
+    columns = of["weight"].shape[rules.axes("weight").index("v")]
+    exists = None
+    for d, sharding in enumerate(parts.tokens):
+        if sharding.names and tokens[d] * jax.lax.axis_size(sharding.names) > sharding.extent:
+            at = jax.lax.axis_index(sharding.names) * tokens[d] + jnp.arange(tokens[d])
+            inside = jnp.expand_dims(at < sharding.extent, [e for e in range(len(tokens)) if e != d])
+            exists = inside if exists is None else exists & inside
+    if exists is not None:
+        of = of | {"labels": jnp.where(exists, of["labels"], IGNORED)}
+        numbers = [n for n in of if n.startswith(COTANGENT) or n == "weights"]
+        of |= {n: jnp.where(exists, of[n], 0.0) for n in numbers}
+    names, extent = parts.vocabulary
+    if names and columns * jax.lax.axis_size(names) > extent:
+        at = jax.lax.axis_index(names) * columns + jnp.arange(columns)
+        inside = (at < extent).reshape((1,) * len(tokens) + (columns,))
+        of = of | {"where": of["where"] & inside if "where" in of else inside}
+    return of
+
+
+_COMPUTE: dict[Primitive, Callable[..., Operands]] = {
+    LOSS: chunks.forward,
+    OF_TANGENT: chunks.tangent,
+    OF_COTANGENT: chunks.gradient,
+    GRADIENT: functools.partial(chunks.gradient, gives_loss=True),
+}
+
+
+def _call(primitive: Primitive, *, names: Names, rules: Rules, **params: Any) -> _Call:
+    compute = functools.partial(_COMPUTE[primitive], **params)
+    return _Call(rules, names, _results(primitive, rules, **params), compute)
+
+
+def _lower(
+    primitive: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, may_run_kernel: bool = False, **params: Any
+) -> Any:
+    call = _call(primitive, **params)
+    if may_run_kernel:
+        call = dataclasses.replace(call, compute=functools.partial(call.compute, may_run_kernel=True))
+    return lower(ctx, call, *operands)
+
+
+def _plain(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Computes a primitive by operations that have derivatives."""
+    call, avals = _call(primitive, **params), [jax.typeof(x) for x in operands]
+    if not is_explicit(avals):
+        return call.whole(*operands)
+    mesh = mesh_of(avals)
+    ins, outs, run = call.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
+    sharded = [reshard(x, spec, mesh) for x, spec in zip(operands, ins, strict=True)]
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*sharded)
+
+
+def _batch(
+    primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Any, Any]:
+    """Maps tokens as one more axis of tokens, where all that is mapped and all results have these; else in a loop."""
+    names, rules = params["names"], params["rules"]
+    results = _results(primitive, **{n: x for n, x in params.items() if n != "names"})
+    mapped = [i for i, d in enumerate(dims) if d is not None]
+    if not mapped:
+        out = primitive.bind(*operands, **params)
+        return out, [None] * len(out)
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    if all(rules.axes(name)[0] == "t" for name in (*(names[i] for i in mapped), *results)):
+        extent = moved[mapped[0]].shape[0]
+        for i, name in enumerate(names):
+            if i not in mapped and rules.axes(name)[0] == "t":
+                moved[i] = moved[i][None]
+                moved[i] = moved[i] if name == "where" else jnp.broadcast_to(moved[i], (extent, *moved[i].shape[1:]))
+        out = primitive.bind(*unify_varying(*moved), **params)
+        return out, [0] * len(out)
+
+    def one(pieces: Sequence[jax.Array]) -> Any:
+        given = dict(enumerate(moved)) | dict(zip(mapped, pieces, strict=True))
+        return primitive.bind(*unify_varying(*given.values()), **params)
+
+    out = jax.lax.map(one, [moved[i] for i in mapped])
+    return out, [0] * len(out)
+
+
+def _loss_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: Names, rules: Rules
+) -> tuple[list[jax.Array], list[Any]]:
+    operands, moved = dict(zip(names, primals, strict=True)), dict(zip(names, tangents, strict=True))
+    moving = {TANGENT + n: moved[n] for n in MOVING if n in moved and type(moved[n]) is not ad.Zero}
+    if "weights" in operands:
+        return _weighted_jvp(operands, moving, moved["weights"], rules)
+    known = dataclasses.replace(rules, results=tuple(dict.fromkeys(("loss", "lse", *rules.results))))
+    out = bind(LOSS, operands, rules=known)
+    results = {name: out[name] for name in _results(LOSS, rules)}
+    slopes = {name: zeros(x) for name, x in results.items()}
+    if moving:
+        states = {name: out[name] for name in rules.states}
+        pushed = bind(OF_TANGENT, operands | states | moving, rules=rules)
+        # The logarithm of exp(max) * sum is the logsumexp, with whose tangent the maximum stands for it.
+        slopes |= {"max" if name == "lse" else name: t for name, t in pushed.items()}
+    return list(results.values()), [slopes[name] for name in results]
+
+
+def _weighted_jvp(
+    operands: Operands, moving: Operands, of_weights: Any, rules: Rules
+) -> tuple[list[jax.Array], list[Any]]:
+    weights, slopes = operands["weights"], []
+    if moving:
+        wrt = tuple(name.removeprefix(TANGENT) for name in moving)
+        found = bind(GRADIENT, operands, rules=rules, moving=wrt)
+        known = {name: found[name] for name in rules.states} | {SAVED + name: found[name] for name in wrt}
+        slopes += bind(OF_TANGENT, operands | known | moving, rules=rules).values()
+        loss = found["loss"]
+    else:
+        loss = bind(LOSS, {n: x for n, x in operands.items() if n != "weights"}, rules=rules)["loss"]
+    if type(of_weights) is not ad.Zero:
+        slopes.append(of_weight(weights, loss, of_weights))
+    value = weigh(weights, loss)
+    return [value], [sum(slopes[1:], slopes[0]) if slopes else zeros(value)]
+
+
+def _linear_jvp(
+    primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: Names, **params: Any
+) -> tuple[Any, Any]:
+    """The JVP of a primitive that is linear in the (co)tangents, its last operands."""
+    linear = sum(name.startswith((TANGENT, COTANGENT)) for name in names)
+    # What is saved is not an operand of the function, only of its transposition.
+    kept = [i for i, name in enumerate(names) if not name.startswith(SAVED)]
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and i in kept]
+    if len(kept) == len(names) or (moving and moving[0] >= len(names) - linear):
+        still = [
+            t if i in kept else ad.Zero(jax.typeof(x)) for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
+        ]
+        plain = functools.partial(_plain, primitive)
+        return higher_jvp(primitive, plain, linear, primals, still, names=names, **params)
+    only = lambda of: [of[i] for i in kept]
+    return _linear_jvp(primitive, only(primals), only(tangents), names=tuple(only(names)), **params)
+
+
+def _gradient_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: Names, rules: Rules, moving: Names
+) -> tuple[Any, Any]:
+    """The JVP of losses with gradients, as that of the losses and then the gradients."""
+    out = GRADIENT.bind(*primals, names=names, rules=rules, moving=moving)
+    at = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not at:
+        return out, zeros(out)
+    known = dataclasses.replace(rules, results=("loss", "lse"))
+
+    def apart(*moved: jax.Array) -> list[jax.Array]:
+        operands = dict(zip(names, primals, strict=True)) | {names[i]: x for i, x in zip(at, moved, strict=True)}
+        plain = {n: x for n, x in operands.items() if n != "weights"}
+        found = bind(LOSS, plain, rules=known)
+        states = {name: found[name] for name in rules.states}
+        pulled = bind(
+            OF_COTANGENT, plain | states | {COTANGENT + "loss": operands["weights"]}, rules=rules, moving=moving
+        )
+        return [*(found[name] for name in ("loss", "max", "sum")), *pulled.values()]
+
+    return out, jax.jvp(apart, [primals[i] for i in at], [tangents[i] for i in at])[1]
+
+
+def _tangent_transpose(cts: Sequence[Any], *operands: Any, names: Names, rules: Rules) -> list[Any]:
+    """The gradients for cotangents of the losses, logsumexps and entropies."""
+    of = dict(zip(names, operands, strict=True))
+    linear = {n.removeprefix(TANGENT): x.aval for n, x in of.items() if n.startswith(TANGENT)}
+    known = {n: x for n, x in of.items() if not n.startswith((TANGENT, SAVED))}
+    saved = {n.removeprefix(SAVED): x for n, x in of.items() if n.startswith(SAVED)}
+    still = [None] * (len(names) - len(linear))
+    given = {COTANGENT + n: ct for n, ct in zip(rules.results, cts, strict=True) if type(ct) is not ad.Zero}
+    if not given:
+        return [*still, *map(ad.Zero, linear.values())]
+    if saved:
+        found = _pulled_by_saved(known, saved, *given.values(), rules=rules, moving=tuple(linear))
+    else:
+        found = bind(OF_COTANGENT, known | given, rules=rules, moving=tuple(linear))
+    return [*still, *(reshard(found[name], P(*spec_of(aval))) for name, aval in linear.items())]
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "moving"))
+def _pulled_by_saved(
+    known: Operands, saved: Operands, ct: jax.Array, *, rules: Rules, moving: Names
+) -> dict[str, jax.Array]:
+    """The gradients from those for cotangents of 1: a token's times its cotangent, and sums if all are the same."""
+    with settings_for(ct, *known.values()), on_mesh_of([jax.typeof(x) for x in known.values()]):
+        found: dict[str, jax.Array] = {}
+        for name in moving:
+            if rules.axes(name)[0] == "t":
+                times = jnp.expand_dims(ct, range(ct.ndim, saved[name].ndim))
+                found[name] = of_gradient(saved[name], times, ()).astype(saved[name].dtype)
+        summed = tuple(name for name in moving if name not in found)
+        again = lambda: bind(OF_COTANGENT, known | {COTANGENT + "loss": ct}, rules=rules, moving=summed)
+        if summed and ct.size == 0:
+            found |= again()
+        elif summed:
+            same = ct.max()
+            scaled = lambda: {n: (saved[n].astype(ct.dtype) * same).astype(saved[n].dtype) for n in summed}
+            found |= jax.lax.cond((ct == same).all(), scaled, again)
+        return found
+
+
+def _cotangent_transpose(cts: Sequence[Any], *operands: Any, names: Names, rules: Rules, moving: Names) -> list[Any]:
+    """The tangents of losses, logsumexps and entropies for cotangents of the gradients."""
+    of = dict(zip(names, operands, strict=True))
+    linear = {n.removeprefix(COTANGENT): x.aval for n, x in of.items() if n.startswith(COTANGENT)}
+    known = {n: x for n, x in of.items() if not n.startswith(COTANGENT)}
+    given = {TANGENT + n: ct for n, ct in zip(moving, cts, strict=True) if type(ct) is not ad.Zero}
+    still = [None] * len(known)
+    if not given:
+        return [*still, *map(ad.Zero, linear.values())]
+    found = bind(OF_TANGENT, known | given, rules=dataclasses.replace(rules, results=tuple(linear)))
+    return [*still, *(reshard(found[name], P(*spec_of(aval))) for name, aval in linear.items())]
+
+
+def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Computes only the losses where only they are used, as in the forward pass of `jax.checkpoint`."""
+    eqn = rest[-1]  # JAX 0.12 passes a list of live operands first
+    if any(used[3:]) or not any(used):
+        return [any(used)] * len(eqn.invars), eqn if any(used) else None
+    results = ("loss", "lse") if any(used[1:]) else ("loss",)
+    of = {name: v for name, v in zip(eqn.params["names"], eqn.invars, strict=True) if name != "weights"}
+    params = {"names": tuple(of), "rules": dataclasses.replace(eqn.params["rules"], results=results)}
+    outs = eqn.outvars[: 3 if len(results) > 1 else 1]
+    needed = [name != "weights" for name in eqn.params["names"]]
+    return needed, eqn.replace(primitive=LOSS, params=params, invars=list(of.values()), outvars=outs)
+
+
+for _primitive in (LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT):
+    define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive))
+    mlir.register_lowering(_primitive, functools.partial(_lower, _primitive))
+mlir.register_lowering(LOSS, functools.partial(_lower, LOSS, may_run_kernel=True), platform="cuda")
+ad.primitive_jvps[LOSS] = _loss_jvp
+ad.primitive_jvps[GRADIENT] = _gradient_jvp
+ad.primitive_transposes[OF_TANGENT] = _tangent_transpose
+ad.primitive_transposes[OF_COTANGENT] = _cotangent_transpose
+for _primitive in (OF_TANGENT, OF_COTANGENT):
+    ad.primitive_jvps[_primitive] = functools.partial(_linear_jvp, _primitive)
+pe.dce_rules[GRADIENT] = _without_gradient

@@ -1,0 +1,1 @@
+"""The kernel of the loss of `hidden @ weight`."""

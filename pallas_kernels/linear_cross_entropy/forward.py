@@ -1,0 +1,268 @@
+"""The states of the rows of `hidden @ weight`, without the logits: product and online softmax in one kernel.
+
+A CTA of two warpgroups works on tiles of 128 tokens and 256 columns; each warpgroup has 64 of the tokens, whose logits
+never leave its registers. A stage of the pipeline holds a step of both factors. The warpgroup that has read a stage
+arrives at `empty`; the first one refills the stage when both have, with the step that is `stages - 1` ahead, also of
+the CTA's next tile, so that a tile begins with its first steps in shared memory. The states of a few
+tiles of the same tokens, side by side, merge in registers: maximum, sum and label's logit and, if asked for, the sum of
+`exp(z - max) * z`. XLA merges the states of these groups. Neighbouring groups share tokens or columns, which the CTAs
+of a wave find in L2.
+Traffic: both factors, mostly from L2, and three or four numbers for each token and group of tiles.
+Sources: Milakov & Gimelshein 2018, arXiv:1805.02867; Wijmans et al. 2024, arXiv:2411.09009.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import hardware, monoid
+from pallas_kernels.attention.wgmma import tiled
+from pallas_kernels.hardware import Device
+from pallas_kernels.mosaic import fast_math
+from pallas_kernels.mosaic.ptx import ROW, WGMMA
+
+WARPGROUPS = 2
+ROWS = 64  # of a warpgroup
+_ALIGNED = 8  # columns, as TMA needs
+_PART = 32  # columns whose weights are computed together
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The states of `tokens` rows of `[tokens, embedding] @ [embedding, vocabulary]`; the logits as in `softmax`.
+
+    `transposed`: the second factor comes as `[vocabulary, embedding]`.
+    """
+
+    tokens: int
+    embedding: int
+    vocabulary: int
+    dtype: jnp.dtype
+    transposed: bool = False
+    scale: float = 1.0
+    soft_cap: float | None = None
+    entropy: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Columns of a tile, those of the embedding in a step, stages, tiles of a group, and tiles of tokens of a band."""
+
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    group: int = 4
+    band: int = 8
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return WARPGROUPS * ROWS
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """Why the kernel does not take the problem."""
+    config = Config()
+    if problem.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel multiplies 16-bit floats, and the operands are {problem.dtype}"
+    if problem.embedding % config.depth or problem.embedding == 0:
+        return f"the kernel takes an embedding of a multiple of {config.depth}; it is {problem.embedding}"
+    if problem.vocabulary % _ALIGNED or problem.vocabulary < config.columns:
+        return (
+            f"the kernel takes a multiple of {_ALIGNED} columns, from {config.columns} on; there are "
+            f"{problem.vocabulary}"
+        )
+    if problem.tokens == 0:
+        return "there are no tokens"
+    if not 0 < problem.scale < float("inf"):
+        return f"the scale is {problem.scale}, not a positive number"
+    return None
+
+
+def num_values(problem: Problem) -> int:
+    """How many numbers a group of tiles has of each token."""
+    return 3 + problem.entropy
+
+
+def _place(config: Config, shape: tuple[int, int], group: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The place of a group among tiles of tokens and groups of columns: in bands of tokens, column by column."""
+    rows, columns = shape
+    band, within = jnp.divmod(group, jnp.int32(config.band * columns))
+    first = band * config.band
+    height = jnp.minimum(rows - first, config.band)
+    column = lax.div(within, height)
+    return first + within - column * height, column
+
+
+def _first_column(problem: Problem, config: Config, column: jax.Array) -> jax.Array:
+    """Where a tile of columns begins. One that would end past the last column overlaps with those before it."""
+    return jnp.minimum(column * config.columns, problem.vocabulary - config.columns)
+
+
+def _copy(refs: Any, static: Any, step: jax.Array) -> None:
+    """Issues the copies of a step into its stage."""
+    problem, config, shape, ctas = static
+    steps = problem.embedding // config.depth
+    tile, k = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+    group, within = lax.div(tile, jnp.int32(config.group)), lax.rem(tile, jnp.int32(config.group))
+    row, column = _place(config, shape, lax.axis_index("cta") + group * ctas)
+    column = column * config.group + within
+    slot = lax.rem(step, jnp.int32(config.stages))
+    tokens, depth = pl.ds(row * config.tokens, config.tokens), pl.ds(k * config.depth, config.depth)
+    columns = pl.ds(_first_column(problem, config, column), config.columns)
+    weight = refs["weight"].at[*((columns, depth) if problem.transposed else (depth, columns))]
+    plgpu.copy_gmem_to_smem(refs["hidden"].at[tokens, depth], refs["hidden_smem"].at[slot], refs["full"].at[slot])
+    plgpu.copy_gmem_to_smem(weight, refs["weight_smem"].at[slot], refs["full"].at[slot])
+
+
+def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: Any) -> None:
+    """The mainloop of a tile whose first step is `first`, of `total` steps that the CTA has."""
+    problem, config, _, _ = static
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.loop(0, problem.embedding // config.depth)
+    def _(k):
+        step = first + k
+        slot = lax.rem(step, jnp.int32(config.stages))
+        plgpu.barrier_wait(refs["full"].at[slot])
+        mine, weight = pl.ds(warpgroup * ROWS, ROWS), refs["weight_smem"].at[slot]
+        weight = weight.transpose((1, 0)) if problem.transposed else weight
+        plgpu.wgmma(acc, refs["hidden_smem"].at[slot, mine], weight)
+        # The product of the step before has ended, and its stage is free.
+        plgpu.wgmma_wait(1)
+        before = lax.rem(step + jnp.int32(config.stages - 1), jnp.int32(config.stages))
+
+        @pl.when(step > 0)
+        def _():
+            plgpu.barrier_arrive(refs["empty"].at[before])
+
+            @pl.when((warpgroup == 0) & (step + config.stages - 1 < total))
+            def _():
+                plgpu.barrier_wait(refs["empty"].at[before])
+                _copy(refs, static, step + config.stages - 1)
+
+    plgpu.wgmma_wait(0)
+
+
+def _own_columns(z: jax.Array, start: int, own: jax.Array | None) -> jax.Array:
+    """A part of a tile's logits from column `start` on, and -inf before the column `own`."""
+    if own is None:
+        return z
+    at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA) + start
+    return jnp.where(at >= own, z, jnp.full_like(z, -jnp.inf))
+
+
+def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+    """The states of a tile's rows: maximum, sum, label's logit and, for the entropy, the sum of weighted logits."""
+    problem, config, _, _ = static
+    z = x if problem.scale == 1.0 else x * problem.scale
+    if problem.soft_cap is not None:
+        z = problem.soft_cap * fast_math.tanh_16bit(z * (1.0 / problem.soft_cap))
+    first = _first_column(problem, config, column)
+    own = column * config.columns - first if problem.vocabulary % (config.group * config.columns) else None
+    label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
+    # In parts, of which few are in registers beside the logits.
+    parts = [z[:, i : i + _PART] for i in range(0, config.columns, _PART)]
+    starts = range(0, config.columns, _PART)
+    held = [_own_columns(part, start, own) for start, part in zip(starts, parts, strict=True)]
+    maximum = functools.reduce(jnp.maximum, held).max(axis=1)
+    by_row = lambda value: lax.broadcast_in_dim(value, parts[0].shape, [0])
+    sums = [jnp.zeros_like(parts[0])] * (2 + problem.entropy)
+    for start, part in zip(starts, held, strict=True):
+        weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
+        at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
+        # A column that is the tile's before is -inf, and has no weight.
+        counts = (at == by_row(label)) & (part > -jnp.inf) if own is not None else at == by_row(label)
+        terms = [weights, jnp.where(counts, part, jnp.zeros_like(part))]
+        if problem.entropy:
+            terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
+        sums = [total + term for total, term in zip(sums, terms, strict=True)]
+    return maximum, *(total.sum(axis=1) for total in sums)
+
+
+def _tokens(config: Config, row: jax.Array) -> Any:
+    """The warpgroup's tokens of a tile."""
+    return pl.ds(row * config.tokens + lax.axis_index("warpgroup") * ROWS, ROWS)
+
+
+def _merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The states of two tiles of the same rows together."""
+    relative = lambda state: (*state[:2], *state[3:])
+    maximum, total, *rest = monoid.combine(relative(a), relative(b), exp=fast_math.exp_16bit)
+    return maximum, total, a[2] + b[2], *rest
+
+
+def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
+    problem, config, shape, ctas = static
+    of = dict(zip(names, refs, strict=True))
+    me, steps = lax.axis_index("cta"), problem.embedding // config.depth
+    groups = lax.div(shape[0] * shape[1] - me + ctas - 1, jnp.int32(ctas))
+    total = groups * (config.group * steps)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _():
+        for step in range(config.stages):
+            pl.when(step < total)(functools.partial(_copy, of, static, jnp.int32(step)))
+
+    @pl.loop(0, groups)
+    def _(group):
+        row, column = _place(config, shape, me + group * ctas)
+
+        def tile(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def compute(acc: Any) -> jax.Array:
+                _multiply(of, static, (group * config.group + i) * steps, total, acc)
+                return acc[...]
+
+            accumulator = plgpu.ACC((ROWS, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+            x = pl.run_scoped(compute, accumulator)
+            return _merge(state, _states(of, static, row, column * config.group + i, x))
+
+        number = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+        empty = number(-jnp.inf), *(number(0.0) for _ in range(num_values(problem) - 1))
+        for i, value in enumerate(lax.fori_loop(0, config.group, tile, empty)):
+            of["states"].at[i, column, _tokens(config, row)][...] = value
+
+
+def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
+    smem = lambda *shape: tiled((config.stages, *shape), problem.dtype)
+    return {
+        "hidden_smem": smem(config.tokens, config.depth),
+        "weight_smem": smem(*((config.columns, config.depth)[:: 1 if problem.transposed else -1])),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def run(
+    problem: Problem, config: Config, hidden: jax.Array, weight: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Each row's maximum, sum and label's logit, and with `entropy` the sum of `exp(z - max) * z`."""
+    missing = -problem.tokens % config.tokens
+    if missing:
+        hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
+    shape = (problem.tokens + missing) // config.tokens, -(-problem.vocabulary // (config.group * config.columns))
+    ctas = min(hardware.current().sm_count, shape[0] * shape[1])
+    memory = _scratch(problem, config)
+    kernel = plgpu.kernel(
+        functools.partial(
+            _body, names=("hidden", "weight", "labels", "states", *memory), static=(problem, config, shape, ctas)
+        ),
+        out_type=jax.ShapeDtypeStruct((num_values(problem), shape[1], problem.tokens + missing), jnp.float32),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=list(memory.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="linear_cross_entropy",
+    )
+    maximum, total, label, *rest = kernel(hidden, weight, labels)[:, :, : problem.tokens]
+    whole = monoid.merge_over((maximum, total, *rest), 0)
+    return whole[0], whole[1], label.sum(0), *whole[2:]

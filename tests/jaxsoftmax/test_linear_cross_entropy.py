@@ -1,0 +1,501 @@
+"""The loss of `hidden @ weight`: values and gradients against NumPy float64 and optax, memory, products, exchanges."""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxsoftmax import linear_cross_entropy as ours
+from jaxsoftmax import softmax_cross_entropy_with_integer_labels as of_logits
+from jaxsoftmax._cross_entropy import chunks
+from tests import errors, oracle
+from tests.jaxsoftmax.sharded import collectives, exchanges, mesh, put
+from tests.jaxsoftmax.transformations import TRANSFORMED, Case
+
+RNG = np.random.default_rng(0)
+NAMES = {"label_smoothing": "smoothing", "logits_soft_cap": "soft_cap", "ignore_index": "ignored"}
+MOVING = ("hidden", "weight", "bias", "scale", "weights")
+TOKENS, EMBEDDING, VOCABULARY = 13, 6, 11
+
+
+class Truth(NamedTuple):
+    """Results and gradients, each with the size of the terms that it is a sum of."""
+
+    results: tuple[tuple[Any, Any], ...]
+    gradients: dict[str, tuple[Any, Any]]
+
+
+def truth(cts: tuple[Any, ...], hidden: Any, weight: Any, labels: Any, **options: Any) -> Truth:
+    """In float64, for cotangents of the loss, the logsumexp and the entropy."""
+    wide = lambda x: np.asarray(x).astype(np.float64)
+    h, w, where = wide(hidden), wide(weight), options.pop("where", None)
+    turned = options.pop("weight_layout", "EV") == "VE"
+    w = w.T if turned else w
+    scale, given = wide(options.pop("scale", 1.0)), wide(options.pop("weights", 1.0))
+    raw, size = h @ w, np.abs(h) @ np.abs(w)
+    if (bias := options.pop("bias", None)) is not None:
+        raw, size = raw + wide(bias), size + np.abs(wide(bias))
+    if where is not None and np.ndim(where) == np.ndim(labels):
+        where = where[..., None]
+    row = {NAMES.get(k, k): v for k, v in options.items()}
+    of = functools.partial(oracle.cross_entropy, raw, labels, -1, where, scale, **row)
+    plain, want = of(weights=1.0), of(weights=given * cts[0], of_lse=cts[1])
+    cap, z = row.get("soft_cap"), scale * raw
+    slope = scale * (np.ones_like(z) if cap is None else 1 - np.tanh(z / cap) ** 2)
+    z = z if cap is None else cap * np.tanh(z / cap)
+    mask = np.broadcast_to(True if where is None else where, z.shape)
+    log_p = np.where(mask, z - plain.lse[..., None], 0.0)
+    p = np.where(mask, np.exp(log_p), 0.0)
+    entropy = -(p * log_p).sum(-1)
+    of_entropy = -cts[2][..., None] * p * (log_p + entropy[..., None]) * slope
+    g, terms = want.gradient + of_entropy, want.gradient_terms + np.abs(of_entropy)
+    # The logits' own rounding moves the gradient by as much as their size.
+    terms = terms * (1 + np.abs(scale) * size)
+    back = lambda a, b: np.einsum("...v,ev->...e", a, b)
+    flat = lambda a: a.reshape(np.asarray(labels).size, a.shape[-1])
+    over = lambda a, b: flat(a).T @ flat(b)
+    # With a scale, g is the gradient of the logits before it.
+    found = {
+        "hidden": (back(g, w), back(terms, np.abs(w))),
+        "weight": tuple(x.T if turned else x for x in (over(h, g), over(np.abs(h), terms))),
+        "bias": (flat(g).sum(0), flat(terms).sum(0)),
+        "scale": ((g * raw / scale).sum(-1, keepdims=True), (terms * size / np.abs(scale)).sum(-1, keepdims=True)),
+        "weights": (plain.loss * cts[0], np.abs(plain.loss_terms * cts[0]) + size.max(-1)),
+    }
+    loss = given * plain.loss, np.abs(given) * (plain.loss_terms + size.max(-1))
+    spread = np.abs(p * log_p).sum(-1) + size.max(-1)
+    return Truth((loss, (plain.lse, np.abs(plain.lse) + size.max(-1)), (entropy, spread)), found)
+
+
+def case(tokens: tuple[int, ...] = (TOKENS,), embedding: int = EMBEDDING, cols: int = VOCABULARY) -> dict[str, Any]:
+    draw = lambda *shape: np.float32(RNG.normal(size=shape))
+    return {
+        "hidden": draw(*tokens, embedding),
+        "weight": draw(embedding, cols),
+        "labels": RNG.integers(0, max(cols, 1), tokens).astype(np.int32),
+    }
+
+
+def check(arguments: dict[str, Any], ulps: float = 16, uniform: bool = False, **static: Any) -> None:
+    """Results and each gradient, for cotangents that differ from token to token or not."""
+    tokens = arguments["labels"].shape
+    asked = [True, static.get("return_lse", False), static.get("return_entropy", False)]
+    draw = lambda: np.full(tokens, 0.75) if uniform else np.random.default_rng(1).normal(size=tokens)
+    cts = tuple(draw() if ask else np.zeros(tokens) for ask in asked)
+    want = truth(
+        cts, **arguments, **{k: v for k, v in static.items() if k not in ("return_lse", "return_entropy", "chunk_size")}
+    )
+    moving = {n: jnp.asarray(arguments[n]) for n in MOVING if n in arguments}
+    rest = {n: x for n, x in arguments.items() if n not in moving}
+
+    @jax.jit
+    def run(moving: Any) -> Any:
+        def total(moving: Any) -> Any:
+            found = ours(**moving, **rest, **static)
+            found = found if isinstance(found, tuple) else (found,)
+            given = [ct for ct, ask in zip(cts, asked, strict=True) if ask]
+            return sum((jnp.float32(ct) * x).sum() for ct, x in zip(given, found, strict=True)), found
+
+        (_, found), gradients = jax.value_and_grad(total, has_aux=True)(moving)
+        return found, gradients
+
+    found, gradients = run(moving)
+    results = [each for each, ask in zip(want.results, asked, strict=True) if ask]
+    for got, (value, size) in zip(found, results, strict=True):
+        assert got.dtype == jnp.float32
+        assert errors.max_error(got, value, magnitude=size + 0.1) <= ulps
+    for name, got in gradients.items():
+        value, size = want.gradients[name]
+        if got.size == 1:
+            value, size = (x.sum().reshape(got.shape) for x in (value, size))
+        assert got.dtype == moving[name].dtype
+        assert errors.max_error(got, value, magnitude=size + 1e-30) <= ulps, name
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "weights": [None, 0.5, RNG.normal(size=TOKENS).astype(np.float32)],
+    "where": [None, RNG.random((TOKENS, VOCABULARY)) < 0.7, np.arange(VOCABULARY)[None] < 9, np.arange(TOKENS) % 3 > 0],
+    "label_smoothing": [0.0, 0.2],
+    "z_loss": [0.0, 0.1],
+    "logits_soft_cap": [None, 2.0],
+    "scale": [1.0, 0.5, np.float32([[-0.7]]), RNG.uniform(0.5, 2.0, (TOKENS, 1)).astype(np.float32)],
+    "ignore_index": [None, 2],
+    "bias": [None, RNG.normal(size=VOCABULARY).astype(np.float32)],
+    "weight_layout": ["EV", "VE"],
+    "returns": [(False, False), (True, False), (False, True), (True, True)],
+    "chunk_size": [None, 5],
+    "uniform": [True, False],
+}
+
+
+def pairs() -> list[dict[str, Any]]:
+    """All pairs of values of two options, others drawn."""
+    rng = np.random.default_rng(2)
+    sizes = [len(values) for values in OPTIONS.values()]
+    missing = {
+        (i, a, j, b) for i in range(len(sizes)) for j in range(i) for a in range(sizes[i]) for b in range(sizes[j])
+    }
+    cases = []
+    while missing:
+        drawn = [rng.integers(0, sizes) for _ in range(40)]
+        of = lambda at: {(i, int(at[i]), j, int(at[j])) for i in range(len(sizes)) for j in range(i)}
+        best = max(drawn, key=lambda at: len(of(at) & missing))
+        missing -= of(best)
+        cases.append({name: values[i] for i, (name, values) in zip(best, OPTIONS.items(), strict=True)})
+    return cases
+
+
+PAIRS = pairs()
+
+
+@pytest.mark.parametrize("which", range(len(PAIRS)))
+def test_options_two_by_two(which: int) -> None:
+    chosen = {name: value for name, value in PAIRS[which].items() if value is not None}
+    lse, entropy = chosen.pop("returns")
+    arguments = case()
+    if chosen["weight_layout"] == "VE":
+        arguments["weight"] = arguments["weight"].T
+    for name in ("bias", "where"):
+        if name in chosen:
+            arguments[name] = chosen.pop(name)
+    for name in ("scale", "weights"):
+        if isinstance(chosen.get(name), np.ndarray):
+            arguments[name] = chosen.pop(name)
+    if "where" in arguments and np.ndim(arguments["where"]) == 2 and "label_smoothing" not in chosen:
+        arguments["labels"] %= 9
+    check(arguments, ulps=64, return_lse=lse, return_entropy=entropy, **chosen)
+
+
+@pytest.mark.parametrize(
+    "tokens, embedding, cols, chunk",
+    [((1,), 3, 7, None), ((5,), 4, 1, 2), ((), 3, 5, None), ((2, 3), 5, 4, 4), ((4,), 0, 5, 3), ((300,), 7, 19, 128),
+     ((129,), 3, 5, 64)],
+    ids=str,
+)  # fmt: skip
+def test_shapes(tokens: tuple[int, ...], embedding: int, cols: int, chunk: int | None) -> None:
+    arguments = case(tokens, embedding, cols)
+    for options in ({"weights": 0.5}, {"return_lse": True, "return_entropy": True, "z_loss": 0.1}):
+        check(arguments, ulps=64, chunk_size=chunk, uniform=True, **options)
+
+
+def test_empty() -> None:
+    loss, lse = ours(np.zeros((3, 2)), np.zeros((2, 0)), np.full(3, -1), ignore_index=-1, return_lse=True)
+    np.testing.assert_array_equal(loss, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+    for tokens in ((0,), (3, 0), (0, 2)):
+        arguments = case(tokens)
+        for options in ({}, {"weights": 0.5}, {"return_lse": True, "return_entropy": True}):
+            call = lambda h, w, o=options, y=arguments["labels"]: jax.tree.leaves(ours(h, w, y, **o))
+            assert {x.shape for x in call(arguments["hidden"], arguments["weight"])} == {tokens}
+            total = lambda h, w, call=call: sum(x.sum() for x in call(h, w))
+            of_hidden, of_weight = jax.grad(total, (0, 1))(arguments["hidden"], arguments["weight"])
+            assert of_hidden.shape == (*tokens, EMBEDDING)
+            np.testing.assert_array_equal(of_weight, np.zeros((EMBEDDING, VOCABULARY)))
+
+
+def test_a_gradient_is_what_is_asked_for() -> None:
+    arguments = case()
+    call = lambda h, w: ours(h, w, arguments["labels"], weights=0.5, chunk_size=5).sum()
+    both = jax.grad(call, (0, 1))(arguments["hidden"], arguments["weight"])
+    for i in (0, 1):
+        alone = jax.jit(jax.grad(call, i))(arguments["hidden"], arguments["weight"])
+        np.testing.assert_allclose(alone, both[i], rtol=1e-5, atol=1e-6)
+
+
+def of_products(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+    """Losses, logsumexps and entropies by optax and `jax.nn`, from float32 logits."""
+    logits = jnp.dot(hidden, weight, preferred_element_type=jnp.float32)
+    log_p = jax.nn.log_softmax(logits)
+    entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return loss, jax.nn.logsumexp(logits, -1), entropy
+
+
+@pytest.mark.parametrize("tokens, chunk", [(96, 32), (4096, 512)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_of_16_bits_as_exact_as_optax_on_float32_logits(dtype: Any, tokens: int, chunk: int) -> None:
+    arguments = case((tokens,), 48, 257)
+    h, w = (jnp.asarray(arguments[n], dtype) * (1.0 if n == "hidden" else 0.4) for n in ("hidden", "weight"))
+    labels = jnp.asarray(arguments["labels"])
+    wide = {"hidden": h, "weight": w, "labels": labels}
+    for ways in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        cts = tuple(np.full(tokens, float(way)) for way in ways)
+        want = truth(cts, **wide)
+
+        def total(call: Any, h: jax.Array, w: jax.Array, ways: Any = ways) -> Any:
+            found = call(h, w, labels)
+            found = found if isinstance(found, tuple) else (found,)
+            return sum(way * x.sum() for way, x in zip(ways, found, strict=False)), found
+
+        kinds = [functools.partial(ours, chunk_size=chunk, return_lse=True, return_entropy=True)]
+        if ways[0]:
+            kinds += [functools.partial(ours, chunk_size=chunk), functools.partial(ours, chunk_size=chunk, weights=1.0)]
+        run = lambda call: jax.jit(jax.value_and_grad(functools.partial(total, call), (0, 1), has_aux=True))(h, w)
+        (_, theirs), of_theirs = run(of_products)
+        for kind in kinds:
+            (_, found), gradients = run(kind)
+            for got, ref, (value, _) in zip(found, theirs, want.results, strict=False):
+                limit = 2 * np.abs(np.asarray(ref, np.float64) - value).max() + 1e-6
+                assert np.abs(np.asarray(got, np.float64) - value).max() <= limit
+            for got, ref, name in zip(gradients, of_theirs, ("hidden", "weight"), strict=True):
+                value = want.gradients[name][0]
+                error = lambda x, value=value: np.asarray(x, np.float64) - value
+                assert got.dtype == dtype
+                assert np.sqrt((error(got) ** 2).mean()) <= 2 * np.sqrt((error(ref) ** 2).mean()), (name, ways)
+
+
+def test_float16_holds_small_gradients() -> None:
+    """Gradients of logits that are below what float16 holds, and of the weight that are not."""
+    arguments = case((96,), 48, 257)
+    h, w = (jnp.asarray(arguments[n], jnp.float16) for n in ("hidden", "weight"))
+    small = 2.0**-22
+    for options in ({"weights": small}, {}):
+        call = lambda h, w, o=options: small ** (not o) * ours(h, w, arguments["labels"], chunk_size=32, **o).sum()
+        got = jax.jit(jax.grad(call, 1))(h, w * 0.1)
+        want = jax.grad(lambda h, w: ours(h, w, arguments["labels"]).sum(), 1)(h, w * 0.1) * np.float16(small)
+        np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-24)
+
+
+def test_rows_that_do_not_count() -> None:
+    arguments = case()
+    hidden, labels = arguments["hidden"], arguments["labels"].copy()
+    hidden[3], hidden[7], labels[3], labels[7] = np.nan, np.inf, -1, -1
+    for options in ({}, {"weights": 0.5}, {"label_smoothing": 0.1, "z_loss": 0.1, "logits_soft_cap": 2.0}):
+        call = functools.partial(ours, labels=labels, ignore_index=-1, chunk_size=5, **options)
+        total = lambda h, w, call=call: call(h, w).sum()
+        loss, (of_hidden, of_weight) = jax.value_and_grad(total, (0, 1))(hidden, arguments["weight"])
+        assert np.isfinite(loss)
+        assert np.isfinite(of_weight).all()
+        assert not np.any(of_hidden[np.array([3, 7])])
+        kept = np.delete(np.arange(TOKENS), [3, 7])
+        want = lambda h, w, o=options, y=labels[kept]: ours(h, w, y, **o).sum()
+        np.testing.assert_allclose(
+            of_weight, jax.grad(want, 1)(hidden[kept], arguments["weight"]), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_labels_that_are_no_columns() -> None:
+    arguments = case()
+    bad = arguments["labels"].copy()
+    bad[2], bad[5] = VOCABULARY, -7
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: labels has 11 at \(2,\)"):
+        ours(arguments["hidden"], arguments["weight"], bad)
+    wrong = (bad < 0) | (bad >= VOCABULARY)
+    for options in ({}, {"weights": 0.5}, {"return_entropy": True}):
+        call = lambda h, w, y, o=options: jax.tree.leaves(ours(h, w, y, chunk_size=5, **o))[0]
+        loss = jax.jit(call)(arguments["hidden"], arguments["weight"], bad)
+        np.testing.assert_array_equal(np.isnan(loss), wrong)
+        used = lambda h, w, y, call=call: jnp.where(wrong, 0.0, call(h, w, y)).sum()
+        pulled = jax.jit(jax.grad(used, (0, 1)))(arguments["hidden"], arguments["weight"], bad)
+        kept = jax.grad(lambda h, w, y, call=call: call(h, w, y).sum(), (0, 1))(
+            arguments["hidden"][~wrong], arguments["weight"], bad[~wrong]
+        )
+        assert not np.any(pulled[0][wrong])
+        np.testing.assert_allclose(pulled[0][~wrong], kept[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(pulled[1], kept[1], rtol=1e-5, atol=1e-6)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        arguments = {n: x.astype(np.float64) if n != "labels" else x for n, x in case().items()}
+        call = lambda h, w: ours(h, w, arguments["labels"], chunk_size=5, z_loss=0.1)
+        loss, pull = jax.vjp(call, *(jnp.asarray(arguments[n]) for n in ("hidden", "weight")))
+        want = truth((np.ones(TOKENS), np.zeros(TOKENS), np.zeros(TOKENS)), **arguments, z_loss=0.1)
+        found = [loss, *pull(jnp.ones_like(loss))]
+    for got, value in zip(found, [want.results[0], *(want.gradients[n] for n in ("hidden", "weight"))], strict=True):
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(got, value[0], rtol=1e-12, atol=1e-13)
+
+
+H, W = (jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32) for shape in ((5, 4), (4, 7)))
+B, S = (jnp.asarray(np.random.default_rng(4).uniform(0.5, 1.5, size=n), jnp.float32) for n in (7, 5))
+Y = np.array([0, 6, 3, 3, 1])
+OF_OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 3.0}
+
+
+def all_results(h: jax.Array, w: jax.Array, b: jax.Array, s: jax.Array) -> Any:
+    options = OF_OPTIONS | {"return_lse": True, "return_entropy": True}
+    return ours(h, w, Y[: h.shape[0]], bias=b, scale=s[: h.shape[0], None], chunk_size=2, **options)
+
+
+def plain_results(h: jax.Array, w: jax.Array, b: jax.Array, s: jax.Array) -> Any:
+    x = (h @ w + b) * s[: h.shape[0], None]
+    loss, lse = of_logits(x, Y[: h.shape[0]], **OF_OPTIONS, return_lse=True)
+    z = 3.0 * jnp.tanh(x / 3.0)
+    return loss, lse, lse - (jax.nn.softmax(z) * z).sum(-1)
+
+
+def weighted(h: jax.Array, w: jax.Array, s: jax.Array) -> Any:
+    return ours(h, w, Y[: h.shape[0]], weights=s[: h.shape[0]], chunk_size=2)
+
+
+def plain_weighted(h: jax.Array, w: jax.Array, s: jax.Array) -> Any:
+    return s[: h.shape[0]] * optax.softmax_cross_entropy_with_integer_labels(h @ w, jnp.asarray(Y[: h.shape[0]]))
+
+
+CASES = {
+    "all": Case(all_results, plain_results, (H, W, B, S), (H[:2], W, B, S)),
+    "weighted": Case(weighted, plain_weighted, (H, W, S), (H[:2], W, S)),
+}
+LEFT_OUT = {"grad of scan", "jvp of map", "while"}  # map the first operand alone, and are of the same rules
+
+
+@pytest.mark.parametrize("name, op", [(name, op) for name in TRANSFORMED if name not in LEFT_OUT for op in CASES])
+def test_transformations(name: str, op: str) -> None:
+    CASES[op].check(name)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_checks_on(op: str) -> None:
+    CASES[op].check_under_debugging()
+
+
+def test_scan_and_export() -> None:
+    steps = jnp.stack([H, 2 * H])
+    total = lambda call, w: jax.lax.scan(lambda c, h: (c + call(h, w, S).sum(), None), 0.0, steps)[0]
+    got, want = (jax.jit(jax.value_and_grad(functools.partial(total, call)))(W) for call in (weighted, plain_weighted))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    (tokens,) = jax.export.symbolic_shape("n")
+    call = jax.jit(jax.value_and_grad(lambda h, y, w: ours(h, w, y, weights=0.5).sum(), 2))
+    shapes = [((tokens, 4), jnp.float32), ((tokens,), jnp.int32), (W.shape, jnp.float32)]
+    exported = jax.export.export(call)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    again = jax.export.deserialize(exported.serialize())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), again.call(H, Y, W), call(H, Y, W))
+
+
+BIG = {"hidden": (4096, 64), "weight": (64, 4096)}
+ONE_CHUNK = 256 * 4096 * 4  # bytes of float32 logits
+WEIGHTED = functools.partial(ours, weights=1 / 4096, chunk_size=256)
+MEAN = functools.partial(ours, chunk_size=256)
+
+
+def program(function: Any) -> Any:
+    x = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in BIG.values()]
+    return jax.jit(function).lower(*x, jax.ShapeDtypeStruct((4096,), jnp.int32)).compile()
+
+
+gradient = jax.grad(lambda h, w, y: WEIGHTED(h, w, y).sum(), (0, 1))
+# Of a program the products, and how many chunks' logits fit its temporaries.
+PROGRAMS: dict[str, tuple[Any, int, float]] = {
+    "forward": (MEAN, 1, 1.5),
+    "with weights": (jax.value_and_grad(lambda *a: WEIGHTED(*a).sum(), (0, 1)), 3, 2.5),
+    "with weights, by a mean": (jax.value_and_grad(lambda *a: WEIGHTED(*a).mean(), (0, 1)), 3, 2.5),
+    "without": (jax.value_and_grad(lambda *a: MEAN(*a).mean(), (0, 1)), 4, 2.5),
+    "a frozen weight": (jax.value_and_grad(lambda *a: WEIGHTED(*a).sum(), 0), 2, 2.5),
+    "a frozen hidden": (jax.value_and_grad(lambda *a: WEIGHTED(*a).sum(), 1), 2, 2.5),
+    "of the entropy": (jax.grad(lambda *a: MEAN(*a, return_entropy=True)[1].sum(), (0, 1)), 4, 3.5),
+    "forward mode": (lambda h, w, y: jax.jvp(lambda h, w: MEAN(h, w, y), (h, w), (h, w)), 4, 4),
+    "forward over reverse": (lambda h, w, y: jax.jvp(lambda h, w: gradient(h, w, y), (h, w), (h, w)), 14, 8),
+    "reverse over reverse": (jax.grad(lambda *a: sum(jnp.vdot(x, x) for x in gradient(*a)), (0, 1)), 16, 8),
+    "remat": (jax.grad(jax.checkpoint(lambda *a: WEIGHTED(*a).sum()), (0, 1)), 5, 2.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_and_products(name: str) -> None:
+    function, products, logits = PROGRAMS[name]
+    compiled = program(function)
+    text = compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= logits * ONE_CHUNK
+    assert len(re.findall(r" dot\(", text)) <= products
+    # That the cotangents are all the same is known when it is compiled, but behind the barriers of `remat`.
+    assert (" conditional(" in text) == (name == "remat")
+    # The weight's gradient is carried from chunk to chunk where it lies.
+    assert "over reverse" in name or not re.findall(r"= f32\[64,4096\]\S* copy\(", text)
+
+
+def test_a_chunk_is_chosen_by_its_memory() -> None:
+    for tokens, cols, each, want in (
+        (8192, 128256, 6, 1024),
+        (2048, 262144, 6, 512),
+        (32768, 128256, 4, 2048),
+        (1500, 128256, 6, 768),
+        (100, 50257, 8, 100),
+        (8192, 2**24, 8, 128),
+    ):
+        assert chunks.chunk_size(tokens, cols, each, None) == want
+        assert want == 128 or want * cols * each <= chunks.BYTES
+    assert chunks.chunk_size(8192, 128256, 6, 1000) == 1000
+
+
+SHARDED = {"hidden": (64, 16), "weight": (16, 48)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_what_devices_exchange(kind: AxisType) -> None:
+    on = mesh(kind)
+    h, w = (np.float32(RNG.normal(size=shape)) for shape in SHARDED.values())
+    labels = RNG.integers(0, 48, 64).astype(np.int32)
+    forward = functools.partial(ours, weights=1 / 64, chunk_size=4)
+    value = lambda h, w, y: forward(h, w, y).sum()
+    want = jax.value_and_grad(value, (0, 1))(h, w, labels)
+    tokens = put(h, P(("d", "m")), on), put(w, P(), on), put(labels, P(("d", "m")), on)
+    cols = put(h, P(), on), put(w, P(None, ("d", "m")), on), put(labels, P(), on)
+    both = put(h, P("d"), on), put(w, P(None, "m"), on), put(labels, P("d"), on)
+    for operands in (tokens, cols, both):
+        got = jax.jit(jax.value_and_grad(value, (0, 1)))(*operands)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
+    assert collectives(forward, *tokens) == {}
+    sizes = lambda function, *operands: sorted(
+        (array.kind, array.size)
+        for arrays in exchanges(jax.jit(function).lower(*operands).compile())
+        for array in arrays
+    )
+    # The gradient of the weight, a second time in a branch that is not taken; and whether it is.
+    whether = 2 * [("all-reduce", 1)] if kind is AxisType.Explicit else []
+    assert sizes(jax.grad(value, 1), *tokens) == [*whether, *2 * [("all-reduce", 16 * 48)]]
+    assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 1), *tokens) == [("all-reduce", 16 * 48)]
+    assert sizes(jax.grad(value, 0), *tokens) == []
+    # Of each token the maximum, the sum and the label's logit of eight devices.
+    assert sizes(forward, *cols) == [("all-gather", 8 * 3 * 64)]
+    assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 0), *cols) == [
+        ("all-gather", 8 * 3 * 64),
+        ("all-reduce", 64 * 16),
+    ]
+    assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 1), *cols) == [("all-gather", 8 * 3 * 64)]
+
+
+def test_vocabularies_and_tokens_that_do_not_divide() -> None:
+    on = mesh()
+    h, w = (np.float32(RNG.normal(size=shape)) for shape in ((13, 6), (6, 11)))
+    labels = RNG.integers(0, 11, 13).astype(np.int32)
+    cut = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(on, spec))
+
+    def total(h: jax.Array, w: jax.Array, sharded: bool, **options: Any) -> jax.Array:
+        h, w, y = (cut(h, P("d")), cut(w, P(None, "m")), cut(labels, P("d"))) if sharded else (h, w, labels)
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(ours(h, w, y, chunk_size=2, **options)))
+
+    for options in ({"weights": 0.5}, {"return_lse": True, "return_entropy": True, "label_smoothing": 0.1}):
+        run = jax.jit(jax.value_and_grad(functools.partial(total, **options), (0, 1)), static_argnums=2)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), run(h, w, True), run(h, w, False)
+        )
+
+
+MESSAGES: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
+    "layout": (ValueError, {"weight_layout": "VE"}, r"hidden has shape \(13, 6\) and weight \(6, 11\).*\[V, E\]"),
+    "no layout": (ValueError, {"weight_layout": "HV"}, "weight_layout='HV', expected 'EV' or 'VE'"),
+    "bias": (ValueError, {"bias": np.zeros(6)}, r"bias has shape \(6,\), expected \(11,\)"),
+    "chunk": (ValueError, {"chunk_size": 0}, "chunk_size is 0, expected a positive integer"),
+    "scale": (ValueError, {"scale": np.ones((13, 11))}, r"scale has shape \(13, 11\), expected"),
+    "labels": (ValueError, {"labels": np.zeros((2, 13), int)}, "labels has shape"),
+    "more labels": (ValueError, {"hidden": np.zeros((1, 6)), "labels": np.zeros(4, int)}, "labels broadcast to"),
+    "float labels": (TypeError, {"labels": np.zeros(13)}, "linear_cross_entropy: labels has dtype float64"),
+    "smoothing": (ValueError, {"label_smoothing": 2.0}, "label_smoothing is 2.0"),
+    "complex": (TypeError, {"weight": np.zeros((6, 11), np.complex64)}, "weight has dtype complex64"),
+    "implementation": (ValueError, {"implementation": "cuda"}, "implementation='cuda'"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages(name: str) -> None:
+    error, wrong, words = MESSAGES[name]
+    with pytest.raises(error, match=words):
+        ours(**(case() | wrong))

@@ -1,0 +1,186 @@
+"""The kernel of the states of `hidden @ weight`: in the interpreter against float64, and compiled for an H200."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreter import interpret
+
+import jaxsoftmax
+from jaxsoftmax._core.sharding import AxisSharding
+from jaxsoftmax._cross_entropy import chunks
+from pallas_kernels import hardware
+from pallas_kernels.hardware import H200
+from pallas_kernels.linear_cross_entropy import forward
+from pallas_kernels.linear_cross_entropy.forward import Config, Problem
+
+BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+CASES = {
+    "plain": Problem(128, 64, 256, BF16),
+    "several tiles of tokens": Problem(384, 192, 512, BF16, scale=0.5),
+    "several groups": Problem(128, 64, 2304, BF16, entropy=True),
+    "soft cap": Problem(128, 128, 512, F16, scale=2.0, soft_cap=5.0, entropy=True),
+    "columns that do not divide": Problem(256, 64, 648, BF16, entropy=True),
+    "tokens that do not divide": Problem(130, 320, 256, BF16, entropy=True),
+    "transposed": Problem(128, 128, 520, BF16, transposed=True),
+}
+
+
+def operands(problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(problem.vocabulary)
+    hidden = jnp.asarray(rng.normal(size=(problem.tokens, problem.embedding)), problem.dtype)
+    weight = jnp.asarray(rng.normal(size=(problem.embedding, problem.vocabulary)), problem.dtype)
+    labels = rng.integers(0, problem.vocabulary, problem.tokens)
+    # A label in the first and in the last column, in what two tiles share, and one that no tile has.
+    labels[:4] = 0, problem.vocabulary - 1, max(problem.vocabulary - 200, 0), -1
+    return hidden, weight.T if problem.transposed else weight, jnp.asarray(labels, jnp.int32)
+
+
+def check(problem: Problem, config: Config, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few CTAs, so that each has several tiles."""
+    device = functools.partial(hardware.Device, **{**vars(H200), "sm_count": ctas})
+    monkeypatch.setattr(hardware, "current", device)
+    jax.clear_caches()
+    compare(problem, functools.partial(interpret, functools.partial(forward.run, problem, config)))
+
+
+def compare(problem: Problem, run: Callable[..., Any]) -> None:
+    """What a kernel gives, against NumPy in float64."""
+    hidden, weight, labels = operands(problem)
+    got = run(hidden, weight, labels)
+    wide = lambda x: np.asarray(x).astype(np.float64)
+    z = problem.scale * (wide(hidden) @ (wide(weight).T if problem.transposed else wide(weight)))
+    z = z if problem.soft_cap is None else problem.soft_cap * np.tanh(z / problem.soft_cap)
+    maximum, total, label, *spread = (wide(x) for x in got)
+    np.testing.assert_allclose(maximum, z.max(1), rtol=1e-5)
+    weights = np.exp(z - z.max(1, keepdims=True))
+    np.testing.assert_allclose(total, weights.sum(1), rtol=1e-4)
+    at = np.asarray(labels)
+    np.testing.assert_allclose(label, np.where(at < 0, 0, z[np.arange(len(at)), at]), rtol=1e-4, atol=1e-4)
+    assert len(spread) == problem.entropy
+    for each in spread:
+        np.testing.assert_allclose(each / total, (weights * z).sum(1) / weights.sum(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(CASES[name], Config(), 2, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(stages=2, band=1, group=1), Config(stages=3, band=2, group=2), Config(columns=128, group=3)],
+    ids=str,
+)
+def test_configs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(CASES["several tiles of tokens"], config, 3, monkeypatch)
+
+
+FAULTS = {
+    "_first_column": lambda f, problem, config, column: column * 0,
+    "_place": lambda f, config, shape, tile: (f(config, shape, tile)[0] * 0, f(config, shape, tile)[1]),
+    "_merge": lambda f, state, other: other,
+    "_own_columns": lambda f, z, start, own: z,
+    "monoid.merge_over": lambda f, state, axis: tuple(x[0] for x in state),
+    "monoid.decay": lambda f, frm, to, exp: exp(frm),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    *path, last = name.split(".")
+    holder = functools.reduce(getattr, path, forward)
+    monkeypatch.setattr(holder, last, functools.partial(FAULTS[name], getattr(holder, last)))
+    with pytest.raises(AssertionError):
+        check(CASES["several tiles of tokens" if name == "_place" else "several groups"], Config(), 2, monkeypatch)
+    jax.clear_caches()
+
+
+ON_GPU = (
+    Problem(1000, 512, 2056, BF16, scale=0.1, entropy=True),
+    Problem(4096, 1024, 32000, BF16, scale=0.1),
+    Problem(2048, 256, 50264, F16, scale=0.3, soft_cap=5.0, entropy=True),
+    Problem(129, 4096, 8192, BF16, transposed=True, scale=0.05, entropy=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", [*CASES.values(), *ON_GPU], ids=str)
+@pytest.mark.parametrize("config", [Config(), Config(stages=3, band=3)], ids=str)
+def test_on_a_gpu(problem: Problem, config: Config) -> None:
+    for _ in range(3):
+        compare(problem, functools.partial(forward.run, problem, config))
+
+
+@pytest.mark.parametrize(
+    "problem, words",
+    [
+        (Problem(8, 64, 256, jnp.dtype(jnp.float32)), "16-bit floats"),
+        (Problem(8, 60, 256, BF16), "multiple of 64"),
+        (Problem(8, 64, 248, BF16), "from 256 on"),
+        (Problem(8, 64, 50257, BF16), "multiple of 8 columns"),
+        (Problem(0, 64, 256, BF16), "no tokens"),
+        (Problem(8, 64, 256, BF16, scale=-1.0), "positive number"),
+    ],
+)
+def test_what_the_kernel_declines(problem: Problem, words: str) -> None:
+    assert words in str(forward.unsupported(problem, H200))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("problem", [
+    Problem(8192, 4096, 128256, BF16),
+    Problem(8192, 4096, 151936, BF16, soft_cap=30.0, entropy=True),
+    Problem(8192, 4096, 128256, F16, entropy=True, transposed=True),
+], ids=str)  # fmt: skip
+def test_compiles_without_spills(problem: Problem) -> None:
+    matrix = (problem.vocabulary, problem.embedding)
+    shapes = (problem.tokens, problem.embedding), matrix if problem.transposed else matrix[::-1]
+    factors = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes]
+    labels = jax.ShapeDtypeStruct((problem.tokens,), jnp.int32)
+    (report,) = aot.compile_for_h200(functools.partial(forward.run, problem, Config()), *factors, labels)
+    for each in (report, report.relocatable):
+        assert each.spill_bytes == 0, each
+        assert not [line for line in each.complaints if "serializ" in line], each
+    assert not report.shares_scratch
+
+
+RULES = {
+    "loss": chunks.Rules(),
+    "entropy": chunks.Rules(results=("loss", "lse", "entropy"), all_rows=True, soft_cap=5.0, scale=0.5, z_loss=0.1),
+    "transposed": chunks.Rules(transposed=True, results=("loss", "entropy"), all_rows=True),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_losses_are_those_of_chunks(name: str) -> None:
+    """Of ignored tokens, and of labels that another device has, too."""
+    rules = RULES[name]
+    hidden, weight, labels = operands(Problem(130, 64, 264, BF16, transposed=rules.transposed))
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
+    losses = functools.partial(chunks.forward, rules, chunks.Parts((), AxisSharding((), 264)), given)
+    want = losses()
+    with pytest.MonkeyPatch.context() as patch:
+        # The kernel runs or the call fails.
+        patch.setattr(chunks, "_over_chunks", None)
+        jax.clear_caches()
+        got = interpret(functools.partial(losses, may_run_kernel=True))
+    assert got.keys() == want.keys()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("layout", ["EV", "VE"])
+def test_losses_on_a_gpu_need_no_memory(layout: str) -> None:
+    matrix = (4096, 128256) if layout == "EV" else (128256, 4096)
+    shapes = [((8192, 4096), BF16), (matrix, BF16), ((8192,), jnp.dtype(jnp.int32))]
+    given = aot.on_h200([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    call = functools.partial(jaxsoftmax.linear_cross_entropy, weight_layout=layout)
+    compiled = jax.jit(call).lower(*given).compile()
+    assert "linear_cross_entropy" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 64 * 2**20
