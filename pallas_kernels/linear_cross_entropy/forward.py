@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
 WARPGROUPS = 2
 ROWS = 64  # of a warpgroup
-_ALIGNED = 8  # columns, as TMA needs
+_SWIZZLED = (8, 64)  # rows and columns of a swizzled tile of shared memory, of which a matrix has a multiple
 _PART = 32  # columns whose weights are computed together
 
 
@@ -73,9 +73,13 @@ def unsupported(problem: Problem, device: Device) -> str | None:
         return f"the kernel multiplies 16-bit floats, and the operands are {problem.dtype}"
     if problem.embedding % config.depth or problem.embedding == 0:
         return f"the kernel takes an embedding of a multiple of {config.depth}; it is {problem.embedding}"
-    if problem.vocabulary % _ALIGNED or problem.vocabulary < config.columns:
+    if problem.vocabulary < config.columns:
+        return f"the kernel takes {config.columns} columns or more; there are {problem.vocabulary}"
+    multiple = _SWIZZLED[not problem.transposed]
+    if problem.vocabulary % multiple:
+        axes = "vocabulary, embedding" if problem.transposed else "embedding, vocabulary"
         return (
-            f"the kernel takes a multiple of {_ALIGNED} columns, from {config.columns} on; there are "
+            f"the kernel takes a weight [{axes}] with a vocabulary of a multiple of {multiple}; it is "
             f"{problem.vocabulary}"
         )
     if problem.tokens == 0:
@@ -100,11 +104,6 @@ def _place(config: Config, shape: tuple[int, int], group: jax.Array) -> tuple[ja
     return first + within - column * height, column
 
 
-def _first_column(problem: Problem, config: Config, column: jax.Array) -> jax.Array:
-    """Where a tile of columns begins. One that would end past the last column overlaps with those before it."""
-    return jnp.minimum(column * config.columns, problem.vocabulary - config.columns)
-
-
 def _copy(refs: Any, static: Any, step: jax.Array) -> None:
     """Issues the copies of a step into its stage."""
     problem, config, shape, ctas = static
@@ -112,10 +111,11 @@ def _copy(refs: Any, static: Any, step: jax.Array) -> None:
     tile, k = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
     group, within = lax.div(tile, jnp.int32(config.group)), lax.rem(tile, jnp.int32(config.group))
     row, column = _place(config, shape, lax.axis_index("cta") + group * ctas)
-    column = column * config.group + within
+    # The tiles past the last column read that of the last column again. A copy's start has to be a known multiple.
+    column = jnp.minimum(column * config.group + within, (problem.vocabulary - 1) // config.columns)
     slot = lax.rem(step, jnp.int32(config.stages))
     tokens, depth = pl.ds(row * config.tokens, config.tokens), pl.ds(k * config.depth, config.depth)
-    columns = pl.ds(_first_column(problem, config, column), config.columns)
+    columns = pl.ds(column * config.columns, config.columns)
     weight = refs["weight"].at[*((columns, depth) if problem.transposed else (depth, columns))]
     plgpu.copy_gmem_to_smem(refs["hidden"].at[tokens, depth], refs["hidden_smem"].at[slot], refs["full"].at[slot])
     plgpu.copy_gmem_to_smem(weight, refs["weight_smem"].at[slot], refs["full"].at[slot])
@@ -150,12 +150,12 @@ def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: A
     plgpu.wgmma_wait(0)
 
 
-def _own_columns(z: jax.Array, start: int, own: jax.Array | None) -> jax.Array:
-    """A part of a tile's logits from column `start` on, and -inf before the column `own`."""
-    if own is None:
+def _own_columns(z: jax.Array, last: jax.Array | None, start: int) -> jax.Array:
+    """A part of a tile's logits from column `start` on, and -inf past the tile's column `last`."""
+    if last is None:
         return z
     at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA) + start
-    return jnp.where(at >= own, z, jnp.full_like(z, -jnp.inf))
+    return jnp.where(at <= last, z, jnp.full_like(z, -jnp.inf))
 
 
 def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -164,22 +164,22 @@ def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Ar
     z = x if problem.scale == 1.0 else x * problem.scale
     if problem.soft_cap is not None:
         z = problem.soft_cap * fast_math.tanh_16bit(z * (1.0 / problem.soft_cap))
-    first = _first_column(problem, config, column)
-    own = column * config.columns - first if problem.vocabulary % (config.group * config.columns) else None
+    first = column * config.columns
+    last = problem.vocabulary - 1 - first if problem.vocabulary % (config.group * config.columns) else None
     label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
+    if last is not None:
+        label = jnp.where(label <= last, label, jnp.full_like(label, -1))
     # In parts, of which few are in registers beside the logits.
-    parts = [z[:, i : i + _PART] for i in range(0, config.columns, _PART)]
     starts = range(0, config.columns, _PART)
-    held = [_own_columns(part, start, own) for start, part in zip(starts, parts, strict=True)]
-    maximum = functools.reduce(jnp.maximum, held).max(axis=1)
+    parts = [_own_columns(z[:, start : start + _PART], last, start) for start in starts]
+    maximum = functools.reduce(jnp.maximum, parts).max(axis=1)
     by_row = lambda value: lax.broadcast_in_dim(value, parts[0].shape, [0])
     sums = [jnp.zeros_like(parts[0])] * (2 + problem.entropy)
-    for start, part in zip(starts, held, strict=True):
+    for start, part in zip(starts, parts, strict=True):
         weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
         at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
-        # A column that is the tile's before is -inf, and has no weight.
-        counts = (at == by_row(label)) & (part > -jnp.inf) if own is not None else at == by_row(label)
-        terms = [weights, jnp.where(counts, part, jnp.zeros_like(part))]
+        is_label = at == by_row(label)
+        terms = [weights, jnp.where(is_label, part, jnp.zeros_like(part))]
         if problem.entropy:
             terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
