@@ -9,6 +9,7 @@ alternate. Results on all are compared with those on one, shard by shard.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -29,11 +30,12 @@ import jaxsoftmax
 from benchmarks import results as measured
 from benchmarks.report import markdown
 from benchmarks.results import Record, Results
+from jaxsoftmax._attention import sequence
 
 FLAGS = flags.FLAGS
-_CALLS = 10  # enqueued at once
+_SECONDS, _MOST_CALLS = 0.2, 20  # of calls that are enqueued one after another
 _ROWS, _COLS, _TOP = 8192, 128256, 64
-_LENGTH, _HEADS, _KEY_HEADS, _DIM = 32768, 16, 4, 128
+_LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
 _DOCUMENT = 2048  # tokens, on average
 _SHRUNK = 64  # by which sizes are divided without a GPU
 _COLLECTIVES = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
@@ -43,12 +45,16 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call, its operands on one device, how each is sharded, and whether sequences are in zigzag order there."""
+    """A call, its operands on one device, and how each is sharded.
+
+    Sequences may be in zigzag order there, and keys and values may be passed round, whatever their size is.
+    """
 
     call: Callable[..., Any]
     operands: Callable[[int], Arrays]
     specs: Mapping[str, P]
     zigzag: bool = False
+    ring: bool = False
 
 
 def _logits(shrunk: int) -> Arrays:
@@ -57,8 +63,8 @@ def _logits(shrunk: int) -> Arrays:
     return {"x": x, "t": t, "labels": jax.random.randint(keys[2], shape[:1], 0, shape[1])}
 
 
-def _attention(shrunk: int, *, documents: bool = False) -> Arrays:
-    rng, length = np.random.default_rng(0), _LENGTH // shrunk
+def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
+    rng, length = np.random.default_rng(0), length // shrunk
     heads = {"query": _HEADS, "key": _KEY_HEADS, "value": _KEY_HEADS, "d_out": _HEADS}
     keys = jax.random.split(jax.random.key(0), 4)
     made: Arrays = {
@@ -66,7 +72,7 @@ def _attention(shrunk: int, *, documents: bool = False) -> Arrays:
         for (name, n), key in zip(heads.items(), keys, strict=True)
     }
     if documents:
-        ends = np.cumsum(rng.exponential(_DOCUMENT / shrunk, 4 * _LENGTH // _DOCUMENT).astype(np.int64) + 1)
+        ends = np.cumsum(rng.exponential(_DOCUMENT / shrunk, 4 * length * shrunk // _DOCUMENT).astype(np.int64) + 1)
         made["segments"] = jnp.asarray(np.searchsorted(ends, np.arange(length), side="right")[None], jnp.int32)
     return made
 
@@ -104,14 +110,16 @@ _OF_ROWS: dict[str, Callable[[Arrays], Any]] = {
 def cases() -> dict[str, Case]:
     """Every case by its name."""
     found = {}
-    for kind, gradient in itertools.product(("full", "causal", "zigzag", "packed"), (False, True)):
+    kinds = [(kind, _LENGTH, False) for kind in ("full", "causal", "zigzag", "packed")]
+    kinds += [("zigzag", _LONG, False), ("zigzag", _LENGTH, True), ("packed", _LENGTH, True), ("zigzag", _LONG, True)]
+    for (kind, length, ring), gradient in itertools.product(kinds, (False, True)):
         rules = {} if kind == "full" else {"is_causal": True}
         rows = P(None, "d")
         specs = dict.fromkeys(("query", "key", "value", "d_out", "segments"), rows) | {"positions": P("d")}
-        make = functools.partial(_attention, documents=kind == "packed")
+        make = functools.partial(_attention, length=length, documents=kind == "packed")
         call = functools.partial(_attend, gradient, rules)
-        zigzag = kind in ("zigzag", "packed")
-        found[f"attention_{kind}{'_gradient' * gradient}"] = Case(call, make, specs, zigzag)
+        name = f"attention_{kind}{f'_{length}' * (length != _LENGTH)}{'_ring' * ring}{'_gradient' * gradient}"
+        found[name] = Case(call, make, specs, kind in ("zigzag", "packed"), ring)
     for name, call in _OF_ROWS.items():
         found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
         found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
@@ -139,12 +147,22 @@ def _difference(case: Case, mesh: Mesh, got: Any, want: Any) -> float:
     return max(largest)
 
 
-def _seconds(program: Any, operands: Arrays) -> float:
+def _seconds(program: Any, operands: Arrays, calls: int) -> float:
     start = time.perf_counter()
-    for _ in range(_CALLS):
+    for _ in range(calls):
         last = program(operands)
     jax.block_until_ready(last)
-    return (time.perf_counter() - start) / _CALLS
+    return (time.perf_counter() - start) / calls
+
+
+@contextlib.contextmanager
+def _passed_round(ring: bool) -> Iterator[None]:
+    """Attention that is traced within gets its keys in a ring if `ring`, and else gathers them."""
+    before, sequence.MOST_GATHERED = sequence.MOST_GATHERED, 0 if ring else 2**62
+    try:
+        yield
+    finally:
+        sequence.MOST_GATHERED = before
 
 
 def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
@@ -152,9 +170,11 @@ def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
     case, mesh = cases()[name], jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
     whole = jax.jit(lambda: case.operands(shrunk))()
     parts = _sharded(case, whole, mesh)
-    one, every = (jax.jit(case.call).lower(operands).compile() for operands in (whole, parts))
+    with _passed_round(case.ring):
+        one, every = (jax.jit(case.call).lower(operands).compile() for operands in (whole, parts))
     difference = _difference(case, mesh, every(parts), one(whole))
-    times = [(_seconds(one, whole), _seconds(every, parts)) for _ in range(rounds)]
+    calls = max(1, min(_MOST_CALLS, int(_SECONDS / _seconds(one, whole, 1))))
+    times = [(_seconds(one, whole, calls), _seconds(every, parts, calls)) for _ in range(rounds)]
     alone, together = (1e6 * min(column) for column in zip(*times, strict=True))
     text, memory = every.as_text() or "", every.memory_analysis()
     return {
@@ -165,6 +185,7 @@ def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
         "difference": difference,
         "collectives": dict(collections.Counter(_COLLECTIVES.findall(text))),
         "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+        "operand_bytes": None if memory is None else memory.argument_size_in_bytes,
     }
 
 

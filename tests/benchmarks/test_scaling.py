@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import scaling
+from jaxsoftmax._attention import sequence
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,16 @@ def test_results_on_two_devices_are_those_of_one(name: str, exchanged: str | Non
     assert record["difference"] < 0.02
     assert (exchanged in record["collectives"]) if exchanged else not record["collectives"]
     assert f"{record['efficiency']:.3f}" in scaling.line(record)
+
+
+def test_keys_are_gathered_or_passed_round_as_a_case_says() -> None:
+    as_always = sequence.ring_reason(2, 2**26 + 1), sequence.ring_reason(2, 1)
+    with scaling._passed_round(True):
+        assert "memory" in str(sequence.ring_reason(2, 1))
+    with scaling._passed_round(False):
+        assert sequence.ring_reason(2, 2**40) is None
+    assert (sequence.ring_reason(2, 2**26 + 1), sequence.ring_reason(2, 1)) == as_always
+    assert [name for name, case in scaling.cases().items() if case.ring] == [n for n in scaling.cases() if "ring" in n]
 
 
 def test_wrong_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
