@@ -20,10 +20,8 @@ Examples:
 """
 
 import ctypes
-import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 import types
@@ -37,6 +35,7 @@ from absl import app, flags
 
 from benchmarks import attention_cases, cases, impls, report, runner
 from benchmarks import results as measured
+from benchmarks.runner import Peers
 
 ATTENTION = "attention"
 OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
@@ -129,40 +128,6 @@ def selected(topic: Topic) -> Sequence[runner.Case]:
     if not tags and not any(filters.values()):
         tags = ["standard" if jax.default_backend() == "gpu" else "smoke"]
     return topic.cases.TABLE.select(tags=tags, count=FLAGS.count, seed=FLAGS.seed, **filters)
-
-
-class Peers:
-    """The process that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
-
-    def __init__(self, names: Sequence[str], rounds: int, path: str, module: str = "benchmarks.torch_peers"):
-        self._names = tuple(names)
-        self._command = [sys.executable, "-m", module, ",".join(names), str(rounds)]
-        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
-        self._child: subprocess.Popen | None = None
-
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a case, as `torch_peers.measure` has it: `told` of a case is what the process is told."""
-        if self._child is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._child = subprocess.Popen(self._command, env=self._env, cwd=measured.ROOT, **pipes)
-        assert self._child.stdin
-        assert self._child.stdout
-        try:
-            self._child.stdin.write(json.dumps(case) + "\n")
-            self._child.stdin.flush()
-            answer = self._child.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if answer:
-            return json.loads(answer)
-        self.close()
-        failed = {"status": "failed", "reason": "the peers' process died; its last words are above"}
-        return {"name": case["name"], "impls": {name: failed for name in self._names}}
-
-    def close(self) -> None:
-        if self._child is not None:
-            child, self._child = self._child, None
-            child.communicate()
 
 
 def measure(

@@ -346,6 +346,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_short": report.attention_short,
     "attention_decode": report.attention_decode,
     "attention_pages": report.attention_pages,
+    "linear": report.linear,
     "scaling": scaling.table,
 }
 

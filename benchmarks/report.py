@@ -18,6 +18,7 @@ _FACTS = {
     "tb_per_s": "{:.3f} TB/s",
     "fraction_of_copy": "{:.1%} of copy",
     "tflop_per_s": "{:.1f} TFLOP/s",
+    "x_products": "{:.3f} x products",
     "direct_tflop_per_s": "direct {:.1f}",
     "us_per_iteration": "{:.2f} us per loop iteration",
     "max_error_ulp": "error {:.2f} ulp",
@@ -310,6 +311,38 @@ def attention_pages(results: Results) -> str:
                 name = record["case"]["name"].removeprefix("attention_fwd_")
                 rows.append([f"`{name}`", run.card, time_of(record, "ours"), *shares, record["run"]["when"]])
     return markdown(["call", "card", "contiguous, us", *(name.replace("_", " ") for name in names), "measured"], rows)
+
+
+def linear(results: Results) -> str:
+    """The newest measurement of each case of the loss of `hidden @ weight`, by card."""
+    found: dict[tuple[str, str], Record] = {}
+    for run in measured.topic_runs("linear", results.folder):
+        for name, record in run.records.items():
+            found.setdefault((run.card, name), record)
+    if not found:
+        return NOT_MEASURED
+    peers = {"optax": "optax", "tokamax": "tokamax", "liger": "Liger", "quack": "quack"}
+    rows = []
+    for (card, _), record in sorted(found.items(), key=lambda item: item[0][0]):
+        case, impls = record["case"], record["impls"]
+        ours, products = (impls.get(name, {}) for name in ("ours", "products"))
+        times = [number(ms and ms / 1e3, ".2f") for ms in (products.get("min_us"), ours.get("min_us"))]
+        ratios = [number(ours.get("x_products"), ".3f"), number(ours.get("tflop_per_s"), ".0f")]
+        sizes = [impls.get(name, {}).get("temp_bytes") for name in ("ours", "optax")]
+        memory = [number(size and size / 2**20, ",.0f") for size in sizes]
+        others = [_times_of_products(ours, impls.get(peer, {})) for peer in peers]
+        shape = " x ".join(str(case[name]) for name in ("tokens", "embedding", "vocabulary"))
+        rows.append([case["pass_"], shape, card, *times, *ratios, *memory, *others, record["run"]["when"]])
+    heads = ["call", "tokens x embedding x vocabulary", "on", "products, ms", "ours, ms", "x products", "TFLOP/s"]
+    heads += ["extra, MiB", "optax's", *(f"x {peer}" for peer in peers.values()), "measured"]
+    return f"{markdown(heads, rows)}\n\n{setting(found.values())}; the best of interleaved rounds."
+
+
+def _times_of_products(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """How many times faster ours is, where each process has its own products."""
+    if "x_products" in ours and "x_products" in other:
+        return format(other["x_products"] / ours["x_products"], ".2f")
+    return "out of memory" if "RESOURCE_EXHAUSTED" in other.get("reason", "") else other.get("status", "-")
 
 
 def _beside_libraries(records: Iterable[Record]) -> str:

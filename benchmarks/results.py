@@ -186,9 +186,9 @@ def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> l
     return [run for setting in sorted(found, reverse=True) for run in found[setting]]
 
 
-def scaling_runs(folder: pathlib.Path = FOLDER) -> list[Run]:
-    """Every run of calls on several devices, the newest first."""
-    return _runs(folder, "*", "scaling")
+def topic_runs(topic: str, folder: pathlib.Path = FOLDER) -> list[Run]:
+    """Every run of a topic on any card, the newest first."""
+    return _runs(folder, "*", topic)
 
 
 class Results:

@@ -13,13 +13,16 @@ import contextlib
 import dataclasses
 import fcntl
 import itertools
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -325,3 +328,37 @@ def _measure(pipe: Any, chosen: Sequence[Case], options: Options, compiled: Any,
     fcntl.flock(os.open(device, os.O_RDWR), fcntl.LOCK_EX)
     for case in itertools.takewhile(lambda _: time.monotonic() < deadline, chosen):
         pipe.send(attempt(bench, case, compiled=True))
+
+
+class Peers:
+    """The process that measures `names`; `path` goes before PYTHONPATH there, where peers are installed."""
+
+    def __init__(self, names: Sequence[str], rounds: int, path: str, module: str = "benchmarks.torch_peers"):
+        self._names = tuple(names)
+        self._command = [sys.executable, "-m", module, ",".join(names), str(rounds)]
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
+        self._child: subprocess.Popen | None = None
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a case, as `torch_peers.measure` has it: `told` of a case is what the process is told."""
+        if self._child is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._child = subprocess.Popen(self._command, env=self._env, cwd=measured.ROOT, **pipes)
+        assert self._child.stdin
+        assert self._child.stdout
+        try:
+            self._child.stdin.write(json.dumps(case) + "\n")
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        self.close()
+        failed = {"status": "failed", "reason": "the peers' process died; its last words are above"}
+        return {"name": case["name"], "impls": {name: failed for name in self._names}}
+
+    def close(self) -> None:
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.communicate()

@@ -201,7 +201,7 @@ def line(record: Record) -> str:
 def table(results: Results) -> str:
     """Every case that was measured, by card and number of devices."""
     rows = []
-    for run in sorted(measured.scaling_runs(results.folder), key=lambda run: (run.card, -len(run.records))):
+    for run in sorted(measured.topic_runs("scaling", results.folder), key=lambda run: (run.card, -len(run.records))):
         for record in run.records.values():
             exchanged = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
             times = [f"{record[name] / 1e3:.3g}" for name in ("one_us", "us")]

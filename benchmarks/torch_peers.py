@@ -52,10 +52,11 @@ def serve(measure: Callable[..., dict[str, Any]], names: Sequence[str], rounds: 
         print(json.dumps({"name": case["name"], **answer}), file=answers, flush=True)
 
 
-def measure(torch: Any, case: Case, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def measure(torch: Any, case: Case, names: Sequence[str], rounds: int, call_of: Any = None) -> dict[str, Any]:
     """Checks and times a case: {"impls": an entry for each name, "copy" or "matmul": this process's own}."""
     torch.manual_seed(0)
-    call = (AttentionCall if "kind" in case else RowCall)(torch, case)
+    call_of = call_of or (AttentionCall if "kind" in case else RowCall)
+    call = call_of(torch, case)
     impls, launches = {}, {}
     for name in names:
         impls[name], programs = _checked(call, name)

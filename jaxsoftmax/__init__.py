@@ -13,6 +13,7 @@ from jaxsoftmax._cross_entropy.linear import linear_cross_entropy as linear_cros
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
 from jaxsoftmax._explain import explain_attention as explain_attention
+from jaxsoftmax._explain_linear import explain_linear_cross_entropy as explain_linear_cross_entropy
 from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
 from jaxsoftmax._patch import patch as patch
@@ -33,6 +34,7 @@ __all__ = [
     "batch_invariant",
     "explain",
     "explain_attention",
+    "explain_linear_cross_entropy",
     "flash_attention",
     "install",
     "linear_cross_entropy",

@@ -129,7 +129,7 @@ def explain(
         moves: nothing can move less than 32.0 kB
     """
     expected = f" is {device!r}, expected a pallas_kernels.hardware.Device or None."
-    target = _target("explain", op, _CALLS, device, expected)
+    target = target_of("explain", op, _CALLS, device, expected)
     found, call = _CALLS[op]
     arrays: dict[str, Any] = {} if where is None else {"where": where}
     if op == "logsumexp" and options.get("b") is not None:
@@ -155,18 +155,18 @@ def explain(
             target[1],
             target[0],
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
-            _bytes(*jaxpr.in_avals, *jaxpr.out_avals),
+            bytes_of(*jaxpr.in_avals, *jaxpr.out_avals),
             (NOT_INVARIANT,) if checks.is_batch_invariant() else (),
         )
-    eqn = _eqn(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
+    eqn = eqn_of(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
     results = [var.aval for var in eqn.outvars]
     if eqn.primitive is not BY_OP[found]:
         results = [*results, *jaxpr.out_avals]
         notes += (_GRADIENT_APART,)
-    return _of_rows(op, eqn, results, target, notes)
+    return of_rows(op, eqn, results, target, notes)
 
 
-def _target(function: str, op: Any, known: Iterable[str], device: Any, expected: str) -> Target:
+def target_of(function: str, op: Any, known: Iterable[str], device: Any, expected: str) -> Target:
     """Checks an operation and a device; the device to explain for, and whether this process has it."""
     if not isinstance(op, str) or op not in known:
         raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(known)}.")
@@ -177,18 +177,18 @@ def _target(function: str, op: Any, known: Iterable[str], device: Any, expected:
     return target, target == present
 
 
-def _eqn(jaxpr: Any, *primitives: Primitive) -> Any:
+def eqn_of(jaxpr: Any, *primitives: Primitive) -> Any:
     return next(eqn for eqn in jaxpr.eqns if eqn.primitive in primitives)
 
 
 def _selection(jaxpr: Any, axis: Any, target: Target, notes: tuple[str, ...]) -> Explanation:
     """Explains the k largest of rows: the kernel is for the statistics of the rows, or of their chunks."""
-    (logits, *_), eqn = jaxpr.in_avals, _eqn(jaxpr, TOP_K)
+    (logits, *_), eqn = jaxpr.in_avals, eqn_of(jaxpr, TOP_K)
     along, k = operator.index(axis) % logits.ndim, eqn.params["k"]
     if along < logits.ndim - 1:
         notes += (f"axis {along} is moved to the end: an extra copy",)
     x = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype)
-    inside = _eqn(jax.make_jaxpr(functools.partial(select, **eqn.params))(x), BY_OP[Op.STATS])
+    inside = eqn_of(jax.make_jaxpr(functools.partial(select, **eqn.params))(x), BY_OP[Op.STATS])
     n, c = x.shape[-1], inside.invars[0].aval.shape[-1]
     if "batch_invariant" in eqn.params:
         c = chunk_size(n, k)
@@ -199,13 +199,13 @@ def _selection(jaxpr: Any, axis: Any, target: Target, notes: tuple[str, ...]) ->
     if n < chunks * c:
         notes += (f"the logits are filled up to {chunks * c} columns: an extra copy",)
     results = [var.aval for var in inside.outvars]
-    found = _of_rows("top_k", inside, results, target, notes)
+    found = of_rows("top_k", inside, results, target, notes)
     return dataclasses.replace(
-        found, call=_call("top_k", logits, (along,)), least_bytes=_bytes(*jaxpr.in_avals, *jaxpr.out_avals)
+        found, call=_call("top_k", logits, (along,)), least_bytes=bytes_of(*jaxpr.in_avals, *jaxpr.out_avals)
     )
 
 
-def _of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: tuple[str, ...]) -> Explanation:
+def of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: tuple[str, ...]) -> Explanation:
     """Explains one application of a primitive over rows, from which come the call's `results`."""
     computation, avals = COMPUTATIONS[eqn.primitive], [var.aval for var in eqn.invars]
     call, invariant = _call(name, avals[0], eqn.params["axes"]), eqn.params.get("batch_invariant", False)
@@ -215,13 +215,13 @@ def _of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes:
     if plan.decision is None:
         params = {key: value for key, value in eqn.params.items() if key != "implementation"}
         if computation.plan(avals, target[0], name, **params).decision is not None:
-            found = _noting(found, "implementation='mosaic_gpu' would run a kernel, between two transposed copies")
+            found = noting(found, "implementation='mosaic_gpu' would run a kernel, between two transposed copies")
         return found
     shape = avals[0].shape
     rows = math.prod(n for d, n in enumerate(shape) if d not in eqn.params["axes"])
     streams = [*avals[1:], *(var.aval for var in eqn.outvars)]
     of_rows = [a for a in streams if a.size == rows < math.prod(shape) and a.dtype != bool]
-    moved = plan.decision.bytes_moved + _bytes(*of_rows)  # the plan leaves out numbers of a row
+    moved = plan.decision.bytes_moved + bytes_of(*of_rows)  # the plan leaves out numbers of a row
     return dataclasses.replace(found, bytes_moved=moved)
 
 
@@ -239,7 +239,7 @@ def _explanation(
     avals, params = [var.aval for var in eqn.invars], dict(eqn.params)
     implementation, (device, here) = params.pop("implementation"), target
     by_xla = Explanation(
-        call, "xla", here, device, why_xla, _bytes(*avals, *results), notes + (NOT_INVARIANT,) * invariant
+        call, "xla", here, device, why_xla, bytes_of(*avals, *results), notes + (NOT_INVARIANT,) * invariant
     )
     if not computation.has_kernel:
         return dataclasses.replace(by_xla, reason="forward mode has no kernel"), None
@@ -262,7 +262,7 @@ def _explanation(
     return found, plan
 
 
-def _noting(explanation: Explanation, note: str) -> Explanation:
+def noting(explanation: Explanation, note: str) -> Explanation:
     return dataclasses.replace(explanation, notes=(*explanation.notes, note))
 
 
@@ -272,11 +272,11 @@ def _call(name: str, operand: Any, axes: tuple[int, ...]) -> str:
     return f"{name} of {operand.dtype}[{extents}] along axis {', '.join(map(str, axes)) or 'none'}"
 
 
-def _bytes(*avals: Any) -> int:
+def bytes_of(*avals: Any) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
-def _pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
+def pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
     """The reverse pass of a function, for the arguments that are differentiated."""
 
     def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
@@ -286,7 +286,7 @@ def _pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _pushed_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+def pushed_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     """The forward-mode pass of a function, for the arguments that are differentiated."""
 
     def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
@@ -324,8 +324,8 @@ def _differentiable(op: Op) -> dict[str, tuple[Op, Callable[..., Any]]]:
     function, rule = getattr(api, op.value), RULES[op]
     return {
         op.value: (op, function),
-        f"{op}_vjp": (rule.cotangent, _pulled_back(function)),
-        f"{op}_jvp": (rule.tangent, _pushed_forward(function)),
+        f"{op}_vjp": (rule.cotangent, pulled_back(function)),
+        f"{op}_jvp": (rule.tangent, pushed_forward(function)),
     }
 
 
@@ -341,8 +341,8 @@ _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
 
 _PARTS: dict[str, tuple[Part, Callable[..., Any]]] = {
     "forward": (Part.FORWARD, lambda call: call),
-    "vjp": (Part.GRADIENTS, _pulled_back),
-    "jvp": (Part.TANGENT, _pushed_forward),
+    "vjp": (Part.GRADIENTS, pulled_back),
+    "jvp": (Part.TANGENT, pushed_forward),
 }
 
 
@@ -389,24 +389,13 @@ def explain_attention(
         moves: nothing can move less than 16.8 MB
     """
     expected = f"={device!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
-    target = _target("explain_attention", op, _PARTS, device, expected)
+    target = target_of("explain_attention", op, _PARTS, device, expected)
     part, traced = _PARTS[op]
-    # NumPy's numbers and dtypes have shapes too, but stay numbers and dtypes.
-    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask} | {
-        name: x
-        for name, x in arguments.items()
-        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or (isinstance(x, np.ndarray) and x.ndim)
-    }
-    static = {name: x for name, x in arguments.items() if name not in arrays}
-    given = {name: x for name, x in arrays.items() if x is not None}
-    floats = {
-        name: x
-        for name, x in given.items()
-        if name in DIFFERENTIABLE and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    }
-    rest = {name: x for name, x in given.items() if name not in floats}
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    floats, rest, static = split({name: x for name, x in arrays.items() if x is not None} | arguments, DIFFERENTIABLE)
+    given = floats | rest
     call = lambda floats, rest: flash_attention(**floats, **rest, **static)
-    eqn = _eqn(jax.make_jaxpr(traced(call))(floats, rest), BY_PART[part])
+    eqn = eqn_of(jax.make_jaxpr(traced(call))(floats, rest), BY_PART[part])
     avals = [var.aval for var in eqn.invars]
     operands = zip(eqn.params["names"], avals, strict=False)
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in operands)
@@ -418,7 +407,20 @@ def explain_attention(
     found, _ = _explanation(
         f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, notes, invariant, why_xla
     )
-    return _noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
+    return noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
+
+
+def split(
+    arguments: dict[str, Any], differentiable: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The arguments that are differentiated, the other arrays, and what is static."""
+    # NumPy's numbers and dtypes have shapes too, but stay numbers and dtypes.
+    is_array = lambda x: isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or (isinstance(x, np.ndarray) and x.ndim)
+    arrays = {name: x for name, x in arguments.items() if is_array(x)}
+    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    floats = {name: x for name, x in arrays.items() if name in differentiable and is_float(x)}
+    rest = {name: x for name, x in arrays.items() if name not in floats}
+    return floats, rest, {name: x for name, x in arguments.items() if name not in arrays}
 
 
 def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ TOPICS_BELOW: dict[str, set[str]] = {
     "_top_k": {"_core", "_softmax"},
     "_attention": {"_core"},
     "_explain": {"_core", "_softmax", "_cross_entropy", "_top_k", "_attention"},
+    "_explain_linear": {"_softmax", "_cross_entropy", "_explain"},
     "_patch": {"_softmax", "_cross_entropy", "_attention"},
 }
 

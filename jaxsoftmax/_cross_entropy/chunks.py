@@ -21,6 +21,7 @@ from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, TANGENT, Parts, Rules
 from jaxsoftmax._cross_entropy.primitives import losses, of_gradient, zero_ignored
 from pallas_kernels import hardware
+from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
@@ -282,30 +283,52 @@ def _body_gradient(rules: Rules, parts: Parts, moving: tuple[str, ...], gives_lo
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
 
 
-def _by_kernel(rules: Rules, operands: Operands, local: jax.Array) -> Operands | None:
-    """The terms of the losses by one kernel, which writes no logits; None where it does not take the call."""
+def kernel_reason(rules: Rules, operands: Mapping[str, Any], device: Device) -> str | None:
+    """Why chunks and not a kernel compute the terms of the losses; only shapes and dtypes of the operands are read."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.linear_cross_entropy import forward as kernel
 
-    hidden, weight = operands["hidden"], operands["weight"]
-    (tokens, embedding), vocabulary = hidden.shape, weight.shape[rules.axes("weight").index("v")]
-    is_static = all(isinstance(n, int) for n in (tokens, embedding, vocabulary))
-    plain = operands.keys().isdisjoint(("bias", "scale", "where")) and not rules.smoothing and rules.precision is None
-    if not plain or not is_static or rules.chunk_size or rules.implementation == "xla":
-        return None
-    problem = kernel.Problem(
-        tokens,
+    problem = _problem(rules, operands)
+    why_not = {
+        "implementation='xla'": rules.implementation == "xla",
+        "chunk_size is given": rules.chunk_size is not None,
+        "the kernel takes no bias": "bias" in operands,
+        "the kernel takes no mask": "where" in operands,
+        "the kernel takes a scale that is a positive number": "scale" in operands,
+        "the kernel does not smooth labels": rules.smoothing != 0,
+        "the kernel has no precision to choose": rules.precision is not None,
+        "the kernel is compiled for fixed shapes": not all(
+            isinstance(n, int) for n in (problem.tokens, problem.embedding, problem.vocabulary)
+        ),
+    }
+    reason = next((reason for reason, holds in why_not.items() if holds), None)
+    return reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
+
+
+def _problem(rules: Rules, operands: Mapping[str, Any]) -> Any:
+    """What the kernel computes, of operands with any number of token axes."""
+    from pallas_kernels.linear_cross_entropy.forward import Problem
+
+    *tokens, embedding = operands["hidden"].shape
+    return Problem(
+        math.prod(tokens),
         embedding,
-        vocabulary,
-        jnp.dtype(hidden.dtype),
+        operands["weight"].shape[rules.axes("weight").index("v")],
+        jnp.dtype(operands["hidden"].dtype),
         rules.transposed,
         rules.scale,
         rules.soft_cap,
         "entropy" in rules.results,
     )
-    device = hardware.current()
-    if hardware.supports_kernels(device) or kernel.unsupported(problem, device):
+
+
+def _by_kernel(rules: Rules, operands: Operands, local: jax.Array) -> Operands | None:
+    """The terms of the losses by one kernel, which writes no logits; None where it does not take the call."""
+    if kernel_reason(rules, operands, hardware.current()):
         return None
+    from pallas_kernels.linear_cross_entropy import forward as kernel
+
+    hidden, weight, problem = operands["hidden"], operands["weight"], _problem(rules, operands)
     maximum, total, label, *products = kernel.run(problem, kernel.Config(), hidden, weight, local)
     numbers = {"max": maximum, "sum": total, "label": label}
     for product in products:

@@ -194,7 +194,7 @@ _COMPUTE: dict[Primitive, Callable[..., Operands]] = {
 }
 
 
-def _call(primitive: Primitive, *, names: Names, rules: Rules, **params: Any) -> _Call:
+def call_of(primitive: Primitive, *, names: Names, rules: Rules, **params: Any) -> _Call:
     compute = functools.partial(_COMPUTE[primitive], **params)
     return _Call(rules, names, _results(primitive, rules, **params), compute)
 
@@ -202,7 +202,7 @@ def _call(primitive: Primitive, *, names: Names, rules: Rules, **params: Any) ->
 def _lower(
     primitive: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, may_run_kernel: bool = False, **params: Any
 ) -> Any:
-    call = _call(primitive, **params)
+    call = call_of(primitive, **params)
     if may_run_kernel:
         call = dataclasses.replace(call, compute=functools.partial(call.compute, may_run_kernel=True))
     return lower(ctx, call, *operands)
@@ -210,7 +210,7 @@ def _lower(
 
 def _plain(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Computes a primitive by operations that have derivatives."""
-    call, avals = _call(primitive, **params), [jax.typeof(x) for x in operands]
+    call, avals = call_of(primitive, **params), [jax.typeof(x) for x in operands]
     if not is_explicit(avals):
         return call.whole(*operands)
     mesh = mesh_of(avals)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import attention_cases, cases, torch_peers
+from benchmarks import attention_cases, cases, linear, linear_peers, torch_peers
 from benchmarks import results as measured
 from tests import attention_oracle
 
@@ -70,7 +70,12 @@ class Tensor(np.ndarray):
     def to(self, dtype):
         return self.astype(dtype).view(Tensor)
 
-    detach = cpu = requires_grad_ = lambda self: self
+    def __matmul__(self, other):
+        Clock.now += 1
+        return np.ndarray.__matmul__(self, other)
+
+    requires_grad_ = lambda self, needed=True: self
+    detach = cpu = lambda self: self
     clone, amax = np.ndarray.copy, np.ndarray.max
 
 
@@ -360,3 +365,27 @@ def test_what_libraries_print_is_no_answer(tmp_path):
     for name in ("one", "two"):
         assert process.measure({"name": name}) == {"name": name, "impls": {"quack": {"status": "ok"}}}
     process.close()
+
+
+@pytest.mark.parametrize("pass_, products", [("forward", 1), ("hidden", 2), ("gradient", 3)])
+def test_losses_of_products_are_timed_beside_as_many_products(torch, installed, pass_, products):
+    def loss(hidden, weight, labels):
+        return _cross_entropy((hidden @ weight.T).float(), labels)
+
+    def with_gradients(hidden, weight, labels):
+        value = loss(hidden, weight, labels).view(Tensor)
+        value.pull = lambda _: (hidden, weight)[: products - 1]
+        return value
+
+    wrong = types.SimpleNamespace(liger_fused_linear_cross_entropy=lambda *x: loss(*x) * 1.1)
+    installed["liger_kernel.transformers.functional"] = wrong
+    installed["quack.linear_cross_entropy"] = _names(chunked_linear_cross_entropy=with_gradients)
+    case = linear.Case(8, 16, 32, pass_).described()
+    answer = torch_peers.measure(torch, case, ["quack", "liger"], 2, linear_peers.LinearCall)
+    assert answer["products"]["us"] == products
+    assert answer["impls"]["liger"]["status"] == ("WRONG" if pass_ == "forward" else "failed")
+    assert answer["impls"]["quack"]["us"] == 2.0 + 5.0 * (pass_ != "forward")
+    record = {"case": case, "impls": {}}
+    linear.add_peers(record, answer)
+    assert record["impls"]["quack"]["x_products"] == round(answer["impls"]["quack"]["us"] / products, 4)
+    assert "min_us" not in record["impls"]["liger"]

@@ -11,6 +11,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import _explain
+from jaxsoftmax._cross_entropy import chunks
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax.problem import Op
@@ -262,3 +263,76 @@ def test_attention_to_one_key_is_a_kernels_only_if_that_is_named():
     explain = functools.partial(jaxsoftmax.explain_attention, query, key, key, device=H200)
     assert explain().implementation == "xla"
     assert explain(implementation="mosaic_gpu").implementation == "mosaic_gpu"
+
+
+HIDDEN, WEIGHT = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 500, 512), (512, 32000)))
+TARGETS = jax.ShapeDtypeStruct((2, 500), jnp.int32)
+explain_linear = functools.partial(jaxsoftmax.explain_linear_cross_entropy, HIDDEN, WEIGHT, TARGETS)
+
+
+def test_a_kernel_of_losses_without_logits() -> None:
+    found = explain_linear(return_entropy=True, scale=0.5, ignore_index=-1)
+    assert (found.kernel, found.implementation, found.declined) == ("linear_cross_entropy", "mosaic_gpu", ())
+    assert str(found).splitlines() == [
+        "linear_cross_entropy of bfloat16: hidden [2,500,512], weight [512,32000]",
+        "  here: no CUDA device, so XLA runs the reference",
+        "  on NVIDIA H200: kernel linear_cross_entropy",
+        "    why: product and online softmax are one kernel, and no logits are written",
+        "    moves: nothing can move less than 33.8 MB",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"bias": np.ones(32000, np.float32)}, "the kernel takes no bias"),
+        ({"where": jax.ShapeDtypeStruct((2, 500), jnp.bool_)}, "the kernel takes no mask"),
+        ({"scale": jax.ShapeDtypeStruct((2, 500, 1), jnp.float32)}, "the kernel takes a scale that is a positive num"),
+        ({"scale": -1.0}, "the kernel takes a scale that is a positive number"),
+        ({"label_smoothing": 0.1}, "the kernel does not smooth labels"),
+        ({"precision": "highest"}, "the kernel has no precision to choose"),
+        ({"chunk_size": 250}, "chunk_size is given"),
+        ({"implementation": "xla"}, "implementation='xla'"),
+        ({"device": A100}, "NVIDIA A100 has compute capability 8.0"),
+        ({"hidden": jax.ShapeDtypeStruct((2, 500, 512), jnp.float32)}, "the kernel multiplies 16-bit floats"),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else x,
+)
+def test_why_losses_are_in_chunks(explained: Any, options: dict[str, Any], reason: str) -> None:
+    given = {"hidden": HIDDEN, "weight": WEIGHT, "labels": TARGETS} | options
+    found = jaxsoftmax.explain_linear_cross_entropy(**given)
+    chunks = "4 chunks of 250 tokens" if "chunk_size" in options else "one chunk of all tokens"
+    assert found.reason.startswith(f"{chunks}, as {reason}")
+    assert found.kernel == (None if options.get("implementation") == "xla" else "stand-in")
+    assert found.declined[0][0] == "linear_cross_entropy"
+    explained.accepts = lambda _: False
+    runs = "xla" if "implementation" in options else "error"
+    assert jaxsoftmax.explain_linear_cross_entropy(**{"implementation": "mosaic_gpu"} | given).implementation == runs
+
+
+def test_how_many_tokens_a_chunk_has(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the call itself decides, where they do not divide the tokens too; gradients take more memory a logit."""
+    asked = []
+
+    def chunk_size(tokens: int, vocabulary: int, bytes_each: int, _: int | None) -> int:
+        asked.append((tokens, vocabulary, bytes_each))
+        return 1200 // bytes_each
+
+    monkeypatch.setattr(chunks, "chunk_size", chunk_size)
+    found = explain_linear(label_smoothing=0.1, op="vjp")
+    assert found.reason == "4 chunks of 300 tokens, as the kernel does not smooth labels"
+    assert found.notes == ("the gradients are computed in 5 chunks of 200 tokens, from logits computed again",)
+    assert explained.problems[-1].rows == 300
+    assert asked == [(1000, 32000, 4), (1000, 32000, 6)]
+    found = explain_linear(weights=1.0, op="vjp")
+    assert found.reason == "5 chunks of 200 tokens, as the kernel computes no gradients"
+    assert (found.notes, found.declined[0][1]) == ((), "the kernel computes no gradients")
+    assert explain_linear(op="vjp", return_lse=True, weights=1.0).kernel == "linear_cross_entropy"
+    assert explain_linear(op="jvp").notes[0].startswith("the tangents are computed in 7 chunks of 150 tokens")
+
+
+def test_the_loss_of_symbolic_shapes() -> None:
+    hidden = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 512"), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct(hidden.shape[:1], jnp.int32)
+    found = jaxsoftmax.explain_linear_cross_entropy(hidden, WEIGHT, labels)
+    assert found.reason == "one chunk of all tokens, as the kernel is compiled for fixed shapes"

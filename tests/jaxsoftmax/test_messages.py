@@ -213,6 +213,7 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[tuple[type[Exception], str, dict[
     "flash_attention": (QKV, OF_ATTENTION),
     "explain": ({"x": X}, OF_EXPLAIN),
     "explain_attention": (QKV, OF_EXPLAIN_ATTENTION),
+    "explain_linear_cross_entropy": ({"hidden": X, "weight": X.T, "labels": LABELS}, OF_EXPLAIN_ATTENTION),
 }
 
 

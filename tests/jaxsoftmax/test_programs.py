@@ -71,6 +71,8 @@ def test_the_platform_is_chosen_at_lowering_of_what_is_traced_once(stand_ins: An
 LOGITS, LABELS = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
 HALF = [jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
 explain, explain_attention = jaxsoftmax.explain, functools.partial(jaxsoftmax.explain_attention, is_causal=True)
+linear, explain_linear = jaxsoftmax.linear_cross_entropy, jaxsoftmax.explain_linear_cross_entropy
+LINEAR = [*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 128), (128, 1024))), LABELS]
 # Functions, their operands, and what `explain` says of them.
 LARGE: dict[str, tuple[Callable[..., Any], list[Any], Any]] = {
     "softmax": (jaxsoftmax.softmax, [LOGITS], explain(LOGITS)),
@@ -91,13 +93,31 @@ LARGE: dict[str, tuple[Callable[..., Any], list[Any], Any]] = {
     "attention": (attention, HALF, explain_attention(*HALF)),
     "attention's gradient": (gradient(attention), HALF, explain_attention(*HALF, op="vjp")),
     "attention of float32": (attention, [Q, K, V], explain_attention(Q, K, V)),
+    "loss of a product": (linear, LINEAR, explain_linear(*LINEAR)),
+    "biased loss of a product": (
+        lambda *operands: linear(*operands, bias=jnp.ones(1024)),
+        LINEAR,
+        explain_linear(*LINEAR, bias=jnp.ones(1024)),
+    ),
+    "loss of a product by XLA": (
+        functools.partial(linear, implementation="xla"),
+        LINEAR,
+        explain_linear(*LINEAR, implementation="xla"),
+    ),
+    "weighted gradient of a product": (
+        jax.grad(lambda *operands: linear(*operands, weights=1.0).sum()),
+        LINEAR,
+        explain_linear(*LINEAR, op="vjp", weights=1.0),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_real_kernels_are_in_the_cuda_program_when_explain_says_so(name: str) -> None:
     function, operands, explanation = LARGE[name]
-    assert ("mosaic_gpu" in lower(function, *operands, platforms=("cuda",))) == (explanation.kernel is not None)
+    text = lower(function, *operands, platforms=("cuda",))
+    assert ("mosaic_gpu" in text) == (explanation.kernel is not None)
+    assert ("linear_cross_entropy_mosaic_gpu" in text) == (explanation.kernel == "linear_cross_entropy")
     assert "mosaic_gpu" not in lower(function, *operands, platforms=("cpu",))
 
 

@@ -1,0 +1,126 @@
+"""Says in words whether a call of `linear_cross_entropy` runs a kernel, or in chunks of how many tokens, and why."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from jaxsoftmax._cross_entropy.chunks import kernel_reason
+from jaxsoftmax._cross_entropy.linear import linear_cross_entropy
+from jaxsoftmax._cross_entropy.linear_primitives import GRADIENT, LOSS, NAME, OF_COTANGENT, OF_TANGENT, call_of
+from jaxsoftmax._cross_entropy.linear_rules import MOVING
+from jaxsoftmax._explain import (
+    Abstract,
+    Explanation,
+    Target,
+    bytes_of,
+    eqn_of,
+    noting,
+    of_rows,
+    pulled_back,
+    pushed_forward,
+    split,
+    target_of,
+)
+from jaxsoftmax._softmax.primitives import COMPUTATIONS
+from pallas_kernels.hardware import Device
+
+_TRACED: dict[str, Callable[..., Any]] = {"forward": lambda call: call, "vjp": pulled_back, "jvp": pushed_forward}
+
+
+def explain_linear_cross_entropy(
+    hidden: Abstract,
+    weight: Abstract,
+    labels: Abstract,
+    *,
+    op: str = "forward",
+    device: Device | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Says whether the losses of a call of `linear_cross_entropy` are a kernel's, or in chunks of how many tokens.
+
+    The call is traced, not run; nothing is computed. It is explained for one device and whole operands: a device that
+    has a part of the tokens or of the vocabulary chooses for its part. In chunks, the kernel that is named is the one
+    that reads a chunk's logits; the reason says how many chunks there are, and why it is not one kernel for all.
+
+    Args:
+        hidden: The call's hidden states, an array or a `jax.ShapeDtypeStruct`, as the next ones.
+        weight: The call's weight.
+        labels: The call's labels.
+        op: "forward", or with its derivative: "vjp" (with respect to every float operand but `weights`) or "jvp".
+        device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
+        **arguments: The call's other arguments.
+
+    Returns:
+        An `Explanation`, whose `str()` is meant to be read.
+
+    Raises:
+        TypeError: as the call itself would, or `device` is no `Device`.
+        ValueError: as the call itself would, or `op` is not one of the above.
+
+    >>> import jax, jax.numpy as jnp
+    >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 4096), (4096, 128256))]
+    >>> labels = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    >>> print(explain_linear_cross_entropy(*shapes, labels, implementation="xla"))  # doctest: +ELLIPSIS
+    linear_cross_entropy of bfloat16: hidden [8192,4096], weight [4096,128256]
+    ...
+        why: 4 chunks of 2048 tokens, as implementation='xla'
+        moves: nothing can move less than 1.1 GB
+        not linear_cross_entropy: implementation='xla'
+    """
+    expected = f"={device!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
+    target = target_of("explain_linear_cross_entropy", op, _TRACED, device, expected)
+    given = {"hidden": hidden, "weight": weight, "labels": labels} | arguments
+    floats, rest, static = split({name: x for name, x in given.items() if x is not None}, MOVING)
+    call = lambda floats, rest: jax.tree.leaves(linear_cross_entropy(**floats, **rest, **static))
+    jaxpr = jax.make_jaxpr(_TRACED[op](call))(floats, rest)
+    found = _of_losses(eqn_of(jaxpr, LOSS, GRADIENT), target)
+    shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in floats.items())
+    name = NAME if op == "forward" else f"{op} of {NAME}"
+    least = bytes_of(*jaxpr.in_avals, *jaxpr.out_avals)
+    found = dataclasses.replace(found, call=f"{name} of {floats['hidden'].dtype}: {shown}", least_bytes=least)
+    for primitive, what in ((OF_COTANGENT, "gradients"), (OF_TANGENT, "tangents")):
+        if eqns := [eqn for eqn in jaxpr.eqns if eqn.primitive is primitive]:
+            found = noting(found, f"the {what} are computed in {_chunks(eqns[0])[0]}, from logits computed again")
+    return found
+
+
+def _of_losses(eqn: Any, target: Target) -> Explanation:
+    """Explains the losses, with which a call with weights computes the gradients."""
+    (device, here), params = target, eqn.params
+    operands = dict(zip(params["names"], (v.aval for v in eqn.invars), strict=True))
+    declined = kernel_reason(params["rules"], operands, device)
+    if eqn.primitive is LOSS and declined is None:
+        why = "product and online softmax are one kernel, and no logits are written"
+        return Explanation("", "mosaic_gpu", here, device, why, 0, kernel=NAME)
+    why = "the kernel computes no gradients" if declined is None or eqn.primitive is GRADIENT else declined
+    chunks, inside = _chunks(eqn)
+    rows, reason = next(e for e in _eqns(inside) if e.primitive in COMPUTATIONS), f"{chunks}, as {why}"
+    found, declined = of_rows("", rows, [], target, ()), ((NAME, why),)
+    return dataclasses.replace(found, reason=reason, bytes_moved=None, declined=declined + found.declined)
+
+
+def _chunks(eqn: Any) -> tuple[str, Any]:
+    """How many chunks of how many tokens one application of a primitive has, and what it computes."""
+    inside = jax.make_jaxpr(call_of(eqn.primitive, **eqn.params).whole)(*(v.aval for v in eqn.invars)).jaxpr
+    # The labels are the only integers that a chunk has one of for each token.
+    is_labels = lambda aval: aval.dtype == jnp.int32 and aval.ndim == 1
+    scans = [e for e in _eqns(inside) if e.primitive.name == "scan"]
+    bodies: list[Any] = [body for scan in scans[:1] for body in jaxprs_in_params(scan.params)]
+    size = next((v.aval.shape[0] for body in bodies for v in body.invars if is_labels(v.aval)), None)
+    if size is None:
+        return "one chunk of all tokens", inside
+    tokens = eqn.invars[eqn.params["names"].index("labels")].aval.size
+    return f"{math.ceil(tokens / size)} chunks of {size} tokens", inside
+
+
+def _eqns(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, also of loops and calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inside in jaxprs_in_params(eqn.params):
+            yield from _eqns(inside)

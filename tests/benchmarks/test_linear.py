@@ -1,0 +1,99 @@
+"""The benchmark of the loss of `hidden @ weight`, small and on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from benchmarks import linear, report
+from benchmarks import results as measured
+from benchmarks.results import ROOT, Results
+
+
+@pytest.mark.parametrize("pass_", linear.PASSES)
+def test_every_program_is_right_and_compared_with_products(pass_):
+    case = linear.Case(96, 32, 500, pass_)
+    record = linear.measure(case, ("ours", "products", "optax"), 2)
+    assert case.flops == 2 * 96 * 32 * 500 * {"forward": 1, "hidden": 2, "gradient": 3}[pass_]
+    for name, entry in record["impls"].items():
+        assert entry["status"] == "ok"
+        assert len(entry["rounds_us"]) == 2
+        assert entry["x_products"] == pytest.approx(entry["min_us"] / record["impls"]["products"]["min_us"], rel=0.01)
+        assert entry["tflop_per_s"] == round(case.flops / entry["min_us"] / 1e6, 1)
+        assert name == "products" or entry["error"] < 0.005
+        assert f"{entry['x_products']:.3f} x products" in report.line(record)
+
+
+_FAULTS = {
+    "losses": ("forward", lambda loss, h, w, y: loss(h, w.at[:, :100].set(0), y)),
+    "mean": ("gradient", lambda loss, h, w, y: loss(h, w, y) * 1.1),
+    "hidden": ("hidden", lambda loss, h, w, y: loss(h + 0.1 * (h - jax.lax.stop_gradient(h)), w, y)),
+    "weight": ("gradient", lambda loss, h, w, y: loss(h, w + 0.1 * (w - jax.lax.stop_gradient(w)), y)),
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_wrong_results_have_no_time(monkeypatch, fault):
+    pass_, spoilt = _FAULTS[fault]
+    wrong = lambda hidden, weight, labels, mean: spoilt(
+        lambda *xs: linear._optax(*xs, mean=mean), hidden, weight, labels
+    )
+    monkeypatch.setitem(linear._LOSSES, "ours", wrong)
+    record = linear.measure(linear.Case(64, 32, 300, pass_), ("ours", "optax"), 1)
+    assert record["impls"]["ours"]["status"] == "WRONG"
+    assert "us" not in record["impls"]["ours"]
+    assert record["impls"]["optax"]["us"] > 0
+
+
+def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, tmp_path):
+    def exhausted(**_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 33621540864 bytes.")
+
+    monkeypatch.setitem(linear._LOSSES, "optax", exhausted)
+    record = linear.measure(linear.Case(64, 32, 300, "gradient"), ("ours", "products", "optax", "tokamax"), 1)
+    assert record["impls"]["optax"]["status"] == "failed"
+    ours = record["impls"]["ours"]
+    record["impls"]["quack"] = {"status": "ok", "min_us": 1.0, "x_products": 3 * ours["x_products"]}
+    header = {"topic": "linear", "timestamp": "2026-11-27T05:00", "commit": "abc", "device": {"name": "NVIDIA H100"}}
+    for commit, folder, faster in (("abc", "h100", 1.0), ("old", "h100", 2.0), ("abc", "h200", 4.0)):
+        ours = record["impls"]["ours"] | {"min_us": 8000.0 / faster}
+        card = {"name": f"NVIDIA {folder.upper()}"}
+        day = {"timestamp": "2026-11-20T05:00"} if commit == "old" else {}
+        facts = header | {"commit": commit, "device": card, "versions": {"jax": "0"}} | day
+        again = record | {"impls": record["impls"] | {"ours": ours}}
+        measured.write(tmp_path / folder / f"{commit}.json", facts, [again])
+    _, _, *rows, _, where = report.linear(Results(tmp_path)).splitlines()
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert [(row[1], row[2], row[4]) for row in cells] == [
+        ("64 x 32 x 300", "H100", "8.00"),
+        ("64 x 32 x 300", "H200", "2.00"),
+    ]
+    assert [cells[0][i] for i in (9, 10, 12)] == ["out of memory", "failed", "3.00"]
+    assert where.startswith("NVIDIA H100, NVIDIA H200")
+
+
+def test_the_program_writes_every_case_and_says_what_is_not_installed(tmp_path):
+    path = tmp_path / "linear.json"
+    flags = ["--case=forward_2048|hidden_2048", "--impl=ours,products,liger", "--rounds=1", f"--json={path}"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    run = lambda *more: subprocess.run(
+        [sys.executable, "-m", "benchmarks.linear", *flags, *more], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    done = run()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["header"]["topic"] == "linear"
+    assert [r["case"]["name"] for r in found["records"]] == ["forward_32x64x4096", "hidden_32x64x4096"]
+    for record in found["records"]:
+        assert {name: entry["status"] for name, entry in record["impls"].items()} == {
+            "ours": "ok",
+            "products": "ok",
+            "liger": "not installed",
+        }
+    assert "wanted some of ours" in run("--impl=theirs").stderr
+    path.unlink()
+    assert run("--budget_s=0").returncode == 0
+    assert not path.exists()
