@@ -11,23 +11,22 @@ vocabulary is sharded, the devices exchange a few numbers a token (`merged`); `P
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.sharding import all_gather, unify_varying
+from jaxsoftmax._cross_entropy import linear_kernel
 from jaxsoftmax._cross_entropy import loss as row_losses
-from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, TANGENT, Parts, Rules
+from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, TANGENT, Operands, Parts, Rules
 from jaxsoftmax._cross_entropy.primitives import losses, of_gradient, zero_ignored
 from pallas_kernels import hardware
-from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.softmax.reference import accumulator_dtype
 
-Operands = dict[str, jax.Array]
 Body = Callable[[Operands], tuple[Operands, Operands]]
 
 BYTES = 2**30  # what a chunk's logits and their gradient may take together
@@ -46,14 +45,19 @@ def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None)
     return min(sizes, key=lambda size: math.ceil(tokens / size) * (size + _MULTIPLE))
 
 
+def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], bytes_each: int) -> Any:
+    """Tokens of a chunk of a call's operands; all where shapes are symbols."""
+    tokens, vocabulary = operands["labels"].shape[0], operands["weight"].shape[rules.axes("weight").index("v")]
+    if not isinstance(tokens, int) or not isinstance(vocabulary, int):
+        return tokens
+    return chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size)
+
+
 def _over_chunks(body: Body, rules: Rules, operands: Operands, bytes_each: int) -> tuple[Operands, Operands]:
     """Runs `body` on chunks of tokens: adds up its first results, and concatenates the others along the tokens."""
-    tokens, vocabulary = operands["labels"].shape[0], operands["weight"].shape[rules.axes("weight").index("v")]
+    tokens, size = operands["labels"].shape[0], _chunk_size_of(rules, operands, bytes_each)
     by_token = {n: x for n, x in operands.items() if rules.axes(n)[0] == "t" and x.shape[0] == tokens}
     shared = {n: x for n, x in operands.items() if n not in by_token}
-    if not isinstance(tokens, int) or not isinstance(vocabulary, int):
-        return body(operands)
-    size = chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size)
     if size == tokens:
         return body(operands)
     chunks = math.ceil(tokens / size)
@@ -99,7 +103,10 @@ def _raw(rules: Rules, operands: Operands) -> jax.Array:
 
 def _logits(rules: Rules, operands: Operands) -> jax.Array:
     """The logits of a chunk before a scale that is a number and the soft cap."""
-    x = _raw(rules, operands)
+    return _scaled(_raw(rules, operands), operands)
+
+
+def _scaled(x: jax.Array, operands: Operands) -> jax.Array:
     return x * operands["scale"][:, None] if "scale" in operands else x
 
 
@@ -178,16 +185,23 @@ def losses_of(rules: Rules, numbers: Operands, labels: jax.Array) -> Operands:
     return found
 
 
+def _factors(
+    rules: Rules, operands: Operands, cotangents: Mapping[str, jax.Array]
+) -> tuple[Stats, jax.Array, jax.Array]:
+    """The states of rows, and by what their gradients have their probabilities and those of their labels."""
+    known, read = Stats(_column(operands, "max"), _column(operands, "sum")), _column(operands, "labels") != IGNORED
+    of_q = jnp.where(read, _column(cotangents, "loss"), 0.0) if "loss" in cotangents else jnp.zeros_like(known.sum)
+    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), rules.z_loss), 0.0)
+    return known, of_p + _column(cotangents, "lse") if "lse" in cotangents else of_p, of_q
+
+
 def _slopes(
     rules: Rules, x: jax.Array, operands: Operands, local: jax.Array, cotangents: Mapping[str, jax.Array], count: Any
 ) -> jax.Array:
     """The gradient of a chunk's logits for cotangents of the losses, logsumexps and entropies, in one loop."""
     labels, where = operands["labels"][:, None], _where(operands)
-    known, read = Stats(_column(operands, "max"), _column(operands, "sum")), labels != IGNORED
-    of_q = jnp.where(read, _column(cotangents, "loss"), 0.0) if "loss" in cotangents else jnp.zeros_like(known.sum)
-    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), rules.z_loss), 0.0)
-    if "lse" in cotangents:
-        of_p = of_p + _column(cotangents, "lse")
+    read = labels != IGNORED
+    known, of_p, of_q = _factors(rules, operands, cotangents)
     if rules.all_rows:
         # Such a row is read, but no column is its label.
         local = jnp.where(read[:, 0], local, x.shape[1])
@@ -232,21 +246,30 @@ def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> A
     return (jax.lax.psum(counts, names) if names else counts)[:, None]
 
 
+class _Pull(NamedTuple):
+    """What gradients are wanted, and how they are computed.
+
+    `by_kernel`: a kernel computes the weights of logits. `sum_dtype`: that of a chunk's part of the weight's gradient.
+    """
+
+    rules: Rules
+    parts: Parts
+    moving: tuple[str, ...]
+    gives_loss: bool
+    by_kernel: bool
+    sum_dtype: Any
+
+
 def _pulled(
-    rules: Rules,
-    parts: Parts,
-    operands: Operands,
-    g: jax.Array,
-    raw: jax.Array,
-    counts: jax.Array,
-    moving: tuple[str, ...],
+    pull: _Pull, operands: Operands, g: jax.Array, raw: jax.Array | None, counts: jax.Array
 ) -> tuple[Operands, Operands]:
     """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not."""
+    rules, moving = pull.rules, pull.moving
     hidden, weight = operands["hidden"], operands["weight"]
     wide, sums, rows = g.dtype, {}, {}
-    if "scale" in moving:
+    if "scale" in moving and raw is not None:
         rows["scale"] = _dot(g, raw)
-    g = g * operands["scale"][:, None] if "scale" in operands else g
+    g = _scaled(g, operands)
     narrow = g.astype(hidden.dtype)
     if "bias" in moving:
         sums["bias"] = g.sum(0)
@@ -254,89 +277,42 @@ def _pulled(
         # The gradient of a token without a cotangent is 0, whatever its hidden state is.
         hidden = jnp.where(counts[:, None], hidden, jnp.zeros_like(hidden))
         if rules.transposed:
-            sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, wide)
+            sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, pull.sum_dtype)
         else:
-            sums["weight"] = _product(rules, "te,tv->ev", hidden, narrow, wide)
+            sums["weight"] = _product(rules, "te,tv->ev", hidden, narrow, pull.sum_dtype)
     if "hidden" in moving:
         # Parts of a sum over devices are not rounded yet.
-        dtype = wide if parts.vocabulary.names else hidden.dtype
+        dtype = wide if pull.parts.vocabulary.names else hidden.dtype
         rows["hidden"] = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype)
     return sums, rows
 
 
-def _body_gradient(rules: Rules, parts: Parts, moving: tuple[str, ...], gives_loss: bool, chunk: Operands) -> Any:
+def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
     """The gradients of a chunk's tokens and, with `gives_loss`, the losses, for weights that are the cotangents."""
-    raw = _raw(rules, chunk)
-    x = raw * chunk["scale"][:, None] if "scale" in chunk else raw
-    local = _local_labels(chunk["labels"], x.shape[1], parts)
+    rules, parts, _, gives_loss, *_ = pull
+    vocabulary = chunk["weight"].shape[rules.axes("weight").index("v")]
+    local = _local_labels(chunk["labels"], vocabulary, parts)
+    raw = weights = None
+    if pull.by_kernel:
+        numbers, weights = linear_kernel.numbers_and_weights(rules, chunk, local)
+    else:
+        raw = _raw(rules, chunk)
+        numbers = _numbers(rules, _scaled(raw, chunk), chunk, local) if gives_loss else {}
     if gives_loss:
-        found = losses_of(rules, merged(_numbers(rules, x, chunk, local), parts), chunk["labels"])
+        found = losses_of(rules, merged(numbers, parts), chunk["labels"])
         chunk, cotangents = chunk | {n: found[n] for n in rules.states}, {"loss": chunk["weights"]}
     else:
         found, cotangents = {}, _cotangents(chunk)
-    count = _count(rules, chunk, parts, x.shape[1])
-    g = _slopes(rules, x, chunk, local, cotangents, count)
     counts = functools.reduce(jnp.logical_or, [ct != 0 for ct in cotangents.values()])
-    if not rules.all_rows:
-        counts = counts & (chunk["labels"] != IGNORED)
-    sums, rows = _pulled(rules, parts, chunk, g, raw, counts, moving)
+    exists = jnp.ones_like(counts) if rules.all_rows else chunk["labels"] != IGNORED
+    if raw is None:
+        factors = _factors(rules, chunk, cotangents)
+        g = linear_kernel.slopes(rules, weights, *factors, local[:, None], exists[:, None])
+    else:
+        count = _count(rules, chunk, parts, vocabulary)
+        g = _slopes(rules, _scaled(raw, chunk), chunk, local, cotangents, count)
+    sums, rows = _pulled(pull, chunk, g, raw, counts & exists)
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
-
-
-def kernel_reason(rules: Rules, operands: Mapping[str, Any], device: Device) -> str | None:
-    """Why chunks and not a kernel compute the terms of the losses; only shapes and dtypes of the operands are read."""
-    # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
-    from pallas_kernels.linear_cross_entropy import forward as kernel
-
-    problem = _problem(rules, operands)
-    why_not = {
-        "implementation='xla'": rules.implementation == "xla",
-        "chunk_size is given": rules.chunk_size is not None,
-        "the kernel takes no bias": "bias" in operands,
-        "the kernel takes no mask": "where" in operands,
-        "the kernel takes a scale that is a positive number": "scale" in operands,
-        "the kernel does not smooth labels": rules.smoothing != 0,
-        "the kernel has no precision to choose": rules.precision is not None,
-        "the kernel is compiled for fixed shapes": not all(
-            isinstance(n, int) for n in (problem.tokens, problem.embedding, problem.vocabulary)
-        ),
-    }
-    reason = next((reason for reason, holds in why_not.items() if holds), None)
-    return reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
-
-
-def _problem(rules: Rules, operands: Mapping[str, Any]) -> Any:
-    """What the kernel computes, of operands with any number of token axes."""
-    from pallas_kernels.linear_cross_entropy.forward import Problem
-
-    *tokens, embedding = operands["hidden"].shape
-    return Problem(
-        math.prod(tokens),
-        embedding,
-        operands["weight"].shape[rules.axes("weight").index("v")],
-        jnp.dtype(operands["hidden"].dtype),
-        rules.transposed,
-        rules.scale,
-        rules.soft_cap,
-        "entropy" in rules.results,
-    )
-
-
-def _by_kernel(rules: Rules, operands: Operands, local: jax.Array) -> Operands | None:
-    """The terms of the losses by one kernel, which writes no logits; None where it does not take the call."""
-    if kernel_reason(rules, operands, hardware.current()):
-        return None
-    from pallas_kernels.linear_cross_entropy import forward as kernel
-
-    hidden, weight, problem = operands["hidden"], operands["weight"], _problem(rules, operands)
-    maximum, total, label, *products = kernel.run(problem, kernel.Config(), hidden, weight, local)
-    numbers = {"max": maximum, "sum": total, "label": label}
-    for product in products:
-        numbers["spread"] = jnp.where(total == 0, 0.0, product - maximum * total)
-    if not rules.all_rows:
-        for name, neutral in zip(numbers, (0.0, 1.0, 0.0), strict=False):
-            numbers[name] = jnp.where(operands["labels"] == IGNORED, neutral, numbers[name])
-    return numbers
 
 
 def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: bool = False) -> Operands:
@@ -350,8 +326,9 @@ def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: b
     wide = accumulator_dtype(operands["hidden"].dtype)
     vocabulary = operands["weight"].shape[rules.axes("weight").index("v")]
     local = _local_labels(operands["labels"], vocabulary, parts)
-    numbers = _by_kernel(rules, needed, local) if may_run_kernel else None
-    if numbers is None:
+    if may_run_kernel and not linear_kernel.kernel_reason(rules, needed, hardware.current()):
+        numbers = linear_kernel.numbers(rules, needed, local)
+    else:
         _, numbers = _over_chunks(body, rules, needed, wide.itemsize)
     found = losses_of(rules, merged(numbers, parts), operands["labels"])
     if "weights" in operands:
@@ -360,7 +337,13 @@ def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: b
 
 
 def gradient(
-    rules: Rules, parts: Parts, operands: Operands, *, moving: tuple[str, ...], gives_loss: bool = False
+    rules: Rules,
+    parts: Parts,
+    operands: Operands,
+    *,
+    moving: tuple[str, ...],
+    gives_loss: bool = False,
+    may_run_kernel: bool = False,
 ) -> Operands:
     """The gradients of what moves for the cotangents among the operands; with `gives_loss` the losses and states."""
     hidden = operands["hidden"]
@@ -370,8 +353,15 @@ def gradient(
         given = ["weights"] if gives_loss else [n for n in operands if n.startswith(COTANGENT)]
         unit = _unit([operands["weights"]] if gives_loss else [*_cotangents(operands).values()])
         operands = operands | {n: operands[n] / unit for n in given}
-    body = functools.partial(_body_gradient, rules, parts, moving, gives_loss)
-    sums, rows = _over_chunks(body, rules, operands, wide.itemsize + hidden.dtype.itemsize)
+    by_kernel = may_run_kernel and not linear_kernel.kernel_reason(
+        rules, operands, hardware.current(), for_gradient=True
+    )
+    # The gradient of the logits takes the place of their weights, which have its dtype.
+    bytes_each = hidden.dtype.itemsize + (0 if by_kernel else wide.itemsize)
+    is_sum = parts.token_names or _chunk_size_of(rules, operands, bytes_each) != operands["labels"].shape[0]
+    sum_dtype = wide if is_sum or unit is not None else hidden.dtype
+    pull = _Pull(rules, parts, moving, gives_loss, by_kernel, sum_dtype)
+    sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, bytes_each)
     found = sums | rows
     for name in moving:
         names = parts.vocabulary.names if rules.axes(name)[0] == "t" else parts.token_names

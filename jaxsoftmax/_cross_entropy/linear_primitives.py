@@ -393,7 +393,8 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 for _primitive in (LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT):
     define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive))
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive))
-mlir.register_lowering(LOSS, functools.partial(_lower, LOSS, may_run_kernel=True), platform="cuda")
+for _primitive in (LOSS, OF_COTANGENT, GRADIENT):
+    mlir.register_lowering(_primitive, functools.partial(_lower, _primitive, may_run_kernel=True), platform="cuda")
 ad.primitive_jvps[LOSS] = _loss_jvp
 ad.primitive_jvps[GRADIENT] = _gradient_jvp
 ad.primitive_transposes[OF_TANGENT] = _tangent_transpose

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxsoftmax._core.sharding import AxisSharding
 
 # Tokens (any number of axes), embedding and vocabulary.
@@ -24,6 +26,8 @@ MOVING = ("hidden", "weight", "bias", "scale")  # the operands that have gradien
 TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
 
 COLUMNS = (1,)  # the axes of a chunk's rows
+
+Operands = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

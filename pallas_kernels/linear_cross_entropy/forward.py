@@ -7,6 +7,8 @@ the CTA's next tile, so that a tile begins with its first steps in shared memory
 tiles of the same tokens, side by side, merge in registers: maximum, sum and label's logit and, if asked for, the sum of
 `exp(z - max) * z`. XLA merges the states of these groups. Neighbouring groups share tokens or columns, which the CTAs
 of a wave find in L2.
+For the gradient the tile's `exp(z - max)`, relative to its own maxima, is rounded to 16 bits and stored through shared
+memory: it is as accurate as a gradient in 16 bits, which logits in 16 bits are not.
 Traffic: both factors, mostly from L2, and three or four numbers for each token and group of tiles.
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867; Wijmans et al. 2024, arXiv:2411.09009.
 """
@@ -30,14 +32,15 @@ from pallas_kernels.mosaic.ptx import ROW, WGMMA
 WARPGROUPS = 2
 ROWS = 64  # of a warpgroup
 _SWIZZLED = (8, 64)  # rows and columns of a swizzled tile of shared memory, of which a matrix has a multiple
-_PART = 32  # columns whose weights are computed together
+_PART = 32  # columns whose weights are computed, and stored, together
+_STORES = 4  # parts of a warpgroup that are on their way to global memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """The states of `tokens` rows of `[tokens, embedding] @ [embedding, vocabulary]`; the logits as in `softmax`.
 
-    `transposed`: the second factor comes as `[vocabulary, embedding]`.
+    `transposed`: the second factor comes as `[vocabulary, embedding]`. `weights`: what the gradient needs, too.
     """
 
     tokens: int
@@ -48,6 +51,12 @@ class Problem:
     scale: float = 1.0
     soft_cap: float | None = None
     entropy: bool = False
+    weights: bool = False
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Columns of the stored weights."""
+        return self.vocabulary + -self.vocabulary % _PART
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +186,34 @@ def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Ar
     sums = [jnp.zeros_like(parts[0])] * (2 + problem.entropy)
     for start, part in zip(starts, parts, strict=True):
         weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
+        if problem.weights:
+            _store(refs, static, row, first + start, weights, part)
         at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
         is_label = at == by_row(label)
         terms = [weights, jnp.where(is_label, part, jnp.zeros_like(part))]
         if problem.entropy:
             terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
+    if problem.weights:
+        refs["maxima"].at[column, _tokens(config, row)][...] = maximum
     return maximum, *(total.sum(axis=1) for total in sums)
+
+
+def _store(refs: Any, static: Any, row: jax.Array, first: jax.Array, weights: jax.Array, z: jax.Array) -> None:
+    """Issues the copy of a part's weights, times the soft cap's slope, to the columns from `first` on.
+
+    Nothing is stored past the last column.
+    """
+    problem, config, _, _ = static
+    if problem.soft_cap is not None:
+        relative = z * (1.0 / problem.soft_cap)
+        weights = weights * (1.0 - relative * relative)
+    slot = lax.rem(lax.div(first, jnp.int32(_PART)), jnp.int32(_STORES))
+    stage = refs["weights_smem"].at[lax.axis_index("warpgroup"), slot]
+    plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
+    stage[...] = weights.astype(problem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, refs["weights"].at[_tokens(config, row), pl.ds(first, _PART)])
 
 
 def _tokens(config: Config, row: jax.Array) -> Any:
@@ -228,10 +258,14 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
         for i, value in enumerate(lax.fori_loop(0, config.group, tile, empty)):
             of["states"].at[i, column, _tokens(config, row)][...] = value
 
+    if problem.weights:
+        plgpu.wait_smem_to_gmem(0)
+
 
 def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     smem = lambda *shape: tiled((config.stages, *shape), problem.dtype)
-    return {
+    stores = {"weights_smem": tiled((WARPGROUPS, _STORES, ROWS, _PART), problem.dtype)} if problem.weights else {}
+    return stores | {
         "hidden_smem": smem(config.tokens, config.depth),
         "weight_smem": smem(*((config.columns, config.depth)[:: 1 if problem.transposed else -1])),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
@@ -243,18 +277,27 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
 def run(
     problem: Problem, config: Config, hidden: jax.Array, weight: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Each row's maximum, sum and label's logit, and with `entropy` the sum of `exp(z - max) * z`."""
+    """Each row's maximum, sum and label's logit, and with `entropy` the sum of `exp(z - max) * z`.
+
+    With `weights` also `exp(z - max)` in the operands' dtype, times the slope of the soft cap, `[tokens, vocabulary]`,
+    and the maxima that it is relative to, `[tokens, tiles]`, each of `config.columns` columns.
+    """
     missing = -problem.tokens % config.tokens
     if missing:
         hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
-    shape = (problem.tokens + missing) // config.tokens, -(-problem.vocabulary // (config.group * config.columns))
+    tokens = problem.tokens + missing
+    shape = tokens // config.tokens, -(-problem.vocabulary // (config.group * config.columns))
     ctas = min(hardware.current().sm_count, shape[0] * shape[1])
     memory = _scratch(problem, config)
+    results = {"states": jax.ShapeDtypeStruct((num_values(problem), shape[1], tokens), jnp.float32)}
+    if problem.weights:
+        results["weights"] = jax.ShapeDtypeStruct((tokens, problem.padded_vocabulary), problem.dtype)
+        results["maxima"] = jax.ShapeDtypeStruct((shape[1] * config.group, tokens), jnp.float32)
     kernel = plgpu.kernel(
         functools.partial(
-            _body, names=("hidden", "weight", "labels", "states", *memory), static=(problem, config, shape, ctas)
+            _body, names=("hidden", "weight", "labels", *results, *memory), static=(problem, config, shape, ctas)
         ),
-        out_type=jax.ShapeDtypeStruct((num_values(problem), shape[1], problem.tokens + missing), jnp.float32),
+        out_type=tuple(results.values()),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS,
@@ -263,6 +306,10 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="linear_cross_entropy",
     )
-    maximum, total, label, *rest = kernel(hidden, weight, labels)[:, :, : problem.tokens]
+    found = dict(zip(results, kernel(hidden, weight, labels), strict=True))
+    maximum, total, label, *rest = found["states"][:, :, : problem.tokens]
     whole = monoid.merge_over((maximum, total, *rest), 0)
-    return whole[0], whole[1], label.sum(0), *whole[2:]
+    out = whole[0], whole[1], label.sum(0), *whole[2:]
+    if problem.weights:
+        out += found["weights"][: problem.tokens, : problem.vocabulary], found["maxima"][:, : problem.tokens].T
+    return out

@@ -24,6 +24,8 @@ CASES = {
     "plain": Problem(128, 64, 256, BF16),
     "several tiles of tokens": Problem(384, 192, 512, BF16, scale=0.5),
     "several groups": Problem(128, 64, 2304, BF16, entropy=True),
+    "weights": Problem(200, 128, 1344, BF16, scale=0.5, weights=True),
+    "weights, soft cap": Problem(256, 64, 264, F16, transposed=True, soft_cap=5.0, weights=True),
     "soft cap": Problem(128, 128, 512, F16, scale=2.0, soft_cap=5.0, entropy=True),
     "columns that do not divide": Problem(256, 64, 704, BF16, entropy=True),
     "tokens that do not divide": Problem(130, 320, 256, BF16, entropy=True),
@@ -57,6 +59,11 @@ def compare(problem: Problem, run: Callable[..., Any]) -> None:
     z = problem.scale * (wide(hidden) @ (wide(weight).T if problem.transposed else wide(weight)))
     z = z if problem.soft_cap is None else problem.soft_cap * np.tanh(z / problem.soft_cap)
     maximum, total, label, *spread = (wide(x) for x in got)
+    if problem.weights:
+        *spread, stored, maxima = spread
+        slope = 1 if problem.soft_cap is None else 1 - np.square(z / problem.soft_cap)
+        relative = stored * np.exp(np.repeat(maxima, Config().columns, 1)[:, : problem.vocabulary] - maximum[:, None])
+        np.testing.assert_allclose(relative, np.exp(z - z.max(1, keepdims=True)) * slope, rtol=6e-3, atol=1e-6)
     np.testing.assert_allclose(maximum, z.max(1), rtol=1e-5)
     weights = np.exp(z - z.max(1, keepdims=True))
     np.testing.assert_allclose(total, weights.sum(1), rtol=1e-4)
@@ -107,6 +114,7 @@ ON_GPU = (
     Problem(4096, 1024, 32000, BF16, scale=0.1),
     Problem(2048, 256, 50264, F16, transposed=True, scale=0.3, soft_cap=5.0, entropy=True),
     Problem(129, 4096, 8192, BF16, transposed=True, scale=0.05, entropy=True),
+    Problem(1000, 512, 8256, BF16, scale=0.3, soft_cap=5.0, weights=True),
 )
 
 
@@ -139,6 +147,8 @@ def test_what_the_kernel_declines(problem: Problem, words: str) -> None:
     Problem(8192, 4096, 128256, BF16),
     Problem(8192, 4096, 151936, BF16, soft_cap=30.0, entropy=True),
     Problem(1000, 1024, 8200, BF16, transposed=True),
+    Problem(4096, 4096, 128256, BF16, weights=True),
+    Problem(4096, 2560, 151936, F16, soft_cap=30.0, weights=True, transposed=True),
     Problem(8192, 4096, 128256, F16, entropy=True, transposed=True),
 ], ids=str)  # fmt: skip
 def test_compiles_without_spills(problem: Problem) -> None:
