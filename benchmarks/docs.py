@@ -243,14 +243,22 @@ def summary(results: Results) -> str:
         one = [report.share_of_read(record) for record in records if record["case"]["queries"] == 1]
         ratios = [measured.ratio(record, "cudnn") for record in records]
         rows.append((f"1 to 512 queries of many keys, {card}", records, one, [], ratios))
+    for card, records in report.linear_records(results).items():
+        of_products = [r["impls"]["ours"].get("x_products") for r in records]
+        ratios = {peer: [report.linear_ratio(record, peer) for record in records] for peer in report.LINEAR_PEERS}
+        optax = ratios.pop("optax")
+        others = [min(filter(None, of_case), default=None) for of_case in zip(*ratios.values(), strict=True)]
+        shares = [1 / x if x else None for x in of_products]
+        rows.append((f"`linear_cross_entropy`, {card}", records, shares, optax, others))
     cells = [[label, _count(records), *map(_spread, values)] for label, records, *values in rows if records]
     where = f" on one {report.setting(shown)}" if shown else ""
     text = (
         f"\n\nMedian (worst ... best case){where}, for attention on the card and with "
         "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
         "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
-        "a product of square matrices, and for one query that of a read. Others: torch, torch.compile, Liger and "
-        "quack; of attention cuDNN, which gets packed documents as a dense mask."
+        "a product of square matrices, for one query that of a read, and for `linear_cross_entropy`, beside optax, "
+        "that of as many products of the same shapes. Others: torch, torch.compile, Liger, quack and tokamax; of "
+        "attention cuDNN, which gets packed documents as a dense mask." + report.linear_memory(results)
     )
     return markdown(["operation", "cases", "of the floor", "x XLA", "x best other"], cells) + (text if cells else "")
 

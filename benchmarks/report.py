@@ -313,36 +313,60 @@ def attention_pages(results: Results) -> str:
     return markdown(["call", "card", "contiguous, us", *(name.replace("_", " ") for name in names), "measured"], rows)
 
 
-def linear(results: Results) -> str:
+LINEAR_PEERS = {"optax": "optax", "tokamax": "tokamax", "liger": "Liger", "quack": "quack"}
+
+
+def linear_records(results: Results) -> dict[str, list[Record]]:
     """The newest measurement of each case of the loss of `hidden @ weight`, by card."""
-    found: dict[tuple[str, str], Record] = {}
+    found: dict[str, dict[str, Record]] = {}
     for run in measured.topic_runs("linear", results.folder):
-        for name, record in run.records.items():
-            found.setdefault((run.card, name), record)
-    if not found:
-        return NOT_MEASURED
-    peers = {"optax": "optax", "tokamax": "tokamax", "liger": "Liger", "quack": "quack"}
-    rows = []
-    for (card, _), record in sorted(found.items(), key=lambda item: item[0][0]):
-        case, impls = record["case"], record["impls"]
-        ours, products = (impls.get(name, {}) for name in ("ours", "products"))
-        times = [number(ms and ms / 1e3, ".2f") for ms in (products.get("min_us"), ours.get("min_us"))]
-        ratios = [number(ours.get("x_products"), ".3f"), number(ours.get("tflop_per_s"), ".0f")]
-        sizes = [impls.get(name, {}).get("temp_bytes") for name in ("ours", "optax")]
-        memory = [number(size and size / 2**20, ",.0f") for size in sizes]
-        others = [_times_of_products(ours, impls.get(peer, {})) for peer in peers]
-        shape = " x ".join(str(case[name]) for name in ("tokens", "embedding", "vocabulary"))
-        rows.append([case["pass_"], shape, card, *times, *ratios, *memory, *others, record["run"]["when"]])
-    heads = ["call", "tokens x embedding x vocabulary", "on", "products, ms", "ours, ms", "x products", "TFLOP/s"]
-    heads += ["extra, MiB", "optax's", *(f"x {peer}" for peer in peers.values()), "measured"]
-    return f"{markdown(heads, rows)}\n\n{setting(found.values())}; the best of interleaved rounds."
+        found[run.card] = run.records | found.get(run.card, {})
+    return {card: list(found[card].values()) for card in sorted(found)}
 
 
-def _times_of_products(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def linear_ratio(record: Record, peer: str) -> float | None:
     """How many times faster ours is, where each process has its own products."""
-    if "x_products" in ours and "x_products" in other:
-        return format(other["x_products"] / ours["x_products"], ".2f")
-    return "out of memory" if "RESOURCE_EXHAUSTED" in other.get("reason", "") else other.get("status", "-")
+    ours, other = (record["impls"].get(name, {}).get("x_products") for name in ("ours", peer))
+    return other / ours if ours and other else None
+
+
+def linear(results: Results) -> str:
+    """Every case of the loss of `hidden @ weight`."""
+    rows, by_card = [], linear_records(results)
+    for card, record in [(card, record) for card, records in by_card.items() for record in records]:
+        case, impls = record["case"], record["impls"]
+        ours, optax = (impls.get(name, {}) for name in ("ours", "optax"))
+        times = [impls.get(name, {}).get("min_us") for name in ("products", "ours")]
+        cells = [number(us and us / 1e3, ".2f") for us in times]
+        cells += [number(ours.get("x_products"), ".3f"), number(ours.get("tflop_per_s"), ".0f")]
+        sizes = [entry.get("temp_bytes") for entry in (ours, optax)]
+        cells += [number(None if size is None else size / 2**20, ",.0f") for size in sizes]
+        for peer in LINEAR_PEERS:
+            entry, ratio = impls.get(peer, {}), linear_ratio(record, peer)
+            why = "out of memory" if "RESOURCE_EXHAUSTED" in entry.get("reason", "") else entry.get("status", "-")
+            cells.append(why if ratio is None else format(ratio, ".2f"))
+        shape = " x ".join(str(case[name]) for name in ("tokens", "embedding", "vocabulary"))
+        rows.append([case["pass_"], shape, card, *cells, record["run"]["when"]])
+    heads = ["call", "tokens x embedding x vocabulary", "on", "products, ms", "ours, ms", "x products", "TFLOP/s"]
+    heads += ["extra, MiB", "optax's", *(f"x {peer}" for peer in LINEAR_PEERS.values()), "measured"]
+    where = f"\n\n{setting(itertools.chain(*by_card.values()))}; the best of interleaved rounds." if rows else ""
+    return markdown(heads, rows) + where
+
+
+def linear_memory(results: Results) -> str:
+    """What the gradients of a loss without logits take, and those of whole logits, where these take the most."""
+    needed = lambda record, name: record["impls"].get(name, {}).get("temp_bytes") or 0
+    records = itertools.chain(*linear_records(results).values())
+    records = [record for record in records if record["case"]["pass_"] == "gradient"]
+    largest = max(records, key=lambda record: needed(record, "optax"), default=None)
+    if largest is None or not (needed(largest, "ours") and needed(largest, "optax")):
+        return ""
+    case = largest["case"]
+    ours, optax = (f"{needed(largest, name) / 2**30:.2f} GiB" for name in ("ours", "optax"))
+    return (
+        f" For {case['tokens']} tokens and a vocabulary of {case['vocabulary']}, `linear_cross_entropy` with gradients "
+        f"takes {ours} beside arguments and results, and optax {optax}."
+    )
 
 
 def _beside_libraries(records: Iterable[Record]) -> str:

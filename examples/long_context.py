@@ -49,12 +49,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, context: tuple[jax.Array, j
 
 def loss_of(model: packed_gpt.GPT, batch: Batch) -> jax.Array:
     """The mean over tokens whose successor is in the same document."""
-    logits = model(batch.tokens, (batch.documents, batch.places), batch.positions)
-    weights = 1 / (batch.labels >= 0).sum()
-    losses = jaxsoftmax.softmax_cross_entropy_with_integer_labels(
-        logits, batch.labels, ignore_index=-1, weights=weights
-    )
-    return losses.sum()
+    hidden = model.hidden(batch.tokens, (batch.documents, batch.places), batch.positions)
+    return packed_gpt.loss_without_logits(hidden, model.head, batch.labels, batch.labels >= 0)
 
 
 def batches(length: int, rows: int) -> Iterator[Batch]:

@@ -1,6 +1,7 @@
 """The examples run, each in a process of its own as a reader would run it."""
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,54 @@ def test_demo_compares_speeds(capsys):
     for name in ("jaxsoftmax", r"jax\.nn"):
         assert len(re.findall(rf"^  {name} +[\d.]+ us$", printed, re.MULTILINE)) == 2, printed
     assert len(re.findall(r"^  jax\.nn cuDNN", printed, re.MULTILINE)) == 1, printed
+
+
+def test_every_loss_of_the_gpt_trains_it_alike():
+    """A vocabulary that the flag gives, of which the files have few tokens, and a last token that does not count."""
+    gpt = runpy.run_path(str(ROOT / "examples" / "packed_gpt.py"))
+    size = gpt["SIZES"]["tiny"]._replace(vocabulary=1000)
+    train = functools.partial(gpt["train"], gpt["ours"], size, steps=8, length=32, rows=2)
+    mine, theirs = (train(mean_loss=gpt["LOSSES"][name]) for name in ("ours", "optax"))
+    np.testing.assert_allclose(mine.losses, theirs.losses, rtol=1e-5)
+    assert mine.losses[-1] < mine.losses[0]
+    assert mine.parameters == theirs.parameters == sum(x.size for x in jax.tree.leaves(nnx.state(mine.model)))
+
+
+@pytest.mark.parametrize("loss", ["ours", "optax"])
+def test_the_gpt_trains_once_with_a_loss_that_is_asked_for(monkeypatch, capsys, loss):
+    gpt = runpy.run_path(str(ROOT / "examples" / "packed_gpt.py"))["main"].__globals__
+    asked = []
+
+    def train(attend, size, *_):
+        asked.append((attend, size.vocabulary, _[-1]))
+        return gpt["Run"](None, np.linspace(5.0, 4.0, 40), 1e3, 1.0)
+
+    monkeypatch.setitem(gpt, "train", train)
+    monkeypatch.setattr(gpt["Run"], "parameters", 123_400_000)
+    monkeypatch.setattr(sys, "argv", ["packed_gpt.py", "--loss", loss, "--vocabulary", "1000"])
+    assert gpt["main"]() == 0
+    assert asked == [(gpt["ours"], 1000, gpt["LOSSES"][loss])]
+    printed = capsys.readouterr().out
+    assert f"loss {loss} " in printed
+    assert "123.4 million parameters, peak memory of the process: nan GB" in printed
+
+
+@pytest.mark.parametrize("fault", ["temperature", "entropy"])
+def test_the_policy_compares_log_probabilities_with_whole_logits(monkeypatch, fault):
+    policy_gradient = runpy.run_path(str(ROOT / "examples" / "rl_logprobs.py"))
+    names = policy_gradient["check"].__globals__
+    policy = policy_gradient["new_policy"](jax.random.key(0))
+    texts = policy_gradient["sample"](policy, jax.random.key(1))
+    policy_gradient["check"](policy, texts)
+    right = policy_gradient["log_probs"]
+    wrong = {
+        "temperature": lambda hidden, *rest: right(1.01 * hidden, *rest),
+        "entropy": lambda *x: (right(*x)[0], jax.lax.stop_gradient(right(*x)[1])),
+    }
+    wrong[fault].__name__ = fault
+    monkeypatch.setitem(names, "log_probs", wrong[fault])
+    with pytest.raises(AssertionError):
+        policy_gradient["check"](policy, texts)
 
 
 def test_generation_gives_the_same_texts_with_every_cache():

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from benchmarks import linear, report
+from benchmarks import docs, linear, report
 from benchmarks import results as measured
 from benchmarks.results import ROOT, Results
 
@@ -55,7 +55,8 @@ def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, 
     monkeypatch.setitem(linear._LOSSES, "optax", exhausted)
     record = linear.measure(linear.Case(64, 32, 300, "gradient"), ("ours", "products", "optax", "tokamax"), 1)
     assert record["impls"]["optax"]["status"] == "failed"
-    ours = record["impls"]["ours"]
+    record["impls"]["optax"]["temp_bytes"] = 2**30
+    ours = record["impls"]["ours"] = record["impls"]["ours"] | {"temp_bytes": 2**28, "x_products": 1.25}
     record["impls"]["quack"] = {"status": "ok", "min_us": 1.0, "x_products": 3 * ours["x_products"]}
     header = {"topic": "linear", "timestamp": "2026-11-27T05:00", "commit": "abc", "device": {"name": "NVIDIA H100"}}
     for commit, folder, faster in (("abc", "h100", 1.0), ("old", "h100", 2.0), ("abc", "h200", 4.0)):
@@ -73,6 +74,10 @@ def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, 
     ]
     assert [cells[0][i] for i in (9, 10, 12)] == ["out of memory", "failed", "3.00"]
     assert where.startswith("NVIDIA H100, NVIDIA H200")
+    summary = docs.summary(Results(tmp_path))
+    assert "| `linear_cross_entropy`, H100 | 1 | 0.80 (0.80 ... 0.80) | - | 3.00 (3.00 ... 3.00) |" in summary
+    assert "For 64 tokens and a vocabulary of 300, `linear_cross_entropy` with gradients takes 0.25 GiB" in summary
+    assert summary.endswith("and optax 1.00 GiB.")
 
 
 def test_the_program_writes_every_case_and_says_what_is_not_installed(tmp_path):
