@@ -243,8 +243,8 @@ def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, scale: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
     c = chunks.shape[-1]
-    # Back to the row's order, so that equal candidates keep their order.
-    chosen = jnp.sort(largest(maxima, k)[1], -1)
+    # Back to the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
+    chosen = jnp.sort(largest(maxima, k)[1], -1, stable=False)
     candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
     values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k)
     return values, jnp.take_along_axis(chosen, at // c, -1) * c + at % c
@@ -291,7 +291,7 @@ def select(
             return select_by_rank(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
         values, indices = largest_in(chunks, maxima, k, scale)
-        row = merge_over(stats, -1)
+        row = merge_over(stats, -1, maximum=values[..., 0].astype(wide))
     return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
 
 

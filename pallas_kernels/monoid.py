@@ -85,10 +85,18 @@ def combine[S: tuple[jax.Array, ...]](a: S, b: S, *, exp: Exp = jnp.exp) -> S:
 
 
 def merge_over[S: tuple[jax.Array, ...]](
-    state: S, axis: int, *, exp: Exp = jnp.exp, spread: Callable[[jax.Array], jax.Array] | None = None
+    state: S,
+    axis: int,
+    *,
+    exp: Exp = jnp.exp,
+    spread: Callable[[jax.Array], jax.Array] | None = None,
+    maximum: jax.Array | None = None,
 ) -> S:
-    """Merges the states that lie along `axis`; `spread` gives a maximum the shape it was reduced from."""
-    m = state[0].max(axis)
+    """Merges the states that lie along `axis`; `spread` gives a maximum the shape it was reduced from.
+
+    `maximum` is their largest one, where it is known.
+    """
+    m = state[0].max(axis) if maximum is None else maximum
     weights = decay(state[0], spread(m) if spread else jnp.expand_dims(m, axis), exp=exp)
     return _like(state, m, [(part * weights).sum(axis) for part in state[1:]])
 

@@ -78,15 +78,15 @@ def _negated(part):
 _counted = functools.partial(Mutant, counts=True)
 
 MUTANTS = (
-    Mutant("the chosen chunks stay in the order of their maxima", "jnp.sort", lambda sort, x, axis: x),
+    Mutant("the chosen chunks stay in the order of their maxima", "jnp.sort", lambda sort, x, axis, **_: x),
     Mutant("of equal logits the last comes first", "_lax_top_k", _last_comes_first, n=300),
     Mutant("of equal candidates the last comes first", "largest_in",
            _with_indices(lambda i, c: i // c * c + c - 1 - i % c)),
-    Mutant("one chunk too few", "jnp.sort", lambda sort, x, axis: sort(x.at[..., -1].set(0), axis)),
+    Mutant("one chunk too few", "jnp.sort", lambda sort, x, axis, **_: sort(x.at[..., -1].set(0), axis)),
     Mutant("the row's state lacks a chunk", "merge_over",
-           lambda merge, stats, axis: merge(_without_last_chunk(stats), axis)),
+           lambda merge, stats, axis, **k: merge(_without_last_chunk(stats), axis, **k)),
     Mutant("a row is normalised by its first chunk", "merge_over",
-           lambda merge, stats, axis: Stats(*(part[..., 0] for part in stats))),
+           lambda merge, stats, axis, **_: Stats(*(part[..., 0] for part in stats))),
     Mutant("chunks are filled up with zeros", "jnp.pad", lambda pad, x, widths, **_: pad(x, widths), n=5003),
     Mutant("the last chunk is left out", "chunked", lambda chunked, x, c: chunked(x[..., : x.shape[-1] // c * c], c),
            n=5003),
