@@ -57,26 +57,6 @@ def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, s
     return y if where is None else np.where(where, y, -np.inf)
 
 
-def softmax_part(
-    x: ArrayLike, maximum: ArrayLike, total: ArrayLike, where: ArrayLike | None = None, scale: float = 1.0
-) -> Array:
-    """`softmax` of some columns of rows whose states are given."""
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        y = np.exp(_logits(x, where, scale) - _widen(maximum)[:, None]) / _widen(total)[:, None]
-    return y if where is None else np.where(where, y, 0.0)
-
-
-def log_softmax_part(
-    x: ArrayLike, maximum: ArrayLike, total: ArrayLike, where: ArrayLike | None = None, scale: float = 1.0
-) -> tuple[Array, Array]:
-    """`log_softmax` of such columns, and what it subtracts."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        distance = _logits(x, where, scale) - _widen(maximum)[:, None]
-        log_total = np.log(_widen(total))[:, None]
-        y = distance - log_total
-    return y if where is None else np.where(where, y, -np.inf), np.abs(distance) + np.abs(log_total)
-
-
 def log_softmax_terms(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, scale: float = 1.0) -> Array:
     """`|z - max| + log(sum)`: what `log_softmax` subtracts."""
     z = _logits(x, where, scale)

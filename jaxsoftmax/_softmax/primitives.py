@@ -43,7 +43,7 @@ from pallas_kernels.softmax.problem import RULES, TRANSPOSE, Op, Problem
 
 SAVED_NAME = "softmax_out"
 
-Rows = Callable[..., Any]  # runs a row operation
+LocalStats = Callable[..., Stats]
 KernelArgs = tuple[Sequence[Any], dict[str, Any]]
 
 BY_OP: dict[Op, Primitive] = {}  # the primitives that are a row operation, or a loss computed from one
@@ -53,8 +53,8 @@ REFERENCE: dict[Op, Callable[..., Any]] = {op: getattr(reference, op.value) for 
 
 
 _SHARDED_ROWS = (
-    "the rows are sharded along the axis that is reduced, where XLA computes derivatives from the rows' statistics. "
-    "Pass implementation=None, or shard another axis."
+    "the rows are sharded along the axis that is reduced, where a kernel finds their statistics and XLA computes the "
+    "result from these. Pass implementation=None, or shard another axis."
 )
 
 
@@ -108,7 +108,7 @@ class Computation:
             return jax.tree.leaves(self.whole(rows, *xs, **params))
 
         def across(columns: Columns, *shards: jax.Array) -> list[jax.Array]:
-            if named and self.op.is_linear:
+            if named and "full" in results and not self.op.has_labels:
                 raise checks.no_kernel(named, _SHARDED_ROWS)
             return jax.tree.leaves(self.across(columns, rows, *shards, **params))
 
@@ -268,28 +268,29 @@ def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) ->
 # Rows that are sharded: all that crosses the wire is a few numbers per row and device, in one exchange.
 
 
-def _by_stats(part: Op, names: Names, rows: Rows, x: jax.Array, *where: jax.Array, **row: Any) -> jax.Array:
+def _by_stats(
+    whole: Callable[..., jax.Array], names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any
+) -> jax.Array:
     """This device's columns of a function of an element and its row's state."""
-    known = _stats_across(names, rows, x, *where, **row)
-    return rows(part, x, *(jnp.expand_dims(number, row["axes"]) for number in known), *where, **row)
+    return whole(*operands, **row, known=_stats_across(names, local_stats, *operands, **row))
 
 
-def _stats_across(names: Names, rows: Rows, *operands: jax.Array, **row: Any) -> Stats:
+def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
     """The states of the whole rows."""
-    return merge_over(Stats(*all_gather(names, *rows(Op.STATS, *operands, **row))), 0)
+    return merge_over(Stats(*all_gather(names, *local_stats(*operands, **row))), 0)
 
 
-def _softmax_tangent_across(names: Names, rows: Rows, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
     """This device's columns of softmax's (co)tangent."""
     (slopes,) = all_gather(names, reference.row_dot(y, t, axes=row["axes"]))
     return reference.softmax_tangent(y, t, **row, slope=slopes.sum(0))
 
 
 def _log_softmax_tangent_across(
-    names: Names, rows: Rows, x: jax.Array, t: jax.Array, *, axes: tuple[int, ...], scale: float
+    names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, *, axes: tuple[int, ...], scale: float
 ) -> jax.Array:
     """This device's columns of log_softmax's tangent."""
-    local = rows(Op.STATS, x, axes=axes, scale=scale)
+    local = local_stats(x, axes=axes, scale=scale)
     slope = reference.stats_tangent(x, None, t, local.max, axes=axes, scale=scale)
     maximum, total, slope = all_gather(names, *local, slope)
     merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
@@ -298,17 +299,19 @@ def _log_softmax_tangent_across(
     return reference.log_softmax_tangent(x, reference.logits(t, scale), axes=axes, slope=slope).astype(t.dtype)
 
 
-def _log_softmax_cotangent_across(names: Names, rows: Rows, x: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
+def _log_softmax_cotangent_across(
+    names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any
+) -> jax.Array:
     """This device's columns of log_softmax's cotangent."""
-    local = rows(Op.STATS, x, **row)
+    local = local_stats(x, **row)
     maximum, total, incoming = all_gather(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
     known = merge_over(Stats(maximum, total), 0)
     return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
 
 
-def _across(op: Op, columns: Columns, rows: Rows, *shards: jax.Array, **row: Any) -> jax.Array | Stats:
+def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:
     """This device's part of an operation."""
-    return _ACROSS[op](columns.names, rows, *_neutral(op, columns, shards), **row)
+    return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns, shards), **row)
 
 
 def _neutral(op: Op, columns: Columns, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -323,8 +326,8 @@ def _neutral(op: Op, columns: Columns, shards: Sequence[jax.Array]) -> Sequence[
 
 
 _ACROSS: dict[Op, Callable[..., jax.Array | Stats]] = {
-    Op.SOFTMAX: functools.partial(_by_stats, Op.SOFTMAX_PART),
-    Op.LOG_SOFTMAX: functools.partial(_by_stats, Op.LOG_SOFTMAX_PART),
+    Op.SOFTMAX: functools.partial(_by_stats, reference.softmax),
+    Op.LOG_SOFTMAX: functools.partial(_by_stats, reference.log_softmax),
     Op.STATS: _stats_across,
     Op.SOFTMAX_TANGENT: _softmax_tangent_across,
     Op.LOG_SOFTMAX_TANGENT: _log_softmax_tangent_across,

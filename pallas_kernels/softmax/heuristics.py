@@ -270,11 +270,9 @@ def grid(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
 
 
 def online(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
-    """The config has enough loads in flight. What reduces nothing needs no more threads than have a vector."""
+    """The config has enough loads in flight."""
     t = thresholds(device)
     warpgroups = t.online_warpgroups if problem.op.gives_rows else t.online_warpgroups_of_stats
-    if problem.op.takes_stats:
-        warpgroups = min(warpgroups, -(-problem.max_vectors // (128 * t.online_registers)))
     return (OnlineConfig(warpgroups=warpgroups, registers=t.online_registers),)
 
 

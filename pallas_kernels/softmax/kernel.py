@@ -42,8 +42,6 @@ def unsupported_reason(problem: Problem, *, takes_stats: bool = False) -> str | 
         return f"columns are counted in 32 bits; there are {problem.cols}"
     if problem.op.takes_stats and not takes_stats:
         return "it computes the rows' statistics, and here they are given"
-    if problem.op.takes_stats and problem.soft_cap is None and math.frexp(problem.scale)[0] not in (0.5, -0.5):
-        return f"a given maximum is exact for a scale that is a power of two; it is {problem.scale}"
     return _unsupported_loss(problem)
 
 
@@ -57,6 +55,8 @@ def _unsupported_loss(problem: Problem) -> str | None:
         return f"kernels take a soft cap of 2^-100 to 2^100; it is {problem.soft_cap}"
     if problem.smoothing and problem.where != "none":
         return "kernels smooth labels over all columns, not over those that a mask holds"
+    if problem.op.takes_stats and problem.soft_cap is None and math.frexp(problem.scale)[0] not in (0.5, -0.5):
+        return f"a given maximum is exact for a scale that is a power of two; it is {problem.scale}"
     return None
 
 
@@ -78,11 +78,11 @@ class Operands:
 
     def label(self, row: Index) -> Index:
         """The row's label; operations without labels have 0, which is not ignored."""
-        return self.of_rows[0][row] if self.problem.op.has_labels else 0
+        return self.of_rows[0][row] if self.of_rows else 0
 
     def label_operands(self, row: Index, tile: vectors.RegisterTile) -> LabelOperands | None:
         """Loads the per-row operands of the tile's rows; None for operations without labels."""
-        if not self.problem.op.has_labels:
+        if not self.of_rows:
             return None
         labels = row_scalars.load(self.of_rows[0], row, tile, fill=IGNORED)
         if not self.problem.op.gives_rows:
@@ -97,8 +97,8 @@ class Operands:
 
     def given_stats(self, label_operands: LabelOperands | None, row: Index, tile: vectors.RegisterTile) -> RowStats:
         """Loads the statistics of the tile's rows, where they are operands."""
-        numbers = self.of_rows if label_operands is None else self.of_rows[2:]
-        rest = [row_scalars.load(ref, row, tile, fill=0) for ref in numbers]
+        assert label_operands is not None
+        rest = [row_scalars.load(ref, row, tile, fill=0) for ref in self.of_rows[2:]]
         return row_ops.given(self.problem, label_operands, rest)
 
     def _scaled(self, x: jax.Array) -> jax.Array:

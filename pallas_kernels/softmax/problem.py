@@ -21,8 +21,6 @@ class Op(enum.StrEnum):
     SOFTMAX_TANGENT = "softmax_tangent"
     LOG_SOFTMAX_TANGENT = "log_softmax_tangent"
     LOG_SOFTMAX_COTANGENT = "log_softmax_cotangent"
-    SOFTMAX_PART = "softmax_part"
-    LOG_SOFTMAX_PART = "log_softmax_part"
     CROSS_ENTROPY = "cross_entropy"
     CROSS_ENTROPY_GRADIENT = "cross_entropy_gradient"
     CROSS_ENTROPY_COTANGENT = "cross_entropy_cotangent"
@@ -42,8 +40,6 @@ class Op(enum.StrEnum):
     def row_operands(self) -> tuple[str, ...]:
         """The operands with one value for each row, which follow the others: int32 labels, and float32."""
         return {
-            "softmax_part": ("max", "sum"),
-            "log_softmax_part": ("max", "sum"),
             "cross_entropy": ("labels",),
             "cross_entropy_gradient": ("labels", "weights"),
             "cross_entropy_cotangent": ("labels", "weights", "of_p", "max", "sum", "count"),
@@ -51,7 +47,7 @@ class Op(enum.StrEnum):
 
     @property
     def has_labels(self) -> bool:
-        return "labels" in self.row_operands
+        return bool(self.row_operands)
 
     @property
     def gives_rows(self) -> bool:

@@ -107,32 +107,6 @@ def log_softmax(
     return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
 
 
-def softmax_part(
-    x: jax.Array,
-    maximum: jax.Array,
-    total: jax.Array,
-    where: jax.Array | None = None,
-    *,
-    axes: Axes,
-    scale: float = 1.0,
-) -> jax.Array:
-    """`softmax` of some columns of rows whose states, with an extent of 1 on `axes`, are of all columns."""
-    return softmax(x, where, axes=axes, scale=scale, known=Stats(maximum.squeeze(axes), total.squeeze(axes)))
-
-
-def log_softmax_part(
-    x: jax.Array,
-    maximum: jax.Array,
-    total: jax.Array,
-    where: jax.Array | None = None,
-    *,
-    axes: Axes,
-    scale: float = 1.0,
-) -> jax.Array:
-    """`log_softmax` of some columns of rows, as `softmax_part`."""
-    return log_softmax(x, where, axes=axes, scale=scale, known=Stats(maximum.squeeze(axes), total.squeeze(axes)))
-
-
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
     """The rows' states, `axes` removed."""
     z, unit = _in_units(x, scale)

@@ -171,11 +171,8 @@ def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperand
     return RowStats(stats.max, stats.sums, (slope * (1.0 / total), *smooth))
 
 
-def given(problem: Problem, label_operands: LabelOperands | None, rest: Sequence[jax.Array]) -> RowStats:
-    """The statistics and factors that come as operands: `rest` follows the weights, if there are labels."""
-    if label_operands is None:
-        maximum, total = rest
-        return RowStats(_in_unit(problem, maximum), (total,))
+def given(problem: Problem, label_operands: LabelOperands, rest: Sequence[jax.Array]) -> RowStats:
+    """The statistics and factors that come as operands: `rest` follows the weights."""
     of_p, maximum, total, count = rest
     weights = label_operands.weights
     assert weights is not None
@@ -183,13 +180,9 @@ def given(problem: Problem, label_operands: LabelOperands | None, rest: Sequence
     factors = [of_p * problem.scale * (1.0 / total)]
     if problem.smoothing:
         factors.append(weights * (problem.scale * problem.smoothing) * (1.0 / count))
-    maximum, *factors = (jnp.where(read, x, jnp.zeros_like(x)) for x in (_in_unit(problem, maximum), *factors))
+    maximum = maximum if problem.unit == 1.0 else maximum * (1.0 / problem.unit)
+    maximum, *factors = (jnp.where(read, x, jnp.zeros_like(x)) for x in (maximum, *factors))
     return RowStats(maximum, (), tuple(factors))
-
-
-def _in_unit(problem: Problem, maximum: jax.Array) -> jax.Array:
-    """A given maximum in the unit of the logits from which it is subtracted."""
-    return maximum if problem.unit == 1.0 else maximum * (1.0 / problem.unit)
 
 
 def result(
@@ -200,14 +193,14 @@ def result(
     if stats.max is None:
         out = first * (others[0] - broadcast(stats.sums[0]))
         return out if problem.scale == 1.0 else out * problem.scale
-    if op in (Op.SOFTMAX, Op.SOFTMAX_PART):
+    if op is Op.SOFTMAX:
         return decay(first, broadcast(stats.max), exp=exp) * broadcast(1.0 / stats.sums[0])
     if op.has_labels:
         out = decay(first, broadcast(stats.max), exp=exp) * broadcast(stats.factors[0])
         for factor in stats.factors[1:]:
             out = out - broadcast(factor)
         return _soft_cap_grad(problem, out, first)
-    if op in (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_PART):
+    if op is Op.LOG_SOFTMAX:
         return _times_unit(problem, first - broadcast(stats.max)) - broadcast(fast_math.log(stats.sums[0]))
     (t,) = others
     if op is Op.LOG_SOFTMAX_TANGENT:
@@ -239,4 +232,4 @@ def _soft_cap_grad(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
 
 def masked_output(op: Op) -> float:
     """The output where the mask excludes an element."""
-    return -jnp.inf if op in (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_PART) else 0.0
+    return -jnp.inf if op is Op.LOG_SOFTMAX else 0.0

@@ -217,11 +217,8 @@ def test_a_named_kernel_of_a_sharded_vocabulary(stand_ins: Any, kind: AxisType) 
             for sharded in (x, y):
                 close(run(sharded), oracle.cross_entropy(X, Y).gradient)
         assert Op.CROSS_ENTROPY_COTANGENT in {p.op for p in stand_ins.problems}
-        softmax = functools.partial(jaxsoftmax.softmax, implementation="mosaic_gpu")
-        close(jax.jit(softmax)(x), oracle.softmax(X))
-        assert Op.SOFTMAX_PART in {p.op for p in stand_ins.problems}
         with pytest.raises(error, match=r"softmax: .* the rows are sharded along the axis that is reduced"):
-            jax.jit(jax.grad(lambda x: (softmax(x) ** 2).sum()))(x)
+            jax.jit(functools.partial(jaxsoftmax.softmax, implementation="mosaic_gpu"))(x)
         close(
             jax.jit(functools.partial(jaxsoftmax.logsumexp, axis=-1, implementation="mosaic_gpu"))(x),
             oracle.logsumexp(X, -1),

@@ -119,14 +119,9 @@ def operands(problem: Problem, seed: int = 0) -> tuple[jax.Array, ...]:
         labels = _labels(problem, rng)
         x[labels == IGNORED] = NAN
         of_rows = [labels, _weights(problem, rng)][: len(problem.op.row_operands)]
-    if problem.op.takes_stats and problem.op.has_labels:
+    if problem.op.takes_stats:
         of_rows[0] = np.where(np.arange(problem.rows) % 4 == 2, problem.cols + labels + 2, labels).astype(np.int32)
         of_rows += _of_whole_rows(problem, x, of_rows[1], rng)
-    elif problem.op.takes_stats:
-        _, *of_rows, _ = _of_whole_rows(problem, x, np.ones(problem.rows, np.float32), rng)
-        # Such rows are empty on all devices.
-        empty = (x == -INF).all(1)
-        of_rows = [np.where(empty, other, of_row) for of_row, other in zip(of_rows, (-INF, np.float32(0)), strict=True)]
     arrays = [jnp.asarray(x, problem.dtype), *map(jnp.asarray, of_rows)]
     if problem.op.is_linear:
         arrays.append(jnp.asarray(rng.standard_normal(x.shape), problem.dtype))

@@ -66,7 +66,7 @@ def _xla(problem: Problem) -> Run:
 
 
 def _by_xla(problem: Problem, operands: tuple[jax.Array, ...]) -> list[Any]:
-    if problem.op.row_operands:
+    if problem.op.has_labels:
         end = 1 + len(problem.op.row_operands)
         operands = (operands[0], *(x[:, None] for x in operands[1:end]), *operands[end:])
         return _meaning(problem, _xla(problem)(*operands))
@@ -76,8 +76,6 @@ def _by_xla(problem: Problem, operands: tuple[jax.Array, ...]) -> list[Any]:
 def _truths(problem: Problem, operands: tuple[jax.Array, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The true results, and the size each one's error is measured against."""
     arrays = [np.asarray(x) for x in operands]
-    if problem.op.takes_stats and not problem.op.has_labels:
-        return [_part_truth(problem, *arrays)]
     if not problem.op.has_labels:
         truth, size = _truth(problem, arrays)
         return [(truth.reshape(-1), size.reshape(-1))] if problem.op is Op.STATS else [(truth, size)]
@@ -87,15 +85,6 @@ def _truths(problem: Problem, operands: tuple[jax.Array, ...]) -> list[tuple[np.
         truth, terms = oracle.cross_entropy_cotangent(*arrays, where, **options)
         return [(truth, np.abs(truth) + np.fmax(terms, _flushed(arrays[3] * problem.scale)) * _rounding(problem))]
     return _loss_truths(problem, where, *arrays)
-
-
-def _part_truth(problem: Problem, *operands: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of some columns of rows whose states are given."""
-    if problem.op is Op.SOFTMAX_PART:
-        truth = oracle.softmax_part(*operands, scale=problem.scale)
-        return truth, np.abs(truth)
-    truth, terms = oracle.log_softmax_part(*operands, scale=problem.scale)
-    return truth, np.abs(truth) + (terms + 1) * _rounding(problem)
 
 
 def _loss_truths(

@@ -174,11 +174,6 @@ KERNEL_MUTANTS = (
     _given("the given count of columns is left out", row_ops.given,
            lambda given, problem, labels, rest: given(problem, labels, [*rest[:3], jnp.ones_like(rest[3])]),
            smoothing=0.1),
-    KernelMutant("the state that is given is left out", row_ops.given,
-                 lambda given, problem, labels, rest: given(problem, labels, list(map(jnp.ones_like, rest))),
-                 ("online",), Op.SOFTMAX_PART),
-    KernelMutant("a given maximum is not converted to the logits' unit", row_ops._in_unit,
-                 lambda in_unit, problem, maximum: maximum, ("online",), Op.LOG_SOFTMAX_PART, {"scale": 0.5}),
 )  # fmt: skip
 
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
@@ -240,7 +235,7 @@ _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 
 def _kernel_killer(mutant: KernelMutant) -> str:
-    extras = [mutant.op.value] if mutant.op.row_operands else []
+    extras = [mutant.op.value] if mutant.op.has_labels else []
     extras += [f"`{name}` {value}" for name, value in mutant.form.items()]
     return ", ".join([_KERNELS_TEST, *extras, *([f"{mutant.config.ctas} blocks"] if mutant.config else [])])
 
