@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from jaxsoftmax._cross_entropy import chunks as of_chunks
 from jaxsoftmax._cross_entropy.linear import linear_cross_entropy
 from jaxsoftmax._cross_entropy.linear_kernel import kernel_reason
 from jaxsoftmax._cross_entropy.linear_primitives import GRADIENT, LOSS, NAME, OF_COTANGENT, OF_TANGENT, call_of
@@ -85,23 +86,41 @@ def explain_linear_cross_entropy(
     found = dataclasses.replace(found, call=f"{name} of {floats['hidden'].dtype}: {shown}", least_bytes=least)
     for primitive, what in ((OF_COTANGENT, "gradients"), (OF_TANGENT, "tangents")):
         if eqns := [eqn for eqn in jaxpr.eqns if eqn.primitive is primitive]:
-            found = noting(found, f"the {what} are computed in {_chunks(eqns[0])[0]}, from logits computed again")
+            chunks = _kernel_chunks(eqns[0], target[0])[1] if primitive is OF_COTANGENT else None
+            chunks = chunks or _chunks(eqns[0])[0]
+            found = noting(found, f"the {what} are computed in {chunks}, from logits computed again")
     return found
 
 
 def _of_losses(eqn: Any, target: Target) -> Explanation:
     """Explains the losses, with which a call with weights computes the gradients."""
-    (device, here), params = target, eqn.params
-    operands = dict(zip(params["names"], (v.aval for v in eqn.invars), strict=True))
-    declined = kernel_reason(params["rules"], operands, device)
-    if eqn.primitive is LOSS and declined is None:
+    device, here = target
+    declined, size = _kernel_chunks(eqn, device)
+    if declined is None:
         why = "product and online softmax are one kernel, and no logits are written"
+        if eqn.primitive is GRADIENT:
+            why = f"{size}, as product and online softmax are one kernel, which writes the logits' weights in 16 bits"
         return Explanation("", "mosaic_gpu", here, device, why, 0, kernel=NAME)
-    why = "the kernel computes no gradients" if declined is None or eqn.primitive is GRADIENT else declined
+    why = declined
     chunks, inside = _chunks(eqn)
     rows, reason = next(e for e in _eqns(inside) if e.primitive in COMPUTATIONS), f"{chunks}, as {why}"
     found, declined = of_rows("", rows, [], target, ()), ((NAME, why),)
     return dataclasses.replace(found, reason=reason, bytes_moved=None, declined=declined + found.declined)
+
+
+def _kernel_chunks(eqn: Any, device: Device) -> tuple[str | None, str | None]:
+    """Why no kernel multiplies in a call, or None; and how many chunks of how many tokens it has where one does."""
+    rules, operands = eqn.params["rules"], dict(zip(eqn.params["names"], (v.aval for v in eqn.invars), strict=True))
+    declined = kernel_reason(rules, operands, device, for_gradient=eqn.primitive is not LOSS)
+    if declined is not None:
+        return declined, None
+    weight, tokens = operands["weight"], operands["labels"].size
+    vocabulary = weight.shape[rules.axes("weight").index("v")]
+    return None, _in_words(tokens, of_chunks.chunk_size(tokens, vocabulary, weight.dtype.itemsize, rules.chunk_size))
+
+
+def _in_words(tokens: int, size: int) -> str:
+    return "one chunk of all tokens" if size >= tokens else f"{math.ceil(tokens / size)} chunks of {size} tokens"
 
 
 def _chunks(eqn: Any) -> tuple[str, Any]:
@@ -115,7 +134,7 @@ def _chunks(eqn: Any) -> tuple[str, Any]:
     if size is None:
         return "one chunk of all tokens", inside
     tokens = eqn.invars[eqn.params["names"].index("labels")].aval.size
-    return f"{math.ceil(tokens / size)} chunks of {size} tokens", inside
+    return _in_words(tokens, size), inside
 
 
 def _eqns(jaxpr: Any) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 XLA computes the products, in float32 from operands of 16 bits, and this package's own loss reads a chunk's logits. A
 chunk's gradient logits have the operands' dtype; two more products make the gradients of it, and what is summed over
-tokens is summed in float32. A kernel reads the logits for the rows' states; XLA writes the gradient from these.
+tokens is summed in float32. A kernel reads the logits for the rows' states; XLA writes the gradient from these. On
+Hopper a kernel multiplies where it can, and stores no logits but their weights in 16 bits (`linear_kernel`).
 
 The operands have names, and `linear_rules` says what axes each has. Here `t`, the tokens, is one axis. If the
 vocabulary is sharded, the devices exchange a few numbers a token (`merged`); `Parts` says what this device has.
@@ -292,25 +293,29 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
     rules, parts, _, gives_loss, *_ = pull
     vocabulary = chunk["weight"].shape[rules.axes("weight").index("v")]
     local = _local_labels(chunk["labels"], vocabulary, parts)
-    raw = weights = None
+    exists = jnp.ones(local.shape, bool) if rules.all_rows else chunk["labels"] != IGNORED
     if pull.by_kernel:
+        raw = None
         numbers, weights = linear_kernel.numbers_and_weights(rules, chunk, local)
+
+        def slopes(chunk: Operands, cotangents: Operands) -> jax.Array:
+            factors = _factors(rules, chunk, cotangents)
+            return linear_kernel.slopes(rules, weights, *factors, local[:, None], exists[:, None])
     else:
         raw = _raw(rules, chunk)
-        numbers = _numbers(rules, _scaled(raw, chunk), chunk, local) if gives_loss else {}
+        x = _scaled(raw, chunk)
+        numbers = _numbers(rules, x, chunk, local) if gives_loss else {}
+
+        def slopes(chunk: Operands, cotangents: Operands) -> jax.Array:
+            return _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary))
+
     if gives_loss:
         found = losses_of(rules, merged(numbers, parts), chunk["labels"])
         chunk, cotangents = chunk | {n: found[n] for n in rules.states}, {"loss": chunk["weights"]}
     else:
         found, cotangents = {}, _cotangents(chunk)
     counts = functools.reduce(jnp.logical_or, [ct != 0 for ct in cotangents.values()])
-    exists = jnp.ones_like(counts) if rules.all_rows else chunk["labels"] != IGNORED
-    if raw is None:
-        factors = _factors(rules, chunk, cotangents)
-        g = linear_kernel.slopes(rules, weights, *factors, local[:, None], exists[:, None])
-    else:
-        count = _count(rules, chunk, parts, vocabulary)
-        g = _slopes(rules, _scaled(raw, chunk), chunk, local, cotangents, count)
+    g = slopes(chunk, cotangents)
     sums, rows = _pulled(pull, chunk, g, raw, counts & exists)
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
 

@@ -94,12 +94,6 @@ def _flat_cap(slope, x, labels, *rest, soft_cap, scale, **row):
     return slope(z, labels, *rest, scale=1.0, **row) * scale
 
 
-def _without(name):
-    return lambda function, rules, parts, operands, *a: function(
-        rules, parts, {n: x for n, x in operands.items() if n != name}, *a
-    )
-
-
 def _half_precision(over, body, rules, operands, each):
     """What is summed over chunks is rounded after each."""
     total, rows = over(body, rules, operands, each)
@@ -147,7 +141,12 @@ MUTANTS = (
         lambda f, rules, operands: f(rules, {n: x for n, x in operands.items() if n != "bias"}),
     ),
     Mutant("the mask is left out", check_all, "_where", lambda f, operands: []),
-    Mutant("the scale is not in the gradient", check_all, "_pulled", _without("scale")),
+    Mutant(
+        "the scale is not in the gradient",
+        check_all,
+        "_pulled",
+        lambda f, pull, operands, *a: f(pull, {n: x for n, x in operands.items() if n != "scale"}, *a),
+    ),
     Mutant(
         "the weights are not in the gradient",
         check_weighted,
@@ -165,9 +164,7 @@ MUTANTS = (
         "ignored hidden states count",
         tested.test_rows_that_do_not_count,
         "_pulled",
-        lambda f, rules, parts, operands, g, raw, counts, moving: f(
-            rules, parts, operands, g, raw, jnp.ones_like(counts), moving
-        ),
+        lambda f, pull, operands, g, raw, counts: f(pull, operands, g, raw, jnp.ones_like(counts)),
     ),
     Mutant(
         "logits are rounded to 16 bits",

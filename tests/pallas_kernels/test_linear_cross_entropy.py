@@ -1,5 +1,6 @@
 """The kernel of the states of `hidden @ weight`: in the interpreter against float64, and compiled for an H200."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,12 @@ from interpreter import interpret
 
 import jaxsoftmax
 from jaxsoftmax._core.sharding import AxisSharding
-from jaxsoftmax._cross_entropy import chunks
+from jaxsoftmax._cross_entropy import chunks, linear_kernel
 from pallas_kernels import hardware
 from pallas_kernels.hardware import H200
 from pallas_kernels.linear_cross_entropy import forward
 from pallas_kernels.linear_cross_entropy.forward import Config, Problem
+from pallas_kernels.softmax.problem import IGNORED
 
 BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 CASES = {
@@ -185,6 +187,59 @@ def test_losses_are_those_of_chunks(name: str) -> None:
         got = interpret(functools.partial(losses, may_run_kernel=True))
     assert got.keys() == want.keys()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("gives_loss", [True, False])
+def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype) -> None:
+    """Of float32 logits, of three chunks with a tail."""
+    rules = chunks.Rules(transposed=True, soft_cap=5.0, scale=0.5, z_loss=0.1, chunk_size=50, all_rows=not gives_loss)
+    rules = dataclasses.replace(rules, results=("loss",) if gives_loss else ("loss", "lse"))
+    hidden, weight, labels = operands(Problem(130, 64, 328, dtype, transposed=True))
+    parts, of_tokens = chunks.Parts((), AxisSharding((), 328)), jnp.cos(jnp.arange(130.0))
+    given = {"hidden": hidden, "weight": weight, "labels": labels.at[7].set(IGNORED)}
+    if gives_loss:
+        given["weights"] = of_tokens
+    else:
+        found = chunks.forward(rules, parts, given)
+        given |= {name: found[name] for name in ("max", "sum")} | {
+            "cotangent_loss": of_tokens,
+            "cotangent_lse": of_tokens,
+        }
+    gradient = functools.partial(
+        chunks.gradient, rules, parts, given, moving=("hidden", "weight"), gives_loss=gives_loss
+    )
+    want = gradient()
+    with pytest.MonkeyPatch.context() as patch:
+        # The kernel runs or the call fails.
+        patch.setattr(chunks, "_raw", None)
+        jax.clear_caches()
+        got = interpret(functools.partial(gradient, may_run_kernel=True))
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        largest = np.abs(np.float32(x)).max()
+        np.testing.assert_allclose(np.float32(got[name]), np.float32(x), rtol=1e-2, atol=1e-2 * largest, err_msg=name)
+
+
+OF_SLOPES: dict[str, Callable[..., Any]] = {
+    "weights are relative to the row's maximum": lambda f, rules, w, known, *a: f(
+        rules, w._replace(maxima=jnp.broadcast_to(known.max, w.maxima.shape)), known, *a
+    ),
+    "the label has no slope of the soft cap": lambda f, rules, w, *a: f(rules, w._replace(label=0 * w.label), *a),
+    "ignored tokens count": lambda f, rules, w, known, of_p, of_q, local, exists: f(
+        rules, w, known, of_p + 1 - exists, of_q, local, jnp.ones_like(exists)
+    ),
+    "the label is one off": lambda f, rules, w, known, of_p, of_q, local, exists: f(
+        rules, w, known, of_p, of_q, local - 1, exists
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SLOPES)
+def test_a_fault_of_the_gradient_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_kernel, "slopes", functools.partial(OF_SLOPES[name], linear_kernel.slopes))
+    with pytest.raises(AssertionError):
+        test_gradients_are_those_of_chunks(True, BF16)
 
 
 @pytest.mark.aot
