@@ -101,11 +101,10 @@ def _of_losses(eqn: Any, target: Target) -> Explanation:
         if eqn.primitive is GRADIENT:
             why = f"{size}, as product and online softmax are one kernel, which writes the logits' weights in 16 bits"
         return Explanation("", "mosaic_gpu", here, device, why, 0, kernel=NAME)
-    why = declined
     chunks, inside = _chunks(eqn)
-    rows, reason = next(e for e in _eqns(inside) if e.primitive in COMPUTATIONS), f"{chunks}, as {why}"
-    found, declined = of_rows("", rows, [], target, ()), ((NAME, why),)
-    return dataclasses.replace(found, reason=reason, bytes_moved=None, declined=declined + found.declined)
+    found = of_rows("", next(e for e in _eqns(inside) if e.primitive in COMPUTATIONS), [], target, ())
+    others = ((NAME, declined), *found.declined)
+    return dataclasses.replace(found, reason=f"{chunks}, as {declined}", bytes_moved=None, declined=others)
 
 
 def _kernel_chunks(eqn: Any, device: Device) -> tuple[str | None, str | None]:

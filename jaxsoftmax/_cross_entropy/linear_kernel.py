@@ -20,7 +20,7 @@ def kernel_reason(
 ) -> str | None:
     """Why no kernel multiplies hidden states and weight; only shapes and dtypes of the operands are read.
 
-    Without a kernel the losses come in chunks, too. Gradients always do.
+    Without the kernel losses are computed in chunks of tokens. Gradients are in either case.
     """
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.linear_cross_entropy import forward as kernel

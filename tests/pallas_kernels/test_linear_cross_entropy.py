@@ -172,6 +172,14 @@ RULES = {
 }
 
 
+def by_the_kernel(call: Callable[..., Any], otherwise: str) -> Any:
+    """What a call gives by the kernel; without it, it fails for want of the function `otherwise`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, otherwise, None)
+        jax.clear_caches()
+        return interpret(functools.partial(call, may_run_kernel=True))
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_losses_are_those_of_chunks(name: str) -> None:
     """Of ignored tokens, and of labels that another device has, too."""
@@ -180,11 +188,7 @@ def test_losses_are_those_of_chunks(name: str) -> None:
     given = {"hidden": hidden, "weight": weight, "labels": labels}
     losses = functools.partial(chunks.forward, rules, chunks.Parts((), AxisSharding((), 320)), given)
     want = losses()
-    with pytest.MonkeyPatch.context() as patch:
-        # The kernel runs or the call fails.
-        patch.setattr(chunks, "_over_chunks", None)
-        jax.clear_caches()
-        got = interpret(functools.partial(losses, may_run_kernel=True))
+    got = by_the_kernel(losses, "_over_chunks")
     assert got.keys() == want.keys()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
 
@@ -210,11 +214,7 @@ def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype) -> No
         chunks.gradient, rules, parts, given, moving=("hidden", "weight"), gives_loss=gives_loss
     )
     want = gradient()
-    with pytest.MonkeyPatch.context() as patch:
-        # The kernel runs or the call fails.
-        patch.setattr(chunks, "_raw", None)
-        jax.clear_caches()
-        got = interpret(functools.partial(gradient, may_run_kernel=True))
+    got = by_the_kernel(gradient, "_raw")
     assert got.keys() == want.keys()
     for name, x in want.items():
         largest = np.abs(np.float32(x)).max()
