@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, Operands, Rules
+from jaxsoftmax._cross_entropy.linear_rules import COTANGENT, Operands, Rules
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, decay
-from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
 
 
@@ -69,11 +68,11 @@ def numbers(rules: Rules, operands: Operands, local: jax.Array) -> Operands:
 class Weights(NamedTuple):
     """The weights of a chunk's logits, each relative to the maximum of its row in its tile of columns.
 
-    They are multiplied by the slope of the soft cap.
+    They are multiplied by the slope of the soft cap. The kernel pads `of_columns` and the tokens of `maxima`.
     """
 
     of_columns: jax.Array
-    maxima: jax.Array  # [tokens, tiles]
+    maxima: jax.Array  # [tiles, tokens]
     label: jax.Array  # the logit of the label
 
 
@@ -100,18 +99,18 @@ def _run(rules: Rules, operands: Operands, local: jax.Array, *, weights: bool) -
 def slopes(
     rules: Rules, weights: Weights, known: Stats, of_p: jax.Array, of_q: jax.Array, local: jax.Array, exists: jax.Array
 ) -> jax.Array:
-    """`(of_p * p - of_q * [column == label]) * dz/dx` of each logit, and 0 in rows that do not exist.
+    """`(of_p * p - of_q * [column == label]) * dz/dx` of each logit, and 0 in rows that do not exist, in 16 bits.
 
-    All but `weights` have the shape `[tokens, 1]`.
+    It takes the place of the weights, and is padded like them. All but `weights` have the shape `[tokens]`.
     """
-    from pallas_kernels.linear_cross_entropy.forward import Config
+    from pallas_kernels.linear_cross_entropy import forward, gradient
 
-    of_tiles = rules.scale * of_p * decay(weights.maxima, known.max) / known.sum
-    by_column = jnp.broadcast_to(of_tiles[:, :, None], (*of_tiles.shape, Config().columns)).reshape(len(of_p), -1)
-    x = weights.of_columns
+    missing = len(weights.of_columns) - len(of_p)
     of_label = rules.scale * of_q
     if rules.soft_cap is not None:
-        of_label = of_label * (1.0 - jnp.square(weights.label[:, None] / rules.soft_cap))
-    at_label = reference.columns(x, COLUMNS) == local
-    slope = x.astype(of_p.dtype) * by_column[:, : x.shape[1]] - jnp.where(at_label, of_label, 0.0)
-    return jnp.where(exists, slope, 0.0)
+        of_label = of_label * (1.0 - jnp.square(weights.label / rules.soft_cap))
+    padded = lambda x: jnp.pad(x, (0, missing))
+    of_tiles = padded(rules.scale * of_p / known.sum)[None] * decay(weights.maxima, padded(known.max)[None])
+    of_tiles = jnp.where(padded(exists)[None], of_tiles, 0.0)
+    of_label = padded(jnp.where(exists, of_label, 0.0))
+    return gradient.run(weights.of_columns, of_tiles, of_label, padded(local), columns=forward.Config().columns)

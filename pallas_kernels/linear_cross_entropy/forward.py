@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware, monoid
+from pallas_kernels.attention import gather
 from pallas_kernels.attention.wgmma import tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import fast_math
@@ -159,12 +160,30 @@ def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: A
     plgpu.wgmma_wait(0)
 
 
-def _own_columns(z: jax.Array, last: jax.Array | None, start: int) -> jax.Array:
-    """A part of a tile's logits from column `start` on, and -inf past the tile's column `last`."""
-    if last is None:
-        return z
-    at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA) + start
+def _own_columns(z: jax.Array, last: jax.Array) -> jax.Array:
+    """A tile's logits, and -inf past its column `last`."""
+    at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA)
     return jnp.where(at <= last, z, jnp.full_like(z, -jnp.inf))
+
+
+def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
+    """The logit of each row's label, from parts of a tile by their first columns; 0 where no part has it."""
+
+    def pick() -> jax.Array:
+        total = jnp.zeros_like(parts[0])
+        for start, part in parts.items():
+            at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
+            is_label = at == lax.broadcast_in_dim(label, part.shape, [0])
+            total += jnp.where(is_label, part, jnp.zeros_like(part))
+        return total.sum(axis=1)
+
+    # Few tiles have a label of any of a warp's rows.
+    is_here = (label >= 0) & (label < sum(part.shape[1] for part in parts.values()))
+    return lax.cond(gather.warp_any(is_here), pick, lambda: _row_numbers(0.0))
+
+
+def _row_numbers(value: float) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
 
 
 def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -178,25 +197,24 @@ def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Ar
     label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
     if last is not None:
         label = jnp.where(label <= last, label, jnp.full_like(label, -1))
+        z = lax.cond(last < config.columns - 1, lambda z: _own_columns(z, last), lambda z: z, z)
     # In parts, of which few are in registers beside the logits.
-    starts = range(0, config.columns, _PART)
-    parts = [_own_columns(z[:, start : start + _PART], last, start) for start in starts]
-    maximum = functools.reduce(jnp.maximum, parts).max(axis=1)
+    parts = {start: z[:, start : start + _PART] for start in range(0, config.columns, _PART)}
+    maximum, label_logit = functools.reduce(jnp.maximum, parts.values()).max(axis=1), _label_logit(parts, label)
     by_row = lambda value: lax.broadcast_in_dim(value, parts[0].shape, [0])
-    sums = [jnp.zeros_like(parts[0])] * (2 + problem.entropy)
-    for start, part in zip(starts, parts, strict=True):
+    sums = [jnp.zeros_like(parts[0])] * (1 + problem.entropy)
+    for start, part in parts.items():
         weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
         if problem.weights:
             _store(refs, static, row, first + start, weights, part)
-        at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
-        is_label = at == by_row(label)
-        terms = [weights, jnp.where(is_label, part, jnp.zeros_like(part))]
+        terms = [weights]
         if problem.entropy:
             terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
     if problem.weights:
         refs["maxima"].at[column, _tokens(config, row)][...] = maximum
-    return maximum, *(total.sum(axis=1) for total in sums)
+    total, *spread = (part.sum(axis=1) for part in sums)
+    return maximum, total, label_logit, *spread
 
 
 def _store(refs: Any, static: Any, row: jax.Array, first: jax.Array, weights: jax.Array, z: jax.Array) -> None:
@@ -253,8 +271,7 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
             x = pl.run_scoped(compute, accumulator)
             return _merge(state, _states(of, static, row, column * config.group + i, x))
 
-        number = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-        empty = number(-jnp.inf), *(number(0.0) for _ in range(num_values(problem) - 1))
+        empty = _row_numbers(-jnp.inf), *(_row_numbers(0.0) for _ in range(num_values(problem) - 1))
         for i, value in enumerate(lax.fori_loop(0, config.group, tile, empty)):
             of["states"].at[i, column, _tokens(config, row)][...] = value
 
@@ -280,7 +297,8 @@ def run(
     """Each row's maximum, sum and label's logit, and with `entropy` the sum of `exp(z - max) * z`.
 
     With `weights` also `exp(z - max)` in the operands' dtype, times the slope of the soft cap, `[tokens, vocabulary]`,
-    and the maxima that it is relative to, `[tokens, tiles]`, each of `config.columns` columns.
+    and the maxima that it is relative to, `[tiles, tokens]`, each of `config.columns` columns. There the tokens are
+    padded to whole tiles, and the vocabulary to `padded_vocabulary`.
     """
     missing = -problem.tokens % config.tokens
     if missing:
@@ -311,5 +329,5 @@ def run(
     whole = monoid.merge_over((maximum, total, *rest), 0)
     out = whole[0], whole[1], label.sum(0), *whole[2:]
     if problem.weights:
-        out += found["weights"][: problem.tokens, : problem.vocabulary], found["maxima"][:, : problem.tokens].T
+        out += found["weights"], found["maxima"]
     return out

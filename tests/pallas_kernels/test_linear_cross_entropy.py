@@ -64,7 +64,8 @@ def compare(problem: Problem, run: Callable[..., Any]) -> None:
     if problem.weights:
         *spread, stored, maxima = spread
         slope = 1 if problem.soft_cap is None else 1 - np.square(z / problem.soft_cap)
-        relative = stored * np.exp(np.repeat(maxima, Config().columns, 1)[:, : problem.vocabulary] - maximum[:, None])
+        own = lambda x: x[: problem.tokens, : problem.vocabulary]
+        relative = own(stored) * np.exp(own(np.repeat(maxima.T, Config().columns, 1)) - maximum[:, None])
         np.testing.assert_allclose(relative, np.exp(z - z.max(1, keepdims=True)) * slope, rtol=6e-3, atol=1e-6)
     np.testing.assert_allclose(maximum, z.max(1), rtol=1e-5)
     weights = np.exp(z - z.max(1, keepdims=True))
@@ -94,7 +95,8 @@ FAULTS = {
     "_tokens": lambda f, config, row: f(config, row * 0),
     "_place": lambda f, config, shape, tile: (f(config, shape, tile)[0] * 0, f(config, shape, tile)[1]),
     "_merge": lambda f, state, other: other,
-    "_own_columns": lambda f, z, start, own: z,
+    "_own_columns": lambda f, z, last: z,
+    "_label_logit": lambda f, parts, label: f(parts, label + 1),
     "monoid.merge_over": lambda f, state, axis: tuple(x[0] for x in state),
     "monoid.decay": lambda f, frm, to, exp: exp(frm),
 }
@@ -223,7 +225,7 @@ def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype) -> No
 
 OF_SLOPES: dict[str, Callable[..., Any]] = {
     "weights are relative to the row's maximum": lambda f, rules, w, known, *a: f(
-        rules, w._replace(maxima=jnp.broadcast_to(known.max, w.maxima.shape)), known, *a
+        rules, w._replace(maxima=jnp.broadcast_to(w.maxima.max(0), w.maxima.shape)), known, *a
     ),
     "the label has no slope of the soft cap": lambda f, rules, w, *a: f(rules, w._replace(label=0 * w.label), *a),
     "ignored tokens count": lambda f, rules, w, known, of_p, of_q, local, exists: f(
