@@ -36,7 +36,6 @@ from pallas_kernels.mosaic.ptx import WGMMA
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
 _NO_TILE = -1
-_PAGE_MISSING = -1  # in the place of a tile's number of keys
 ALIGNMENT = 1024  # of arrays in tiles; others need less
 _PAGED_QUERIES = 1024  # of more, gathering the pages first costs little beside the products
 
@@ -198,21 +197,12 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, load)
     if config.splits > 1:
         keys = jnp.where(sees_any, keys, 0)
-    if problem.page_size:
-        keys = jnp.where(_lacks_page(cta, batch, span, keys), _PAGE_MISSING, keys)
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
     if _records_lengths(problem, config):
         record += queries, keys
     tile_scheduler.publish(cta.tile_smem, t, record)
-
-
-def _lacks_page(cta: Cta, batch: jax.Array, span: TileRange, keys: jax.Array) -> jax.Array:
-    """Whether a page of a tile's keys does not exist."""
-    size, block = cta.problem.page_size, cta.config.block_kv
-    first, end = lax.div(span.first * block, jnp.int32(size)), pl.cdiv(jnp.minimum(span.end * block, keys), size)
-    return gather.lacks_page(cta.block_tables, batch, first, end, cta.key.shape[0 if cta.problem.pages_first else 1])
 
 
 def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
@@ -421,13 +411,17 @@ def _tiles(cta: Cta) -> None:
         tile = _tile(cta, tuple(record), t, n)
         place, queries = _own(tile, warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
         own = mask.kv_range(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
-        narrows = cta.problem.has_data_mask or cta.config.splits > 1 or cta.problem.page_size > 0
+        narrows = cta.problem.has_data_mask or cta.config.splits > 1
         own = (mask.intersect if narrows else mask.clamp)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
         tile_number = _draw(cta)
+        lacks_page = _lacks_page(cta, tile) if cta.problem.page_size else None
         state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
+        if lacks_page is not None:
+            lost = jnp.where(lacks_page, jnp.nan, 0.0)
+            state = state._replace(max=state.max + lost, sum=state.sum + lost)
         _epilogue(cta, place, tile.split, state)
         # The load overlaps with the next tile's start, which needs it in its first step.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, tile_number)
@@ -436,6 +430,14 @@ def _tiles(cta: Cta) -> None:
     index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
     first = jnp.int32(0), jnp.int32(0), index, *tile_scheduler.read(cta.tile_smem, 0)
     lax.while_loop(lambda state: _tile(cta, state[3:], 0, 0).steps > 0, visit, first)
+
+
+def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
+    """Whether a page of the tile's keys does not exist. The first keys are on their way meanwhile."""
+    size, (first, end) = cta.problem.page_size, (i * cta.config.block_kv for i in (tile.span.first, tile.span.end))
+    first, end = lax.div(first, jnp.int32(size)), pl.cdiv(jnp.minimum(end, tile.place.keys), size)
+    pages = cta.key.shape[0 if cta.problem.pages_first else 1]
+    return gather.lacks_page(cta.block_tables, tile.place.batch, first, end, pages)
 
 
 def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
@@ -551,9 +553,6 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     sink = None
     if problem.sinks and cta.config.splits == 1:
         sink = cta.sinks[place.head] if place.heads == 1 else gather.load_of_heads(cta.sinks, place.head, place.heads)
-    if problem.page_size:
-        lost = jnp.where(place.keys == _PAGE_MISSING, jnp.nan, 0.0)
-        state = state._replace(max=state.max + lost, sum=state.sum + lost)
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)

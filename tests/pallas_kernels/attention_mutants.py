@@ -370,8 +370,6 @@ MUTANTS = (
     _paged("pages are those of the first sequence", pipeline.copy_pages,
            lambda copy, source, tables, at, *a, **k: copy(source, tables, (0, *at[1:]), *a, **k)),
     _paged("nobody looks for pages that do not exist", gather.lacks_page, lambda lacks_page, *a: jnp.bool_(False)),
-    _paged("a sequence that lacks a page is taken for an empty one", forward._own,
-           lambda own, tile, w: own(tile, w)._replace(keys=jnp.maximum(tile.place.keys, 0))),
     _dynamic("no CTA takes the counter's first tile", reduce.with_workspace,
              lambda run, kernel, arrays, counter, *a: run(kernel, arrays, [counter[0] + 1], *a),
              inside=tile_scheduler.call),
