@@ -264,9 +264,17 @@ class _Pull(NamedTuple):
 
 
 def _pulled(
-    pull: _Pull, operands: Operands, g: jax.Array, raw: jax.Array | None, counts: jax.Array
+    pull: _Pull,
+    operands: Operands,
+    g: jax.Array,
+    of_rows: jax.Array | None,
+    raw: jax.Array | None,
+    counts: jax.Array,
 ) -> tuple[Operands, Operands]:
-    """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not."""
+    """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not.
+
+    `of_rows`: factors of the rows of `g`, which then goes into the products as it is.
+    """
     rules, moving = pull.rules, pull.moving
     hidden, weight = operands["hidden"], operands["weight"]
     wide, sums, rows = accumulator_dtype(hidden.dtype), {}, {}
@@ -279,6 +287,8 @@ def _pulled(
     if "weight" in moving:
         # The gradient of a token without a cotangent is 0, whatever its hidden state is.
         hidden = jnp.where(counts[:, None], hidden, jnp.zeros_like(hidden))
+        if of_rows is not None:
+            hidden = (hidden * of_rows[:, None]).astype(hidden.dtype)
         if rules.transposed:
             sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, pull.sum_dtype)
         else:
@@ -286,7 +296,11 @@ def _pulled(
     if "hidden" in moving:
         # Parts of a sum over devices are not rounded yet.
         dtype = wide if pull.parts.vocabulary.names else hidden.dtype
-        rows["hidden"] = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype)
+        product = functools.partial(_product, rules, f"tv,{rules.axes('weight')}->te", narrow, weight)
+        if of_rows is None:
+            rows["hidden"] = product(dtype)
+        else:
+            rows["hidden"] = jnp.where(of_rows[:, None] == 0, 0.0, product(wide) * of_rows[:, None]).astype(dtype)
     return sums, rows
 
 
@@ -300,17 +314,17 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
         raw = None
         numbers, weights = linear_kernel.numbers_and_weights(rules, chunk, local)
 
-        def slopes(chunk: Operands, cotangents: Operands) -> jax.Array:
+        def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
             known, of_p, of_q = jax.tree.map(lambda x: x[:, 0], _factors(rules, chunk, cotangents))
-            slope = linear_kernel.slopes(rules, weights, known, of_p, of_q, local, exists)
-            return slope[: len(local), :vocabulary]
+            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, local, exists)
+            return slope[: len(local), :vocabulary], of_rows
     else:
         raw = _raw(rules, chunk)
         x = _scaled(raw, chunk)
         numbers = _numbers(rules, x, chunk, local) if gives_loss else {}
 
-        def slopes(chunk: Operands, cotangents: Operands) -> jax.Array:
-            return _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary))
+        def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
+            return _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary)), None
 
     if gives_loss:
         found = losses_of(rules, merged(numbers, parts), chunk["labels"])
@@ -318,8 +332,8 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
     else:
         found, cotangents = {}, _cotangents(chunk)
     counts = functools.reduce(jnp.logical_or, [ct != 0 for ct in cotangents.values()])
-    g = slopes(chunk, cotangents)
-    sums, rows = _pulled(pull, chunk, g, raw, counts & exists)
+    g, of_rows = slopes(chunk, cotangents)
+    sums, rows = _pulled(pull, chunk, g, of_rows, raw, counts & exists)
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
 
 

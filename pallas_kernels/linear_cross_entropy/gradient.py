@@ -1,8 +1,9 @@
 """The gradient of the logits of `hidden @ weight` from their weights, in the place of these.
 
-The forward kernel leaves weights that are relative to the maxima of tiles of columns. A CTA takes 64 tokens and the
-columns of a tile: each row has a factor there, and one of all its columns is the label's. What leaves is what the two
-products of the gradient read. XLA would write it beside the weights, into as much memory again.
+It is needed where the forward kernel's weights cannot be factors of the gradient's products themselves: where they are
+relative to the maxima of tiles, or a row's gradient is no multiple of them. A CTA takes 64 tokens and the columns of a
+tile: each row has a factor there, and one of all its columns is the label's. XLA would write the gradient beside the
+weights, into as much memory again.
 Traffic: the weights, read and written once.
 """
 
@@ -23,7 +24,13 @@ ROWS = 64
 _PART = 64  # columns that are in registers together
 
 
-def _body(factors: jax.Ref, of_labels: jax.Ref, labels: jax.Ref, weights: jax.Ref, *scratch: Any, columns: int) -> None:
+def _body(needed: jax.Ref, *refs: Any, columns: int) -> None:
+    pl.when(needed[0] != 0)(functools.partial(_write, *refs, columns=columns))
+
+
+def _write(
+    factors: jax.Ref, of_labels: jax.Ref, labels: jax.Ref, weights: jax.Ref, *scratch: Any, columns: int
+) -> None:
     smem, barrier = scratch
     tile, rows = lax.axis_index("tile"), pl.ds(lax.axis_index("row") * ROWS, ROWS)
     here = weights.at[rows, pl.ds(tile * columns, columns)]
@@ -46,8 +53,10 @@ def _body(factors: jax.Ref, of_labels: jax.Ref, labels: jax.Ref, weights: jax.Re
 
 
 @functools.partial(jax.jit, static_argnames="columns")
-def run(weights: jax.Array, factors: jax.Array, of_labels: jax.Array, labels: jax.Array, *, columns: int) -> jax.Array:
-    """`weights * factor - of_label * [column == label]` in the place of `weights [tokens, vocabulary]`.
+def run(
+    needed: jax.Array, weights: jax.Array, factors: jax.Array, of_labels: jax.Array, labels: jax.Array, *, columns: int
+) -> jax.Array:
+    """`weights * factor - of_label * [column == label]` in the place of `weights [tokens, vocabulary]`, where `needed`.
 
     Tiles of `columns` columns have `factors [tiles, tokens]`, and `of_labels` and `labels` are of rows. Where a factor
     is 0, so is its product. The tokens are a multiple of 64.
@@ -63,4 +72,5 @@ def run(weights: jax.Array, factors: jax.Array, of_labels: jax.Array, labels: ja
         scratch_types=[tiled((ROWS, columns), weights.dtype), plgpu.Barrier()],
         kernel_name="linear_cross_entropy_gradient",
     )
-    return reduce.with_workspace(kernel, (factors, of_labels, labels), [weights], ())[1][0]
+    flag = needed.astype(jnp.int32).reshape(1)
+    return reduce.with_workspace(kernel, (flag, factors, of_labels, labels), [weights], ())[1][0]
