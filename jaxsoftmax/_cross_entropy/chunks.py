@@ -316,7 +316,8 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
 
         def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
             known, of_p, of_q = jax.tree.map(lambda x: x[:, 0], _factors(rules, chunk, cotangents))
-            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, local, exists)
+            here = jnp.where(local < vocabulary, local, IGNORED)
+            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, here, exists)
             return slope[: len(local), :vocabulary], of_rows
     else:
         raw = _raw(rules, chunk)

@@ -144,28 +144,28 @@ def slopes(
     """`(of_p * p - of_q * [column == label]) * dz/dx` of each logit, as an array and factors of its rows.
 
     The array takes the place of the weights, and is padded like them. A row that does not exist has a factor of 0, or
-    zeros. All but `weights` have the shape `[tokens]`.
+    zeros. All but `weights` have the shape `[tokens]`; a label in none of the columns is negative.
     """
     from pallas_kernels.linear_cross_entropy import forward, gradient
 
     missing = len(weights.of_columns) - len(of_p)
     padded = lambda x: jnp.pad(x, (0, missing))
     lse = log_normalizer(known)
-    of_label = rules.scale * of_q
-    if rules.soft_cap is not None:
-        of_label = of_label * (1.0 - jnp.square(weights.label / rules.soft_cap))
-    of_label = jnp.where(exists, of_label, 0.0)
+    slope_of_cap = 1.0 if rules.soft_cap is None else 1.0 - jnp.square(weights.label / rules.soft_cap)
+    of_label = jnp.where(exists, rules.scale * of_q * slope_of_cap, 0.0)
 
     estimate = weights.relative_to[0, : len(of_p)]
     is_multiple = (jnp.abs(estimate - lse) <= _REACH) & (jnp.abs(of_q) <= _MOST * jnp.abs(of_p))
     as_it_is = weights.are_rows & (is_multiple | ~exists).all()
     factor = jnp.where(exists & (of_p != 0), rules.scale * of_p * jnp.exp(estimate - lse), 0.0)
-    has_label = as_it_is & (factor != 0) & (local >= 0) & (local < weights.of_columns.shape[1])
+    has_label = as_it_is & (factor != 0) & (local >= 0)
     at = jnp.arange(len(local)), jnp.where(has_label, local, weights.of_columns.shape[1])
-    slope_of_cap = 1.0 if rules.soft_cap is None else 1.0 - jnp.square(weights.label / rules.soft_cap)
     of_p_label = jnp.exp(weights.label - estimate) * slope_of_cap
-    corrected = of_p_label - of_label / jnp.where(factor == 0, 1.0, factor)
-    x = weights.of_columns.at[at].set(corrected.astype(weights.of_columns.dtype), mode="drop", unique_indices=True)
+    exact = of_p_label - of_label / jnp.where(factor == 0, 1.0, factor)
+    rounded = exact.astype(weights.of_columns.dtype)
+    x = weights.of_columns.at[at].set(rounded, mode="drop", unique_indices=True)
+    # Most of a row's gradient is the label's part, whose rounding the row's factor makes up for.
+    factor = jnp.where(has_label & (rounded != 0), factor * (exact / rounded.astype(exact.dtype)), factor)
 
     of_tiles = padded(rules.scale * of_p / known.sum)[None] * decay(weights.relative_to, padded(known.max)[None])
     of_tiles = jnp.where(padded(exists)[None], of_tiles, 0.0)
