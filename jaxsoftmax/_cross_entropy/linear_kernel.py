@@ -162,10 +162,11 @@ def slopes(
     at = jnp.arange(len(local)), jnp.where(has_label, local, weights.of_columns.shape[1])
     of_p_label = jnp.exp(weights.label - estimate) * slope_of_cap
     exact = of_p_label - of_label / jnp.where(factor == 0, 1.0, factor)
-    rounded = exact.astype(weights.of_columns.dtype)
-    x = weights.of_columns.at[at].set(rounded, mode="drop", unique_indices=True)
-    # Most of a row's gradient is the label's part, whose rounding the row's factor makes up for.
-    factor = jnp.where(has_label & (rounded != 0), factor * (exact / rounded.astype(exact.dtype)), factor)
+    # Most of a row's gradient is the label's part, whose rounding the row's factor makes up for. XLA would drop a
+    # conversion to 16 bits and back.
+    rounded = jax.lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
+    x = weights.of_columns.at[at].set(rounded.astype(weights.of_columns.dtype), mode="drop", unique_indices=True)
+    factor = jnp.where(has_label & (rounded != 0), factor * (exact / rounded), factor)
 
     of_tiles = padded(rules.scale * of_p / known.sum)[None] * decay(weights.relative_to, padded(known.max)[None])
     of_tiles = jnp.where(padded(exists)[None], of_tiles, 0.0)

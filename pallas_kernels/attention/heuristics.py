@@ -192,7 +192,9 @@ def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
     found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
     rows = problem.query_length * _group(problem)
-    if size == 128 and plain and not _is_ragged(problem) and rows <= WARPGROUP_ROWS:
+    # Copies of small pages take a warp so long that two CTAs an SM do better.
+    long_copies = not 0 < problem.page_size < narrow.block_kv
+    if size == 128 and plain and long_copies and not _is_ragged(problem) and rows <= WARPGROUP_ROWS:
         found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
     if size == 64:
         scheduler = "dynamic" if _skips_tiles(problem) else "static"
