@@ -36,6 +36,7 @@ FLAGS = flags.FLAGS
 _SECONDS, _MOST_CALLS = 0.2, 20  # of calls that are enqueued one after another
 _ROWS, _COLS, _TOP = 8192, 128256, 64
 _LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
+_ROUNDS = {"zigzag": 1, "packed": 16}  # of pieces that a device gets, by kind of call
 _DOCUMENT = 2048  # tokens, on average
 _SHRUNK = 64  # by which sizes are divided without a GPU
 _COLLECTIVES = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
@@ -53,7 +54,7 @@ class Case:
     call: Callable[..., Any]
     operands: Callable[[int], Arrays]
     specs: Mapping[str, P]
-    zigzag: bool = False
+    zigzag: int = 0  # rounds
     ring: bool = False
 
 
@@ -119,7 +120,7 @@ def cases() -> dict[str, Case]:
         make = functools.partial(_attention, length=length, documents=kind == "packed")
         call = functools.partial(_attend, gradient, rules)
         name = f"attention_{kind}{f'_{length}' * (length != _LENGTH)}{'_ring' * ring}{'_gradient' * gradient}"
-        found[name] = Case(call, make, specs, kind in ("zigzag", "packed"), ring)
+        found[name] = Case(call, make, specs, _ROUNDS.get(kind, 0), ring)
     for name, call in _OF_ROWS.items():
         found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
         found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
@@ -130,8 +131,8 @@ def _sharded(case: Case, operands: Arrays, mesh: Mesh) -> Arrays:
     """The operands on all devices."""
     reordered = dict(operands)
     if case.zigzag:
-        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size) for name, x in operands.items()}
-        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size)
+        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size, case.zigzag) for name, x in operands.items()}
+        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size, case.zigzag)
     return {name: jax.device_put(x, NamedSharding(mesh, case.specs[name])) for name, x in reordered.items()}
 
 
@@ -139,7 +140,7 @@ def _difference(case: Case, mesh: Mesh, got: Any, want: Any) -> float:
     """The largest difference from one device's results, relative to the largest number of each."""
     largest = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        b = jaxsoftmax.zigzag(b, 1, mesh.size) if case.zigzag else b
+        b = jaxsoftmax.zigzag(b, 1, mesh.size, case.zigzag) if case.zigzag else b
         size = max(float(jnp.abs(b).max()), float(jnp.finfo(jnp.float32).tiny))
         for shard in a.addressable_shards:
             mine = jax.device_put(shard.data, next(iter(b.devices()))).astype(jnp.float32)

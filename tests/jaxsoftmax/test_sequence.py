@@ -398,6 +398,17 @@ def test_zigzag_and_back(devices: int, axis: int, shape: tuple[int, ...]) -> Non
     assert len({part.sum() for part in np.split(at, devices)}) == 1
 
 
+def test_each_round_is_dealt_by_itself() -> None:
+    x = np.arange(48).reshape(2, 24)
+    rounds = [np.split(np.asarray(zigzag(part, 1, 2)), 2, 1) for part in np.split(x, 3, 1)]
+    want = np.concatenate([part[device] for device in range(2) for part in rounds], 1)
+    mixed = zigzag(x, 1, 2, rounds=3)
+    np.testing.assert_array_equal(mixed, want)
+    np.testing.assert_array_equal(unzigzag(mixed, 1, 2, rounds=3), x)
+    with pytest.raises(ValueError, match="rounds=0"):
+        zigzag(x, 1, 2, rounds=0)
+
+
 @pytest.mark.parametrize("function", [jaxsoftmax.zigzag, jaxsoftmax.unzigzag])
 @pytest.mark.parametrize("axis, devices, words", [(0, 2, "multiple"), (1, 0, "at least one"), (2, 1, "axis=2")])
 def test_zigzag_says_what_does_not_fit(function: Any, axis: int, devices: int, words: str) -> None:
