@@ -36,8 +36,8 @@ FLAGS = flags.FLAGS
 _SECONDS, _MOST_CALLS = 0.2, 20  # of calls that are enqueued one after another
 _ROWS, _COLS, _TOP = 8192, 128256, 64
 _LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
-_ROUNDS = {"zigzag": 1, "packed": 16}  # of pieces that a device gets, by kind of call
 _DOCUMENT = 2048  # tokens, on average
+_PIECE = 128  # tokens, where documents are packed
 _SHRUNK = 64  # by which sizes are divided without a GPU
 _COLLECTIVES = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
 
@@ -54,7 +54,7 @@ class Case:
     call: Callable[..., Any]
     operands: Callable[[int], Arrays]
     specs: Mapping[str, P]
-    zigzag: int = 0  # rounds
+    rounds: Callable[[int], int] | None = None  # of the zigzag order, by the number of devices
     ring: bool = False
 
 
@@ -65,7 +65,7 @@ def _logits(shrunk: int) -> Arrays:
 
 
 def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
-    rng, length = np.random.default_rng(0), length // shrunk
+    length = length // shrunk
     heads = {"query": _HEADS, "key": _KEY_HEADS, "value": _KEY_HEADS, "d_out": _HEADS}
     keys = jax.random.split(jax.random.key(0), 4)
     made: Arrays = {
@@ -73,9 +73,14 @@ def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
         for (name, n), key in zip(heads.items(), keys, strict=True)
     }
     if documents:
-        ends = np.cumsum(rng.exponential(_DOCUMENT / shrunk, 4 * length * shrunk // _DOCUMENT).astype(np.int64) + 1)
-        made["segments"] = jnp.asarray(np.searchsorted(ends, np.arange(length), side="right")[None], jnp.int32)
+        made["segments"] = jnp.asarray(documents_of(length, shrunk)[None], jnp.int32)
     return made
+
+
+def documents_of(length: int, shrunk: int = 1) -> np.ndarray:
+    """The document of each token."""
+    lengths = np.random.default_rng(0).exponential(_DOCUMENT / shrunk, 4 * length * shrunk // _DOCUMENT)
+    return np.searchsorted(np.cumsum(lengths.astype(np.int64) + 1), np.arange(length), side="right")
 
 
 def _attend(gradient: bool, rules: Mapping[str, Any], operands: Arrays) -> Any:
@@ -108,6 +113,13 @@ _OF_ROWS: dict[str, Callable[[Arrays], Any]] = {
 }
 
 
+# In how many rounds sequences are dealt, by kind of call.
+_ROUNDS: dict[str, Callable[[int], int]] = {
+    "zigzag": lambda devices: 1,
+    "packed": lambda devices: _LENGTH // (2 * devices * _PIECE),
+}
+
+
 def cases() -> dict[str, Case]:
     """Every case by its name."""
     found = {}
@@ -120,7 +132,7 @@ def cases() -> dict[str, Case]:
         make = functools.partial(_attention, length=length, documents=kind == "packed")
         call = functools.partial(_attend, gradient, rules)
         name = f"attention_{kind}{f'_{length}' * (length != _LENGTH)}{'_ring' * ring}{'_gradient' * gradient}"
-        found[name] = Case(call, make, specs, _ROUNDS.get(kind, 0), ring)
+        found[name] = Case(call, make, specs, _ROUNDS.get(kind), ring)
     for name, call in _OF_ROWS.items():
         found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
         found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
@@ -130,9 +142,10 @@ def cases() -> dict[str, Case]:
 def _sharded(case: Case, operands: Arrays, mesh: Mesh) -> Arrays:
     """The operands on all devices."""
     reordered = dict(operands)
-    if case.zigzag:
-        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size, case.zigzag) for name, x in operands.items()}
-        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size, case.zigzag)
+    if case.rounds:
+        rounds = case.rounds(mesh.size)
+        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size, rounds) for name, x in operands.items()}
+        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size, rounds)
     return {name: jax.device_put(x, NamedSharding(mesh, case.specs[name])) for name, x in reordered.items()}
 
 
@@ -140,7 +153,7 @@ def _difference(case: Case, mesh: Mesh, got: Any, want: Any) -> float:
     """The largest difference from one device's results, relative to the largest number of each."""
     largest = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        b = jaxsoftmax.zigzag(b, 1, mesh.size, case.zigzag) if case.zigzag else b
+        b = jaxsoftmax.zigzag(b, 1, mesh.size, case.rounds(mesh.size)) if case.rounds else b
         size = max(float(jnp.abs(b).max()), float(jnp.finfo(jnp.float32).tiny))
         for shard in a.addressable_shards:
             mine = jax.device_put(shard.data, next(iter(b.devices()))).astype(jnp.float32)

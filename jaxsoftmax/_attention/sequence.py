@@ -39,8 +39,8 @@ def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     `zigzag(jnp.arange(length), 0, devices)` as `query_positions` and `key_value_positions` of `flash_attention`.
 
     With more `rounds` each of so many parts of the sequence is dealt like that. Use them for packed documents: how many
-    keys a query sees follows from its document, and only small pieces spread long documents over all devices. Pieces of
-    128 tokens or more, in multiples, keep tiles of the kernels whole.
+    keys a query sees follows from its document, and only small pieces spread long documents over all devices. Best are
+    pieces of 128 tokens, `length // (256 * devices)` rounds; smaller ones would split tiles of the kernels.
 
     Args:
         x: An array.
