@@ -168,11 +168,11 @@ def part_of(
     by_place = rules.causal_offset is not None or rules.window != (None, None)
     places = None
     if "query_positions" in arrays:
-        order = None if in_blocks else _order(arrays)
-        if order is not None:
+        places = None if in_blocks else _places(arrays)
+        if places is not None:
+            order = _inverse(places)
             arrays |= {kind: _taken(kind, x, order) for kind, x in arrays.items() if kind in ORDERED}
             rest = [_taken(kind, x, order) if kind in ORDERED else x for kind, x in zip(of_rest, rest, strict=True)]
-            places = jnp.argsort(order, -1)
     elif by_place:
         firsts, counts = (first, 0), (local * devices, keys)
         if in_blocks:
@@ -185,26 +185,34 @@ def part_of(
     return Part((*present, *of_rest), [*(arrays[name] for name in present), *rest], present, rules, places)
 
 
-def _order(arrays: Arrays) -> jax.Array | None:
-    """The runs of keys in the order of their positions, each segment's together; None where keys stay as they are.
+def _places(arrays: Arrays) -> jax.Array | None:
+    """Where each run of keys goes, in the order of positions, each segment's together; None where keys stay.
 
-    Keys past the length have to be the last, so that there runs are single keys.
+    Each run is compared with each. XLA does that in one kernel, and a sort of so few in many.
     """
     keys = arrays["key"].shape
     if any(name in arrays and arrays[name].shape[-1] > 1 for name in ("bias", "mask")):
         return None  # which would have to be copied
-    by = [arrays["key_positions"]]
-    if "key_segments" in arrays:
-        by.insert(0, arrays["key_segments"])
+    run = math.gcd(keys[-3], RUN)
+    by = [arrays[name][..., ::run] for name in ("key_segments", "key_positions") if name in arrays]
     if "key_lengths" in arrays:
-        by.insert(0, jnp.arange(keys[-3]) >= arrays["key_lengths"][..., None])
-    else:
-        by = [x[..., :: math.gcd(keys[-3], RUN)] for x in by]
-    shape = jnp.broadcast_shapes(*(x.shape for x in by))
-    if any(n not in (1, own) for n, own in zip(shape[:-1], keys[:-3], strict=True)):
+        # Keys past the length have to be the last.
+        by.insert(0, -jnp.clip(arrays["key_lengths"][..., None] - jnp.arange(0, keys[-3], run), 0, run))
+    *lead, runs = jnp.broadcast_shapes(*(x.shape for x in by))
+    if any(n not in (1, own) for n, own in zip(lead, keys[:-3], strict=True)):
         return None
-    index = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    return jax.lax.sort((*(jnp.broadcast_to(x, shape) for x in by), index), num_keys=len(by))[-1]
+    index = jnp.arange(runs)
+    before = index < index[:, None]
+    for x in reversed(by):
+        mine, other = x[..., :, None], x[..., None, :]
+        before = (other < mine) | ((other == mine) & before)
+    return before.sum(-1, dtype=jnp.int32)
+
+
+def _inverse(places: jax.Array) -> jax.Array:
+    """Which run comes to each place."""
+    index = jnp.arange(places.shape[-1], dtype=jnp.int32)
+    return jnp.where(places[..., None, :] == index[:, None], index, 0).sum(-1, dtype=jnp.int32)
 
 
 def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:

@@ -330,8 +330,12 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         sequence, "_taken", lambda f, kind, x, order: x if kind == "value" else f(kind, x, order), "zigzag"
     ),
     "keys past the length are sorted among others": (
-        sequence, "_order",
+        sequence, "_places",
         lambda f, arrays: f({name: x for name, x in arrays.items() if name != "key_lengths"}), "shuffled",
+    ),
+    "a run of keys that is in part past the length is taken for a whole one": (
+        sequence, "_places",
+        lambda f, arrays: f({name: x + 3 if name == "key_lengths" else x for name, x in arrays.items()}), "shuffled",
     ),
     "the positions of another device's queries": (
         jax.lax, "axis_index", lambda f, names: (f(names) + 1) % 4, "causal"

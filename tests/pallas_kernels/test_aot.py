@@ -286,6 +286,7 @@ def test_a_sequence_over_two_gpus_gathers_keys_alone(kind):
     assert "mosaic_gpu" in hlo
     assert {word for word in COLLECTIVES if word in hlo} == {"all-gather", "reduce-scatter"}
     assert not re.findall(r"= [^=]*\b8,128\][^=]* all-gather", hlo)
+    assert " sort(" not in hlo  # of few runs of keys, for which XLA starts many kernels
 
 
 def test_memory_of_a_ring_does_not_depend_on_the_devices():
