@@ -16,7 +16,7 @@ import itertools
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from benchmarks import results as measured
 from benchmarks.report import markdown
-from benchmarks.results import Record, Results
+from benchmarks.results import Record, Results, Run
 from jaxsoftmax._attention import sequence
 
 FLAGS = flags.FLAGS
@@ -222,6 +222,25 @@ def table(results: Results) -> str:
             where = f"{record['case']['devices']} {run.card}"
             rows.append([record["case"]["name"], where, *times, f"{record['efficiency']:.2f}", exchanged or "nothing"])
     return markdown(["call", "on", "one, ms", "all, ms", "efficiency", "exchanges"], rows)
+
+
+def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
+    """The efficiency of each case, with a bar for each number of devices; the newest run, the first, counts."""
+    records = [record for run in reversed(runs) for record in run.records.values()]
+    found = {(record["case"]["name"], record["case"]["devices"]): record["efficiency"] for record in records}
+    names = [name for name in cases() if any(name == of for of, _ in found)]
+    counts = sorted({devices for _, devices in found})
+    figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(names) + 1.5), layout="constrained")
+    thickness = 0.8 / len(counts)
+    for i, devices in enumerate(counts):
+        where = [row + (i - (len(counts) - 1) / 2) * thickness for row in range(len(names))]
+        axes.barh(where, [found.get((name, devices), 0.0) for name in names], thickness, label=f"{devices} GPUs")
+    axes.axvline(1, color="k", linestyle="--")
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="time on one GPU / number of GPUs / time on all", title="Efficiency of several GPUs")
+    axes.legend(fontsize=8)
+    return figure
 
 
 def _runs(chosen: list[str]) -> Iterator[Record]:
