@@ -385,6 +385,8 @@ def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
         drawn[folder / "attention.svg"] = report.draw_cells(pyplot, runs[0], samples)
     for run in measured.attention_runs(results.folder, "attention caches")[:1]:
         drawn[folder / "caches.svg"] = report.draw_caches(pyplot, run)
+    if shared := measured.topic_runs("scaling", results.folder):
+        drawn[folder / "scaling.svg"] = scaling.draw(pyplot, shared)
     for path, figure in drawn.items():
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)

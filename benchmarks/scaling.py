@@ -16,7 +16,7 @@ import itertools
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from benchmarks import results as measured
 from benchmarks.report import markdown
-from benchmarks.results import Record, Results
+from benchmarks.results import Record, Results, Run
 from jaxsoftmax._attention import sequence
 
 FLAGS = flags.FLAGS
@@ -37,6 +37,7 @@ _SECONDS, _MOST_CALLS = 0.2, 20  # of calls that are enqueued one after another
 _ROWS, _COLS, _TOP = 8192, 128256, 64
 _LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
 _DOCUMENT = 2048  # tokens, on average
+_PIECE = 128  # tokens, where documents are packed
 _SHRUNK = 64  # by which sizes are divided without a GPU
 _COLLECTIVES = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
 
@@ -53,7 +54,7 @@ class Case:
     call: Callable[..., Any]
     operands: Callable[[int], Arrays]
     specs: Mapping[str, P]
-    zigzag: bool = False
+    rounds: Callable[[int], int] | None = None  # of the zigzag order, by the number of devices
     ring: bool = False
 
 
@@ -64,7 +65,7 @@ def _logits(shrunk: int) -> Arrays:
 
 
 def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
-    rng, length = np.random.default_rng(0), length // shrunk
+    length = length // shrunk
     heads = {"query": _HEADS, "key": _KEY_HEADS, "value": _KEY_HEADS, "d_out": _HEADS}
     keys = jax.random.split(jax.random.key(0), 4)
     made: Arrays = {
@@ -72,9 +73,14 @@ def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
         for (name, n), key in zip(heads.items(), keys, strict=True)
     }
     if documents:
-        ends = np.cumsum(rng.exponential(_DOCUMENT / shrunk, 4 * length * shrunk // _DOCUMENT).astype(np.int64) + 1)
-        made["segments"] = jnp.asarray(np.searchsorted(ends, np.arange(length), side="right")[None], jnp.int32)
+        made["segments"] = jnp.asarray(documents_of(length, shrunk)[None], jnp.int32)
     return made
+
+
+def documents_of(length: int, shrunk: int = 1) -> np.ndarray:
+    """The document of each token."""
+    lengths = np.random.default_rng(0).exponential(_DOCUMENT / shrunk, 4 * length * shrunk // _DOCUMENT)
+    return np.searchsorted(np.cumsum(lengths.astype(np.int64) + 1), np.arange(length), side="right")
 
 
 def _attend(gradient: bool, rules: Mapping[str, Any], operands: Arrays) -> Any:
@@ -107,6 +113,13 @@ _OF_ROWS: dict[str, Callable[[Arrays], Any]] = {
 }
 
 
+# In how many rounds sequences are dealt, by kind of call.
+_ROUNDS: dict[str, Callable[[int], int]] = {
+    "zigzag": lambda devices: 1,
+    "packed": lambda devices: _LENGTH // (2 * devices * _PIECE),
+}
+
+
 def cases() -> dict[str, Case]:
     """Every case by its name."""
     found = {}
@@ -119,7 +132,7 @@ def cases() -> dict[str, Case]:
         make = functools.partial(_attention, length=length, documents=kind == "packed")
         call = functools.partial(_attend, gradient, rules)
         name = f"attention_{kind}{f'_{length}' * (length != _LENGTH)}{'_ring' * ring}{'_gradient' * gradient}"
-        found[name] = Case(call, make, specs, kind in ("zigzag", "packed"), ring)
+        found[name] = Case(call, make, specs, _ROUNDS.get(kind), ring)
     for name, call in _OF_ROWS.items():
         found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
         found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
@@ -129,9 +142,10 @@ def cases() -> dict[str, Case]:
 def _sharded(case: Case, operands: Arrays, mesh: Mesh) -> Arrays:
     """The operands on all devices."""
     reordered = dict(operands)
-    if case.zigzag:
-        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size) for name, x in operands.items()}
-        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size)
+    if case.rounds:
+        rounds = case.rounds(mesh.size)
+        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size, rounds) for name, x in operands.items()}
+        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size, rounds)
     return {name: jax.device_put(x, NamedSharding(mesh, case.specs[name])) for name, x in reordered.items()}
 
 
@@ -139,7 +153,7 @@ def _difference(case: Case, mesh: Mesh, got: Any, want: Any) -> float:
     """The largest difference from one device's results, relative to the largest number of each."""
     largest = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        b = jaxsoftmax.zigzag(b, 1, mesh.size) if case.zigzag else b
+        b = jaxsoftmax.zigzag(b, 1, mesh.size, case.rounds(mesh.size)) if case.rounds else b
         size = max(float(jnp.abs(b).max()), float(jnp.finfo(jnp.float32).tiny))
         for shard in a.addressable_shards:
             mine = jax.device_put(shard.data, next(iter(b.devices()))).astype(jnp.float32)
@@ -208,6 +222,25 @@ def table(results: Results) -> str:
             where = f"{record['case']['devices']} {run.card}"
             rows.append([record["case"]["name"], where, *times, f"{record['efficiency']:.2f}", exchanged or "nothing"])
     return markdown(["call", "on", "one, ms", "all, ms", "efficiency", "exchanges"], rows)
+
+
+def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
+    """The efficiency of each case, with a bar for each number of devices; the newest run, the first, counts."""
+    records = [record for run in reversed(runs) for record in run.records.values()]
+    found = {(record["case"]["name"], record["case"]["devices"]): record["efficiency"] for record in records}
+    names = [name for name in cases() if any(name == of for of, _ in found)]
+    counts = sorted({devices for _, devices in found})
+    figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(names) + 1.5), layout="constrained")
+    thickness = 0.8 / len(counts)
+    for i, devices in enumerate(counts):
+        where = [row + (i - (len(counts) - 1) / 2) * thickness for row in range(len(names))]
+        axes.barh(where, [found.get((name, devices), 0.0) for name in names], thickness, label=f"{devices} GPUs")
+    axes.axvline(1, color="k", linestyle="--")
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="time on one GPU / number of GPUs / time on all", title="Efficiency of several GPUs")
+    axes.legend(fontsize=8)
+    return figure
 
 
 def _runs(chosen: list[str]) -> Iterator[Record]:

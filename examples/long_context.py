@@ -1,9 +1,10 @@
 """Trains the GPT of `packed_gpt.py` on rows that are shared by devices: a mesh of data and sequence, in one `jit`.
 
-Each device has two pieces of a row, one from its front and one from its back, as `jaxsoftmax.zigzag` deals them, so
-that all have equal work under the causal rule. Tokens, labels, documents and positions are dealt alike; attention is
-told where each token was. The model and the loss are those of one device, and the losses must agree, or the exit status
-is 1. On Hopper GPUs each device runs the kernels on its queries. Here the host pretends to have eight devices.
+Each device has pieces of a row from all over it, as `jaxsoftmax.zigzag` deals them in rounds, so that all have about
+equal work under the causal rule, whatever the documents' lengths. Tokens, labels, documents and positions are dealt
+alike; attention is told where each token was. The model and the loss are those of one device, and the losses must
+agree, or the exit status is 1. On Hopper GPUs each device runs the kernels on its queries. Here the host pretends to
+have eight devices.
 
     python examples/long_context.py --length 4096
 """
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 
 DATA, SEQUENCE = 2, 4
+ROUNDS = 4  # with 4096 tokens in a row, pieces have 128, as a tile of the kernels does
 
 
 class Batch(NamedTuple):
@@ -84,7 +86,7 @@ def train(place: Callable[[Batch], Batch], steps: int, length: int, rows: int) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=1024, help="tokens in a row")
+    parser.add_argument("--length", type=int, default=1024, help="tokens in a row, a multiple of 32")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DATA * SEQUENCE)
@@ -93,7 +95,7 @@ def main() -> int:
     shared = NamedSharding(mesh, P("data", "sequence"))
 
     def deal(batch: Batch) -> Batch:
-        return Batch(*(jax.device_put(jaxsoftmax.zigzag(x, 1, SEQUENCE), shared) for x in batch))
+        return Batch(*(jax.device_put(jaxsoftmax.zigzag(x, 1, SEQUENCE, ROUNDS), shared) for x in batch))
 
     run = functools.partial(train, steps=args.steps, length=args.length, rows=DATA)
     (alone, whole), (together, part) = run(lambda batch: jax.tree.map(jnp.asarray, batch)), run(deal)

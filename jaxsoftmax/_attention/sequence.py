@@ -31,40 +31,51 @@ ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None a
 Arrays = Mapping[str, Any]
 
 
-def zigzag(x: Any, axis: int, devices: int) -> jax.Array:
+def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """Reorders a sequence so that devices which share it have equal work under a causal rule.
 
     The sequence is `2 * devices` pieces. Device i gets piece i and piece `2 * devices - 1 - i`: queries of the first
     see few keys, queries of the second many. Apply it to whatever has the axis (tokens, labels, segment ids), and pass
     `zigzag(jnp.arange(length), 0, devices)` as `query_positions` and `key_value_positions` of `flash_attention`.
 
+    With more `rounds` each of so many parts of the sequence is dealt like that. Use them for packed documents: how many
+    keys a query sees follows from its document, and only small pieces spread long documents over all devices. Best are
+    pieces of 128 tokens, `length // (256 * devices)` rounds; smaller ones would split tiles of the kernels.
+
     Args:
         x: An array.
-        axis: Its axis of the sequence, whose extent is a multiple of `2 * devices`.
+        axis: Its axis of the sequence, whose extent is a multiple of `2 * devices * rounds`.
         devices: Over how many devices the axis is sharded.
+        rounds: How many times each device gets two pieces.
 
     Returns:
         An array of the same shape.
 
     Raises:
-        ValueError: the axis does not exist or is not a multiple of `2 * devices`, or `devices` is less than 1.
+        ValueError: the axis does not exist or is not a multiple of `2 * devices * rounds`, or `devices` or `rounds` is
+            less than 1.
 
     >>> import jax.numpy as jnp
     >>> zigzag(jnp.arange(8), 0, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
+    >>> zigzag(jnp.arange(8), 0, 2, rounds=2).tolist()
+    [0, 3, 4, 7, 1, 2, 5, 6]
     """
-    pieces, axis = _pieces("zigzag", x, axis, devices)
-    first, last = jnp.split(pieces, 2, axis)
-    return jnp.stack([first, jnp.flip(last, axis)], axis + 1).reshape(jnp.shape(x))
+    array, axis, piece = _pieces("zigzag", x, axis, devices, rounds)
+    lead, tail = array.shape[:axis], array.shape[axis + 1 :]
+    there, back = jnp.split(array.reshape(*lead, rounds, 2, devices, piece, *tail), 2, axis + 1)
+    both = jnp.concatenate([there, jnp.flip(back, axis + 2)], axis + 1)
+    return jnp.moveaxis(both, axis + 2, axis).reshape(array.shape)
 
 
-def unzigzag(x: Any, axis: int, devices: int) -> jax.Array:
+def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """The inverse of `zigzag`.
 
     Args:
         x: An array.
         axis: Its axis of the sequence.
         devices: As it was given to `zigzag`.
+        rounds: As it was given to `zigzag`.
 
     Returns:
         An array of the same shape, in the sequence's own order.
@@ -76,24 +87,26 @@ def unzigzag(x: Any, axis: int, devices: int) -> jax.Array:
     >>> unzigzag(zigzag(jnp.arange(8), 0, 2), 0, 2).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    pieces, axis = _pieces("unzigzag", x, axis, devices)
-    pairs = pieces.reshape(*pieces.shape[:axis], -1, 2, *pieces.shape[axis + 1 :])
-    first, last = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in range(2))
-    return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(jnp.shape(x))
+    array, axis, piece = _pieces("unzigzag", x, axis, devices, rounds)
+    lead, tail = array.shape[:axis], array.shape[axis + 1 :]
+    both = jnp.moveaxis(array.reshape(*lead, devices, rounds, 2, piece, *tail), axis, axis + 2)
+    there, back = jnp.split(both, 2, axis + 1)
+    return jnp.concatenate([there, jnp.flip(back, axis + 2)], axis + 1).reshape(array.shape)
 
 
-def _pieces(function: str, x: Any, axis: int, devices: int) -> tuple[jax.Array, int]:
-    """`x` with its axis split in pieces, and which axis counts these."""
-    array, count = jnp.asarray(x), 2 * operator.index(devices)
+def _pieces(function: str, x: Any, axis: int, devices: int, rounds: int) -> tuple[jax.Array, int, int]:
+    """`x` as an array, its axis, and how many tokens a piece has."""
+    array, count = jnp.asarray(x), 2 * operator.index(devices) * operator.index(rounds)
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"{function}: axis={axis}, expected one of the axes of x, which has shape {array.shape}.")
     at = operator.index(axis) % array.ndim
-    if count < 2 or array.shape[at] % count:
+    if min(devices, rounds) < 1 or array.shape[at] % count:
         raise ValueError(
-            f"{function}: axis {axis} of x has extent {array.shape[at]}, and devices={devices}; expected at least one "
-            "device, and a multiple of twice as many elements. Pad the sequence."
+            f"{function}: axis {axis} of x has extent {array.shape[at]}, devices={devices} and rounds={rounds}; "
+            "expected at least one device and round, and a multiple of twice their product as elements. Pad the "
+            "sequence."
         )
-    return array.reshape(*array.shape[:at], count, -1, *array.shape[at + 1 :]), at
+    return array, at, array.shape[at] // count
 
 
 def ring_reason(devices: int, numbers: int) -> str | None:
@@ -155,11 +168,11 @@ def part_of(
     by_place = rules.causal_offset is not None or rules.window != (None, None)
     places = None
     if "query_positions" in arrays:
-        order = None if in_blocks else _order(arrays)
-        if order is not None:
+        places = None if in_blocks else _places(arrays)
+        if places is not None:
+            order = _inverse(places)
             arrays |= {kind: _taken(kind, x, order) for kind, x in arrays.items() if kind in ORDERED}
             rest = [_taken(kind, x, order) if kind in ORDERED else x for kind, x in zip(of_rest, rest, strict=True)]
-            places = jnp.argsort(order, -1)
     elif by_place:
         firsts, counts = (first, 0), (local * devices, keys)
         if in_blocks:
@@ -172,26 +185,34 @@ def part_of(
     return Part((*present, *of_rest), [*(arrays[name] for name in present), *rest], present, rules, places)
 
 
-def _order(arrays: Arrays) -> jax.Array | None:
-    """The runs of keys in the order of their positions, each segment's together; None where keys stay as they are.
+def _places(arrays: Arrays) -> jax.Array | None:
+    """Where each run of keys goes, in the order of positions, each segment's together; None where keys stay.
 
-    Keys past the length have to be the last, so that there runs are single keys.
+    Each run is compared with each. XLA does that in one kernel, and a sort of so few in many.
     """
     keys = arrays["key"].shape
     if any(name in arrays and arrays[name].shape[-1] > 1 for name in ("bias", "mask")):
         return None  # which would have to be copied
-    by = [arrays["key_positions"]]
-    if "key_segments" in arrays:
-        by.insert(0, arrays["key_segments"])
+    run = math.gcd(keys[-3], RUN)
+    by = [arrays[name][..., ::run] for name in ("key_segments", "key_positions") if name in arrays]
     if "key_lengths" in arrays:
-        by.insert(0, jnp.arange(keys[-3]) >= arrays["key_lengths"][..., None])
-    else:
-        by = [x[..., :: math.gcd(keys[-3], RUN)] for x in by]
-    shape = jnp.broadcast_shapes(*(x.shape for x in by))
-    if any(n not in (1, own) for n, own in zip(shape[:-1], keys[:-3], strict=True)):
+        # Keys past the length have to be the last.
+        by.insert(0, -jnp.clip(arrays["key_lengths"][..., None] - jnp.arange(0, keys[-3], run), 0, run))
+    *lead, runs = jnp.broadcast_shapes(*(x.shape for x in by))
+    if any(n not in (1, own) for n, own in zip(lead, keys[:-3], strict=True)):
         return None
-    index = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    return jax.lax.sort((*(jnp.broadcast_to(x, shape) for x in by), index), num_keys=len(by))[-1]
+    index = jnp.arange(runs)
+    before = index < index[:, None]
+    for x in reversed(by):
+        mine, other = x[..., :, None], x[..., None, :]
+        before = (other < mine) | ((other == mine) & before)
+    return before.sum(-1, dtype=jnp.int32)
+
+
+def _inverse(places: jax.Array) -> jax.Array:
+    """Which run comes to each place."""
+    index = jnp.arange(places.shape[-1], dtype=jnp.int32)
+    return jnp.where(places[..., None, :] == index[:, None], index, 0).sum(-1, dtype=jnp.int32)
 
 
 def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:

@@ -5,8 +5,9 @@ import json
 import re
 
 import pytest
+from matplotlib import pyplot
 
-from benchmarks import attention_cases, cases, docs, report
+from benchmarks import attention_cases, cases, docs, report, scaling
 from benchmarks import results as measured
 from benchmarks.docs import TARGETS
 from benchmarks.results import FOLDER, Results
@@ -217,6 +218,13 @@ def test_pictures_are_drawn_from_results(folder, attend, tmp_path):
     sweep = [case.name for case in cases.TABLE.select(op=["softmax"], pass_=["fwd"], dtype=["float16"], tags=["sweep"])]
     results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) for name in sweep)))
     attend("1", {FULL: {"ours": 100.0, "cudnn": 110.0}}, topic="attention sample")
+    header = {"topic": "scaling", "commit": "abc", "device": {"name": "NVIDIA H200"}, "versions": {"jax": "1"}}
+    for efficiency in (0.4, 0.9):
+        records = [{"case": {"name": "loss_rows", "devices": 2}, "efficiency": efficiency}]
+        path = tmp_path / "h200" / f"scaling_{efficiency}.json"
+        measured.write(path, header | {"timestamp": f"2026-11-{path.stem[-1]}"}, records)
     drawn = docs.draw(results, tmp_path / "pictures")
-    assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "attention.svg"]
+    assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "attention.svg", "scaling.svg"]
+    (axes,) = scaling.draw(pyplot, measured.topic_runs("scaling", tmp_path)).axes
+    assert [bar.get_width() for bar in axes.patches] == [0.9]
     assert all(path.read_text().startswith("<?xml") for path in drawn)

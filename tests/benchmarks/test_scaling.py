@@ -1,8 +1,10 @@
 """The benchmark of several devices, on those that the host pretends to have."""
 
+import numpy as np
 import pytest
 
 from benchmarks import scaling
+from jaxsoftmax import zigzag
 from jaxsoftmax._attention import sequence
 
 
@@ -20,6 +22,20 @@ def test_results_on_two_devices_are_those_of_one(name: str, exchanged: str | Non
     assert record["difference"] < 0.02
     assert (exchanged in record["collectives"]) if exchanged else not record["collectives"]
     assert f"{record['efficiency']:.3f}" in scaling.line(record)
+
+
+@pytest.mark.parametrize("devices, one_round", [(2, 0.90), (4, 0.60)])
+def test_rounds_share_the_work_of_packed_documents(devices: int, one_round: float) -> None:
+    """The mean device's pairs of a query and a key that it sees, by those of the busiest; docs/scaling.md has them."""
+    of = scaling.documents_of(scaling._LENGTH)
+    seen = np.arange(of.size) - np.searchsorted(of, of) + 1
+
+    def balance(rounds: int) -> float:
+        work = np.asarray(zigzag(seen, 0, devices, rounds)).reshape(devices, -1).sum(1)
+        return work.mean() / work.max()
+
+    assert balance(1) == pytest.approx(one_round, abs=0.005)
+    assert balance(scaling._ROUNDS["packed"](devices)) > 0.98
 
 
 def test_keys_are_gathered_or_passed_round_as_a_case_says() -> None:

@@ -385,14 +385,15 @@ def test_attention_over_two_gpus(spec: tuple[str | None, ...], kind: str) -> Non
 
 
 ZIGZAG = np.arange(1024).reshape(4, 256)[[0, 3, 1, 2]].ravel()
+TWO_ROUNDS = np.arange(1024).reshape(8, 128)[[0, 3, 4, 7, 1, 2, 5, 6]].ravel()
 SEQUENCES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "window": {"local_window_size": (300, 20)},
     "packed": {"is_causal": True, "query_segment_ids": np.arange(1024)[None].repeat(2, 0) // 300},
     "zigzag": {"is_causal": True} | dict.fromkeys(("query_positions", "key_value_positions"), ZIGZAG),
-    "zigzag, packed": {"is_causal": True, "query_segment_ids": ZIGZAG[None].repeat(2, 0) // 300}
-    | dict.fromkeys(("query_positions", "key_value_positions"), ZIGZAG),
+    "two rounds, packed": {"is_causal": True, "query_segment_ids": TWO_ROUNDS[None].repeat(2, 0) // 300}
+    | dict.fromkeys(("query_positions", "key_value_positions"), TWO_ROUNDS),
 }
 
 

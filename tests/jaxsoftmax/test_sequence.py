@@ -330,8 +330,12 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         sequence, "_taken", lambda f, kind, x, order: x if kind == "value" else f(kind, x, order), "zigzag"
     ),
     "keys past the length are sorted among others": (
-        sequence, "_order",
+        sequence, "_places",
         lambda f, arrays: f({name: x for name, x in arrays.items() if name != "key_lengths"}), "shuffled",
+    ),
+    "a run of keys that is in part past the length is taken for a whole one": (
+        sequence, "_places",
+        lambda f, arrays: f({name: x + 3 if name == "key_lengths" else x for name, x in arrays.items()}), "shuffled",
     ),
     "the positions of another device's queries": (
         jax.lax, "axis_index", lambda f, names: (f(names) + 1) % 4, "causal"
@@ -396,6 +400,17 @@ def test_zigzag_and_back(devices: int, axis: int, shape: tuple[int, ...]) -> Non
     # Under a causal rule each device has as many pairs as any other.
     at = np.asarray(zigzag(jnp.arange(4 * devices), 0, devices)) + 1
     assert len({part.sum() for part in np.split(at, devices)}) == 1
+
+
+def test_each_round_is_dealt_by_itself() -> None:
+    x = np.arange(48).reshape(2, 24)
+    rounds = [np.split(np.asarray(zigzag(part, 1, 2)), 2, 1) for part in np.split(x, 3, 1)]
+    want = np.concatenate([part[device] for device in range(2) for part in rounds], 1)
+    mixed = zigzag(x, 1, 2, rounds=3)
+    np.testing.assert_array_equal(mixed, want)
+    np.testing.assert_array_equal(unzigzag(mixed, 1, 2, rounds=3), x)
+    with pytest.raises(ValueError, match="rounds=0"):
+        zigzag(x, 1, 2, rounds=0)
 
 
 @pytest.mark.parametrize("function", [jaxsoftmax.zigzag, jaxsoftmax.unzigzag])
