@@ -34,7 +34,7 @@ from jaxsoftmax._attention import sequence
 
 FLAGS = flags.FLAGS
 _SECONDS, _MOST_CALLS = 0.2, 20  # of calls that are enqueued one after another
-_ROWS, _COLS, _TOP = 8192, 128256, 64
+_ROWS, _COLS, _TOP, _EMBEDDING = 8192, 128256, 64, 4096
 _LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
 _DOCUMENT = 2048  # tokens, on average
 _PIECE = 128  # tokens, where documents are packed
@@ -62,6 +62,14 @@ def _logits(shrunk: int) -> Arrays:
     shape, keys = (_ROWS // shrunk, _COLS // shrunk), jax.random.split(jax.random.key(0), 3)
     x, t = (4 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
     return {"x": x, "t": t, "labels": jax.random.randint(keys[2], shape[:1], 0, shape[1])}
+
+
+def _hidden_states(shrunk: int) -> Arrays:
+    rows, columns, embedding = _ROWS // shrunk, _COLS // shrunk, max(_EMBEDDING // shrunk, 64)
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (rows, embedding), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (embedding, columns), jnp.bfloat16) / embedding**0.5
+    return {"hidden": hidden, "weight": weight, "labels": jax.random.randint(keys[2], (rows,), 0, columns)}
 
 
 def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
@@ -103,6 +111,13 @@ def _value_and_vjp(function: Callable[..., Any], operands: Arrays) -> Any:
 _loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
 _mean = lambda x, labels: _loss(x, labels).mean()
 _weighted = lambda x, labels: _loss(x, labels, weights=1 / labels.size).sum()
+_of_hidden = lambda hidden, weight, labels: jaxsoftmax.linear_cross_entropy(
+    hidden, weight, labels, weights=1 / labels.size
+).sum()
+_OF_HIDDEN: dict[str, Callable[[Arrays], Any]] = {
+    "linear_loss": lambda a: _of_hidden(**a),
+    "linear_loss_gradient": lambda a: jax.value_and_grad(_of_hidden, (0, 1))(a["hidden"], a["weight"], a["labels"]),
+}
 _OF_ROWS: dict[str, Callable[[Arrays], Any]] = {
     "loss": lambda a: _mean(a["x"], a["labels"]),
     "loss_gradient": lambda a: jax.value_and_grad(_mean)(a["x"], a["labels"]),
@@ -136,6 +151,9 @@ def cases() -> dict[str, Case]:
     for name, call in _OF_ROWS.items():
         found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
         found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
+    for name, call in _OF_HIDDEN.items():
+        found[f"{name}_columns"] = Case(call, _hidden_states, {"hidden": P(), "weight": P(None, "d"), "labels": P()})
+        found[f"{name}_rows"] = Case(call, _hidden_states, {"hidden": P("d"), "weight": P(), "labels": P("d")})
     return found
 
 

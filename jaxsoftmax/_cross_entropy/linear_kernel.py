@@ -157,10 +157,10 @@ def slopes(
     estimate = weights.relative_to[0, : len(of_p)]
     is_multiple = (jnp.abs(estimate - lse) <= _REACH) & (jnp.abs(of_q) <= _MOST * jnp.abs(of_p))
     as_it_is = weights.are_rows & (is_multiple | ~exists).all()
-    factor = jnp.where(exists & (of_p != 0), rules.scale * of_p * jnp.exp(estimate - lse), 0.0)
+    factor = jnp.where(exists & (of_p != 0), rules.scale * of_p * decay(estimate, lse), 0.0)
     has_label = as_it_is & (factor != 0) & (local >= 0)
     at = jnp.arange(len(local)), jnp.where(has_label, local, weights.of_columns.shape[1])
-    of_p_label = jnp.exp(weights.label - estimate) * slope_of_cap
+    of_p_label = decay(weights.label, estimate) * slope_of_cap
     exact = of_p_label - of_label / jnp.where(factor == 0, 1.0, factor)
     # Most of a row's gradient is the label's part, whose rounding the row's factor makes up for. XLA would drop a
     # conversion to 16 bits and back.
