@@ -193,8 +193,7 @@ def test_losses_are_those_of_chunks(name: str) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("gives_loss", [True, False])
+@pytest.mark.parametrize("gives_loss, dtype", [(True, BF16), (False, F16)], ids=str)
 def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype) -> None:
     """Of float32 logits, of three chunks with a tail."""
     rules = chunks.Rules(transposed=True, soft_cap=5.0, scale=0.5, z_loss=0.1, chunk_size=50, all_rows=not gives_loss)
