@@ -114,7 +114,8 @@ def _kernel_chunks(eqn: Any, device: Device) -> tuple[str | None, str | None]:
         return declined, None
     weight, tokens = operands["weight"], operands["labels"].size
     vocabulary = weight.shape[rules.axes("weight").index("v")]
-    return None, _in_words(tokens, of_chunks.chunk_size(tokens, vocabulary, weight.dtype.itemsize, rules.chunk_size))
+    of_weights = weight.dtype.itemsize, rules.chunk_size, of_chunks.KERNEL_BYTES
+    return None, _in_words(tokens, of_chunks.chunk_size(tokens, vocabulary, *of_weights))
 
 
 def _in_words(tokens: int, size: int) -> str:

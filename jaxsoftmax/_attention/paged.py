@@ -34,7 +34,7 @@ from jaxsoftmax._core.sharding import (
     unify_varying,
 )
 from pallas_kernels import hardware
-from pallas_kernels.attention.problem import PAGE_MISSING, Attention, Op, Operands, Rules
+from pallas_kernels.attention.problem import Attention, Op, Operands, Rules
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -109,8 +109,8 @@ def paged_attention(
     multiples of 8, and up to 1024 queries a sequence. Elsewhere, under `batch_invariant()` and for derivatives, XLA
     gathers the pages that the tables name first: that takes memory for B times as many positions as a table has.
 
-    Entries of a table beyond its sequence's length may have any value. Before it, one that names no page makes the
-    output NaN.
+    Entries of a table beyond its sequence's length may have any value. Another one that names no page makes NaN of the
+    outputs of queries that see it, and may make NaN of those of the sequence's other queries.
 
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention",
     https://arxiv.org/abs/2309.06180.
@@ -321,14 +321,9 @@ def _run(call: _Call, named: str | None, *operands: jax.Array, **params: Any) ->
     if chosen.decision is None:
         return _by_gathering(*operands, **params)
     q, k, v, tables, lengths, *sinks = operands
-    count, size = k.shape[:2] if params["layout"] == "pages_first" else k.shape[1:3]
     tables, lengths = (
         x if x.dtype == jnp.int32 else jnp.clip(x, -1, 2**31 - 1).astype(jnp.int32) for x in (tables, lengths)
     )
-    used = size * jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    is_lost = used & ((tables < 0) | (tables >= count))
-    # As one reduction it is one launch.
-    lengths = jnp.where(is_lost, PAGE_MISSING, jnp.maximum(lengths, 0)[:, None]).min(1)
     return chosen.launch(q, k, v, lengths, *(x.reshape(-1) for x in sinks), tables)
 
 

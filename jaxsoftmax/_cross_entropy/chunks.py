@@ -31,32 +31,34 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 Body = Callable[[Operands], tuple[Operands, Operands]]
 
 BYTES = 2**30  # what a chunk's logits and their gradient may take together
+KERNEL_BYTES = 2**31  # what the kernel's weights may take, whose place the gradient takes
 _MULTIPLE = 128  # rows of a tile of a matrix product
 
 
-def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None) -> int:
-    """Tokens of a chunk whose logits take `bytes_each`: as few chunks, and as little padding, as `BYTES` allows.
+def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None, bytes_of_all: int = BYTES) -> int:
+    """Tokens of a chunk whose logits take `bytes_each`: as few chunks, and as little padding, as `bytes_of_all` allow.
 
     Adding a chunk's part to the weight's gradient takes about as long as the products of another `_MULTIPLE` tokens.
     """
-    most = asked or max(BYTES // max(vocabulary * bytes_each, 1), 1)
+    most = asked or max(bytes_of_all // max(vocabulary * bytes_each, 1), 1)
     if tokens <= most or asked:
         return min(tokens, most)
     sizes = range(_MULTIPLE, max(most, _MULTIPLE) + 1, _MULTIPLE)
     return min(sizes, key=lambda size: math.ceil(tokens / size) * (size + _MULTIPLE))
 
 
-def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], bytes_each: int) -> Any:
+def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], *bytes_of: int) -> Any:
     """Tokens of a chunk of a call's operands; all where shapes are symbols."""
     tokens, vocabulary = operands["labels"].shape[0], operands["weight"].shape[rules.axes("weight").index("v")]
     if not isinstance(tokens, int) or not isinstance(vocabulary, int):
         return tokens
-    return chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size)
+    each, *of_all = bytes_of
+    return chunk_size(tokens, vocabulary, each, rules.chunk_size, *of_all)
 
 
-def _over_chunks(body: Body, rules: Rules, operands: Operands, bytes_each: int) -> tuple[Operands, Operands]:
+def _over_chunks(body: Body, rules: Rules, operands: Operands, *bytes_of: int) -> tuple[Operands, Operands]:
     """Runs `body` on chunks of tokens: adds up its first results, and concatenates the others along the tokens."""
-    tokens, size = operands["labels"].shape[0], _chunk_size_of(rules, operands, bytes_each)
+    tokens, size = operands["labels"].shape[0], _chunk_size_of(rules, operands, *bytes_of)
     by_token = {n: x for n, x in operands.items() if rules.axes(n)[0] == "t" and x.shape[0] == tokens}
     shared = {n: x for n, x in operands.items() if n not in by_token}
     if size == tokens:
@@ -262,12 +264,20 @@ class _Pull(NamedTuple):
 
 
 def _pulled(
-    pull: _Pull, operands: Operands, g: jax.Array, raw: jax.Array | None, counts: jax.Array
+    pull: _Pull,
+    operands: Operands,
+    g: jax.Array,
+    of_rows: jax.Array | None,
+    raw: jax.Array | None,
+    counts: jax.Array,
 ) -> tuple[Operands, Operands]:
-    """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not."""
+    """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not.
+
+    `of_rows`: factors of the rows of `g`, which then goes into the products as it is.
+    """
     rules, moving = pull.rules, pull.moving
     hidden, weight = operands["hidden"], operands["weight"]
-    wide, sums, rows = g.dtype, {}, {}
+    wide, sums, rows = accumulator_dtype(hidden.dtype), {}, {}
     if "scale" in moving and raw is not None:
         rows["scale"] = _dot(g, raw)
     g = _scaled(g, operands)
@@ -277,6 +287,8 @@ def _pulled(
     if "weight" in moving:
         # The gradient of a token without a cotangent is 0, whatever its hidden state is.
         hidden = jnp.where(counts[:, None], hidden, jnp.zeros_like(hidden))
+        if of_rows is not None:
+            hidden = (hidden * of_rows[:, None]).astype(hidden.dtype)
         if rules.transposed:
             sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, pull.sum_dtype)
         else:
@@ -284,7 +296,11 @@ def _pulled(
     if "hidden" in moving:
         # Parts of a sum over devices are not rounded yet.
         dtype = wide if pull.parts.vocabulary.names else hidden.dtype
-        rows["hidden"] = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype)
+        product = functools.partial(_product, rules, f"tv,{rules.axes('weight')}->te", narrow, weight)
+        if of_rows is None:
+            rows["hidden"] = product(dtype)
+        else:
+            rows["hidden"] = jnp.where(of_rows[:, None] == 0, 0.0, product(wide) * of_rows[:, None]).astype(dtype)
     return sums, rows
 
 
@@ -298,16 +314,18 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
         raw = None
         numbers, weights = linear_kernel.numbers_and_weights(rules, chunk, local)
 
-        def slopes(chunk: Operands, cotangents: Operands) -> jax.Array:
-            factors = _factors(rules, chunk, cotangents)
-            return linear_kernel.slopes(rules, weights, *factors, local[:, None], exists[:, None])
+        def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
+            known, of_p, of_q = jax.tree.map(lambda x: x[:, 0], _factors(rules, chunk, cotangents))
+            here = jnp.where(local < vocabulary, local, IGNORED)
+            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, here, exists)
+            return slope[: len(local), :vocabulary], of_rows
     else:
         raw = _raw(rules, chunk)
         x = _scaled(raw, chunk)
         numbers = _numbers(rules, x, chunk, local) if gives_loss else {}
 
-        def slopes(chunk: Operands, cotangents: Operands) -> jax.Array:
-            return _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary))
+        def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
+            return _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary)), None
 
     if gives_loss:
         found = losses_of(rules, merged(numbers, parts), chunk["labels"])
@@ -315,8 +333,8 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
     else:
         found, cotangents = {}, _cotangents(chunk)
     counts = functools.reduce(jnp.logical_or, [ct != 0 for ct in cotangents.values()])
-    g = slopes(chunk, cotangents)
-    sums, rows = _pulled(pull, chunk, g, raw, counts & exists)
+    g, of_rows = slopes(chunk, cotangents)
+    sums, rows = _pulled(pull, chunk, g, of_rows, raw, counts & exists)
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
 
 
@@ -361,12 +379,11 @@ def gradient(
     by_kernel = may_run_kernel and not linear_kernel.kernel_reason(
         rules, operands, hardware.current(), for_gradient=True
     )
-    # The gradient of the logits takes the place of their weights, which have its dtype.
-    bytes_each = hidden.dtype.itemsize + (0 if by_kernel else wide.itemsize)
-    is_sum = parts.token_names or _chunk_size_of(rules, operands, bytes_each) != operands["labels"].shape[0]
+    bytes_of = (hidden.dtype.itemsize, KERNEL_BYTES) if by_kernel else (hidden.dtype.itemsize + wide.itemsize,)
+    is_sum = parts.token_names or _chunk_size_of(rules, operands, *bytes_of) != operands["labels"].shape[0]
     sum_dtype = wide if is_sum or unit is not None else hidden.dtype
     pull = _Pull(rules, parts, moving, gives_loss, by_kernel, sum_dtype)
-    sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, bytes_each)
+    sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, *bytes_of)
     found = sums | rows
     for name in moving:
         names = parts.vocabulary.names if rules.axes(name)[0] == "t" else parts.token_names

@@ -7,7 +7,7 @@ gives for chunks of tokens.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from jaxsoftmax._core.sharding import AxisSharding
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
-from pallas_kernels.monoid import Stats, decay
+from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
 
+_ESTIMATED_FROM = 256  # columns
+_REACH = 60.0  # of an estimated logsumexp, in nats: float32 and bfloat16 hold exp(88)
+_MOST = 2.0**20  # of a label's factor, as a multiple of its row's
 # Tokens (any number of axes), embedding and vocabulary.
 AXES = {
     "hidden": "te",
@@ -113,7 +116,7 @@ def kernel_reason(
     return reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
 
 
-def _problem(rules: Rules, operands: Mapping[str, Any], *, weights: bool = False) -> Any:
+def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows", "tiles"] | None = None) -> Any:
     """What the kernel computes, of operands with any number of token axes."""
     from pallas_kernels.linear_cross_entropy.forward import Problem
 
@@ -126,62 +129,116 @@ def _problem(rules: Rules, operands: Mapping[str, Any], *, weights: bool = False
         transposed=rules.transposed,
         scale=rules.scale,
         soft_cap=rules.soft_cap,
-        entropy="entropy" in rules.results and not weights,
+        entropy="entropy" in rules.results and weights is None,
         weights=weights,
     )
 
 
+def _run(rules: Rules, operands: Operands, local: jax.Array, weights: Any = None, **given: Any) -> Any:
+    from pallas_kernels.linear_cross_entropy import forward as kernel
+
+    problem = _problem(rules, operands, weights)
+    return kernel.run(problem, kernel.Config(), operands["hidden"], operands["weight"], local, **given)
+
+
 def numbers(rules: Rules, operands: Operands, local: jax.Array) -> Operands:
     """The terms of the losses; `local` are the labels among this device's columns."""
-    return _run(rules, operands, local, weights=False)[0]
+    found = _run(rules, operands, local)
+    terms = {"max": found.max, "sum": found.sum, "label": found.label}
+    if found.spread is not None:
+        terms["spread"] = jnp.where(found.sum == 0, 0.0, found.spread - found.max * found.sum)
+    return _neutral(rules, operands, terms)
+
+
+def _neutral(rules: Rules, operands: Operands, terms: Operands) -> Operands:
+    """The terms, and those of an empty row for tokens that are ignored."""
+    if rules.all_rows:
+        return terms
+    ignored = operands["labels"] == IGNORED
+    of_none = {"max": 0.0, "sum": 1.0, "label": 0.0}
+    return {name: jnp.where(ignored, of_none[name], x) if name in of_none else x for name, x in terms.items()}
 
 
 class Weights(NamedTuple):
-    """The weights of a chunk's logits, each relative to the maximum of its row in its tile of columns.
+    """The weights of a chunk's logits, times the slope of the soft cap, as the kernel stores them.
 
-    They are multiplied by the slope of the soft cap.
+    Each is relative to `exp` of its row's number in its tile of columns; those of a row are one number if `are_rows`.
     """
 
-    of_columns: jax.Array
-    maxima: jax.Array  # [tokens, tiles]
+    of_columns: jax.Array  # padded
+    relative_to: jax.Array  # [tiles, tokens], with the tokens padded
+    are_rows: jax.Array  # a truth value
     label: jax.Array  # the logit of the label
 
 
 def numbers_and_weights(rules: Rules, operands: Operands, local: jax.Array) -> tuple[Operands, Weights]:
-    """The terms of the losses, and what the gradient needs of the logits, in 16 bits."""
-    found, (of_columns, maxima) = _run(rules, operands, local, weights=True)
-    return found, Weights(of_columns, maxima, found["label"])
+    """The terms of the losses, and what the gradient needs of the logits, in 16 bits.
+
+    Rows whose sum is within reach of an estimate need no maximum: bfloat16 has the exponents of float32. If the
+    estimate of any row is too far off, the kernel runs again, and computes the maxima of tiles.
+    """
+    if operands["hidden"].dtype != jnp.bfloat16:
+        found = _run(rules, operands, local, "tiles")
+        terms, relative_to, are_rows = (found.max, found.sum, found.label), found.maxima, jnp.bool_(False)
+    else:
+        estimate = _estimate(rules, operands)
+        first = _run(rules, operands, local, "rows", references=estimate)
+        distance = jnp.log(first.sum)
+        are_rows = (jnp.abs(distance) <= _REACH).all()
+        found = _run(rules, operands, local, "tiles", needed=~are_rows, place=first.weights)
+        # A sum relative to what is not the maximum is one to the logsumexp.
+        of_rows = estimate + distance, jnp.ones_like(first.sum), first.label
+        of_tiles = found.max, found.sum, found.label
+        terms = tuple(jnp.where(are_rows, x, y) for x, y in zip(of_rows, of_tiles, strict=True))
+        padded = jnp.pad(estimate, (0, found.maxima.shape[1] - len(estimate)))
+        relative_to = jnp.where(are_rows, padded[None], found.maxima)
+    weights = Weights(found.weights, relative_to, are_rows, terms[2])
+    return _neutral(rules, operands, dict(zip(("max", "sum", "label"), terms, strict=True))), weights
 
 
-def _run(rules: Rules, operands: Operands, local: jax.Array, *, weights: bool) -> tuple[Operands, tuple[Any, ...]]:
-    from pallas_kernels.linear_cross_entropy import forward as kernel
-
-    problem = _problem(rules, operands, weights=weights)
-    maximum, total, label, *rest = kernel.run(problem, kernel.Config(), operands["hidden"], operands["weight"], local)
-    found = {"max": maximum, "sum": total, "label": label}
-    if problem.entropy:
-        found["spread"] = jnp.where(total == 0, 0.0, rest.pop(0) - maximum * total)
-    if not rules.all_rows:
-        for name, neutral in zip(found, (0.0, 1.0, 0.0), strict=False):
-            found[name] = jnp.where(operands["labels"] == IGNORED, neutral, found[name])
-    return found, tuple(rest)
+def _estimate(rules: Rules, operands: Operands) -> jax.Array:
+    """The logsumexps of rows whose other columns were like the first ones."""
+    axis = rules.axes("weight").index("v")
+    vocabulary = operands["weight"].shape[axis]
+    few = jax.lax.slice_in_dim(operands["weight"], 0, min(_ESTIMATED_FROM, vocabulary), axis=axis)
+    dims = ((1,), (1 - axis,)), ((), ())
+    x = jax.lax.dot_general(operands["hidden"], few, dims, preferred_element_type=jnp.float32)
+    z = reference.logits(x, rules.scale, rules.soft_cap)
+    return jax.nn.logsumexp(z, axis=1) + math.log(vocabulary / z.shape[1])
 
 
 def slopes(
     rules: Rules, weights: Weights, known: Stats, of_p: jax.Array, of_q: jax.Array, local: jax.Array, exists: jax.Array
-) -> jax.Array:
-    """`(of_p * p - of_q * [column == label]) * dz/dx` of each logit, and 0 in rows that do not exist.
+) -> tuple[jax.Array, jax.Array]:
+    """`(of_p * p - of_q * [column == label]) * dz/dx` of each logit, as an array and factors of its rows.
 
-    All but `weights` have the shape `[tokens, 1]`.
+    The array takes the place of the weights, and is padded like them. A row that does not exist has a factor of 0, or
+    zeros. All but `weights` have the shape `[tokens]`; a label in none of the columns is negative.
     """
-    from pallas_kernels.linear_cross_entropy.forward import Config
+    from pallas_kernels.linear_cross_entropy import forward, gradient
 
-    of_tiles = rules.scale * of_p * decay(weights.maxima, known.max) / known.sum
-    by_column = jnp.broadcast_to(of_tiles[:, :, None], (*of_tiles.shape, Config().columns)).reshape(len(of_p), -1)
-    x = weights.of_columns
-    of_label = rules.scale * of_q
-    if rules.soft_cap is not None:
-        of_label = of_label * (1.0 - jnp.square(weights.label[:, None] / rules.soft_cap))
-    at_label = reference.columns(x, COLUMNS) == local
-    slope = x.astype(of_p.dtype) * by_column[:, : x.shape[1]] - jnp.where(at_label, of_label, 0.0)
-    return jnp.where(exists, slope, 0.0)
+    missing = len(weights.of_columns) - len(of_p)
+    padded = lambda x: jnp.pad(x, (0, missing))
+    lse = log_normalizer(known)
+    slope_of_cap = 1.0 if rules.soft_cap is None else 1.0 - jnp.square(weights.label / rules.soft_cap)
+    of_label = jnp.where(exists, rules.scale * of_q * slope_of_cap, 0.0)
+
+    estimate = weights.relative_to[0, : len(of_p)]
+    is_multiple = (jnp.abs(estimate - lse) <= _REACH) & (jnp.abs(of_q) <= _MOST * jnp.abs(of_p))
+    as_it_is = weights.are_rows & (is_multiple | ~exists).all()
+    factor = jnp.where(exists & (of_p != 0), rules.scale * of_p * jnp.exp(estimate - lse), 0.0)
+    has_label = as_it_is & (factor != 0) & (local >= 0)
+    at = jnp.arange(len(local)), jnp.where(has_label, local, weights.of_columns.shape[1])
+    of_p_label = jnp.exp(weights.label - estimate) * slope_of_cap
+    exact = of_p_label - of_label / jnp.where(factor == 0, 1.0, factor)
+    # Most of a row's gradient is the label's part, whose rounding the row's factor makes up for. XLA would drop a
+    # conversion to 16 bits and back.
+    rounded = jax.lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
+    x = weights.of_columns.at[at].set(rounded.astype(weights.of_columns.dtype), mode="drop", unique_indices=True)
+    factor = jnp.where(has_label & (rounded != 0), factor * (exact / rounded), factor)
+
+    of_tiles = padded(rules.scale * of_p / known.sum)[None] * decay(weights.relative_to, padded(known.max)[None])
+    of_tiles = jnp.where(padded(exists)[None], of_tiles, 0.0)
+    columns = forward.Config().columns
+    g = gradient.run(~as_it_is, x, of_tiles, padded(of_label), padded(local), columns=columns)
+    return g, jnp.where(as_it_is, factor, 1.0)

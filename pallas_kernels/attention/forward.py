@@ -27,7 +27,7 @@ from pallas_kernels.attention import combine, gather, mask, online_softmax, pipe
 from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
-from pallas_kernels.attention.problem import PAGE_MISSING, Attention, operand_names, unsupported_reason
+from pallas_kernels.attention.problem import Attention, operand_names, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
@@ -183,11 +183,10 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
     batch, head = lax.div(head, jnp.int32(packs)), lax.rem(head, jnp.int32(packs))
     queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
-    least = PAGE_MISSING if problem.page_size else 0
     if problem.query_lengths:
         queries = jnp.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
-        keys = jnp.clip(cta.key_lengths[batch], least, keys)
+        keys = jnp.clip(cta.key_lengths[batch], 0, keys)
 
     def load_span() -> TileRange:
         of_head = index if config.splits == 1 else lax.div(index, jnp.int32(config.splits))
@@ -197,7 +196,7 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     load = load_span if problem.has_data_mask else None
     span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, load)
     if config.splits > 1:
-        keys = jnp.where(sees_any, keys, jnp.minimum(keys, 0) if least else 0)
+        keys = jnp.where(sees_any, keys, 0)
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
@@ -268,7 +267,8 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
     def _():
         if cta.problem.key_lengths:
             pipeline.expect(cta.partial_full.at[0], 0)
-        pipeline.issue(cta.stage_full.at[0], *_copies(cta, cta.key, step, to))
+        pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
+        _copy_keys(cta, cta.key, step, to, cta.stage_full.at[0])
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -286,8 +286,8 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
             pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.partial_full.at[stage], 0))
             count -= value_bytes * (value.exists - whole)
         pipeline.expect(full, count)
-        _when(key.exists, lambda: _copy(full, *_copies(cta, cta.key, key, to[0])))
-        _when(whole, lambda: _copy(full, *_copies(cta, cta.value, value, to[1])))
+        _when(key.exists, lambda: _copy_keys(cta, cta.key, key, to[0], full))
+        _when(whole, lambda: _copy_keys(cta, cta.value, value, to[1], full))
 
     def copy_later() -> None:
         following, j = _read(cta, tile.t + 1), i - tile.steps
@@ -337,30 +337,25 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
     stage = pipeline.stage(n, cta.config.stages)
     to, partial_full = cta.value_smem.at[stage], cta.partial_full.at[stage]
-    pipeline.issue(partial_full, *_copies(cta, cta.value, step, to))
+    pipeline.expect(partial_full, pipeline.size(to))
+    _copy_keys(cta, cta.value, step, to, partial_full)
     pipeline.wait(cta.partial_full, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
-def _copy(full: jax.Ref, *copies: pipeline.Copy) -> None:
-    """The calling warp issues copies whose bytes it has announced."""
-    for copy in copies:
-        pipeline.copy_rows(*copy, full)
-
-
-def _copies(cta: Cta, source: jax.Ref, step: _Step, to: Any) -> list[pipeline.Copy]:
-    """The copies of a step's keys or values: one, or one a page."""
+def _copy_keys(cta: Cta, source: jax.Ref, step: _Step, to: Any, full: jax.Ref) -> None:
+    """The calling warp issues the copies of a step's keys or values, whose bytes it has announced."""
     problem, rows = cta.problem, cta.config.block_kv
     if not problem.page_size:
-        return [(source, (step.batch, pl.ds(step.key, rows), step.key_head), to)]
-    found, size = [], min(problem.page_size, rows)
-    for i in range(0, rows, size):
-        # The last tile may go on behind the table.
-        entry = jnp.minimum(lax.div(step.key + i, jnp.int32(problem.page_size)), cta.block_tables.shape[1] - 1)
-        page, at = cta.block_tables[step.batch, entry], pl.ds(lax.rem(step.key + i, jnp.int32(problem.page_size)), size)
-        place = (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
-        found.append((source, place, to if size == rows else to.at[:, pl.ds(i, size)]))
-    return found
+        return pipeline.copy_rows(source, (step.batch, pl.ds(step.key, rows), step.key_head), to, full)
+    if problem.page_size < rows:
+        at = step.batch, step.key, step.key_head
+        return pipeline.copy_pages(source, cta.block_tables, at, to, full, pages_first=problem.pages_first)
+    # The last tile may go on behind the table.
+    entry = jnp.minimum(lax.div(step.key, jnp.int32(problem.page_size)), cta.block_tables.shape[1] - 1)
+    page, at = cta.block_tables[step.batch, entry], pl.ds(lax.rem(step.key, jnp.int32(problem.page_size)), rows)
+    place = (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
+    return pipeline.copy_rows(source, place, to, full)
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -421,8 +416,12 @@ def _tiles(cta: Cta) -> None:
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
         tile_number = _draw(cta)
+        lacks_page = _lacks_page(cta, tile) if cta.problem.page_size else None
         state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
+        if lacks_page is not None:
+            lost = jnp.where(lacks_page, jnp.nan, 0.0)
+            state = state._replace(max=state.max + lost, sum=state.sum + lost)
         _epilogue(cta, place, tile.split, state)
         # The load overlaps with the next tile's start, which needs it in its first step.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, tile_number)
@@ -431,6 +430,14 @@ def _tiles(cta: Cta) -> None:
     index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
     first = jnp.int32(0), jnp.int32(0), index, *tile_scheduler.read(cta.tile_smem, 0)
     lax.while_loop(lambda state: _tile(cta, state[3:], 0, 0).steps > 0, visit, first)
+
+
+def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
+    """Whether a page of the tile's keys does not exist. The first keys are on their way meanwhile."""
+    size, (first, end) = cta.problem.page_size, (i * cta.config.block_kv for i in (tile.span.first, tile.span.end))
+    first, end = lax.div(first, jnp.int32(size)), pl.cdiv(jnp.minimum(end, tile.place.keys), size)
+    pages = cta.key.shape[0 if cta.problem.pages_first else 1]
+    return gather.lacks_page(cta.block_tables, tile.place.batch, first, end, pages)
 
 
 def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
@@ -546,9 +553,6 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     sink = None
     if problem.sinks and cta.config.splits == 1:
         sink = cta.sinks[place.head] if place.heads == 1 else gather.load_of_heads(cta.sinks, place.head, place.heads)
-    if problem.page_size:
-        lost = jnp.where(place.keys == PAGE_MISSING, jnp.nan, 0.0)
-        state = state._replace(max=state.max + lost, sum=state.sum + lost)
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)

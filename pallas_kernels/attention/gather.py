@@ -8,8 +8,10 @@ import functools
 import math
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -21,6 +23,7 @@ from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import INTEGER, ROW, WGMMA, Index
 
 Corner = tuple[Index, Index, Index, Index]
+_ENTRIES = 4  # of a table that a lane loads at a time
 
 
 def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
@@ -162,6 +165,26 @@ def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return ptx.inline(load_numbers, ref, pack, result=((WARPGROUP_ROWS,), jnp.float32, ROW))
+
+
+def lacks_page(tables: jax.Ref, batch: Index, first: Index, end: Index, pages: int) -> jax.Array:
+    """Whether an entry of `tables [B, entries]` from `first` to before `end` names none of so many pages."""
+
+    def vote_missing(ctx, tables, batch, first, end):
+        lane, entries = ptx.rem(utils.thread_idx(), 32), ir.MemRefType(tables.type).shape[1]
+        of_batch, missing = ptx.mul(ptx.scalar(batch), entries), []
+        for i in range(_ENTRIES):
+            at = ptx.add(ptx.scalar(first), ptx.add(lane, 32 * i))
+            word = ptx.word_address(tables, ptx.add(of_batch, at))
+            page = ptx.load_if(word, ptx.compare("slt", at, ptx.scalar(end)), 32)
+            missing.append(ptx.compare("uge", page, pages))
+        return _vote(missing)
+
+    def search(i: jax.Array, found: jax.Array) -> jax.Array:
+        at = first + i * (32 * _ENTRIES)
+        return found | ptx.inline(vote_missing, tables, batch, at, end, result=INTEGER)
+
+    return lax.fori_loop(0, pl.cdiv(end - first, jnp.int32(32 * _ENTRIES)), search, jnp.int32(0)) != 0
 
 
 def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:

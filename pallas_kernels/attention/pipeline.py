@@ -198,6 +198,51 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
     ptx.inline(copy_panels, source, to, full, *starts)
 
 
+def copy_pages(
+    source: jax.Ref, tables: jax.Ref, at: tuple[Index, Index, Index], to: Any, full: jax.Ref, *, pages_first: bool
+) -> None:
+    """The calling warp issues TMA copies of rows that lie in pages into panels of shared memory, counted at `full`.
+
+    `at`: the sequence, its first row and the head. Each lane reads its own entry of `tables [B, entries]`, and issues
+    the copies of one panel of one page. What lies in no page becomes zeros.
+    """
+    panels, rows, columns = to.shape
+    page_size, entries = source.shape[1 if pages_first else 2], tables.shape[1]
+    size = min(page_size, rows)
+
+    def copy_own_page(ctx, source, tables, to, full, batch, row, head):
+        batch, row, head = map(ptx.scalar, (batch, row, head))
+        lane = ptx.asm_value("mov.u32 $0, %laneid;", "=r", [])
+        copy = _copier(ctx, source, full, SWIZZLE_BYTES)
+        for first in range(0, panels * (rows // size), LANES):
+            number = ptx.add(lane, first)
+            is_mine = ptx.compare("ult", number, panels * (rows // size))
+            panel, part = ptx.rem(number, panels), ptx.mul(ptx.div(number, panels), size)
+            line = ptx.add(row, part)
+            # The last tile may go on behind the table.
+            entry = arith.minui(ptx.div(line, page_size), ptx.c32(entries - 1))
+            word = ptx.word_address(tables, ptx.add(ptx.mul(batch, entries), entry))
+            page, place, head, column, panel, part = (
+                arith.index_cast(ir.IndexType.get(), x)
+                for x in (
+                    ptx.load_if(word, is_mine, 32),
+                    ptx.rem(line, page_size),
+                    head,
+                    ptx.mul(panel, columns),
+                    panel,
+                    part,
+                )
+            )
+            where = mgpu.ds(place, size)
+            copy(
+                dst_ref=utils.memref_slice(to, (panel, mgpu.ds(part, size))),
+                gmem_slice=(*((page, where, head) if pages_first else (head, page, where)), mgpu.ds(column, columns)),
+                predicate=is_mine,
+            )
+
+    ptx.inline(copy_own_page, source, tables, to, full, *at)
+
+
 def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
     """A thread of the warpgroup issues TMA copies of panels of shared memory into `target`, as far as that goes.
 

@@ -30,8 +30,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 
-PAGE_MISSING = -1
-
 
 class Operand(NamedTuple):
     """An operand, or a result, by the axes that follow its leading ones."""

@@ -7,15 +7,16 @@ the CTA's next tile, so that a tile begins with its first steps in shared memory
 tiles of the same tokens, side by side, merge in registers: maximum, sum and label's logit and, if asked for, the sum of
 `exp(z - max) * z`. XLA merges the states of these groups. Neighbouring groups share tokens or columns, which the CTAs
 of a wave find in L2.
-For the gradient the tile's `exp(z - max)`, relative to its own maxima, is rounded to 16 bits and stored through shared
-memory: it is as accurate as a gradient in 16 bits, which logits in 16 bits are not.
+For the gradient the tile's `exp(z - m)` is rounded to 16 bits and stored through shared memory: it is as accurate as a
+gradient in 16 bits, which logits in 16 bits are not. There m is a number of the row that the caller knows to be near
+its logsumexp, or the maximum of the row in the tile.
 Traffic: both factors, mostly from L2, and three or four numbers for each token and group of tiles.
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867; Wijmans et al. 2024, arXiv:2411.09009.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,9 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware, monoid
+from pallas_kernels.attention import gather
 from pallas_kernels.attention.wgmma import tiled
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import fast_math
+from pallas_kernels.mosaic import fast_math, reduce
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
 WARPGROUPS = 2
@@ -40,7 +42,8 @@ _STORES = 4  # parts of a warpgroup that are on their way to global memory
 class Problem:
     """The states of `tokens` rows of `[tokens, embedding] @ [embedding, vocabulary]`; the logits as in `softmax`.
 
-    `transposed`: the second factor comes as `[vocabulary, embedding]`. `weights`: what the gradient needs, too.
+    `transposed`: the second factor comes as `[vocabulary, embedding]`. `weights`: what the gradient needs too, relative
+    to given numbers of the rows, or to the maxima of tiles.
     """
 
     tokens: int
@@ -51,7 +54,7 @@ class Problem:
     scale: float = 1.0
     soft_cap: float | None = None
     entropy: bool = False
-    weights: bool = False
+    weights: Literal["rows", "tiles"] | None = None
 
     @property
     def padded_vocabulary(self) -> int:
@@ -159,12 +162,30 @@ def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: A
     plgpu.wgmma_wait(0)
 
 
-def _own_columns(z: jax.Array, last: jax.Array | None, start: int) -> jax.Array:
-    """A part of a tile's logits from column `start` on, and -inf past the tile's column `last`."""
-    if last is None:
-        return z
-    at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA) + start
+def _own_columns(z: jax.Array, last: jax.Array) -> jax.Array:
+    """A tile's logits, and -inf past its column `last`."""
+    at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA)
     return jnp.where(at <= last, z, jnp.full_like(z, -jnp.inf))
+
+
+def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
+    """The logit of each row's label, from parts of a tile by their first columns; 0 where no part has it."""
+
+    def pick() -> jax.Array:
+        total = jnp.zeros_like(parts[0])
+        for start, part in parts.items():
+            at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
+            is_label = at == lax.broadcast_in_dim(label, part.shape, [0])
+            total += jnp.where(is_label, part, jnp.zeros_like(part))
+        return total.sum(axis=1)
+
+    # Few tiles have a label of any of a warp's rows.
+    is_here = (label >= 0) & (label < sum(part.shape[1] for part in parts.values()))
+    return lax.cond(gather.warp_any(is_here), pick, lambda: _row_numbers(0.0))
+
+
+def _row_numbers(value: float) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
 
 
 def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -178,25 +199,28 @@ def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Ar
     label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
     if last is not None:
         label = jnp.where(label <= last, label, jnp.full_like(label, -1))
+        z = lax.cond(last < config.columns - 1, lambda z: _own_columns(z, last), lambda z: z, z)
     # In parts, of which few are in registers beside the logits.
-    starts = range(0, config.columns, _PART)
-    parts = [_own_columns(z[:, start : start + _PART], last, start) for start in starts]
-    maximum = functools.reduce(jnp.maximum, parts).max(axis=1)
+    parts = {start: z[:, start : start + _PART] for start in range(0, config.columns, _PART)}
+    if problem.weights == "rows":
+        maximum = plgpu.load(refs["references"].at[_tokens(config, row)], layout=ROW, optimized=False)
+    else:
+        maximum = functools.reduce(jnp.maximum, parts.values()).max(axis=1)
+    label_logit = _label_logit(parts, label)
     by_row = lambda value: lax.broadcast_in_dim(value, parts[0].shape, [0])
-    sums = [jnp.zeros_like(parts[0])] * (2 + problem.entropy)
-    for start, part in zip(starts, parts, strict=True):
+    sums = [jnp.zeros_like(parts[0])] * (1 + problem.entropy)
+    for start, part in parts.items():
         weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
         if problem.weights:
             _store(refs, static, row, first + start, weights, part)
-        at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
-        is_label = at == by_row(label)
-        terms = [weights, jnp.where(is_label, part, jnp.zeros_like(part))]
+        terms = [weights]
         if problem.entropy:
             terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    if problem.weights:
+    if problem.weights == "tiles":
         refs["maxima"].at[column, _tokens(config, row)][...] = maximum
-    return maximum, *(total.sum(axis=1) for total in sums)
+    total, *spread = (part.sum(axis=1) for part in sums)
+    return maximum, total, label_logit, *spread
 
 
 def _store(refs: Any, static: Any, row: jax.Array, first: jax.Array, weights: jax.Array, z: jax.Array) -> None:
@@ -233,6 +257,8 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
     of = dict(zip(names, refs, strict=True))
     me, steps = lax.axis_index("cta"), problem.embedding // config.depth
     groups = lax.div(shape[0] * shape[1] - me + ctas - 1, jnp.int32(ctas))
+    if problem.weights == "tiles":
+        groups = jnp.where(of["needed"][0] != 0, groups, 0)
     total = groups * (config.group * steps)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
@@ -253,8 +279,7 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
             x = pl.run_scoped(compute, accumulator)
             return _merge(state, _states(of, static, row, column * config.group + i, x))
 
-        number = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
-        empty = number(-jnp.inf), *(number(0.0) for _ in range(num_values(problem) - 1))
+        empty = _row_numbers(-jnp.inf), *(_row_numbers(0.0) for _ in range(num_values(problem) - 1))
         for i, value in enumerate(lax.fori_loop(0, config.group, tile, empty)):
             of["states"].at[i, column, _tokens(config, row)][...] = value
 
@@ -273,30 +298,61 @@ def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
     }
 
 
+class Results(NamedTuple):
+    """Each row's maximum, or its given number, sum, label's logit and, for the entropy, sum of `exp(z - max) * z`.
+
+    `weights [tokens, vocabulary]`: `exp(z - m)` in the operands' dtype, times the slope of the soft cap, where m is the
+    row's given number, or its maximum in a tile of `config.columns` columns, in `maxima [tiles, tokens]`. There the
+    tokens are padded to whole tiles, and the vocabulary to `padded_vocabulary`.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+    label: jax.Array
+    spread: jax.Array | None = None
+    weights: jax.Array | None = None
+    maxima: jax.Array | None = None
+
+
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(
-    problem: Problem, config: Config, hidden: jax.Array, weight: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Each row's maximum, sum and label's logit, and with `entropy` the sum of `exp(z - max) * z`.
+    problem: Problem,
+    config: Config,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    references: jax.Array | None = None,
+    needed: jax.Array | None = None,
+    place: jax.Array | None = None,
+) -> Results:
+    """Runs the kernel; with weights of rows relative to `references`.
 
-    With `weights` also `exp(z - max)` in the operands' dtype, times the slope of the soft cap, `[tokens, vocabulary]`,
-    and the maxima that it is relative to, `[tokens, tiles]`, each of `config.columns` columns.
+    With those of tiles it does nothing where `needed` is 0, and stores the weights in the `place` of an array.
     """
     missing = -problem.tokens % config.tokens
+    arrays = {"hidden": hidden, "weight": weight, "labels": labels}
+    if problem.weights == "rows":
+        assert references is not None
+        arrays["references"] = references
     if missing:
-        hidden, labels = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
+        by_token = {name: x for name, x in arrays.items() if name != "weight"}
+        arrays |= {name: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in by_token.items()}
     tokens = problem.tokens + missing
     shape = tokens // config.tokens, -(-problem.vocabulary // (config.group * config.columns))
     ctas = min(hardware.current().sm_count, shape[0] * shape[1])
     memory = _scratch(problem, config)
     results = {"states": jax.ShapeDtypeStruct((num_values(problem), shape[1], tokens), jnp.float32)}
-    if problem.weights:
-        results["weights"] = jax.ShapeDtypeStruct((tokens, problem.padded_vocabulary), problem.dtype)
+    weights = jax.ShapeDtypeStruct((tokens, problem.padded_vocabulary), problem.dtype)
+    written: dict[str, jax.Array] = {}
+    if problem.weights == "rows":
+        results["weights"] = weights
+    elif problem.weights == "tiles":
+        arrays["needed"] = jnp.ones(1, jnp.int32) if needed is None else needed.astype(jnp.int32).reshape(1)
+        written["weights"] = lax.empty(weights.shape, weights.dtype) if place is None else place
         results["maxima"] = jax.ShapeDtypeStruct((shape[1] * config.group, tokens), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(
-            _body, names=("hidden", "weight", "labels", *results, *memory), static=(problem, config, shape, ctas)
-        ),
+        functools.partial(_body, names=(*arrays, *written, *results, *memory), static=(problem, config, shape, ctas)),
         out_type=tuple(results.values()),
         grid=(ctas,),
         grid_names=("cta",),
@@ -306,10 +362,12 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="linear_cross_entropy",
     )
-    found = dict(zip(results, kernel(hidden, weight, labels), strict=True))
-    maximum, total, label, *rest = found["states"][:, :, : problem.tokens]
+    operands = tuple(arrays.values())
+    if written:
+        outs, of_workspace = reduce.with_workspace(kernel, operands, tuple(written.values()), tuple(results.values()))
+    else:
+        outs, of_workspace = kernel(*operands), []
+    found = dict(zip((*results, *written), (*outs, *of_workspace), strict=True))
+    maximum, total, label, *rest = found.pop("states")[:, :, : problem.tokens]
     whole = monoid.merge_over((maximum, total, *rest), 0)
-    out = whole[0], whole[1], label.sum(0), *whole[2:]
-    if problem.weights:
-        out += found["weights"][: problem.tokens, : problem.vocabulary], found["maxima"][:, : problem.tokens].T
-    return out
+    return Results(whole[0], whole[1], label.sum(0), *whole[2:], **found)

@@ -240,10 +240,11 @@ def _full_for_any(of_group, pairs, group):
     return of_group(pairs, group)._replace(full=of_group(pairs._replace(visible=pairs.full), group).visible)
 
 
-def _stale_page(copies, *arguments):
-    """The second page of a tile is the first once more."""
-    (source, at, to), (*_, second), *others = copies(*arguments)
-    return [(source, at, to), (source, at, second), *others]
+def _stale_pages(copy_pages, source, tables, at, to, *arguments, **keywords):
+    """The second half of a tile is the first once more."""
+    half = to.shape[1] // 2
+    for first in (0, half):
+        copy_pages(source, tables, at, to.at[:, pl.ds(first, half)], *arguments, **keywords)
 
 
 def _last_once_more(fetch_tile, tile_counter):
@@ -363,13 +364,12 @@ MUTANTS = (
            lambda load, ref, pack, heads: load(ref, pack, 1), "sinks", heads=(4, 2), packed_heads=2, splits=1),
     _split("the logsumexps of splits are stored heads first", wgmma.store_rows,
            lambda store, *a, **_: store(*a), heads=(4, 2), rejected_by=UNORDERED),
-    _paged("a page is read twice, and the next one not at all", forward._copies, _stale_page),
-    _paged("pages are those of the table's next entries", forward._copies,
-           lambda copies, cta, source, step, to: copies(cta, source, step._replace(key=step.key + 16), to)),
-    _paged("pages are those of the first sequence", forward._copies,
-           lambda copies, cta, source, step, to: copies(cta, source, step._replace(batch=0), to)),
-    _paged("a sequence that lacks a page is taken for an empty one", forward._own,
-           lambda own, tile, w: own(tile, w)._replace(keys=jnp.maximum(tile.place.keys, 0))),
+    _paged("pages are read twice, and the next ones not at all", pipeline.copy_pages, _stale_pages),
+    _paged("pages are those of the table's next entries", pipeline.copy_pages,
+           lambda copy, source, tables, at, *a, **k: copy(source, tables, (at[0], at[1] + 16, at[2]), *a, **k)),
+    _paged("pages are those of the first sequence", pipeline.copy_pages,
+           lambda copy, source, tables, at, *a, **k: copy(source, tables, (0, *at[1:]), *a, **k)),
+    _paged("nobody looks for pages that do not exist", gather.lacks_page, lambda lacks_page, *a: jnp.bool_(False)),
     _dynamic("no CTA takes the counter's first tile", reduce.with_workspace,
              lambda run, kernel, arrays, counter, *a: run(kernel, arrays, [counter[0] + 1], *a),
              inside=tile_scheduler.call),

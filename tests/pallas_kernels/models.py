@@ -140,6 +140,16 @@ def _copy_panels(machine: Any, static: Any, source: Any, to: Any, full: Any, *st
     machine.copy_panels(source, static.sizes, starts, to, full)
 
 
+def _copy_own_page(machine: Any, static: Any, source: Any, tables: Any, to: Any, full: Any, *at: Any) -> None:
+    machine.copy_pages(source, tables, at, to, full, pages_first=static.pages_first)
+
+
+def _vote_missing(machine: Any, static: Any, tables: Any, batch: Any, first: Any, end: Any) -> list[Any]:
+    entries = first + np.arange(128)
+    pages = machine.gather(tables, (batch, entries), entries < end, 0)
+    return [((pages < 0) | (pages >= static.pages)).any().astype(np.int32)]
+
+
 def _store_panels(machine: Any, static: Any, source: Any, target: Any, column: Any, *starts: Any) -> None:
     machine.store_panels(source, target, static.sizes, (*starts, column))
 

@@ -268,6 +268,11 @@ class Machine:
         """The TMA copies of `pipeline.copy_rows`, done like `copy_tile`."""
         self.step(functools.partial(_copy, sizes=sizes, in_panels=True), source, to, barrier, starts=_stacked(at))
 
+    def copy_pages(self, source: Ref, tables: Ref, at: Any, to: Ref, barrier: Ref, *, pages_first: bool) -> None:
+        """The TMA copies of `pipeline.copy_pages`, done like `copy_tile`."""
+        step = functools.partial(_copy_pages, pages_first=pages_first)
+        self.step(step, source, tables, to, barrier, at=_stacked(at))
+
     def store_panels(self, source: Ref, target: Ref, sizes: Any, at: Any) -> None:
         """The TMA copies of `pipeline.store_rows`: done at once, in whatever order."""
         self.step(functools.partial(_store_panels, sizes=sizes), source, target, starts=_stacked(at))
@@ -544,6 +549,18 @@ def _copy(now: Now, source: Part, target: Part, barrier: Part, starts: Any, size
         ranges.append((start, extent if size is None else size or 1))
     value = _boxed(source.content, ranges)
     _land(now, value.reshape(rows, panels, columns).swapaxes(0, 1) if in_panels else value, target, barrier)
+
+
+def _copy_pages(now: Now, source: Part, tables: Part, target: Part, barrier: Part, at: Any, pages_first: bool) -> None:
+    (batch, row, head), (panels, rows, columns) = at.tolist(), target.access.shape[-3:]
+    page_size = source.content.shape[1 if pages_first else 2]
+    size, found = min(page_size, rows), []
+    for line in range(row, row + rows, size):
+        entry = min(line // page_size, tables.content.shape[1] - 1)
+        page, where, head_range = (int(tables.content[batch, entry]), 1), (line % page_size, size), (head, 1)
+        place = (page, where, head_range) if pages_first else (head_range, page, where)
+        found.append(_boxed(source.content, (*place, (0, panels * columns))).reshape(size, panels, columns))
+    _land(now, np.concatenate(found).swapaxes(0, 1), target, barrier)
 
 
 def _boxed(content: np.ndarray, ranges: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rule
 from pallas_kernels import hardware
 from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
 from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.problem import PAGE_MISSING, Attention, Op
+from pallas_kernels.attention.problem import Attention, Op
 from tests import errors
 from tests.pairwise import pairwise
 
@@ -233,10 +233,11 @@ def check_pages(p: Attention, config: ForwardConfig, run: Any = lambda f, *opera
         paged[name] = pool if p.pages_first else np.moveaxis(pool, 2, 0)
     unused = np.arange(entries) * p.page_size >= np.minimum(arrays["key_lengths"], p.key_length)[:, None]
     paged["block_tables"] = np.where(unused, rng.choice([-1, 2**31 - 1, -(2**31), 0]), tables)
-    # One more sequence needs a page that does not exist.
+    # One more sequence has no page that exists.
     for name in paged.keys() - {*QKV[1:], "sinks"}:
         paged[name] = np.concatenate([paged[name], paged[name][:1]])
-    paged["key_lengths"][-1] = PAGE_MISSING
+    paged["key_lengths"][-1] = p.key_length
+    paged["block_tables"][-1] = rng.choice([-1, 2**31 - 1, -(2**31), p.batch * entries + 3], entries)
     of_all = dataclasses.replace(p, batch=p.batch + 1)
     found = run(lambda *a: forward.run(of_all, config, *a), *(jnp.asarray(x) for x in paged.values()))
     (out, lost), (lse, lost_lse) = (np.split(np.asarray(x), [p.batch]) for x in found)

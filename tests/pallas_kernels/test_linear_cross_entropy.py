@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxsoftmax._core.sharding import AxisSharding
 from jaxsoftmax._cross_entropy import chunks, linear_kernel
 from pallas_kernels import hardware
 from pallas_kernels.hardware import H200
-from pallas_kernels.linear_cross_entropy import forward
+from pallas_kernels.linear_cross_entropy import forward, gradient
 from pallas_kernels.linear_cross_entropy.forward import Config, Problem
 from pallas_kernels.softmax.problem import IGNORED
 
@@ -26,8 +27,10 @@ CASES = {
     "plain": Problem(128, 64, 256, BF16),
     "several tiles of tokens": Problem(384, 192, 512, BF16, scale=0.5),
     "several groups": Problem(128, 64, 2304, BF16, entropy=True),
-    "weights": Problem(200, 128, 1344, BF16, scale=0.5, weights=True),
-    "weights, soft cap": Problem(256, 64, 264, F16, transposed=True, soft_cap=5.0, weights=True),
+    "weights of tiles": Problem(200, 128, 1344, BF16, scale=0.5, weights="tiles"),
+    "weights of rows": Problem(200, 128, 1344, BF16, scale=0.5, weights="rows"),
+    "weights of rows, soft cap": Problem(130, 64, 264, BF16, transposed=True, soft_cap=5.0, weights="rows"),
+    "weights, soft cap": Problem(256, 64, 264, F16, transposed=True, soft_cap=5.0, weights="tiles"),
     "soft cap": Problem(128, 128, 512, F16, scale=2.0, soft_cap=5.0, entropy=True),
     "columns that do not divide": Problem(256, 64, 704, BF16, entropy=True),
     "tokens that do not divide": Problem(130, 320, 256, BF16, entropy=True),
@@ -50,30 +53,39 @@ def check(problem: Problem, config: Config, ctas: int, monkeypatch: pytest.Monke
     device = functools.partial(hardware.Device, **{**vars(H200), "sm_count": ctas})
     monkeypatch.setattr(hardware, "current", device)
     jax.clear_caches()
-    compare(problem, functools.partial(interpret, functools.partial(forward.run, problem, config)))
+    compare(problem, functools.partial(_interpreted, functools.partial(forward.run, problem, config)))
+
+
+def _interpreted(run: Callable[..., Any], *arrays: jax.Array, references: jax.Array | None) -> Any:
+    return interpret(lambda given: run(*given[0], references=given[1]), (arrays, references))
 
 
 def compare(problem: Problem, run: Callable[..., Any]) -> None:
     """What a kernel gives, against NumPy in float64."""
     hidden, weight, labels = operands(problem)
-    got = run(hidden, weight, labels)
+    references = 3 * jnp.cos(jnp.arange(1.0 * problem.tokens)) if problem.weights == "rows" else None
+    got = run(hidden, weight, labels, references=references)
     wide = lambda x: np.asarray(x).astype(np.float64)
     z = problem.scale * (wide(hidden) @ (wide(weight).T if problem.transposed else wide(weight)))
     z = z if problem.soft_cap is None else problem.soft_cap * np.tanh(z / problem.soft_cap)
-    maximum, total, label, *spread = (wide(x) for x in got)
+    maximum, total, label, spread, stored, maxima = (x if x is None else wide(x) for x in got)
     if problem.weights:
-        *spread, stored, maxima = spread
+        if references is not None:
+            np.testing.assert_array_equal(maximum, np.asarray(references))
+            maxima = np.pad(maximum, (0, len(stored) - problem.tokens))[None].repeat(-(-problem.vocabulary // 256), 0)
+            maximum, total = z.max(1), total * np.exp(maximum - z.max(1))
         slope = 1 if problem.soft_cap is None else 1 - np.square(z / problem.soft_cap)
-        relative = stored * np.exp(np.repeat(maxima, Config().columns, 1)[:, : problem.vocabulary] - maximum[:, None])
+        own = lambda x: x[: problem.tokens, : problem.vocabulary]
+        relative = own(stored) * np.exp(own(np.repeat(maxima.T, Config().columns, 1)) - maximum[:, None])
         np.testing.assert_allclose(relative, np.exp(z - z.max(1, keepdims=True)) * slope, rtol=6e-3, atol=1e-6)
     np.testing.assert_allclose(maximum, z.max(1), rtol=1e-5)
     weights = np.exp(z - z.max(1, keepdims=True))
     np.testing.assert_allclose(total, weights.sum(1), rtol=1e-4)
     is_label = np.arange(problem.vocabulary) == np.asarray(labels)[:, None]
     np.testing.assert_allclose(label, np.where(is_label, z, 0).sum(1), rtol=1e-4, atol=1e-4)
-    assert len(spread) == problem.entropy
-    for each in spread:
-        np.testing.assert_allclose(each / total, (weights * z).sum(1) / weights.sum(1), rtol=1e-4, atol=1e-4)
+    assert (spread is not None) == problem.entropy
+    if spread is not None:
+        np.testing.assert_allclose(spread / total, (weights * z).sum(1) / weights.sum(1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,7 +106,8 @@ FAULTS = {
     "_tokens": lambda f, config, row: f(config, row * 0),
     "_place": lambda f, config, shape, tile: (f(config, shape, tile)[0] * 0, f(config, shape, tile)[1]),
     "_merge": lambda f, state, other: other,
-    "_own_columns": lambda f, z, start, own: z,
+    "_own_columns": lambda f, z, last: z,
+    "_label_logit": lambda f, parts, label: f(parts, label + 1),
     "monoid.merge_over": lambda f, state, axis: tuple(x[0] for x in state),
     "monoid.decay": lambda f, frm, to, exp: exp(frm),
 }
@@ -116,7 +129,8 @@ ON_GPU = (
     Problem(4096, 1024, 32000, BF16, scale=0.1),
     Problem(2048, 256, 50264, F16, transposed=True, scale=0.3, soft_cap=5.0, entropy=True),
     Problem(129, 4096, 8192, BF16, transposed=True, scale=0.05, entropy=True),
-    Problem(1000, 512, 8256, BF16, scale=0.3, soft_cap=5.0, weights=True),
+    Problem(1000, 512, 8256, BF16, scale=0.3, soft_cap=5.0, weights="tiles"),
+    Problem(1000, 512, 8256, BF16, scale=0.1, weights="rows"),
 )
 
 
@@ -149,8 +163,8 @@ def test_what_the_kernel_declines(problem: Problem, words: str) -> None:
     Problem(8192, 4096, 128256, BF16),
     Problem(8192, 4096, 151936, BF16, soft_cap=30.0, entropy=True),
     Problem(1000, 1024, 8200, BF16, transposed=True),
-    Problem(4096, 4096, 128256, BF16, weights=True),
-    Problem(4096, 2560, 151936, F16, soft_cap=30.0, weights=True, transposed=True),
+    Problem(4096, 4096, 128256, BF16, weights="rows"),
+    Problem(4096, 2560, 151936, F16, soft_cap=30.0, weights="tiles", transposed=True),
     Problem(8192, 4096, 128256, F16, entropy=True, transposed=True),
 ], ids=str)  # fmt: skip
 def test_compiles_without_spills(problem: Problem) -> None:
@@ -158,11 +172,25 @@ def test_compiles_without_spills(problem: Problem) -> None:
     shapes = (problem.tokens, problem.embedding), matrix if problem.transposed else matrix[::-1]
     factors = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes]
     labels = jax.ShapeDtypeStruct((problem.tokens,), jnp.int32)
-    (report,) = aot.compile_for_h200(functools.partial(forward.run, problem, Config()), *factors, labels)
+    run = lambda hidden, weight, labels: forward.run(problem, Config(), hidden, weight, labels, references=1.0 * labels)
+    _check_compiled(run, *factors, labels)
+
+
+def _check_compiled(run: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> None:
+    (report,) = aot.compile_for_h200(run, *shapes)
     for each in (report, report.relocatable):
         assert each.spill_bytes == 0, each
         assert not [line for line in each.complaints if "serializ" in line], each
     assert not report.shares_scratch
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_gradient_compiles_without_spills(dtype: jnp.dtype) -> None:
+    shapes = (1,), (4096, 151936), (594, 4096), (4096,), (4096,)
+    types = jnp.int32, dtype, jnp.float32, jnp.float32, jnp.int32
+    run = functools.partial(gradient.run, columns=Config().columns)
+    _check_compiled(run, *(jax.ShapeDtypeStruct(*each) for each in zip(shapes, types, strict=True)))
 
 
 RULES = {
@@ -193,14 +221,29 @@ def test_losses_are_those_of_chunks(name: str) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
 
 
-@pytest.mark.parametrize("gives_loss, dtype", [(True, BF16), (False, F16)], ids=str)
-def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype) -> None:
+# By what a gradient of bfloat16 is computed: weights of rows, these and the second kernel, or weights of tiles.
+WAYS: dict[str, dict[str, float]] = {"rows": {}, "rows, in place": {"_MOST": -1.0}, "tiles": {"_REACH": -1.0}}
+
+
+@pytest.mark.parametrize(
+    "gives_loss, dtype, way",
+    [*itertools.product([True, False], [BF16], WAYS), *itertools.product([True, False], [F16], ["rows"])],
+    ids=str,
+)
+def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype, way: str) -> None:
     """Of float32 logits, of three chunks with a tail."""
     rules = chunks.Rules(transposed=True, soft_cap=5.0, scale=0.5, z_loss=0.1, chunk_size=50, all_rows=not gives_loss)
     rules = dataclasses.replace(rules, results=("loss",) if gives_loss else ("loss", "lse"))
     hidden, weight, labels = operands(Problem(130, 64, 328, dtype, transposed=True))
-    parts, of_tokens = chunks.Parts((), AxisSharding((), 328)), jnp.cos(jnp.arange(130.0))
-    given = {"hidden": hidden, "weight": weight, "labels": labels.at[7].set(IGNORED)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in WAYS[way].items():
+            patch.setattr(linear_kernel, name, value)
+        check_gradients(rules, hidden, weight, labels.at[7].set(IGNORED), gives_loss=gives_loss)
+
+
+def check_gradients(rules: Any, hidden: jax.Array, weight: jax.Array, labels: jax.Array, *, gives_loss: bool) -> None:
+    parts, of_tokens = chunks.Parts((), AxisSharding((), len(weight))), jnp.cos(jnp.arange(1.0 * len(labels)))
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
     if gives_loss:
         given["weights"] = of_tokens
     else:
@@ -209,20 +252,28 @@ def test_gradients_are_those_of_chunks(gives_loss: bool, dtype: jnp.dtype) -> No
             "cotangent_loss": of_tokens,
             "cotangent_lse": of_tokens,
         }
-    gradient = functools.partial(
-        chunks.gradient, rules, parts, given, moving=("hidden", "weight"), gives_loss=gives_loss
-    )
-    want = gradient()
-    got = by_the_kernel(gradient, "_raw")
+    call = functools.partial(chunks.gradient, rules, parts, given, moving=("hidden", "weight"), gives_loss=gives_loss)
+    want = call()
+    got = by_the_kernel(call, "_raw")
     assert got.keys() == want.keys()
+    if gives_loss:
+        for found in (want, got):
+            found["lse"] = found.pop("max") + jnp.log(found.pop("sum"))
     for name, x in want.items():
         largest = np.abs(np.float32(x)).max()
         np.testing.assert_allclose(np.float32(got[name]), np.float32(x), rtol=1e-2, atol=1e-2 * largest, err_msg=name)
 
 
+@pytest.mark.parametrize("far", [0, 3], ids=["nan in an ignored token", "far from its estimate"])
+def test_rows_that_the_kernel_computes_again(far: int) -> None:
+    hidden, weight, labels = operands(Problem(130, 64, 328, BF16, transposed=True))
+    hidden = hidden.at[3].multiply(100) if far else hidden.at[7, 0].set(jnp.nan)
+    check_gradients(chunks.Rules(transposed=True), hidden, weight, labels.at[7].set(IGNORED), gives_loss=True)
+
+
 OF_SLOPES: dict[str, Callable[..., Any]] = {
     "weights are relative to the row's maximum": lambda f, rules, w, known, *a: f(
-        rules, w._replace(maxima=jnp.broadcast_to(known.max, w.maxima.shape)), known, *a
+        rules, w._replace(relative_to=jnp.broadcast_to(w.relative_to.max(0), w.relative_to.shape)), known, *a
     ),
     "the label has no slope of the soft cap": lambda f, rules, w, *a: f(rules, w._replace(label=0 * w.label), *a),
     "ignored tokens count": lambda f, rules, w, known, of_p, of_q, local, exists: f(
@@ -238,7 +289,7 @@ OF_SLOPES: dict[str, Callable[..., Any]] = {
 def test_a_fault_of_the_gradient_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_kernel, "slopes", functools.partial(OF_SLOPES[name], linear_kernel.slopes))
     with pytest.raises(AssertionError):
-        test_gradients_are_those_of_chunks(True, BF16)
+        test_gradients_are_those_of_chunks(True, BF16, "tiles" if "maximum" in name else "rows")
 
 
 @pytest.mark.aot
