@@ -1,12 +1,12 @@
 """Softmax, cross entropy, top-k softmax and flash attention for JAX, by Pallas kernels on Hopper GPUs."""
 
-from jaxsoftmax._attention.api import flash_attention as flash_attention
+from jaxsoftmax._attention import flash_attention as flash_attention
 from jaxsoftmax._attention.paged import paged_attention as paged_attention
 from jaxsoftmax._attention.sequence import unzigzag as unzigzag
 from jaxsoftmax._attention.sequence import zigzag as zigzag
 from jaxsoftmax._core.checks import batch_invariant as batch_invariant
-from jaxsoftmax._cross_entropy.api import softmax_cross_entropy as softmax_cross_entropy
-from jaxsoftmax._cross_entropy.api import (
+from jaxsoftmax._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
+from jaxsoftmax._cross_entropy import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
 from jaxsoftmax._cross_entropy.linear import linear_cross_entropy as linear_cross_entropy
@@ -18,10 +18,10 @@ from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
 from jaxsoftmax._patch import patch as patch
 from jaxsoftmax._patch import uninstall as uninstall
-from jaxsoftmax._softmax.api import log_softmax as log_softmax
-from jaxsoftmax._softmax.api import logsumexp as logsumexp
-from jaxsoftmax._softmax.api import merge as merge
-from jaxsoftmax._softmax.api import softmax as softmax
+from jaxsoftmax._softmax import log_softmax as log_softmax
+from jaxsoftmax._softmax import logsumexp as logsumexp
+from jaxsoftmax._softmax import merge as merge
+from jaxsoftmax._softmax import softmax as softmax
 from jaxsoftmax._top_k import top_k_softmax as top_k_softmax
 from pallas_kernels.monoid import Stats as Stats
 

@@ -13,15 +13,15 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding
 
-from jaxsoftmax._attention.api import flash_attention
+from jaxsoftmax import _softmax
+from jaxsoftmax._attention import flash_attention
 from jaxsoftmax._attention.layout import sequence_notes
 from jaxsoftmax._attention.primitives import BY_PART, Call, Part
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.primitives import Lowerable, Plan
 from jaxsoftmax._core.sharding import spec_of
-from jaxsoftmax._cross_entropy.api import softmax_cross_entropy_with_integer_labels
-from jaxsoftmax._softmax import api
+from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
 from jaxsoftmax._top_k import TOP_K, chunk_size, select, top_k_softmax
 from pallas_kernels import hardware
@@ -321,7 +321,7 @@ _GRADIENT_APART = (
 
 
 def _differentiable(op: Op) -> dict[str, tuple[Op, Callable[..., Any]]]:
-    function, rule = getattr(api, op.value), RULES[op]
+    function, rule = getattr(_softmax, op.value), RULES[op]
     return {
         op.value: (op, function),
         f"{op}_vjp": (rule.cotangent, pulled_back(function)),
@@ -332,7 +332,7 @@ def _differentiable(op: Op) -> dict[str, tuple[Op, Callable[..., Any]]]:
 # Which operation is explained for a name, and how the call is traced.
 _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
     **{name: call for op in RULES for name, call in _differentiable(op).items()},
-    "logsumexp": (Op.STATS, api.logsumexp),
+    "logsumexp": (Op.STATS, _softmax.logsumexp),
     "cross_entropy": (Op.CROSS_ENTROPY, _labelled),
     "cross_entropy_gradient": (Op.CROSS_ENTROPY_GRADIENT, _labelled_gradient),
     "top_k": (Op.STATS, top_k_softmax),

@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.special
 
-from jaxsoftmax._attention import api as attention_api
-from jaxsoftmax._cross_entropy import api as cross_entropy_api
-from jaxsoftmax._softmax import api as row_api
+from jaxsoftmax import _attention, _cross_entropy, _softmax
 
 ArrayLike = jax.typing.ArrayLike
 Function = Callable[..., Any]
@@ -37,7 +35,7 @@ def _dot_product_attention(
     """`jax.nn.dot_product_attention`, whose residual has the output's dtype and no derivative."""
     implementation = None if implementation == "cudnn" else implementation
     kwargs |= {"implementation": implementation, "return_residual": return_residual}
-    found = attention_api.flash_attention(*args, **kwargs)
+    found = _attention.flash_attention(*args, **kwargs)
     if not return_residual:
         return found
     out, lse = found
@@ -47,7 +45,7 @@ def _dot_product_attention(
 def _linen_attention(*args: Any, **kwargs: Any) -> jax.Array:
     """`flax.linen.dot_product_attention`, whose output is as wide as its softmax is forced to be."""
     given = dict(zip(_LINEN[: len(args)], args, strict=True)) | kwargs
-    out = attention_api.flash_attention(**{name: x for name, x in given.items() if x is not None})
+    out = _attention.flash_attention(**{name: x for name, x in given.items() if x is not None})
     return out.astype(jnp.promote_types(out.dtype, jnp.float32)) if given.get("force_fp32_for_softmax") else out
 
 
@@ -55,7 +53,7 @@ def _softmax_cross_entropy(
     logits: ArrayLike, labels: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike | None = None
 ) -> jax.Array:
     """`optax.softmax_cross_entropy`, in the dtype of logits and labels."""
-    loss = cross_entropy_api.softmax_cross_entropy(logits, labels, axis, where)
+    loss = _cross_entropy.softmax_cross_entropy(logits, labels, axis, where)
     return loss.astype(jnp.result_type(logits, labels))
 
 
@@ -67,15 +65,15 @@ def _integer_labels(
     if jnp.issubdtype(y.dtype, jnp.signedinteger):
         y = y.astype(jnp.promote_types(y.dtype, jnp.int32))
         y = jnp.where(y < 0, y + math.prod(x.shape[a] for a in ([axis] if isinstance(axis, int) else axis)), y)
-    return cross_entropy_api.softmax_cross_entropy_with_integer_labels(x, y, axis, where).astype(x.dtype)
+    return _cross_entropy.softmax_cross_entropy_with_integer_labels(x, y, axis, where).astype(x.dtype)
 
 
 _OF_JAX: dict[str, Function] = {
-    "jax.nn.softmax": row_api.softmax,
-    "jax.nn.log_softmax": row_api.log_softmax,
-    "jax.nn.logsumexp": row_api.logsumexp,
+    "jax.nn.softmax": _softmax.softmax,
+    "jax.nn.log_softmax": _softmax.log_softmax,
+    "jax.nn.logsumexp": _softmax.logsumexp,
     "jax.nn.dot_product_attention": _dot_product_attention,
-    "jax.scipy.special.logsumexp": row_api.logsumexp,
+    "jax.scipy.special.logsumexp": _softmax.logsumexp,
 }
 # By the module that defines them.
 _OF_LIBRARIES: dict[str, dict[str, Function]] = {

@@ -37,7 +37,7 @@ from jaxsoftmax._core import checks, primitives, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.primitives import batch_leading, define, typed, zeros
 from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_varying
-from jaxsoftmax._softmax.api import scaled
+from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, combine, merge_over
 from pallas_kernels.softmax import reference

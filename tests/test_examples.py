@@ -1,7 +1,6 @@
 """The examples run, each in a process of its own as a reader would run it."""
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -20,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 ROOT = Path(__file__).parent.parent
 TINY = {
     "char_model.py": ["--steps", "40", "--sample", "20"],
-    "digits_vit.py": ["--steps", "120"],
-    "generate.py": ["--steps", "20", "--tokens", "24", "--pages", "9", "--compare"],
-    "packed_gpt.py": ["--steps", "30", "--length", "64"],
+    "digits_vit.py": ["--steps", "80"],
+    "generate.py": ["--steps", "8", "--tokens", "24", "--pages", "9", "--compare"],
+    "long_context.py": ["--steps", "6", "--length", "64"],
 }
 
-READ_CLOSELY = {"char_model.py", "generate.py", "vocabulary_sharded_loss.py"}  # by tests of their own
+# By tests of their own.
+READ_CLOSELY = {"char_model.py", "generate.py", "packed_gpt.py", "vocabulary_sharded_loss.py"}
 
 
 def _run(example: str) -> str:
@@ -72,12 +72,15 @@ def test_demo_compares_speeds(capsys):
     assert len(re.findall(r"^  jax\.nn cuDNN", printed, re.MULTILINE)) == 1, printed
 
 
-def test_every_loss_of_the_gpt_trains_it_alike():
+def test_every_attention_and_loss_of_the_gpt_train_it_alike(monkeypatch):
     """A vocabulary that the flag gives, of which the files have few tokens, and a last token that does not count."""
-    gpt = runpy.run_path(str(ROOT / "examples" / "packed_gpt.py"))
-    size = gpt["SIZES"]["tiny"]._replace(vocabulary=1000)
-    train = functools.partial(gpt["train"], gpt["ours"], size, steps=8, length=32, rows=2)
-    mine, theirs = (train(mean_loss=gpt["LOSSES"][name]) for name in ("ours", "optax"))
+    gpt = runpy.run_path(str(ROOT / "examples" / "packed_gpt.py"))["main"].__globals__
+    runs, train = [], gpt["train"]
+    monkeypatch.setitem(gpt, "train", lambda *options: runs.append(train(*options)) or runs[-1])
+    options = ["--vocabulary", "1000", "--steps", "12", "--length", "32", "--rows", "2"]
+    monkeypatch.setattr(sys, "argv", ["packed_gpt.py", *options])
+    assert gpt["main"]() == 0
+    mine, theirs = runs
     np.testing.assert_allclose(mine.losses, theirs.losses, rtol=1e-5)
     assert mine.losses[-1] < mine.losses[0]
     assert mine.parameters == theirs.parameters == sum(x.size for x in jax.tree.leaves(nnx.state(mine.model)))
@@ -102,22 +105,21 @@ def test_the_gpt_trains_once_with_a_loss_that_is_asked_for(monkeypatch, capsys, 
     assert "123.4 million parameters, peak memory of the process: nan GB" in printed
 
 
-@pytest.mark.parametrize("fault", ["temperature", "entropy"])
-def test_the_policy_compares_log_probabilities_with_whole_logits(monkeypatch, fault):
+def test_the_policy_compares_log_probabilities_with_whole_logits(monkeypatch):
     policy_gradient = runpy.run_path(str(ROOT / "examples" / "rl_logprobs.py"))
     names = policy_gradient["check"].__globals__
     policy = policy_gradient["new_policy"](jax.random.key(0))
     texts = policy_gradient["sample"](policy, jax.random.key(1))
-    policy_gradient["check"](policy, texts)
     right = policy_gradient["log_probs"]
     wrong = {
         "temperature": lambda hidden, *rest: right(1.01 * hidden, *rest),
         "entropy": lambda *x: (right(*x)[0], jax.lax.stop_gradient(right(*x)[1])),
     }
-    wrong[fault].__name__ = fault
-    monkeypatch.setitem(names, "log_probs", wrong[fault])
-    with pytest.raises(AssertionError):
-        policy_gradient["check"](policy, texts)
+    for fault, log_probs in wrong.items():
+        log_probs.__name__ = fault
+        monkeypatch.setitem(names, "log_probs", log_probs)
+        with pytest.raises(AssertionError):
+            policy_gradient["check"](policy, texts)
 
 
 def test_generation_gives_the_same_texts_with_every_cache():

@@ -1,1 +1,247 @@
-"""Softmax cross entropy, of integer labels and of probabilities."""
+"""Softmax cross entropy, of integer labels and of probabilities: the functions canonicalise, validate and bind."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
+from jaxsoftmax._softmax import scaled
+from jaxsoftmax._softmax.primitives import bind
+from pallas_kernels.monoid import Stats, log_normalizer
+from pallas_kernels.softmax.problem import IGNORED, Op
+from pallas_kernels.softmax.reference import accumulator_dtype
+
+
+class _Options(TypedDict, total=False):
+    """The keywords that every overload has."""
+
+    label_smoothing: float
+    z_loss: float
+    logits_soft_cap: float | None
+    scale: ArrayLike
+    ignore_index: int | None
+    weights: ArrayLike | None
+    implementation: Implementation | None
+
+
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    scale: ArrayLike = 1.0,
+    ignore_index: int | None = None,
+    weights: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`logsumexp(logits) - logits[label]` of each row, `optax.softmax_cross_entropy_with_integer_labels`, and kin.
+
+    With `z` the logits, scaled and capped, and `n` how many of them `where` includes, a row's loss is `weights` times
+    `lse - (1 - label_smoothing) * z[label] - label_smoothing / n * sum(z) + z_loss * lse**2`, `lse = logsumexp(z)`.
+
+    It is float32, or float64 for float64 logits, as is all that is accumulated; the gradient has the logits' dtype and
+    is rounded once. Differentiated, one kernel reads the logits, and another reads them again and writes the gradient
+    times whatever follows, as 1 / n in `.mean()`: three passes. With `weights`, the kernel writes the gradient times
+    them in the pass in which it reads the logits. If all that follows is a sum, that is all, so that
+
+        softmax_cross_entropy_with_integer_labels(logits, labels, weights=1 / n).sum()
+
+    takes two passes; what else follows multiplies that gradient, in two more. What is kept for the backward pass is the
+    logits, or with `weights` the gradient, in the logits' dtype. Derivatives of every order in the logits and in
+    `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count must be finite.
+
+    Under `batch_invariant()` a kernel's loss and gradient of a row are the same bits in any batch.
+
+    A logit of -inf has no share; if it is the label's, the loss is +inf. A row of only -inf, or with NaN, gives NaN;
+    with +inf it gives +inf, or NaN if that is the label's. Their gradients are NaN. A row that `where` excludes
+    entirely gives 0. Where the label is no column, the loss of its row is NaN, and so is its gradient; but that is 0
+    where the loss is not used, as in `jnp.where(labels >= 0, loss, 0)`. If the labels' values are known (outside
+    `jit`), such a label is an error, for which the labels are copied to the host. Empty arrays are fine.
+
+    Source: as `softmax`; z-loss: Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311.
+
+    Args:
+        logits: Logits of any real dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
+        labels: Integers of any dtype and of the logits' shape without `axis`, or of one of that rank that broadcasts
+            with it: each row's right column. With several axes, a label is an index into those axes flattened, in the
+            order in which they are given. 64 bits are compared before they are narrowed, of NumPy's integers too.
+        axis: The axis or axes of a row; None for all.
+        where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
+            Entries where it is False are absent from the sums; the label's logit is taken even so.
+        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row.
+        z_loss: A number: the factor of `lse**2`.
+        logits_soft_cap: A positive number `c`: logits are `c * tanh(scale * logits / c)`.
+        scale: The logits' factor, as for `softmax`.
+        ignore_index: A label whose rows have a loss of 0 and a gradient of 0, whatever their logits are.
+        weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced. Given
+            any, even 1, the gradient is written when the loss is computed.
+        return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
+            being known in the forward pass, the gradient is then written afterwards, by XLA, even if there are weights.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`. No kernel computes the gradient of a logsumexp,
+            or of logits that broadcast over labels: named, it is an error there.
+
+    Returns:
+        The rows' losses, in the shape to which the logits without `axis`, `labels` and `where` broadcast; or a pair of
+        them and of `lse`, if `return_lse`.
+
+    Raises:
+        TypeError: `logits` is complex, `labels` are not integers, `where` is not boolean, or an option is not a number.
+        ValueError: an argument does not fit, or labels that are known are out of range.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled, or
+            for what a gradient alone lacks, when that is traced. In a mesh of `Auto` axes, where XLA shards the
+            vocabulary, a `jax.errors.JaxRuntimeError` contains the message.
+
+    >>> import jax.numpy as jnp
+    >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 4)), jnp.array([2, -1]), ignore_index=-1)
+    Array([1.3862944, 0.       ], dtype=float32)
+    """
+    x = checks.floating(NAME, "logits", logits)
+    listed = checks.listed_axes(NAME, axis, x.ndim, "logits")
+    axes = tuple(sorted(listed))
+    cols = math.prod(x.shape[d] for d in axes)
+    factor = checks.scale_factor(NAME, scale, x.shape, "the logits'")
+    ignored = checks.ignore_index(NAME, ignore_index)
+    wide = accumulator_dtype(x.dtype)
+    given, shape = checks.labels_of(NAME, labels, x.shape, axes)
+    mask = () if where is None else (checks.mask(NAME, where, shape, axes),)
+    shape = jnp.broadcast_shapes(shape, *(m.shape for m in mask))
+    rows = tuple(n for d, n in enumerate(shape) if d not in axes)
+    counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
+    factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights_of(NAME, weights, rows, wide)
+    checks.check_range(NAME, given, cols, ignored, counts)
+    target, factors = checks.rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
+    x, factor = scaled(x, factor)
+    # With weights in the primitive, the gradient is written with the loss, before its cotangent is known.
+    weighted = weights is not None and not return_lse
+    loss, *stats = losses(
+        x,
+        jnp.expand_dims(_in_order(target, listed, x.shape), axes),
+        *([jnp.expand_dims(factors, axes)] if weighted else []),
+        *mask,
+        axes=axes,
+        scale=factor,
+        soft_cap=checks.soft_cap(NAME, logits_soft_cap),
+        smoothing=checks.number(NAME, "label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=checks.number(NAME, "z_loss", z_loss, -math.inf, math.inf),
+        weighted=weighted,
+        stats=return_lse,
+        all_rows=return_lse,
+        implementation=checks.implementation(NAME, implementation),
+        **checks.batch_invariance(),
+    )
+    loss = loss if weighted else weigh(factors, loss)
+    return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
+
+    A kernel takes the rows' statistics and XLA does the rest, in a second pass over the logits. All is accumulated in
+    float32, or float64 for float64 logits, which is the dtype of the loss. As XLA adds up the products, in an order
+    that may depend on how many rows there are, `batch_invariant()` does not cover it.
+
+    A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
+    an infinite loss. A row of only -inf, or with +inf or NaN, gives NaN, as its gradient does. A row that is empty, or
+    that `where` excludes entirely, gives 0.
+
+    Derivatives of every order in the logits and in the labels exist, in forward and reverse mode.
+
+    Source: as `softmax`.
+
+    Args:
+        logits: Logits of any real dtype and any shape, as above.
+        labels: Probabilities, or numbers of any real dtype, which broadcast with `logits`.
+        axis: The axis or axes of a row; None for all.
+        where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`; the statistics' kernel.
+
+    Returns:
+        The rows' losses, in the shape to which all three broadcast, without `axis`.
+
+    Raises:
+        TypeError: `logits` or `labels` are complex, or `where` is not boolean.
+        ValueError: `axis`, `labels`, `where` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> softmax_cross_entropy(jnp.array([1.0, 2.0, -jnp.inf]), jnp.array([0.25, 0.75, 0.0])).round(3)
+    Array(0.563, dtype=float32)
+    """
+    name = "softmax_cross_entropy"
+    x = checks.floating(name, "logits", logits)
+    axes = checks.axes(name, axis, x.ndim, "logits")
+    target, shape = checks.probabilities(name, labels, x.shape, axes)
+    mask = () if where is None else (checks.mask(name, where, shape, axes),)
+    implementation = checks.implementation(name, implementation)
+    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
+    wide = accumulator_dtype(x.dtype)
+    target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
+    absent = (target == 0) & (x == -jnp.inf)
+    absent = absent | ~mask[0] if mask else absent
+    # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.
+    total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
+    maximum = jnp.expand_dims(stats.max, axes)
+    # A loss of NaN needs a gradient of NaN: where all logits are -inf, the distance would give -1.
+    factor = jnp.where(absent | (maximum != -jnp.inf), 1.0, jnp.nan).astype(wide)
+    distance = jnp.where(absent, 0.0, maximum - factor * x.astype(wide))
+    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+
+
+def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:
+    """Converts indices into the axes flattened as listed to indices into them flattened in rising order."""
+    if list(listed) == sorted(listed):
+        return labels
+    flat, at = jnp.maximum(labels, 0), {}
+    for axis in reversed(listed):
+        flat, at[axis] = jnp.divmod(flat, shape[axis])
+    column = jnp.zeros_like(labels)
+    for axis in sorted(listed):
+        column = column * shape[axis] + at[axis]
+    return jnp.where(labels == IGNORED, IGNORED, column)

@@ -5,7 +5,7 @@ chunk's gradient logits have the operands' dtype; two more products make the gra
 tokens is summed in float32. A kernel reads the logits for the rows' states; XLA writes the gradient from these. On
 Hopper a kernel multiplies where it can, and stores no logits but their weights in 16 bits (`linear_kernel`).
 
-The operands have names, and `linear_rules` says what axes each has. Here `t`, the tokens, is one axis. If the
+The operands have names, and `linear_kernel` says what axes each has. Here `t`, the tokens, is one axis. If the
 vocabulary is sharded, the devices exchange a few numbers a token (`merged`); `Parts` says what this device has.
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxsoftmax._core.sharding import all_gather, unify_varying
 from jaxsoftmax._cross_entropy import linear_kernel
 from jaxsoftmax._cross_entropy import loss as row_losses
-from jaxsoftmax._cross_entropy.linear_rules import COLUMNS, COTANGENT, TANGENT, Operands, Parts, Rules
+from jaxsoftmax._cross_entropy.linear_kernel import COLUMNS, COTANGENT, TANGENT, Operands, Parts, Rules
 from jaxsoftmax._cross_entropy.primitives import losses, of_gradient, zero_ignored
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, decay, log_normalizer

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.sharding import settings_for
-from jaxsoftmax._cross_entropy import arguments
+from jaxsoftmax._cross_entropy.linear_kernel import Rules
 from jaxsoftmax._cross_entropy.linear_primitives import LOSS, NAME, bind
-from jaxsoftmax._cross_entropy.linear_rules import Rules
 from jaxsoftmax._cross_entropy.primitives import weigh
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -141,16 +140,16 @@ def linear_cross_entropy(
     tokens, cols = h.shape[:-1], w.shape[weight_layout.index("V")]
     shape, axes, wide = (*tokens, cols), (len(tokens),), accumulator_dtype(h.dtype)
     factor = _checked_scale(scale, shape)
-    ignored = arguments.ignore_index(NAME, ignore_index)
-    given, full = arguments.labels_of(NAME, labels, shape, axes)
+    ignored = checks.ignore_index(NAME, ignore_index)
+    given, full = checks.labels_of(NAME, labels, shape, axes)
     if tuple(full) != shape:
         raise ValueError(f"{NAME}: labels broadcast to {tuple(full[:-1])}, expected the tokens of hidden, {tokens}.")
-    mask = None if where is None else arguments.mask(NAME, where, shape, axes)
+    mask = None if where is None else checks.mask(NAME, where, shape, axes)
     counts = None if mask is None else jnp.broadcast_to(mask.any(-1), tokens)
     factors = jnp.ones((1,) * len(tokens), wide)
-    factors = factors if weights is None else arguments.weights_of(NAME, weights, tokens, wide)
-    arguments.check_range(NAME, given, cols, ignored, counts)
-    target, factors = arguments.rows_to_read(given, jnp.broadcast_to(factors, tokens), cols, ignored, counts)
+    factors = factors if weights is None else checks.weights_of(NAME, weights, tokens, wide)
+    checks.check_range(NAME, given, cols, ignored, counts)
+    target, factors = checks.rows_to_read(given, jnp.broadcast_to(factors, tokens), cols, ignored, counts)
     results = ("loss", *(["lse"] if return_lse else []), *(["entropy"] if return_entropy else []))
     weighted = weights is not None and len(results) == 1
     optional = {
@@ -163,9 +162,9 @@ def linear_cross_entropy(
         transposed=weight_layout == "VE",
         precision=precision,
         scale=1.0 if isinstance(factor, jax.Array) else factor,
-        soft_cap=arguments.soft_cap(NAME, logits_soft_cap),
-        smoothing=arguments.number(NAME, "label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=arguments.number(NAME, "z_loss", z_loss, -math.inf, math.inf),
+        soft_cap=checks.soft_cap(NAME, logits_soft_cap),
+        smoothing=checks.number(NAME, "label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=checks.number(NAME, "z_loss", z_loss, -math.inf, math.inf),
         results=results,
         all_rows=len(results) > 1,
         chunk_size=_checked_chunk_size(chunk_size),

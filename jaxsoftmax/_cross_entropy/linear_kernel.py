@@ -1,5 +1,10 @@
-"""The kernel's part in the loss of `hidden @ weight`: which calls it takes, and what it gives for chunks of tokens."""
+"""A call of `linear_cross_entropy` as it is traced, and the kernel's part in it.
 
+First the names and axes of the operands, the options and the shardings; then which calls the kernel takes, and what it
+gives for chunks of tokens.
+"""
+
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -7,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._cross_entropy.linear_rules import COTANGENT, Operands, Rules
+from jaxsoftmax._core.sharding import AxisSharding
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, decay, log_normalizer
@@ -17,6 +22,70 @@ from pallas_kernels.softmax.problem import IGNORED
 _ESTIMATED_FROM = 256  # columns
 _REACH = 60.0  # of an estimated logsumexp, in nats: float32 and bfloat16 hold exp(88)
 _MOST = 2.0**20  # of a label's factor, as a multiple of its row's
+# Tokens (any number of axes), embedding and vocabulary.
+AXES = {
+    "hidden": "te",
+    "weight": "ev",
+    "bias": "v",
+    "scale": "t",
+    "labels": "t",
+    "weights": "t",
+    "where": "tv",
+    "max": "t",
+    "sum": "t",
+    "entropy": "t",
+    "loss": "t",
+    "lse": "t",
+}
+MOVING = ("hidden", "weight", "bias", "scale")  # the operands that have gradients, beside the weights of rows
+TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
+
+COLUMNS = (1,)  # the axes of a chunk's rows
+
+Operands = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What is known of a call when it is traced."""
+
+    transposed: bool = False  # the weight is [vocabulary, embedding]
+    precision: Any = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    results: tuple[str, ...] = ("loss",)
+    all_rows: bool = False  # ignored tokens have an lse and an entropy too
+    chunk_size: int | None = None
+    implementation: str | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The parameters of a row operation on a chunk's logits."""
+        return {"axes": COLUMNS, "scale": self.scale, "soft_cap": self.soft_cap, "smoothing": self.smoothing}
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states of rows that derivatives need."""
+        return ("max", "sum", *(["entropy"] if "entropy" in self.results else []))
+
+    def axes(self, name: str) -> str:
+        """The axes of an operand, or of what has the axes of one."""
+        axes = AXES[name.rpartition("_")[2]]
+        return axes[::-1] if self.transposed and axes == "ev" else axes
+
+
+class Parts(NamedTuple):
+    """How the operands are sharded: the token axes, and the vocabulary."""
+
+    tokens: tuple[AxisSharding, ...]
+    vocabulary: AxisSharding
+
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        """The mesh axes of the tokens."""
+        return tuple(name for sharding in self.tokens for name in sharding.names)
 
 
 def kernel_reason(

@@ -7,7 +7,7 @@ cotangents of 1, the gradients while it has a chunk's logits: three products. Th
 multiplied by its cotangent. What is summed over tokens is right for cotangents that are all the same, as after
 `.sum()` or `.mean()`, and computed again for others, which is decided when the program runs.
 
-Operands have names, in the parameter `names`, and `linear_rules.AXES` their axes, where the tokens may be several.
+Operands have names, in the parameter `names`, and `linear_kernel.AXES` their axes, where the tokens may be several.
 Tokens that are sharded need no communication but for sums over tokens; a sharded vocabulary is in `chunks`.
 """
 
@@ -44,7 +44,7 @@ from jaxsoftmax._core.sharding import (
 )
 from jaxsoftmax._cross_entropy import chunks
 from jaxsoftmax._cross_entropy.chunks import Operands
-from jaxsoftmax._cross_entropy.linear_rules import COTANGENT, MOVING, SAVED, TANGENT, Parts, Rules
+from jaxsoftmax._cross_entropy.linear_kernel import COTANGENT, MOVING, SAVED, TANGENT, Parts, Rules
 from jaxsoftmax._cross_entropy.primitives import of_gradient, of_weight, weigh
 from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.softmax.reference import accumulator_dtype

@@ -1,1 +1,328 @@
-"""softmax, log_softmax and logsumexp."""
+"""softmax, log_softmax and logsumexp, which canonicalise, validate and bind `primitives`."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.sharding import unify_shardings
+from jaxsoftmax._softmax.primitives import bind
+from pallas_kernels.monoid import Stats, combine, log_normalizer
+from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.reference import accumulator_dtype
+
+# Bound once: a program may put this library's functions in their place.
+_JAX_NN = {Op.SOFTMAX: jax.nn.softmax, Op.LOG_SOFTMAX: jax.nn.log_softmax}
+_JAX_LOGSUMEXP = jax.scipy.special.logsumexp
+
+_WITH_WEIGHTS = "the kernels take no weights b; pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`: `jax.nn.softmax`, by a Hopper kernel where it can.
+
+    16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves. By a kernel,
+    identical rows of a call give identical bits, and under `batch_invariant()` a row's bits are the same in any batch.
+
+    An entry of -inf gives 0. A row of only -inf gives NaN, as does a row with +inf or NaN. A row that `where` excludes
+    entirely gives zeros. Empty arrays and rows of one element are fine. Complex arrays are handed to
+    `jax.nn.softmax`, which has no derivative of them.
+
+    Derivatives of every order exist, in forward and reverse mode; the first costs one fused pass over `y` and the
+    (co)tangent. Under `jax.checkpoint` the output has the name `"softmax_out"` for policies that save by name.
+
+    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867.
+
+    Args:
+        x: Logits of any dtype and any shape; integers and booleans are promoted as by `jnp.exp`.
+        axis: The axis or axes that sum to one; None for all.
+        where: A boolean mask that broadcasts with `x`; entries where it is False count as absent.
+        scale: The logits' factor, an inverse temperature. A positive number is fused into the kernel. Any other
+            number, and an array that broadcasts to `x` (traced, or one factor per row), is multiplied in before it, in
+            the dtype of accumulation, and is differentiable. It is real, also where `x` is complex.
+        implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back.
+
+    Returns:
+        An array of `x`'s shape and (floating) dtype. Its type is not weak, even if that of `x` is.
+
+    Raises:
+        TypeError: `x` is no array of numbers, `scale` is complex, `where` is not boolean, or `axis` is not an integer
+            or several.
+        ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> softmax(jnp.array([0.0, 0.0, -jnp.inf, 0.0]), where=jnp.array([True, True, True, False]))
+    Array([0.5, 0.5, 0. , 0. ], dtype=float32)
+    """
+    return _row_op(Op.SOFTMAX, x, axis, where, scale, implementation)
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike = 1.0,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The logarithm of softmax, `scale * x - logsumexp(scale * x)` along `axis`: `jax.nn.log_softmax`.
+
+    Accumulates as `softmax` does. An entry of -inf, or one that `where` excludes, gives -inf; rows of only -inf, and
+    rows with +inf or NaN, give NaN. Empty arrays are fine. Complex arrays are handed to `jax.nn.log_softmax`,
+    which has no derivative of them.
+
+    Derivatives of every order exist, in forward and reverse mode. The only residual of the first is `x` itself: the
+    kernel takes the row's statistics again, which costs no memory and, as the row is on chip by then, no traffic.
+
+    Source: as `softmax`.
+
+    Args:
+        x: Logits, as for `softmax`.
+        axis: The axis or axes to normalise over; None for all.
+        where: A boolean mask that broadcasts with `x`.
+        scale: The logits' factor, as for `softmax`.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+
+    Returns:
+        An array of `x`'s shape and (floating) dtype. Its type is not weak, even if that of `x` is.
+
+    Raises:
+        TypeError: `x` is no array of numbers, `scale` is complex, `where` is not boolean, or `axis` is not an integer
+            or several.
+        ValueError: `axis`, `where`, `scale` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call; raised when it is compiled.
+
+    >>> import jax.numpy as jnp
+    >>> log_softmax(jnp.zeros(65536, jnp.float16))[0] == -jnp.log(65536.0).astype(jnp.float16)
+    Array(True, dtype=bool)
+    """
+    return _row_op(Op.LOG_SOFTMAX, x, axis, where, scale, implementation)
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis,
+    b: ArrayLike | None,
+    keepdims: bool,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`log(sum(exp(a)))` along `axis`: `jax.scipy.special.logsumexp`.
+
+    Accumulates as `softmax` does. No entries (an empty axis, or all excluded) give -inf, as do only entries of -inf;
+    +inf gives +inf; NaN gives NaN. A dtype that has no infinity, as float8_e4m3fn, gives NaN for one, as in
+    `jax.scipy`. Derivatives of every order exist, in forward and reverse mode.
+
+    Source: as `softmax`.
+
+    Args:
+        a: Exponents of any dtype and any shape.
+        axis: The axis or axes to sum over; None for all.
+        b: Weights of the exponentials, which may be negative; they broadcast with `a`. A sum with weights, and one of
+            complex numbers, is computed by `jax.scipy.special.logsumexp` in the dtype of accumulation, not by a kernel.
+        keepdims: Keeps the reduced axes, with extent 1.
+        return_sign: Returns `(log|sum|, sign of the sum)`; the sign of a complex sum is `sum / |sum|`.
+        where: A boolean mask that broadcasts with `a`.
+        implementation: None, "xla" or "mosaic_gpu", as for `softmax`.
+
+    Returns:
+        An array of `a`'s floating dtype, or a pair of them.
+
+    Raises:
+        TypeError: `a` or `b` is no array of numbers, `where` is not boolean, or `axis` is not an integer or several.
+        ValueError: `axis`, `b`, `where` or `implementation` does not fit.
+        NotImplementedError: `implementation="mosaic_gpu"` with `b`, complex numbers, or where no kernel fits.
+
+    >>> import jax.numpy as jnp
+    >>> logsumexp(jnp.array([[0.0, 0.0], [1000.0, -1000.0]]), axis=1)
+    Array([6.931472e-01, 1.000000e+03], dtype=float32)
+    """
+    name = "logsumexp"
+    x = checks.inexact(name, "a", a)
+    implementation = checks.implementation(name, implementation)
+    mask = {} if where is None else {"where": checks.boolean(name, where)}
+    weights = {} if b is None else {"b": checks.inexact(name, "b", b)}
+    operands = checks.together(name, "a", x, **mask, **weights)
+    axes = checks.axes(name, axis, operands[0].ndim, "a")
+    if weights or jnp.iscomplexobj(x):
+        if implementation == "mosaic_gpu":
+            raise checks.no_kernel(name, _WITH_WEIGHTS) if weights else checks.no_kernel_for_complex(name, "a")
+        dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
+        named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
+        return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
+    how = {"implementation": implementation, "function": name, **checks.batch_invariance()}
+    stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
+    if mask:
+        # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
+        has_any, total = unify_shardings(operands[1].any(axes), stats.sum)
+        stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
+    out = log_normalizer(stats).astype(x.dtype)
+    out = jnp.expand_dims(out, axes) if keepdims else out
+    if not return_sign:
+        return out
+    return out, jnp.where(jnp.isnan(out), out, (out > -jnp.inf).astype(out.dtype))
+
+
+def merge(*states: Stats) -> Stats:
+    """Merges the states of parts of a row into the state of the row, in any order and grouping.
+
+    The state `Stats(max, sum)` stands for `exp(max) * sum`, the sum of the exponentials seen, in a form that cannot
+    overflow; `max + log(sum)` is their logsumexp. `Stats(-inf, 0)` has seen nothing, and merging it changes nothing.
+    For those who split rows themselves: over a stream, over devices, over a cache of keys.
+
+    Source: as `softmax`.
+
+    Args:
+        *states: At least one state, of real arrays that broadcast against each other.
+
+    Returns:
+        The merged state, float64 if any part of a state is and float32 otherwise; differentiable.
+
+    Raises:
+        TypeError: a state is not a pair of real arrays.
+        ValueError: no state was given, or their shapes do not broadcast.
+
+    >>> import jax.numpy as jnp
+    >>> row = jnp.array([1.0, 2.0, 3.0, 4.0])
+    >>> left, right = (Stats(part.max(), jnp.exp(part - part.max()).sum()) for part in jnp.split(row, 2))
+    >>> whole = merge(left, right)
+    >>> jnp.allclose(whole.max + jnp.log(whole.sum), logsumexp(row))
+    Array(True, dtype=bool)
+    """
+    return functools.reduce(combine, _states(states))
+
+
+def _states(given: Sequence[Any]) -> list[Stats]:
+    """States to merge, as arrays of one shape, in the dtype of accumulation."""
+    if not given:
+        raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
+    for state in given:
+        if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
+            raise TypeError(
+                f"merge: got a {type(state).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
+                "Pass a sequence of states as merge(*states)."
+            )
+    pairs = [[checks.floating("merge", name, part) for name, part in zip(Stats._fields, s, strict=True)] for s in given]
+    parts = [part for pair in pairs for part in pair]
+    try:
+        shape = jnp.broadcast_shapes(*(part.shape for part in parts))
+    except ValueError:
+        raise ValueError(
+            f"merge: the states' arrays have the shapes {', '.join(str(part.shape) for part in parts)}, expected "
+            "shapes that broadcast against each other."
+        ) from None
+    wide = max((accumulator_dtype(part.dtype) for part in parts), key=lambda dtype: dtype.itemsize)
+    return [Stats(*(jnp.broadcast_to(part.astype(wide), shape) for part in pair)) for pair in pairs]
+
+
+def _row_op(
+    op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
+) -> Any:
+    """Softmax or log_softmax, which differ only in the operation."""
+    operand = checks.inexact(op, "x", x)
+    dtype = operand.dtype
+    given = {} if where is None else {"where": checks.boolean(op, where)}
+    operand, *mask = checks.together(op, "x", operand.astype(dtype), **given)  # drops a weak type
+    axes = checks.axes(op, axis, operand.ndim)
+    shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
+    factor = checks.scale_factor(op, scale, shape)
+    implementation = checks.implementation(op, implementation)
+    if jnp.iscomplexobj(operand):
+        if implementation == "mosaic_gpu":
+            raise checks.no_kernel_for_complex(op, "x")
+        return _JAX_NN[op](jnp.broadcast_to(operand, shape) * jnp.asarray(factor, dtype), axes, *mask)
+    if mask and not _has_infinity(dtype):
+        operand = operand.astype(accumulator_dtype(dtype))  # the derivatives take -inf for an excluded element
+    operand, factor = scaled(operand, factor)
+    y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **checks.batch_invariance())
+    return y if operand.dtype == dtype else y.astype(dtype)
+
+
+def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
+    """The operand, and the factor that its primitive fuses: 1 if the operand is multiplied beforehand."""
+    wide = accumulator_dtype(x.dtype)
+    if isinstance(factor, float):
+        if 0 < abs(factor) <= float(jnp.finfo(wide).max):
+            # Some 8-bit floats have no sign.
+            return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
+        factor = math.copysign(math.inf, factor) if factor else 0.0
+    return x.astype(wide) * jnp.asarray(factor, wide), 1.0
+
+
+def _has_infinity(dtype: jnp.dtype) -> bool:
+    """Whether a floating dtype has -inf; some of 8 bits do not."""
+    return dtype.itemsize > 1 or dtype.name in ("float8_e3m4", "float8_e4m3", "float8_e5m2")
+
+
+def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
+    """The common inexact dtype of exponents and weights; `otherwise` if both are integers."""
+    given = [x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b)]
+    dtype = jnp.result_type(*given)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise
+
+
+def _by_jax(x: jax.Array, dtype: jnp.dtype, b: jax.Array | None = None, **arguments: Any) -> Any:
+    """A logsumexp that `jax.scipy` computes, in the dtype of accumulation."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    wide = dtype if is_complex else accumulator_dtype(dtype)
+    out = _JAX_LOGSUMEXP(x.astype(wide), b=None if b is None else b.astype(wide), **arguments)
+    return out if is_complex else jax.tree.map(lambda part: part.astype(dtype), out)

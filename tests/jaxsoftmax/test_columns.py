@@ -1,6 +1,7 @@
 """Rows sharded along their columns against float64, and the faults that the check must reject: a test of the tests."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,8 +151,14 @@ def check_top_k(layout: str) -> Any:
     return compiled
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("group", [*GROUPS, "top_k"])
+@pytest.mark.parametrize(
+    "group, layout",
+    [
+        *itertools.product((*GROUPS, "top_k"), ("rows and columns", "uneven")),
+        *(("rows", "columns"), ("losses", "columns"), ("top_k", "explicit columns")),
+        *(("options", "uneven columns of some rows"), ("top_k", "uneven columns of some rows")),
+    ],
+)
 def test_columns(stand_ins: Any, group: str, layout: str) -> None:
     compiled = check_top_k(layout) if group == "top_k" else check(group, layout)
     assert {array.kind for arrays in exchanges(compiled) for array in arrays} >= {"all-gather"}

@@ -16,10 +16,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _explain, _patch, _top_k
-from jaxsoftmax._attention import api as attention_api
-from jaxsoftmax._cross_entropy import api as cross_entropy_api
-from jaxsoftmax._softmax import api as row_api
+from jaxsoftmax import _attention, _cross_entropy, _explain, _patch, _softmax, _top_k
 
 
 def test_import_leaves_pallas_for_the_lowering_and_libraries_for_their_users() -> None:
@@ -38,7 +35,7 @@ def test_what_is_public_pickles_and_has_docs() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [row_api, attention_api, cross_entropy_api, _top_k, _explain, _patch], ids=lambda m: m.__name__
+    "module", [_softmax, _attention, _cross_entropy, _top_k, _explain, _patch], ids=lambda m: m.__name__
 )
 def test_examples_in_docstrings(module: object) -> None:
     result = doctest.testmod(module)

@@ -122,6 +122,10 @@ CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
 ]
 
 
+# In a context the types are compared for each case, the values for one of each call.
+_FIRST_EXPLICIT = {name: specs for name, kind, _, _, specs in reversed(CASES) if kind is EXPLICIT}
+
+
 def name_of(part: Any) -> str:
     if isinstance(part, dict):
         return ",".join(f"{n}={tuple(s)}" for n, s in part.items())
@@ -147,7 +151,8 @@ def test_derivatives(name: str, kind: AxisType, kernels: Any, may: set[str], spe
     types = jax.eval_shape(function, cut)
     with jax.set_mesh(on):
         within = placed(operands, dict.fromkeys(operands, P()) | specs, on)
-        agree(jax.jit(lambda operands: function(operands)["gradient"])(within), want["gradient"])
+        if specs is _FIRST_EXPLICIT[name]:
+            agree(jax.jit(lambda operands: function(operands)["gradient"])(within), want["gradient"])
         ambient = jax.eval_shape(function, within)
     for part in ("gradient", "hvp"):
         # The gradient of what no mesh has is cut as it comes, and not gathered.

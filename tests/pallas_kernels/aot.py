@@ -91,8 +91,7 @@ _REPORTS: dict[bytes, Report] = {}
 
 def compile_for_h200(f: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> tuple[Report, ...]:
     """Compiles `f` and reports on each Mosaic kernel in it."""
-    # The strictest settings that a user may have: ranks are broadcast only where the program says so.
-    with jax.numpy_rank_promotion("raise"), jax.enable_checks(True):
+    with jax.numpy_rank_promotion("raise"):  # the strictest setting that a user may have
         lowered = jax.jit(lambda *args: f(*args)).lower(*on_h200(operands))
     kernels = _kernels(lowered.compiler_ir())
     smem = {name: count for name, (_, count) in kernels.items()}

@@ -71,7 +71,8 @@ def _chosen():
 
 @pytest.mark.parametrize("case", list(_chosen()), ids=str)
 def test_compiles_within_the_registers(case):
-    reports = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
+    with jax.enable_checks(True):
+        reports = aot.compile_for_h200(case.run, *cases.shapes(case.problem))
     assert reports, "no Mosaic kernel was compiled"
     most = _MAY_SPILL.get((case.kernel.name, case.problem.where), 0)
     for report in reports:

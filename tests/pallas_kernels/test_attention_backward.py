@@ -196,18 +196,14 @@ ORDERED = {"deterministic": True}
 INTERPRETED: dict[str, tuple[Any, ...]] = {
     "ordered_dq": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
-    "lengths": ("lengths", (90, 140), (40, 64), {"deterministic": True}),
     "bias": ("bias-of-heads", (140, 90), (64, 64), {"deterministic": True}),
-    "one-block": ("full", (140, 90), (64, 64), {"deterministic": False, "heads": (2, 1)}),
     "one-tile-of-all": ("causal", (70, 120), (128, 128), {"deterministic": True, "heads": (1, 1)}),
     "later-ordered": ("causal-later", (130, 300), (128, 72), {"heads": (2, 1)}),
     "biased-ordered": ("bias", (70, 200), (96, 128), {"heads": (2, 2), "sinks": True}),
     "causal-ordered": ("causal", (140, 200), (128, 128), {"deterministic": True, "heads": (1, 1)}),
-    "mask-of-rows": ("mask-of-rows", (70, 90), (64, 64), {"deterministic": False, "heads": (2, 2)}),
     "capped-bias": ("capped-bias", (90, 140), (128, 40), {"deterministic": True, "heads": (2, 2)}),
     "capped-bias-without-gradient": ("capped-bias-without-gradient", (70, 90), (96, 64), {"heads": (2, 1)}),
     "narrow-capped-bias": ("capped-bias-of-heads", (70, 90), (64, 64), {"deterministic": True}),
-    "wide-capped-bias": ("capped-bias", (130, 90), (136, 64), {"heads": (1, 1)}),
     "wide": ("full", (130, 70), (256, 256), {"deterministic": False, "heads": (1, 1)}),
     "wide-causal": ("causal", (70, 130), (192, 128), {"deterministic": True, "heads": (2, 1)}),
     "wide-bias": ("bias", (200, 70), (136, 64), {"deterministic": False, "heads": (1, 1)}),
@@ -216,7 +212,6 @@ INTERPRETED: dict[str, tuple[Any, ...]] = {
     "window-ordered": ("ends-window", (140, 200), (64, 64), ORDERED | EVERY_LENGTH, {"sequences": "extreme"}),
     "ends-segments": ("ends-segments", (140, 200), (64, 64), ORDERED | EVERY_LENGTH, {"sequences": "extreme"}),
     "wide-ends": ("ends-window", (140, 200), (136, 64), EVERY_LENGTH, {"sequences": "extreme"}),
-    "packed": ("segments", (300, 300), (64, 64), {"heads": (2, 1)}, {"ids": "packed"}),
     "packed-ordered": ("segments-causal", (300, 300), (128, 64), ORDERED | {"heads": (2, 1)}, {"ids": "packed"}),
     "unsorted-ordered": (
         "segments", (330, 300), (64, 128), ORDERED | {"heads": (2, 1), "window": (150, 60)}, {"ids": "unsorted"}
@@ -225,9 +220,7 @@ INTERPRETED: dict[str, tuple[Any, ...]] = {
         "segments", (300, 260), (64, 64), ORDERED | {"heads": (2, 1), "key_lengths": True, "query_lengths": True},
         {"ids": "few"},
     ),
-    "packed-wide": ("segments", (200, 200), (136, 64), ORDERED | {"heads": (2, 1)}, {"ids": "packed"}),
     "unsorted-wide": ("segments-causal", (200, 200), (136, 64), {"heads": (2, 1)}, {"ids": "unsorted"}),
-    "dynamic-mask": ("mask", (150, 390), (64, 64), {"heads": (2, 1)}, {"mask": "documents"}),
     "dynamic-mask-of-heads": ("mask-of-heads", (150, 390), (128, 64), {}, {"mask": "documents"}),
     "dynamic-keys-without-queries": (
         "mask", (150, 390), (64, 128), {"heads": (1, 1), "causal_offset": 30}, {"mask": "causal"}

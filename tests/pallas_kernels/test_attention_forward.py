@@ -170,13 +170,9 @@ EARLY_OF_2 = {"rescale_threshold_log2": 2, "early_exp_columns": 8}
 # The kind, lengths, sizes and numbers of heads; then what else the config, the problem and its operands have.
 INTERPRETED: list[tuple[Any, ...]] = [
     ("causal-later", (37, 150), (72, 40), (16, 2), SINGLE | {"zero_init_free": True, "packed_heads": 4}, {}, {}),
-    ("lengths", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 2}, {}, {}),
     ("window", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 8}, {}, {}),
-    ("causal-later", (5, 330), (72, 40), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
     ("lengths", (5, 330), (72, 40), (4, 2), SPLIT | {"packed_heads": 2}, {}, {}),
-    ("window", (5, 330), (72, 40), (16, 2), SPLIT | {"packed_heads": 8}, {}, {}),
     ("sinks", (5, 330), (72, 40), (4, 2), SPLIT | {"packed_heads": 2}, {}, {}),
-    ("sinks", (37, 150), (72, 40), (16, 2), {"zero_init_free": True, "packed_heads": 8}, {}, {}),
     ("mask", (70, 320), (32, 16), (8, 2), SPLIT | {"packed_heads": 4}, {}, {}),
     ("ends-segments", (70, 320), (32, 16), (2, 1), SPLIT, {}, {}),
     ("bias", (5, 330), (32, 16), (2, 2), SPLIT | {"zero_init_free": False}, {}, {}),
@@ -189,7 +185,6 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("window-left", (200, 300), (64, 64), (2, 2), SINGLE | {"block_kv": 128} | EARLY_OF_2, {}, {}),
     ("window-left", (200, 300), (64, 64), (2, 2), {"overlap_pv": True}, {}, {}),
     ("full", (270, 50), (32, 16), (2, 1), DYNAMIC | NO_THRESHOLD, {}, {}),
-    ("lengths", (140, 200), (32, 16), (2, 1), DYNAMIC | NO_THRESHOLD, {}, {}),
     ("segments-causal", (140, 140), (32, 16), (2, 1), DYNAMIC | NO_THRESHOLD, {}, {}),
     ("lengths", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
     ("ends-segments", (140, 130), (32, 16), (1, 1), {}, EVERY_LENGTH, {"sequences": "extreme"}),
