@@ -305,9 +305,10 @@ def attention_pages(results: Results) -> str:
     rows = []
     for run in measured.attention_runs(results.folder, "attention decode"):
         for record in run.records.values():
-            if names[0] in record["impls"]:
+            times = {name: record["impls"][name]["us"] for name in names if name in record["impls"]}
+            if times:
                 ours = record["impls"]["ours"]["us"]
-                shares = [number(ours / record["impls"][name]["us"], ".2f") for name in names]
+                shares = [number(ours / times[name] if name in times else None, ".2f") for name in names]
                 name = record["case"]["name"].removeprefix("attention_fwd_")
                 rows.append([f"`{name}`", run.card, time_of(record, "ours"), *shares, record["run"]["when"]])
     return markdown(["call", "card", "contiguous, us", *(name.replace("_", " ") for name in names), "measured"], rows)

@@ -91,7 +91,8 @@ def linear_cross_entropy(
     On Hopper the losses alone are one kernel where it takes the call, and no logits are written. For the gradients that
     kernel writes the weights of a chunk's logits, each rounded to the operands' dtype relative to its own size.
 
-    A chunk's logits and their gradient take at most 1 GiB, or 128 tokens' worth, unless `chunk_size` is given. The
+    A chunk's logits and their gradient take at most 1 GiB, and the kernel's weights 2 GiB, or 128 tokens' worth, unless
+    `chunk_size` is given. The
     gradient of `weight` is accumulated in one float32 array. Derivatives of every order exist, in forward and reverse
     mode, in chunks too; in forward mode, tangents of logits that do not count must be finite.
 

@@ -312,9 +312,10 @@ def test_why_losses_are_in_chunks(explained: Any, options: dict[str, Any], reaso
 
 def test_how_many_tokens_a_chunk_has(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the call itself decides, where they do not divide the tokens too; gradients take more memory a logit."""
-    asked = []
+    asked, of_logits = [], chunks.BYTES
 
-    def chunk_size(tokens: int, vocabulary: int, bytes_each: int, _: int | None) -> int:
+    def chunk_size(tokens: int, vocabulary: int, bytes_each: int, _: int | None, bytes_of_all: int = of_logits) -> int:
+        assert bytes_of_all == (chunks.KERNEL_BYTES if bytes_each == 2 else of_logits)
         asked.append((tokens, vocabulary, bytes_each))
         return 1200 // bytes_each
 
