@@ -47,18 +47,17 @@ def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None,
     return min(sizes, key=lambda size: math.ceil(tokens / size) * (size + _MULTIPLE))
 
 
-def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], *bytes_of: int) -> Any:
+def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], bytes_each: int, bytes_of_all: int = BYTES) -> Any:
     """Tokens of a chunk of a call's operands; all where shapes are symbols."""
     tokens, vocabulary = operands["labels"].shape[0], operands["weight"].shape[rules.axes("weight").index("v")]
     if not isinstance(tokens, int) or not isinstance(vocabulary, int):
         return tokens
-    each, *of_all = bytes_of
-    return chunk_size(tokens, vocabulary, each, rules.chunk_size, *of_all)
+    return chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size, bytes_of_all)
 
 
-def _over_chunks(body: Body, rules: Rules, operands: Operands, *bytes_of: int) -> tuple[Operands, Operands]:
-    """Runs `body` on chunks of tokens: adds up its first results, and concatenates the others along the tokens."""
-    tokens, size = operands["labels"].shape[0], _chunk_size_of(rules, operands, *bytes_of)
+def _over_chunks(body: Body, rules: Rules, operands: Operands, size: Any) -> tuple[Operands, Operands]:
+    """Runs `body` on chunks of `size` tokens: adds up its first results, and concatenates the others along tokens."""
+    tokens = operands["labels"].shape[0]
     by_token = {n: x for n, x in operands.items() if rules.axes(n)[0] == "t" and x.shape[0] == tokens}
     shared = {n: x for n, x in operands.items() if n not in by_token}
     if size == tokens:
@@ -352,7 +351,7 @@ def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: b
     if may_run_kernel and not linear_kernel.kernel_reason(rules, needed, hardware.current()):
         numbers = linear_kernel.numbers(rules, needed, local)
     else:
-        _, numbers = _over_chunks(body, rules, needed, wide.itemsize)
+        _, numbers = _over_chunks(body, rules, needed, _chunk_size_of(rules, needed, wide.itemsize))
     found = losses_of(rules, merged(numbers, parts), operands["labels"])
     if "weights" in operands:
         found["loss"] = operands["weights"] * found["loss"]
@@ -379,11 +378,14 @@ def gradient(
     by_kernel = may_run_kernel and not linear_kernel.kernel_reason(
         rules, operands, hardware.current(), for_gradient=True
     )
-    bytes_of = (hidden.dtype.itemsize, KERNEL_BYTES) if by_kernel else (hidden.dtype.itemsize + wide.itemsize,)
-    is_sum = parts.token_names or _chunk_size_of(rules, operands, *bytes_of) != operands["labels"].shape[0]
+    if by_kernel:
+        size = _chunk_size_of(rules, operands, hidden.dtype.itemsize, KERNEL_BYTES)
+    else:
+        size = _chunk_size_of(rules, operands, hidden.dtype.itemsize + wide.itemsize)
+    is_sum = parts.token_names or size != operands["labels"].shape[0]
     sum_dtype = wide if is_sum or unit is not None else hidden.dtype
     pull = _Pull(rules, parts, moving, gives_loss, by_kernel, sum_dtype)
-    sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, *bytes_of)
+    sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, size)
     found = sums | rows
     for name in moving:
         names = parts.vocabulary.names if rules.axes(name)[0] == "t" else parts.token_names
@@ -413,7 +415,7 @@ def tangent(rules: Rules, parts: Parts, operands: Operands) -> Operands:
         return {}, {name: _dot(slope(name), t) for name in rules.results}
 
     wide = accumulator_dtype(operands["hidden"].dtype)
-    _, found = _over_chunks(body, rules, operands, 2 * wide.itemsize)
+    _, found = _over_chunks(body, rules, operands, _chunk_size_of(rules, operands, 2 * wide.itemsize))
     if names := parts.vocabulary.names:
         found = {name: jax.lax.psum(x, names) for name, x in found.items()}
     if "weights" in operands:

@@ -19,9 +19,10 @@ from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
 
-_ESTIMATED_FROM = 256  # columns
+_ESTIMATED_FROM = 256  # columns at least
 _REACH = 60.0  # of an estimated logsumexp, in nats: float32 and bfloat16 hold exp(88)
 _MOST = 2.0**20  # of a label's factor, as a multiple of its row's
+
 # Tokens (any number of axes), embedding and vocabulary.
 AXES = {
     "hidden": "te",
@@ -197,10 +198,10 @@ def numbers_and_weights(rules: Rules, operands: Operands, local: jax.Array) -> t
 
 
 def _estimate(rules: Rules, operands: Operands) -> jax.Array:
-    """The logsumexps of rows whose other columns were like the first ones."""
+    """The logsumexps of rows whose columns were all like some, which lie apart."""
     axis = rules.axes("weight").index("v")
     vocabulary = operands["weight"].shape[axis]
-    few = jax.lax.slice_in_dim(operands["weight"], 0, min(_ESTIMATED_FROM, vocabulary), axis=axis)
+    few = jax.lax.slice_in_dim(operands["weight"], 0, vocabulary, max(vocabulary // _ESTIMATED_FROM, 1), axis)
     dims = ((1,), (1 - axis,)), ((), ())
     x = jax.lax.dot_general(operands["hidden"], few, dims, preferred_element_type=jnp.float32)
     z = reference.logits(x, rules.scale, rules.soft_cap)

@@ -1,4 +1,4 @@
-"""Runs every kernel and config of softmax once, at sizes that a sanitizer gets through, and checks the numbers."""
+"""Runs every kernel and config of rows once, at sizes that a sanitizer gets through, and checks the numbers."""
 
 import dataclasses
 import functools
@@ -12,8 +12,10 @@ sys.path[:0] = [str(p) for p in (HERE.parents[1], HERE.parent, HERE.parent / "pa
 import cases  # noqa: E402
 import conformance  # noqa: E402
 import steps  # noqa: E402
+import test_linear_cross_entropy as linear  # noqa: E402
 from cases import DTYPES, Op, Problem  # noqa: E402
 
+from pallas_kernels.linear_cross_entropy import forward  # noqa: E402
 from pallas_kernels.softmax.dispatch import KERNELS  # noqa: E402
 from pallas_kernels.softmax.heuristics import StagedConfig  # noqa: E402
 
@@ -35,7 +37,11 @@ def selected() -> list[tuple[str, Callable[[], object]]]:
             if kernel.name == "cluster" and op.gives_rows and not op.has_labels:
                 register_chunks = dataclasses.replace(REGISTER_CHUNKS, interleaved=not op.is_linear)
                 chosen.append(cases.Case(kernel, Problem(op, ROWS, 20001, dtype), register_chunks))
-    return [(str(case), functools.partial(conformance.check, case.run, case.problem)) for case in chosen]
+    found = [(str(case), functools.partial(conformance.check, case.run, case.problem)) for case in chosen]
+    for name, problem in linear.CASES.items():
+        run = functools.partial(forward.run, problem, forward.Config())
+        found.append((f"linear: {name}", functools.partial(linear.compare, problem, run)))
+    return [*found, ("linear: gradient in place", functools.partial(linear.compare_gradient, True, linear.in_place))]
 
 
 if __name__ == "__main__":

@@ -102,6 +102,29 @@ def test_configs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     check(CASES["several tiles of tokens"], config, 3, monkeypatch)
 
 
+def compare_gradient(needed: bool, run: Callable[..., Any]) -> None:
+    """The gradient in the place of weights, one of which is NaN in a row with a factor of 0, against NumPy."""
+    rng, (tokens, vocabulary, columns) = np.random.default_rng(0), (128, 544, 256)
+    weights, factors = rng.random((tokens, vocabulary), np.float32), rng.random((3, tokens), np.float32)
+    weights[5, 7], factors[:, 5] = np.nan, 0
+    labels, of_labels = rng.integers(-1, vocabulary, tokens).astype(np.int32), rng.random(tokens, np.float32)
+    stored = jnp.asarray(weights, BF16)
+    got = run(jnp.asarray(needed), stored, *map(jnp.asarray, (factors, of_labels, labels)))
+    wide = np.asarray(stored).astype(np.float32)
+    by_column = factors.T.repeat(columns, 1)[:, :vocabulary]
+    want = np.where(by_column == 0, 0, wide * by_column)
+    want -= np.where(np.arange(vocabulary) == labels[:, None], of_labels[:, None], 0)
+    np.testing.assert_allclose(np.asarray(got).astype(np.float32), want if needed else wide, rtol=5e-3, atol=5e-3)
+
+
+in_place = functools.partial(gradient.run, columns=256)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_gradient_in_the_place_of_weights(needed: bool) -> None:
+    compare_gradient(needed, functools.partial(interpret, in_place))
+
+
 FAULTS = {
     "_tokens": lambda f, config, row: f(config, row * 0),
     "_place": lambda f, config, shape, tile: (f(config, shape, tile)[0] * 0, f(config, shape, tile)[1]),
@@ -140,6 +163,12 @@ ON_GPU = (
 def test_on_a_gpu(problem: Problem, config: Config) -> None:
     for _ in range(3):
         compare(problem, functools.partial(forward.run, problem, config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needed", [True, False])
+def test_gradient_in_the_place_of_weights_on_a_gpu(needed: bool) -> None:
+    compare_gradient(needed, in_place)
 
 
 @pytest.mark.parametrize(
