@@ -20,6 +20,7 @@ from pallas_kernels import hardware
 from pallas_kernels.hardware import H200
 from pallas_kernels.linear_cross_entropy import forward, gradient
 from pallas_kernels.linear_cross_entropy.forward import Config, Problem
+from pallas_kernels.monoid import Stats
 from pallas_kernels.softmax.problem import IGNORED
 
 BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
@@ -298,6 +299,23 @@ def test_rows_that_the_kernel_computes_again(far: int) -> None:
     hidden, weight, labels = operands(Problem(130, 64, 328, BF16, transposed=True))
     hidden = hidden.at[3].multiply(100) if far else hidden.at[7, 0].set(jnp.nan)
     check_gradients(chunks.Rules(transposed=True), hidden, weight, labels.at[7].set(IGNORED), gives_loss=True)
+
+
+def test_the_labels_part_of_the_gradient_is_not_rounded() -> None:
+    """A row's factor makes up for the 16 bits of its label's weight."""
+    rng, rows = np.random.default_rng(0), np.arange(64)
+    z, estimate = 3 * rng.normal(size=(64, 256)), rng.normal(size=64)
+    of_p, of_q, local = rng.random(64), rng.random(64), rng.integers(0, 256, 64)
+    stored = jnp.asarray(np.exp(z - estimate[:, None]), BF16)
+    numbers = (np.broadcast_to(estimate, (1, 64)), z[rows, local], z.max(1), np.exp(z - z.max(1)[:, None]).sum(1))
+    relative_to, label, largest, total = (jnp.asarray(x, jnp.float32) for x in numbers)
+    weights = linear_kernel.Weights(stored, relative_to, jnp.bool_(True), label)
+    given = *(jnp.asarray(x, jnp.float32) for x in (of_p, of_q)), jnp.asarray(local, jnp.int32), jnp.ones(64, bool)
+    call = functools.partial(linear_kernel.slopes, chunks.Rules(), weights, Stats(largest, total))
+    got, factor = interpret(call, *given)
+    p = np.exp(z - z.max(1)[:, None]) / np.exp(z - z.max(1)[:, None]).sum(1)[:, None]
+    of_label = np.asarray(got)[rows, local].astype(np.float64) * np.asarray(factor)
+    np.testing.assert_allclose(of_label, of_p * p[rows, local] - of_q, rtol=1e-4, atol=1e-6)
 
 
 OF_SLOPES: dict[str, Callable[..., Any]] = {
