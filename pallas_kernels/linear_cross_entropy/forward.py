@@ -59,7 +59,7 @@ class Problem:
     @property
     def padded_vocabulary(self) -> int:
         """Columns of the stored weights."""
-        return self.vocabulary + -self.vocabulary % _PART
+        return self.vocabulary + -self.vocabulary % _SWIZZLED[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_configs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare_gradient(needed: bool, run: Callable[..., Any]) -> None:
     """The gradient in the place of weights, one of which is NaN in a row with a factor of 0, against NumPy."""
-    rng, (tokens, vocabulary, columns) = np.random.default_rng(0), (128, 544, 256)
+    rng, (tokens, vocabulary, columns) = np.random.default_rng(0), (128, 576, 256)
     weights, factors = rng.random((tokens, vocabulary), np.float32), rng.random((3, tokens), np.float32)
     weights[5, 7], factors[:, 5] = np.nan, 0
     labels, of_labels = rng.integers(-1, vocabulary, tokens).astype(np.int32), rng.random(tokens, np.float32)
@@ -349,3 +349,15 @@ def test_losses_on_a_gpu_need_no_memory(layout: str) -> None:
     compiled = jax.jit(call).lower(*given).compile()
     assert "linear_cross_entropy" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes <= 64 * 2**20
+
+
+@pytest.mark.aot
+def test_gradients_of_a_vocabulary_of_no_whole_tiles_compile() -> None:
+    shapes = [((512, 256), BF16), ((8200, 256), BF16), ((512,), jnp.dtype(jnp.int32))]
+    given = aot.on_h200([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+
+    def mean(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return jaxsoftmax.linear_cross_entropy(hidden, weight, labels, weight_layout="VE").mean()
+
+    program = jax.jit(jax.grad(mean, (0, 1))).lower(*given).compile().as_text()
+    assert "linear_cross_entropy_gradient" in program
