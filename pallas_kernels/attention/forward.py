@@ -601,6 +601,9 @@ def addressable(problem: Attention, config: ForwardConfig, arrays: dict[str, jax
     if "query_positions" in arrays:
         places, bounds = (arrays["query_positions"], arrays["key_positions"]), mask.position_bounds(problem)
         found.append(mask.position_blocks(*places, *blocks, bounds))
+        tiles = -(-problem.query_length // config.queries) * config.warpgroups
+        arrays["query_bases"] = mask.block_bases(places[0], WARPGROUP_ROWS, tiles)
+        arrays["key_bases"] = mask.block_bases(places[1], config.block_kv, -(-keys // config.block_kv))
     for name in ("segments", "positions"):
         if f"query_{name}" in arrays:
             arrays[f"query_{name}"] = arrays[f"query_{name}"][:, None, :, None]

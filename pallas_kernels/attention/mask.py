@@ -272,6 +272,22 @@ def position_blocks(
     return BlockMask(visible, full)
 
 
+NO_BASE = np.iinfo(np.int32).min
+_LARGEST_BASE = 2**29  # of which the differences, and a window more, are int32
+
+
+def block_bases(positions: jax.Array, size: int, blocks: int) -> jax.Array:
+    """The first position of each block of `size`, `[B, blocks]`; `NO_BASE` where a block's do not count up by one.
+
+    It saves a kernel the loads of positions. What is past the last position counts on from there.
+    """
+    count = positions.shape[1]
+    bases = positions - (jnp.arange(count, dtype=jnp.int32) % size)[None]
+    bases = jnp.pad(bases, ((0, 0), (0, blocks * size - count)), mode="edge").reshape(-1, blocks, size)
+    low, high = bases.min(2), bases.max(2)
+    return jnp.where((low == high) & (jnp.abs(low) < _LARGEST_BASE), low, NO_BASE)
+
+
 def _blocks(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of each block of `size` ids the least, the greatest, and a bit for each remainder, `[B, blocks]`."""
     missing = -ids.shape[1] % size

@@ -87,9 +87,26 @@ def _apply_mask(
     if problem.segments:
         x = gather.apply_segments(x, refs.query_segments, refs.key_segments, corner)
     if problem.positions:
-        bounds = mask.position_bounds(problem)
-        x = gather.apply_positions(x, refs.query_positions, refs.key_positions, corner, bounds)
+        x = _apply_positions(problem, refs, corner, x)
     return _in_bounds(problem, place, x, key)
+
+
+def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: jax.Array) -> jax.Array:
+    """`x`, and -inf where positions forbid it. Where both blocks' count up by one, their first ones tell."""
+    batch, _, row, key = corner
+    left, right = mask.position_bounds(problem)
+    query_base = refs.query_bases[batch, lax.div(row, jnp.int32(WARPGROUP_ROWS))]
+    key_base = refs.key_bases[batch, lax.div(key, jnp.int32(x.shape[1]))]
+
+    def by_bases(x: jax.Array) -> jax.Array:
+        at = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + (query_base - key_base)
+        high = jnp.full_like(at, x.shape[1]) if right is None else at + right
+        return gather.apply_bounds(x, None if left is None else at + left, high)
+
+    def by_positions(x: jax.Array) -> jax.Array:
+        return gather.apply_positions(x, refs.query_positions, refs.key_positions, corner, (left, right))
+
+    return lax.cond((query_base != mask.NO_BASE) & (key_base != mask.NO_BASE), by_bases, by_positions, x)
 
 
 def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Array) -> jax.Array:
