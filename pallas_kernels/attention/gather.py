@@ -254,27 +254,35 @@ def _apply_pairs(
 ) -> jax.Array:
     """`x [64, n]` where each of the tests holds of the row's number, plus the test's own, and the column's number.
 
-    `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. Compares what it loads at once, for want of registers.
+    `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. A warp loads the numbers of 64 columns at once, each lane
+    a pair that four rows of lanes need, and shuffles them: loads of eight columns would wait for L2 one by one.
     """
     size = of_columns.shape[3]
 
     def apply_tests(ctx, ref, x, rows, batch, column):
-        column = ptx.add(ptx.scalar(column), ptx.mul(ptx.rem(utils.thread_idx(), 4), 2))
+        lane = ptx.rem(utils.thread_idx(), 32)
+        column = ptx.add(ptx.scalar(column), ptx.mul(lane, 2))
         base = ptx.global_address(ref)
         base = ptx.add(base, ptx.mul(arith.extui(base.type, ptx.scalar(batch)), 4 * size))
         base = ptx.add(base, ptx.mul(arith.extui(base.type, column), 4))
+        of_lane = []
+        for start in range(0, x.shape[1], 64):
+            inside = [ptx.compare("slt", column, size - (start + e)) for e in range(2)]
+            address = [ptx.add(base, 4 * (start + e)) for e in range(2)]
+            if size % 2 == 0:
+                word = _load(address[0], inside[0], 8)
+                pair = [arith.trunci(ptx.i32(), word), arith.trunci(ptx.i32(), arith.shrui(word, ptx.c64(32)))]
+            else:
+                pair = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
+            of_lane.append(pair)
         of_row = [ptx.elements(pair)[0] for pair in rows.registers.flat]
         limits = [[(test, ptx.add(row, more) if more else row) for test, more in tests] for row in of_row]
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for j in range(x.shape[1] // 8):
-            inside = [ptx.compare("slt", column, size - (8 * j + e)) for e in range(2)]
-            address = [ptx.add(base, 4 * (8 * j + e)) for e in range(2)]
-            if size % 2 == 0:
-                word = _load(address[0], inside[0], 8)
-                of_column = [arith.trunci(ptx.i32(), word), arith.trunci(ptx.i32(), arith.shrui(word, ptx.c64(32)))]
-            else:
-                of_column = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
+            # Lane q of four gets what lane q of the j-th four has.
+            shuffle = f"shfl.sync.idx.b32 $0, $1, {4 * (j % 8)}, 0x31f, -1;"
+            of_column = [ptx.asm_value(shuffle, "=r,r", [number]) for number in of_lane[j // 8]]
             for r in range(2):
                 pair = x.registers.flat[2 * j + r]
                 seen = [

@@ -138,8 +138,8 @@ def _whole(problem: Attention) -> ForwardConfig:
     """The config for long sequences: the widest tiles of keys of which two stages fit in shared memory."""
     config = _widest(problem)
     if problem.has_data_mask:
-        # Only the device knows how many tiles of keys are skipped.
-        budget = 32 if problem.positions else config.l2_budget_mib
+        # Only the device knows how many tiles of keys are skipped. Documents need less of L2 than all keys.
+        budget = 64 if problem.segments or problem.positions else config.l2_budget_mib
         return dataclasses.replace(config, scheduler="dynamic", l2_budget_mib=budget)
     return dataclasses.replace(config, prefetch_query=config.early_exp_columns > 0)
 
