@@ -165,9 +165,9 @@ def _widest(problem: Attention) -> ForwardConfig:
     widest, narrowest = max(problem.head_dim, problem.value_dim), min(problem.head_dim, problem.value_dim)
     edges = mask.window_bounds(problem) != (None, None)
     config = ForwardConfig(block_kv=128, warpgroups=2, rescale_threshold_log2=8, zero_init_free=True)
-    # Three warpgroups would spill with a mask or segments: 184 bytes beside a soft cap, 60 with both, and 40 in a
-    # batch-invariant call; 104 with positions.
-    beside = problem.soft_cap is not None or problem.batch_invariant or problem.data_masks > 1 or problem.positions
+    # With a mask, three warpgroups would spill 184 bytes beside a soft cap, 60 beside segments, and 40 in a
+    # batch-invariant call; with segments 36 beside a soft cap and a window, and 8 beside positions.
+    beside = problem.soft_cap is not None or problem.batch_invariant or problem.data_masks > 1
     spills = problem.has_data_mask and beside
     if widest <= 64 and not spills:
         return dataclasses.replace(config, warpgroups=3, early_exp_columns=8)
