@@ -160,6 +160,8 @@ PARTS: dict[str, Callable[[Function, Case], Any]] = {
 # `test_checks_on` has the gradient of each.
 RULES = ("double transpose", "hessian", "grad of jvp", "vmap of jvp", "vmap of hvp of a sum")
 REST = [name for name in TRANSFORMED if name not in (*RULES, "grad")]
+# The same primitives with other options have the derivatives of every order alone.
+VARIANTS = (*MASKED, "loss of options", "lse alone", "top_k of k")
 # A kernel is told of a transformation by the shapes of its operands and by which gradients are asked for.
 BY_KERNELS = ("eager", "grad", "grad of the bias", "double transpose", "jacrev", "vmap of jvp", "vmap of one cotangent",
               "grad of scan", "no batch")  # fmt: skip
@@ -167,7 +169,7 @@ SORTED_AND_COUNTED = ("hessian", "vmap of grad", "vmap of grad of a sum")
 
 OTHERS = itertools.cycle([op for op in CASES if op != "softmax"])
 LIKE_OTHERS: list[tuple[str, str, str]] = [
-    *((name, op, "reference") for op in CASES for name in RULES),
+    *((name, op, "reference") for op in CASES for name in (("hessian",) if op in VARIANTS else RULES)),
     *((name, "softmax", "reference") for name in REST[::2]),
     *((name, next(OTHERS), "reference") for name in REST),
     *((name, "attention", "reference") for name in (*PARTS, "hvp", "third", "vmap of grad of a sum")),
