@@ -384,6 +384,16 @@ _RATIOS = (0.5, 1, 2, 5, 10)  # ticks of the picture of random calls
 _LINES = {"ours": "C0-", "cudnn": "C1--", "xla": "C2:"}  # of the picture of caches
 
 
+def draw_bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
+    """Horizontal bars: at each name one of each series."""
+    thickness = 0.8 / max(1, len(series))
+    for i, (label, values) in enumerate(series.items()):
+        where = [row + (i - (len(series) - 1) / 2) * thickness for row in range(len(names))]
+        axes.barh(where, values, thickness, label=label)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+
+
 def draw_cells(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
     """TFLOP/s of each implementation in the core cases, and the ratios of random calls in order."""
     names = [case.name for case in attention_cases.TABLE.select(tags=["core"]) if case.name in run.records]
@@ -391,14 +401,9 @@ def draw_cells(pyplot: Any, run: Run, samples: Sequence[Run]) -> Any:
     size = 13, 0.42 * len(records) + 1.5
     figure, (axes, drawn) = pyplot.subplots(1, 2, figsize=size, width_ratios=(3, 2), layout="constrained")
     impls = dict.fromkeys(name for record in records for name, entry in record["impls"].items() if "us" in entry)
-    thickness = 0.8 / max(1, len(impls))
-    for i, name in enumerate(impls):
-        speeds = [record["impls"].get(name, {}).get("tflop_per_s", 0.0) for record in records]
-        where = [row + (i - (len(impls) - 1) / 2) * thickness for row in range(len(records))]
-        axes.barh(where, speeds, thickness, label=name)
+    speeds = {name: [r["impls"].get(name, {}).get("tflop_per_s", 0.0) for r in records] for name in impls}
+    draw_bars(axes, [name.removeprefix("attention_") for name in names], speeds)
     axes.axvline(max(r["matmul"]["tflop_per_s"] for r in records), color="k", linestyle="--", label="matmul 8192³")
-    axes.set_yticks(range(len(records)), [name.removeprefix("attention_") for name in names], fontsize=8)
-    axes.invert_yaxis()
     axes.set(xlabel="TFLOP/s", title=f"Attention, bfloat16, {run.label}")
     axes.legend(fontsize=8)
     for one in samples:

@@ -169,7 +169,8 @@ class Run:
         return f"{self.card}, JAX {self.jax}" + (", again" * self.repeat)
 
 
-def _runs(folder: pathlib.Path, card: str, topic: str | None) -> list[Run]:
+def topic_runs(topic: str | None, folder: pathlib.Path = FOLDER, card: str = "*") -> list[Run]:
+    """Every run of a topic on a card, or on any, the newest first."""
     files = map(read, sorted(folder.glob(f"{card}/*.json")))
     runs = [Run(**file) for file in files if file["header"].get("topic") == topic]
     return sorted(runs, key=lambda run: run.header["timestamp"], reverse=True)
@@ -178,7 +179,7 @@ def _runs(folder: pathlib.Path, card: str, topic: str | None) -> list[Run]:
 def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> list[Run]:
     """Every run of "ours", by card, the newest JAX first, and runs with the same JAX and seed in the order of time."""
     found: dict[tuple[str, tuple[int, ...], int], list[Run]] = {}
-    for run in reversed(_runs(folder, "*", topic)):
+    for run in reversed(topic_runs(topic, folder)):
         run.records = {name: record for name, record in run.records.items() if "ours" in record["impls"]}
         same = found.setdefault((run.card, tuple(map(int, re.findall(r"\d+", run.jax))), -run.seed), [])
         run.repeat = len(same)
@@ -186,16 +187,11 @@ def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> l
     return [run for setting in sorted(found, reverse=True) for run in found[setting]]
 
 
-def topic_runs(topic: str, folder: pathlib.Path = FOLDER) -> list[Run]:
-    """Every run of a topic on any card, the newest first."""
-    return _runs(folder, "*", topic)
-
-
 class Results:
-    """What the result files of one topic on `CARD` say."""
+    """What the result files of rows on `CARD` say."""
 
-    def __init__(self, folder: pathlib.Path = FOLDER, topic: str | None = None):
-        self.folder, self.runs = folder, _runs(folder, CARD, topic)
+    def __init__(self, folder: pathlib.Path = FOLDER):
+        self.folder, self.runs = folder, topic_runs(None, folder, CARD)
 
     def case(self, name: str) -> dict[str, Any] | None:
         """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's libraries beside it.

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from benchmarks import results as measured
-from benchmarks.report import markdown
+from benchmarks.report import draw_bars, markdown
 from benchmarks.results import Record, Results, Run
 from jaxsoftmax._attention import sequence
 
@@ -249,22 +249,12 @@ def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
     names = [name for name in cases() if any(name == of for of, _ in found)]
     counts = sorted({devices for _, devices in found})
     figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(names) + 1.5), layout="constrained")
-    thickness = 0.8 / len(counts)
-    for i, devices in enumerate(counts):
-        where = [row + (i - (len(counts) - 1) / 2) * thickness for row in range(len(names))]
-        axes.barh(where, [found.get((name, devices), 0.0) for name in names], thickness, label=f"{devices} GPUs")
+    series = {f"{devices} GPUs": [found.get((name, devices), 0.0) for name in names] for devices in counts}
+    draw_bars(axes, names, series)
     axes.axvline(1, color="k", linestyle="--")
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
     axes.set(xlabel="time on one GPU / number of GPUs / time on all", title="Efficiency of several GPUs")
     axes.legend(fontsize=8)
     return figure
-
-
-def _runs(chosen: list[str]) -> Iterator[Record]:
-    shrunk = 1 if jax.default_backend() == "gpu" else _SHRUNK
-    for name in chosen:
-        yield measure(name, FLAGS.devices, FLAGS.rounds, shrunk)
 
 
 def main(_: Any) -> None:
@@ -275,10 +265,11 @@ def main(_: Any) -> None:
     if len(jax.devices()) < FLAGS.devices:
         raise app.UsageError(f"--devices: got {FLAGS.devices}, wanted at most the {len(jax.devices())} that there are.")
     header = measured.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": "scaling"}
+    shrunk = 1 if jax.default_backend() == "gpu" else _SHRUNK
     records: list[Record] = []
-    for record in _runs(chosen):
-        print(line(record), flush=True)
-        records.append(record)
+    for name in chosen:
+        records.append(measure(name, FLAGS.devices, FLAGS.rounds, shrunk))
+        print(line(records[-1]), flush=True)
         if FLAGS.json:
             measured.write(pathlib.Path(FLAGS.json), header, records)
 

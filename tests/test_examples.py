@@ -1,4 +1,4 @@
-"""The examples run, each in a process of its own as a reader would run it."""
+"""The examples run as a reader would run them; those that set up JAX have a process of their own."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 ROOT = Path(__file__).parent.parent
 TINY = {
-    "char_model.py": ["--steps", "40", "--sample", "20"],
+    "char_model.py": ["--steps", "20", "--sample", "8"],
     "digits_vit.py": ["--steps", "80"],
     "generate.py": ["--steps", "8", "--tokens", "24", "--pages", "9", "--compare"],
     "long_context.py": ["--steps", "6", "--length", "64"],
@@ -28,20 +28,38 @@ TINY = {
 READ_CLOSELY = {"char_model.py", "generate.py", "packed_gpt.py", "vocabulary_sharded_loss.py"}
 
 
-def _run(example: str) -> str:
-    command = [sys.executable, str(ROOT / "examples" / example), *TINY.get(example, [])]
-    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example as `python` does, and returns what it prints."""
+
+    def run(example):
+        path, flags = ROOT / "examples" / example, TINY.get(example, [])
+        if "jax.config.update" in path.read_text():
+            command = [sys.executable, str(path), *flags]
+            done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+        monkeypatch.setattr(sys, "argv", [example, *flags])
+        monkeypatch.syspath_prepend(path.parent)
+        status = 0
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        printed = capsys.readouterr().out
+        assert not status, printed
+        return printed
+
+    return run
 
 
 @pytest.mark.parametrize("example", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - READ_CLOSELY))
-def test_example_runs(example):
-    assert _run(example)
+def test_example_runs(example, run):
+    assert run(example)
 
 
-def test_demo_compares_three_attentions():
-    printed = _run("char_model.py")
+def test_demo_compares_three_attentions(run):
+    printed = run("char_model.py")
     rows = re.findall(r"^(flash|softmax|jax\.nn)(?: +[\d.]+){4} +([\d.e+-]+)$", printed, re.MULTILINE)
     assert [name for name, _ in rows] == ["flash", "softmax", "jax.nn"], printed
     assert all(float(gap) < 1e-3 for _, gap in rows)
@@ -122,8 +140,8 @@ def test_the_policy_compares_log_probabilities_with_whole_logits(monkeypatch):
             policy_gradient["check"](policy, texts)
 
 
-def test_generation_gives_the_same_texts_with_every_cache():
-    printed = _run("generate.py")
+def test_generation_gives_the_same_texts_with_every_cache(run):
+    printed = run("generate.py")
     names = ["no cache", "contiguous cache", "contiguous cache, jax.nn", "pages"]
     speeds = re.findall(rf"^({'|'.join(names)}) +(\d+) +\d+$", printed, re.MULTILINE)
     assert [name for name, _ in speeds] == names, printed
@@ -142,8 +160,8 @@ def test_generation_fails_unless_texts_agree_and_pages_are_free(monkeypatch, tex
         check({"no cache": [[7, 8]], "pages": [text]}, free, 2)
 
 
-def test_no_program_of_the_vocabulary_example_gathers_logits():
-    printed = _run("vocabulary_sharded_loss.py")
+def test_no_program_of_the_vocabulary_example_gathers_logits(run):
+    printed = run("vocabulary_sharded_loss.py")
     rows = re.findall(r"^(uncut|by hand|by jit) +loss ([\d.]+)(?:.* collectives (.*))?$", printed, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["uncut", "by hand", "by jit"], printed
     assert len({loss for _, loss, _ in rows}) == 1

@@ -81,7 +81,7 @@ UNSOUND = {
 @pytest.mark.parametrize("fault", UNSOUND)
 def test_what_failed_crashed_or_was_cut_is_named(tmp_path, fault):
     body, said = UNSOUND[fault]
-    finished, report = _beside(tmp_path, f"{HEAD}def test(n):\n    {body}\n", "--seconds=15")
+    finished, report = _beside(tmp_path, f"{HEAD}def test(n):\n    {body}\n", "--seconds=10")
     assert finished.returncode == 1
     assert all(words in finished.stdout and words in report for words in said), finished.stdout
 

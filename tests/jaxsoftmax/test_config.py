@@ -78,12 +78,11 @@ def test_every_call_lowers(settings: tuple[str, ...], kernels: Any) -> None:
     with within(*settings):
         for name in NAMED:
             call, operands = of_floats(name)
-            for dtype in ("float32", "bfloat16") if name in IN_16_BITS else ("float32",):
-                xs = [x.astype(dtype) for x in operands]
-                both = lambda *xs, call=call: (derivatives(call, *xs), jax.vmap(call)(*(jnp.stack([x, x]) for x in xs)))
-                lowered = jax.jit(both).lower(*xs)
-                ((_, gradients), _), _ = lowered.out_info[0]
-                assert {x.dtype for x in gradients} == {jnp.dtype(dtype)}, name
+            dtype = jnp.dtype("bfloat16" if name in IN_16_BITS and settings == STRICT else "float32")
+            xs = [x.astype(dtype) for x in operands]
+            both = lambda *xs, call=call: (derivatives(call, *xs), jax.vmap(call)(*(jnp.stack([x, x]) for x in xs)))
+            ((_, gradients), _), _ = jax.jit(both).lower(*xs).out_info[0]
+            assert {x.dtype for x in gradients} == {dtype}, name
     jax.clear_caches()
 
 
@@ -124,9 +123,7 @@ def rematerialised(call: Callable[..., Any], *xs: jax.Array) -> Any:
     "name, switch",
     [
         ("softmax", "jvp"),
-        ("log_softmax", "remat"),
         ("weighted", "vjp"),
-        ("weighted", "remat"),
         *(("more attention", switch) for switch in ("jvp", "vjp", "remat")),
     ],
 )

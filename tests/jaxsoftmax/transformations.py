@@ -41,7 +41,7 @@ class Case:
         """Tangents, and three of each operand; here, where nothing is traced."""
         rng = np.random.default_rng(1)
         self.ts = tuple(jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in self.xs)
-        self.stacked = tuple(jnp.stack([x, 0.5 * x, -x]) for x in self.xs)
+        self.stacked = tuple(jnp.asarray(np.stack([x, 0.5 * x, -x])) for x in map(np.asarray, self.xs))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -70,14 +70,13 @@ class Case:
         jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), got, want)
 
     def check_under_debugging(self) -> None:
-        """With JAX's checks of its own types, of leaks and of NaN."""
+        """Results and gradients with JAX's checks of its own types, of leaks and of NaN."""
         mapped = lambda f, c: jax.vmap(lambda *xs: jax.jvp(f, xs, xs))(*c.stacked)
         with jax.enable_checks(True):
             self.check("eager grad")
             self.check("vmap of jvp of its operands", mapped)
-        for setting in (jax.checking_leaks(), jax.debug_nans(True)):
-            with setting:
-                self.check("grad")
+        with jax.checking_leaks(), jax.debug_nans(True):
+            self.check("grad")
 
 
 def _over_rows(f: Function, x: jax.Array, rest: tuple[jax.Array, ...]) -> jax.Array:
