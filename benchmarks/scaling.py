@@ -230,22 +230,29 @@ def line(record: Record) -> str:
     )
 
 
+def _newest(runs: Sequence[Run]) -> dict[tuple[str, int, str], Record]:
+    """The newest record of each card, number of devices and case, in this order."""
+    found: dict[tuple[str, int, str], Record] = {}
+    for run in reversed(runs):
+        found |= {
+            (run.card, record["case"]["devices"], record["case"]["name"]): record for record in run.records.values()
+        }
+    return dict(sorted(found.items()))
+
+
 def table(results: Results) -> str:
     """Every case that was measured, by card and number of devices."""
     rows = []
-    for run in sorted(measured.topic_runs("scaling", results.folder), key=lambda run: (run.card, -len(run.records))):
-        for record in run.records.values():
-            exchanged = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
-            times = [f"{record[name] / 1e3:.3g}" for name in ("one_us", "us")]
-            where = f"{record['case']['devices']} {run.card}"
-            rows.append([record["case"]["name"], where, *times, f"{record['efficiency']:.2f}", exchanged or "nothing"])
+    for (card, devices, name), record in _newest(measured.topic_runs("scaling", results.folder)).items():
+        exchanged = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
+        times = [f"{record[name] / 1e3:.3g}" for name in ("one_us", "us")]
+        rows.append([name, f"{devices} {card}", *times, f"{record['efficiency']:.2f}", exchanged or "nothing"])
     return markdown(["call", "on", "one, ms", "all, ms", "efficiency", "exchanges"], rows)
 
 
 def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
-    """The efficiency of each case, with a bar for each number of devices; the newest run, the first, counts."""
-    records = [record for run in reversed(runs) for record in run.records.values()]
-    found = {(record["case"]["name"], record["case"]["devices"]): record["efficiency"] for record in records}
+    """The efficiency of each case, with a bar for each number of devices."""
+    found = {(name, devices): record["efficiency"] for (_, devices, name), record in _newest(runs).items()}
     names = [name for name in cases() if any(name == of for of, _ in found)]
     counts = sorted({devices for _, devices in found})
     figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(names) + 1.5), layout="constrained")
