@@ -24,7 +24,7 @@ def check(run: Run, problem: Problem, *, execute: Callable[..., Any] = jax.jit, 
 
     For each kind by itself: a bad row must not widen the bound of a good one.
     """
-    operands, expected, truths = _known(problem)
+    operands, expected, truths = known(problem)
     got = _meaning(problem, execute(run)(*operands))
     kinds = cases.row_kinds(problem)
     for mine, xla, (truth, magnitude) in zip(got, expected, truths, strict=True):
@@ -38,7 +38,7 @@ def check(run: Run, problem: Problem, *, execute: Callable[..., Any] = jax.jit, 
 
 
 @functools.lru_cache(maxsize=1)
-def _known(problem: Problem) -> tuple[tuple[jax.Array, ...], list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+def known(problem: Problem) -> tuple[tuple[jax.Array, ...], list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
     """Operands, XLA's results and the truth: kept, as several kernels and configs solve one problem after another."""
     operands = cases.operands(problem)
     return operands, list(map(np.asarray, _by_xla(problem, operands))), _truths(problem, operands)

@@ -18,6 +18,12 @@ NOT_BY_XLA = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    import selected
+
+    selected.mark_expression = config.option.markexpr
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("aot"):
         import aot

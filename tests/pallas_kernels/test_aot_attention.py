@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attention_cases import KINDS, abstract, check_compiled, name_of, problem_of
+from selected import cases_for
 
 from benchmarks.attention_cases import TABLE, Shape
 from jaxsoftmax import explain_attention
@@ -25,7 +26,6 @@ from pallas_kernels.attention import backward_xla, combine, dispatch
 from pallas_kernels.attention.dispatch import Decision
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200
-from tests.pairwise import pairwise
 
 _MAY_SPILL = 32  # bytes of a thread, in calls that are not the benchmark's
 
@@ -92,7 +92,9 @@ def config_of(decision: Decision) -> Any:
     """The config, without numbers that no instruction depends on, but for whether there are several splits."""
     config = decision.config
     if decision.problem.op is Op.FORWARD:
-        return dataclasses.replace(config, splits=min(config.splits, 2), l2_budget_mib=0)
+        return dataclasses.replace(config, splits=min(config.splits, 2), l2_budget_mib=0, ctas_per_sm=1)
+    if config.scheduler == "static":
+        config = dataclasses.replace(config, scheduler="single")  # which starts another number of CTAs
     return dataclasses.replace(config, heads_per_l2_group=1, head_splits=1)
 
 
@@ -169,7 +171,7 @@ def test_the_benchmarks_calls_compile_without_spills(kind, decision):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("kind, decision", covering(), ids=id_of)
+@pytest.mark.parametrize("kind, decision", cases_for("aot", covering), ids=id_of)
 def test_every_config_compiles_with_few_spills(kind, decision):
     p = decision.problem
     # No config of the wide backward kernel has the registers for an ordered dQ beside everything.
@@ -195,17 +197,19 @@ def test_the_merge_of_splits_compiles_without_spills(splits, sinks):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    "op, case, lengths",
-    pairwise(
-        tuple(Op),
-        (((128, 128), {}), ((72, 72), {"key_lengths": True}), ((136, 200), {})),
-        ((1363, 1363), (6511, 76), (38, 2021)),
-    ),
+    "op, dims, facts, lengths",
+    [
+        (Op.FORWARD, (128, 128), {}, (1363, 1363)),
+        (Op.FORWARD, (72, 72), {"key_lengths": True}, (6511, 76)),
+        (Op.FORWARD, (136, 200), {}, (38, 2021)),
+        (Op.BACKWARD, (128, 128), {}, (38, 2021)),
+        (Op.BACKWARD, (72, 72), {"key_lengths": True}, (1363, 1363)),
+        (Op.BACKWARD, (136, 200), {}, (6511, 76)),
+    ],
     ids=str,
 )
-def test_no_operand_is_copied(op, case, lengths):
+def test_no_operand_is_copied(op, dims, facts, lengths):
     """But for dQ's sum in float32 and the statistics of rows, which the backward pass makes, and splits' outputs."""
-    dims, facts = case
     p = problem_of(op, facts, lengths, dims, "bfloat16", (4, 2), 64)
     operands = aot.on_h200(abstract(p))
     decision = dispatch.decide(p, H200)

@@ -425,8 +425,7 @@ def test_only_what_tma_does_not_copy_is_transposed(keys):
     assert (f"tensor<1x4x{keys}x136xbf16>" in lowered) == (decided(p).config.bias_stages == 0) == (keys == 200)
 
 
-@pytest.mark.parametrize("keys", [128, 200])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("dims, keys", [((64, 64), 128), ((128, 128), 128), ((128, 128), 200), ((256, 256), 200)])
 def test_a_bias_beside_a_soft_cap_lowers(dims, keys):
     """Its gradient leaves from registers, in pieces of 16 bytes."""
     p = with_bias("BNTS", "bfloat16", (136, keys), dims, (2, 2), soft_cap=2.0)
@@ -486,8 +485,9 @@ def test_which_calls_have_a_dynamic_scheduler(kind, head_dim, facts, scheduler):
     assert decided(p).config.scheduler == scheduler
 
 
-@pytest.mark.parametrize("kind", ["mask", "segments", "bias", "lengths"])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "kind, dims", [("mask", (128, 128)), ("segments", (256, 256)), ("bias", (128, 128)), ("lengths", (256, 256))]
+)
 def test_xla_makes_no_copy_of_the_cotangents(kind, dims):
     p = problem_of(kind, (256, 512), dims, "bfloat16", heads=(4, 4))
     p = dataclasses.replace(p, query_lengths=False)  # those have queries copied

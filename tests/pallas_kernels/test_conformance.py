@@ -14,6 +14,7 @@ import poisoned
 import pytest
 from cases import DTYPES, Op, Problem
 from interpreter import interpret
+from selected import cases_for
 
 from pallas_kernels.mosaic import mbarrier
 from pallas_kernels.softmax.dispatch import KERNELS
@@ -58,11 +59,11 @@ def _interpreted():
     Each kernel has every form in one of its operations.
     """
     for r, kernel in enumerate(KERNELS.values()):
-        seen = set()
-        for i, op in enumerate(_taken(kernel)):
+        seen, operations = set(), _taken(kernel)
+        for i, op in enumerate(operations):
             dtype = DTYPES[(i + r) % 3]
             lengths = [(config, cols) for config, lengths in INTERPRETED[kernel.name] for cols in lengths]
-            for config, cols in lengths[i % 3 :: 3] or lengths[:1]:
+            for config, cols in lengths[i :: len(operations)] or [lengths[i % len(lengths)]]:
                 case = _case(kernel, Problem(op, ROWS, cols, dtype), config)
                 yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
             config, cols = lengths[-1]
@@ -286,13 +287,13 @@ def _largest_first(cases_on_gpu):
 
 @pytest.mark.gpu
 @pytest.mark.together("case.problem")
-@pytest.mark.parametrize("case", _largest_first([*_on_gpu(), *_longest()]), ids=str)
+@pytest.mark.parametrize("case", cases_for("gpu", lambda: _largest_first([*_on_gpu(), *_longest()])), ids=str)
 def test_on_gpu(case):
     conformance.check(case.run, case.problem, execute=poisoned.execute, slack=_slack(case))
 
 
 @pytest.mark.gpu
 @pytest.mark.together("case.problem")
-@pytest.mark.parametrize("case", _largest_first(_losses_on_gpu()), ids=str)
+@pytest.mark.parametrize("case", cases_for("gpu", lambda: _largest_first(_losses_on_gpu())), ids=str)
 def test_losses_on_gpu(case):
     conformance.check(case.run, case.problem, execute=poisoned.execute, slack=_slack(case))

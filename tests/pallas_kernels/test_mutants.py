@@ -15,7 +15,7 @@ ROWS = 2 * len(cases.ROW_KINDS) + 1
 
 
 def problems(op):
-    yield from (Problem(op, ROWS, cols, dtype) for cols in (1, 125, 1024) for dtype in cases.DTYPES)
+    yield from (Problem(op, ROWS, cols, dtype) for cols, dtype in zip((1, 125, 1024), cases.DTYPES, strict=True))
     yield Problem(op, ROWS, 125, cases.DTYPES[2], scale=0.5)
     if not op.is_linear:
         yield Problem(op, ROWS, 125, cases.DTYPES[0], where="full")
