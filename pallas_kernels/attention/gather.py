@@ -254,8 +254,8 @@ def _apply_pairs(
 ) -> jax.Array:
     """`x [64, n]` where each of the tests holds of the row's number, plus the test's own, and the column's number.
 
-    `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. A warp loads the numbers of 64 columns at once, each lane
-    a pair that four rows of lanes need, and shuffles them: loads of eight columns would wait for L2 one by one.
+    `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. A warp loads the numbers of 64 columns at once, a pair
+    by each lane, and shuffles them: a lane has no registers to wait for all of its own pairs' loads at once.
     """
     size = of_columns.shape[3]
 
@@ -280,7 +280,7 @@ def _apply_pairs(
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for j in range(x.shape[1] // 8):
-            # Lane q of four gets what lane q of the j-th four has.
+            # From quad j's lane of the same place: 0x31f keeps a lane's own last two bits.
             shuffle = f"shfl.sync.idx.b32 $0, $1, {4 * (j % 8)}, 0x31f, -1;"
             of_column = [ptx.asm_value(shuffle, "=r,r", [number]) for number in of_lane[j // 8]]
             for r in range(2):

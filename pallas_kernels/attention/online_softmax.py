@@ -92,7 +92,7 @@ def _apply_mask(
 
 
 def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: jax.Array) -> jax.Array:
-    """`x`, and -inf where positions forbid it. Where both blocks' count up by one, their first ones tell."""
+    """`x`, and -inf where positions forbid it. Where those of both blocks count up by one, the first are enough."""
     batch, _, row, key = corner
     left, right = mask.position_bounds(problem)
     query_base = refs.query_bases[batch, lax.div(row, jnp.int32(WARPGROUP_ROWS))]

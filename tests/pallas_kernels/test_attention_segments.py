@@ -171,6 +171,16 @@ def test_positions_of_one_segment_are_those_without_segments(rules):
             assert positions[b, j, i] == backward_common.dq_position(block, jnp.int32(i))
 
 
+def test_bases_are_of_blocks_that_count_up():
+    positions = np.arange(100, 150, dtype=np.int32)[None].repeat(4, 0)
+    positions[1, 20] += 1
+    positions[2] -= 2**31 - 200
+    positions[3, 48:] = 7, 8
+    none = mask.NO_BASE
+    expected = [[100, 116, 132, 148, 148], [100, none, 132, 148, 148], [none] * 5, [100, 116, 132, 7, 7]]
+    assert mask.block_bases(jnp.asarray(positions), 16, 5).tolist() == expected
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padding", [0, 100])
 def test_work_falls_with_what_documents_hide(causal, padding):
