@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-mark_expression = ""  # what `-m` says, of which conftest.py tells
+mark_expression = ""  # what `-m` says; conftest.py sets it
 
 
 def cases_for(mark: str, make: Callable[[], Iterable[Any]]) -> list[Any]:

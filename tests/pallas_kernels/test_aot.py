@@ -40,19 +40,8 @@ _MAY_SPILL = {("warp", "none"): 8}
 _SHORTEST = {"grid": 2**17}
 
 
-def _instructions(case):
-    """What a kernel's code depends on, without numbers such as how many CTAs have a row."""
-    problem = case.problem
-    others = {name: x for name, x in vars(case.config).items() if name not in ("ctas", "lookahead")}
-    is_aligned = problem.cols * problem.dtype.itemsize % 16 == 0
-    return case.kernel.name, problem.dtype.itemsize, is_aligned, tuple(others.items())
-
-
 def _chosen():
-    """What `decide` gives each operation and shape, with every config of the chosen kernel; the dtypes alternate.
-
-    Of an operation's cases that have the same instructions, one.
-    """
+    """What `decide` gives each operation and shape, with every config of the chosen kernel; the dtypes alternate."""
     seen = set()
     for i, op in enumerate(Op):
         # The cross entropy without its gradient has the loops of the statistics, and its gradient without them one.
@@ -60,10 +49,8 @@ def _chosen():
             problem = Problem(op, rows, cols, DTYPES[(i + j) % 3])
             name = dispatch.decide(problem, H200).kernel
             for case in cases.every_config(KERNELS[name], problem) if name else ():
-                key = _instructions(case)
-                if (op, key) not in seen:
-                    seen |= {key, (op, key)}
-                    yield case
+                seen.add((name, case.problem.dtype.itemsize, case.config))
+                yield case
     for i, (rows, cols) in enumerate(SHAPES[1::2]):
         problem = Problem(Op.CROSS_ENTROPY_GRADIENT, rows, cols, DTYPES[i % 3])
         kernel = KERNELS[dispatch.decide(problem, H200).kernel or ""]
@@ -78,7 +65,7 @@ def _chosen():
                     continue
                 problem = Problem(Op.SOFTMAX, rows, cols, dtype, where="full", scale=-0.5)
                 for case in cases.every_config(kernel, problem) if cases.takes(kernel, problem) else ():
-                    if (key := _instructions(case)) not in seen:
+                    if (key := (kernel.name, dtype.itemsize, case.config)) not in seen:
                         seen.add(key)
                         yield case
 
