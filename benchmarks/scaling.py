@@ -5,7 +5,8 @@
 
 Efficiency is the time on one device, divided by the number of devices and by the time on all of them. Time is the wall
 clock of calls that are enqueued one after another, the least of several rounds, in which one device and all of them
-alternate. Results on all are compared with those on one, shard by shard.
+alternate. Results on all are compared with those on one, shard by shard. The profiler says for how long a device was
+busy, and for how long with collectives, beside other kernels or alone.
 """
 
 import collections
@@ -15,6 +16,7 @@ import functools
 import itertools
 import pathlib
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,9 +35,10 @@ from benchmarks.results import Record, Results, Run
 from jaxsoftmax._attention import sequence
 
 FLAGS = flags.FLAGS
-_SECONDS, _MOST_CALLS = 0.2, 20  # of calls that are enqueued one after another
-_ROWS, _COLS, _TOP, _EMBEDDING = 8192, 128256, 64, 4096
+_SECONDS, _MOST_CALLS, _PROFILED_CALLS = 0.2, 20, 5  # of calls that are enqueued one after another
+_ROWS, _MANY_ROWS, _COLS, _TOP, _EMBEDDING = 8192, 32768, 128256, 64, 4096
 _LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
+_GPT_LAYERS, _GPT_WIDTH, _GPT_VOCABULARY, _GPT_POSITIONS = 12, 768, 32000, 4096  # 128 million parameters
 _DOCUMENT = 2048  # tokens, on average
 _PIECE = 128  # tokens, where documents are packed
 _SHRUNK = 64  # by which sizes are divided without a GPU
@@ -48,7 +51,8 @@ Arrays = dict[str, Any]
 class Case:
     """A call, its operands on one device, and how each is sharded.
 
-    Sequences may be in zigzag order there, and keys and values may be passed round, whatever their size is.
+    Sequences may be in zigzag order there, and keys and values may be passed round, whatever their size is. If there
+    are `copies`, the mesh has an axis "data" of as many devices, and the batch as many times the rows, all alike.
     """
 
     call: Callable[..., Any]
@@ -56,10 +60,11 @@ class Case:
     specs: Mapping[str, P]
     rounds: Callable[[int], int] | None = None  # of the zigzag order, by the number of devices
     ring: bool = False
+    copies: int = 1
 
 
-def _logits(shrunk: int) -> Arrays:
-    shape, keys = (_ROWS // shrunk, _COLS // shrunk), jax.random.split(jax.random.key(0), 3)
+def _logits(shrunk: int, *, rows: int = _ROWS) -> Arrays:
+    shape, keys = (rows // shrunk, _COLS // shrunk), jax.random.split(jax.random.key(0), 3)
     x, t = (4 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
     return {"x": x, "t": t, "labels": jax.random.randint(keys[2], shape[:1], 0, shape[1])}
 
@@ -89,6 +94,60 @@ def documents_of(length: int, shrunk: int = 1) -> np.ndarray:
     """The document of each token."""
     lengths = np.random.default_rng(0).exponential(_DOCUMENT / shrunk, 4 * length * shrunk // _DOCUMENT)
     return np.searchsorted(np.cumsum(lengths.astype(np.int64) + 1), np.arange(length), side="right")
+
+
+def _gpt_operands(shrunk: int, *, documents: bool) -> Arrays:
+    length, width, vocabulary = _LONG // shrunk, max(_GPT_WIDTH // shrunk, 128), max(_GPT_VOCABULARY // shrunk, 64)
+    heads, layers = width // 64, _GPT_LAYERS if shrunk == 1 else 2
+    key_heads = max(1, heads // 3)
+    shapes = {
+        "norms": (2, width),
+        "query": (width, heads, 64),
+        "key": (width, key_heads, 64),
+        "value": (width, key_heads, 64),
+        "out": (heads, 64, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    made = {name: (layers, *shape) for name, shape in shapes.items()}
+    made |= {"tokens": (vocabulary, width), "positions": (_GPT_POSITIONS, width), "head": (width, vocabulary)}
+    keys = iter(jax.random.split(jax.random.key(0), len(made) + 1))
+    weights = {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in made.items()}
+    text = jax.random.randint(next(keys), (1, length + 1), 0, vocabulary)
+    batch: Arrays = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+    if documents:
+        batch["segments"] = jnp.asarray(documents_of(length, shrunk)[None], jnp.int32)
+    return {"weights": weights | {"norms": 1 + weights["norms"]}, **batch}
+
+
+def _gpt_loss(weights: Arrays, batch: Arrays) -> jax.Array:
+    """The mean loss of the next token, by a GPT whose attention is causal, and within documents if there are any."""
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+    outer = {name: weights.pop(name) for name in ("tokens", "positions", "head")}
+    places = batch.get("positions", jnp.arange(batch["tokens"].shape[1]))
+    rules = {"is_causal": True}
+
+    def norm(x: jax.Array) -> jax.Array:
+        square = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+        return (x * jax.lax.rsqrt(square + 1e-6)).astype(x.dtype)
+
+    @jax.checkpoint
+    def feed_forward(x: jax.Array, scale: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jax.nn.gelu((norm(x) * scale) @ up) @ down
+
+    def block(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+        h = norm(x) * w["norms"][None, :1]
+        qkv = {name: jnp.einsum("btm,mhd->bthd", h, w[name]) for name in ("query", "key", "value")}
+        x += jnp.einsum("bthd,hdm->btm", _attend(False, rules, batch | qkv), w["out"])
+        return x + feed_forward(x, w["norms"][None, 1:], w["up"], w["down"]), None
+
+    x = outer["tokens"][batch["tokens"]] + outer["positions"][places % _GPT_POSITIONS][None]
+    return _of_hidden(norm(jax.lax.scan(block, x, weights)[0]), outer["head"], batch["labels"])
+
+
+def _gpt(operands: Arrays) -> tuple[jax.Array, Arrays]:
+    batch = {name: x for name, x in operands.items() if name != "weights"}
+    return jax.value_and_grad(_gpt_loss)(operands["weights"], batch)
 
 
 def _attend(gradient: bool, rules: Mapping[str, Any], operands: Arrays) -> Any:
@@ -135,6 +194,7 @@ _ROUNDS: dict[str, Callable[[int], int]] = {
 }
 
 
+@functools.cache
 def cases() -> dict[str, Case]:
     """Every case by its name."""
     found = {}
@@ -154,29 +214,82 @@ def cases() -> dict[str, Case]:
     for name, call in _OF_HIDDEN.items():
         found[f"{name}_columns"] = Case(call, _hidden_states, {"hidden": P(), "weight": P(None, "d"), "labels": P()})
         found[f"{name}_rows"] = Case(call, _hidden_states, {"hidden": P("d"), "weight": P(), "labels": P("d")})
+    for name in ("loss", "loss_gradient"):
+        specs = {"x": P(None, "d"), "t": P(None, "d"), "labels": P()}
+        found[f"{name}_{_MANY_ROWS}_columns"] = Case(_OF_ROWS[name], functools.partial(_logits, rows=_MANY_ROWS), specs)
+    rows = P("data", "d")
+    specs = {"weights": P(), "positions": P("d")} | dict.fromkeys(("tokens", "labels", "segments"), rows)
+    make_gpt = {kind: functools.partial(_gpt_operands, documents=kind == "packed") for kind in ("zigzag", "packed")}
+    for kind, ring, copies in (("zigzag", False, 1), ("zigzag", True, 1), ("zigzag", False, 2), ("packed", False, 1)):
+        name = f"gpt_{kind}_{_LONG}{'_ring' * ring}{f'_data_{copies}' * (copies > 1)}"
+        found[name] = Case(_gpt, make_gpt[kind], specs, _ROUNDS[kind], ring, copies)
     return found
+
+
+def _dealt(case: Case, x: jax.Array, devices: int, length: int | None) -> jax.Array:
+    """An array in zigzag order along a sequence, if it has one."""
+    rounds = case.rounds and case.rounds(devices)
+    return jaxsoftmax.zigzag(x, 1, devices, rounds) if rounds and x.shape[1:2] == (length,) else x
+
+
+def _length(operands: Arrays) -> int | None:
+    return next((operands[name].shape[1] for name in ("query", "tokens") if name in operands), None)
 
 
 def _sharded(case: Case, operands: Arrays, mesh: Mesh) -> Arrays:
     """The operands on all devices."""
-    reordered = dict(operands)
+    devices, length = mesh.shape["d"], _length(operands)
+    reordered = jax.tree.map(lambda x: _dealt(case, x, devices, length), operands)
     if case.rounds:
-        rounds = case.rounds(mesh.size)
-        reordered = {name: jaxsoftmax.zigzag(x, 1, mesh.size, rounds) for name, x in operands.items()}
-        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(operands["query"].shape[1]), 0, mesh.size, rounds)
+        reordered["positions"] = jaxsoftmax.zigzag(jnp.arange(length), 0, devices, case.rounds(devices))
+    if case.copies > 1:
+        reordered |= {
+            name: jnp.repeat(x, case.copies, 0) for name, x in reordered.items() if case.specs[name][:1] == ("data",)
+        }
     return {name: jax.device_put(x, NamedSharding(mesh, case.specs[name])) for name, x in reordered.items()}
 
 
-def _difference(case: Case, mesh: Mesh, got: Any, want: Any) -> float:
+def _difference(case: Case, devices: int, length: int | None, got: Any, want: Any) -> float:
     """The largest difference from one device's results, relative to the largest number of each."""
     largest = []
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        b = jaxsoftmax.zigzag(b, 1, mesh.size, case.rounds(mesh.size)) if case.rounds else b
+        b = _dealt(case, b, devices, length)
         size = max(float(jnp.abs(b).max()), float(jnp.finfo(jnp.float32).tiny))
         for shard in a.addressable_shards:
             mine = jax.device_put(shard.data, next(iter(b.devices()))).astype(jnp.float32)
             largest.append(float(jnp.abs(mine - b[shard.index].astype(jnp.float32)).max()) / size)
     return max(largest)
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """How much of an axis some intervals cover."""
+    covered, end = 0.0, -float("inf")
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
+
+
+def busy(profile: jax.profiler.ProfileData, calls: int) -> Record:
+    """For how long the GPUs were busy in a call, in microseconds: the mean of them. Nothing where there is no GPU."""
+    found: list[tuple[float, float, float]] = []
+    for plane in profile.planes:
+        if plane.name.startswith("/device:GPU"):
+            streams = [line for line in plane.lines if line.name.startswith("Stream")]
+            events = [(e.name, (e.start_ns, e.start_ns + e.duration_ns)) for line in streams for e in line.events]
+            all_of, other = ([span for name, span in events if f(name)] for f in (bool, lambda n: "nccl" not in n))
+            collectives = [span for name, span in events if "nccl" in name]
+            found.append((_union(all_of), _union(collectives), _union(all_of) - _union(other)))
+    means = np.mean(found, axis=0) / 1e3 / calls if found else []
+    return {name: round(float(x), 1) for name, x in zip(("busy_us", "collectives_us", "alone_us"), means, strict=False)}
+
+
+def _profile(program: Any, operands: Arrays, calls: int) -> Record:
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            _seconds(program, operands, calls)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        return busy(jax.profiler.ProfileData.from_file(str(path)), calls)
 
 
 def _seconds(program: Any, operands: Arrays, calls: int) -> float:
@@ -197,27 +310,38 @@ def _passed_round(ring: bool) -> Iterator[None]:
         sequence.MOST_GATHERED = before
 
 
+@functools.lru_cache(1)
+def _on_one(call: Callable[..., Any], make: Callable[[int], Arrays], shrunk: int) -> tuple[Arrays, Any]:
+    """The operands, and the compiled call."""
+    whole = jax.jit(lambda: make(shrunk))()
+    return whole, jax.jit(call).lower(whole).compile()
+
+
 def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
     """A case on one device and on `devices`."""
-    case, mesh = cases()[name], jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
-    whole = jax.jit(lambda: case.operands(shrunk))()
+    case = cases()[name]
+    sizes = (case.copies, devices // case.copies)
+    mesh = jax.make_mesh(sizes, ("data", "d"), (AxisType.Auto,) * 2, devices=jax.devices()[:devices])
+    whole, one = _on_one(case.call, case.operands, shrunk)
     parts = _sharded(case, whole, mesh)
     with _passed_round(case.ring):
-        one, every = (jax.jit(case.call).lower(operands).compile() for operands in (whole, parts))
-    difference = _difference(case, mesh, every(parts), one(whole))
+        every = jax.jit(lambda operands: case.call(operands)).lower(parts).compile()  # traced anew
+    difference = _difference(case, sizes[1], _length(whole), every(parts), one(whole))
     calls = max(1, min(_MOST_CALLS, int(_SECONDS / _seconds(one, whole, 1))))
     times = [(_seconds(one, whole, calls), _seconds(every, parts, calls)) for _ in range(rounds)]
     alone, together = (1e6 * min(column) for column in zip(*times, strict=True))
-    text, memory = every.as_text() or "", every.memory_analysis()
+    text, memory, memory_of_one = every.as_text() or "", every.memory_analysis(), one.memory_analysis()
     return {
         "case": {"name": name, "op": "scaling", "tags": [], "devices": devices, "shrunk": shrunk},
         "one_us": round(alone, 1),
         "us": round(together, 1),
-        "efficiency": round(alone / devices / together, 3),
+        "efficiency": round(case.copies * alone / devices / together, 3),
         "difference": difference,
         "collectives": dict(collections.Counter(_COLLECTIVES.findall(text))),
         "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+        "temporary_bytes_of_one": None if memory_of_one is None else memory_of_one.temp_size_in_bytes,
         "operand_bytes": None if memory is None else memory.argument_size_in_bytes,
+        **_profile(every, parts, min(calls, _PROFILED_CALLS)),
     }
 
 
