@@ -270,21 +270,28 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def busy(profile: jax.profiler.ProfileData, calls: int) -> Record:
-    """For how long the GPUs were busy in a call, in microseconds: the mean of them. Nothing where there is no GPU."""
-    found: list[tuple[float, float, float]] = []
+def busy(profile: Any, calls: int) -> dict[str, list[float]]:
+    """For how many microseconds of a call each GPU runs something, collectives, and nothing but collectives.
+
+    The profile is a `jax.profiler.ProfileData`; without a GPU there is nothing. A collective runs from its start on a
+    GPU, so that it includes waiting for the others.
+    """
+    found: dict[str, list[float]] = {}
     for plane in profile.planes:
-        if plane.name.startswith("/device:GPU"):
-            streams = [line for line in plane.lines if line.name.startswith("Stream")]
-            events = [(e.name, (e.start_ns, e.start_ns + e.duration_ns)) for line in streams for e in line.events]
-            all_of, other = ([span for name, span in events if f(name)] for f in (bool, lambda n: "nccl" not in n))
-            collectives = [span for name, span in events if "nccl" in name]
-            found.append((_union(all_of), _union(collectives), _union(all_of) - _union(other)))
-    means = np.mean(found, axis=0) / 1e3 / calls if found else []
-    return {name: round(float(x), 1) for name, x in zip(("busy_us", "collectives_us", "alone_us"), means, strict=False)}
+        events = [event for line in plane.lines if line.name.startswith("Stream") for event in line.events]
+        if not plane.name.startswith("/device:GPU") or not events:
+            continue
+        spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        for event in events:
+            spans["nccl" in event.name].append((event.start_ns, event.start_ns + event.duration_ns))
+        whole = _union(spans[False] + spans[True])
+        times = {"busy_us": whole, "collectives_us": _union(spans[True]), "alone_us": whole - _union(spans[False])}
+        for name, nanoseconds in times.items():
+            found.setdefault(name, []).append(round(nanoseconds / 1e3 / calls, 1))
+    return found
 
 
-def _profile(program: Any, operands: Arrays, calls: int) -> Record:
+def _profile(program: Any, operands: Arrays, calls: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             _seconds(program, operands, calls)

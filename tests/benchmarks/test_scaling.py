@@ -1,5 +1,8 @@
 """The benchmark of several devices, on those that the host pretends to have."""
 
+import types
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -48,9 +51,43 @@ def test_keys_are_gathered_or_passed_round_as_a_case_says() -> None:
     assert [name for name, case in scaling.cases().items() if case.ring] == [n for n in scaling.cases() if "ring" in n]
 
 
+@pytest.fixture
+def cases_made_anew() -> Iterator[None]:
+    scaling.cases.cache_clear()
+    yield
+    scaling.cases.cache_clear()
+
+
+@pytest.mark.usefixtures("cases_made_anew")
 def test_wrong_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the positions, queries in zigzag order see the wrong keys."""
     attend = scaling._attend
     without = lambda *a: attend(*a[:2], {name: x for name, x in a[2].items() if name != "positions"})
     monkeypatch.setattr(scaling, "_attend", without)
     assert scaling.measure("attention_zigzag", 2, 1, 128)["difference"] > 0.1
+
+
+def test_a_gpt_has_the_loss_and_gradients_of_one_device() -> None:
+    name = "gpt_zigzag_131072_data_2"
+    record = scaling.measure(name, 4, 1, 512)
+    assert record["difference"] < 0.05  # of the largest gradient, in 16 bits
+    assert {"all-gather", "all-reduce"} <= set(record["collectives"])
+    whole, one = scaling._on_one(scaling.cases()[name].call, scaling.cases()[name].operands, 512)
+    assert abs(float(one(whole)[0]) - np.log(64)) < 0.2
+
+
+def test_what_overlaps_counts_once() -> None:
+    events = [("kernel", 0, 4), ("ncclDevKernel_AllGather", 2, 4), ("kernel", 8, 1), ("ncclDevKernel_AllGather", 20, 2)]
+    streams = [types.SimpleNamespace(name="Stream #1(Compute)", events=[_event(*e) for e in events])]
+    spans = types.SimpleNamespace(name="XLA Ops", events=[_event("kernel", 0, 100)])
+    planes = [
+        types.SimpleNamespace(name="/device:GPU:0", lines=[*streams, spans]),
+        types.SimpleNamespace(name="/device:GPU:1", lines=[]),
+        types.SimpleNamespace(name="/host:CPU", lines=streams),
+    ]
+    found = scaling.busy(types.SimpleNamespace(planes=planes), 2)
+    assert found == {"busy_us": [4.5], "collectives_us": [3.0], "alone_us": [2.0]}
+
+
+def _event(name: str, start: float, duration: float) -> types.SimpleNamespace:
+    return types.SimpleNamespace(name=name, start_ns=1e3 * start, duration_ns=1e3 * duration)
