@@ -7,12 +7,11 @@ the selection, of the state's sum, and of the probabilities as a function of bot
 The k largest elements lie in the k chunks with the largest maxima, of equal ones the first: an element outside of
 those has k chunks before it, each with an element that is larger, or equal and of lower index. A chunk's maximum is
 part of its softmax state, so one read of the row gives what selects the chunks and, merged, the row's state. What is
-left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements. They are
-sorted, or, on a GPU where there are few rows, ranked by counting.
+left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements. On a GPU
+a kernel selects the k largest of them, so that few are sorted; elsewhere all are sorted.
 
-On a GPU a kernel that orders a thousand elements of one row by sorting takes 6 to 12 us, and one that does next to
-nothing 1 to 2. An element's rank is the number of those before it: all compared with all, one reduction. That is n
-comparisons for each of n elements, which one row leaves a GPU idle enough for. Each step is one fused reduction:
+Few rows on a GPU are ranked by counting, because to sort a thousand elements of one row takes longer than to read it.
+An element's rank is the number of those before it: all compared with all, in one fused reduction a step:
 
     ranks of the chunks -> the k chunks, and the row's merged state -> ranks of their elements -> the k elements
 
@@ -23,7 +22,6 @@ Source of the fusion: Milakov & Gimelshein 2018, "Online normalizer calculation 
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -39,8 +37,9 @@ from jaxsoftmax._core.primitives import batch_leading, define, typed, zeros
 from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_varying
 from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
+from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, combine, merge_over
-from pallas_kernels.softmax import reference
+from pallas_kernels.softmax import radix_select, reference
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -104,7 +103,7 @@ def top_k_softmax(
     x = checks.floating(NAME, "logits", logits)
     if x.ndim == 0:
         raise ValueError(f"{NAME}: logits is a scalar, expected at least one axis to select along.")
-    (along,) = checks.axes(NAME, _integer("axis", axis), x.ndim, "logits")
+    (along,) = checks.axes(NAME, checks.integer(NAME, "axis", axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
     if normalize not in get_args(Normalize):
         raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
@@ -127,18 +126,9 @@ def top_k_softmax(
     return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        raise TypeError(
-            f"{NAME}: {name} is {value!r}, expected one integer. If it is traced, make it a static argument of jax.jit."
-        ) from None
-
-
 def _checked_k(k: int, n: Any, axis: int) -> int:
     """Returns `k`, which must be at most the number of entries."""
-    count = _integer("k", k)
+    count = checks.integer(NAME, "k", k)
     if count < 0 or (isinstance(n, int) and count > n):
         raise ValueError(f"{NAME}: k={count}, expected 0 <= k <= {n}, the number of logits along axis {axis}.")
     return count
@@ -151,9 +141,10 @@ def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
     return [selected(wide), selected(jnp.int32), number, number, *([selected(x.dtype)] if normalizes else [])]
 
 
-def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, **params: Any) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, by_kernel: bool = False, **params: Any) -> Any:
     """Lowers to the selection, sharded like the operand; the statistics are lowered by themselves."""
     avals: Sequence[Any] = ctx.avals_in
+    params["by_kernel"] = by_kernel and params["implementation"] != "xla"
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
     return primitives.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
 
@@ -191,10 +182,10 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
     return jax.shard_map(own, mesh=mesh, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
 
 
-# Rows that XLA orders in one kernel; and the cost of ordering an element, of a chunk's state, of a chunk that begins
-# anywhere and of a padded copy, in reads of an element.
+# Rows that are ordered in one kernel; and, in reads of an element, what it costs to order one and to write a chunk's
+# state, and what each element costs more in chunks that begin anywhere, or do not fill a warp evenly, or are padded.
 _AT_ONCE = 1024
-_ORDER, _STATE, _UNALIGNED, _COPY = 8.0, 4.0, 0.5, 2.0
+_ORDER, _STATE, _UNALIGNED, _UNEVEN, _COPY = 4.0, 4.0, 0.5, 0.2, 2.0
 _VECTOR = 8
 
 # Comparisons of both rankings up to which counting is faster than sorting, for one row; XLA takes longer over each of
@@ -214,7 +205,7 @@ def chunk_size(n: Any, k: int) -> Any:
 
     def cost(c: int) -> float:
         chunks = -(-n // c)
-        copy = _COPY * n if n % c else _UNALIGNED * n if c % _VECTOR else 0.0
+        copy = _COPY * n if n % c else _UNALIGNED * n if c % _VECTOR else _UNEVEN * n if c & (c - 1) else 0.0
         return (_ORDER + _STATE) * chunks + _ORDER * k * c + copy
 
     most = max(2, min(n // k, 8 * math.isqrt(n // k)))
@@ -231,22 +222,31 @@ def chunked(x: jax.Array, c: int) -> jax.Array:
     return x.reshape(*lead, chunks, c)
 
 
-def largest(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> tuple[jax.Array, jax.Array]:
     """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
-    c = chunk_size(keys.shape[-1], k)
-    if c == keys.shape[-1]:
+    n = keys.shape[-1]
+    if (c := chunk_size(n, k)) < n:
+        chunks = chunked(keys, c)
+        return largest_in(chunks, chunks.max(-1), k, by_kernel)
+    if not (by_kernel and 0 < 2 * k <= n) or radix_select.unsupported(keys, hardware.current()):
         return _lax_top_k(keys, k)
-    chunks = chunked(keys, c)
-    return largest_in(chunks, chunks.max(-1), k)
+    places = radix_select.run(keys, k)
+    values, at = _lax_top_k(jnp.take_along_axis(keys, places, -1), k)
+    return values, jnp.take_along_axis(places, at, -1)
 
 
-def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, scale: float = 1.0) -> tuple[jax.Array, jax.Array]:
+def largest_in(
+    chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
     """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
     c = chunks.shape[-1]
-    # Back to the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
-    chosen = jnp.sort(largest(maxima, k)[1], -1, stable=False)
+    # In the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
+    if by_kernel and not radix_select.unsupported(maxima, hardware.current()):
+        chosen = radix_select.run(maxima, k)
+    else:
+        chosen = jnp.sort(largest(maxima, k, by_kernel)[1], -1, stable=False)
     candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
-    values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k)
+    values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k, by_kernel)
     return values, jnp.take_along_axis(chosen, at // c, -1) * c + at % c
 
 
@@ -264,25 +264,26 @@ def select(
     scale: float,
     implementation: str | None,
     may_count: bool = False,
+    by_kernel: bool = False,
     batch_invariant: bool = False,
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
     With `normalizes` it also returns their probabilities, which may save a kernel. With `may_count`, it ranks few rows
-    by counting. With `batch_invariant`, one kernel finds the rows' state in another read, because the order in which
-    XLA adds up the chunks' sums depends on the batch.
+    by counting; `by_kernel`, others are selected. With `batch_invariant`, one kernel finds the rows' state in another
+    read, because the order in which XLA adds up the chunks' sums depends on the batch.
     """
     state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation, function="top_k_softmax")
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)
     if batch_invariant:
-        values, indices = largest(comparable(x, scale), k)
+        values, indices = largest(comparable(x, scale), k, by_kernel)
         row = state(x, axes=(x.ndim - 1,), batch_invariant=True)
         return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
     c, counts = chunk_size(n, k), may_count and k == 1
     if may_count and k > 1 and c < n and (few := rank_chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True
     if c == n:
-        values, indices = _lax_top_k(comparable(x, scale), k)
+        values, indices = largest(comparable(x, scale), k, by_kernel)
         row = Stats(*state(x, axes=(x.ndim - 1,)))
     else:
         chunks = chunked(x, c)
@@ -290,7 +291,7 @@ def select(
         if counts:
             return select_by_rank(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
-        values, indices = largest_in(chunks, maxima, k, scale)
+        values, indices = largest_in(chunks, maxima, k, by_kernel, scale)
         row = merge_over(stats, -1, maximum=values[..., 0].astype(wide))
     return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
 
@@ -314,16 +315,15 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, **params: Any) -> list[jax.Array]:
     """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
     local, names = x.shape[-1], columns.names
-    first = jax.lax.axis_index(names) * local
     x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
-    mine[1] += first
+    mine[1] += jax.lax.axis_index(names) * local
     # XLA would add up the chunks' sums in one slow loop with the copy for the exchange.
     mine = jax.lax.optimization_barrier(mine)
     values, indices, *stats = all_gather(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
     # In the order of the columns, as ties need. XLA sorts 16-bit keys and their places as one word.
-    keys, at = _lax_top_k(values.astype(x.dtype) if params["scale"] == 1.0 else values, k)
+    keys, at = largest(values.astype(x.dtype) if params["scale"] == 1.0 else values, k, params.get("by_kernel", False))
     found = [keys.astype(values.dtype), jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
     return _completed(found, normalizes, x.dtype)
 
@@ -446,5 +446,5 @@ def _reduce(
 
 define(TOP_K, _avals, functools.partial(batch_leading, TOP_K, lambda **_: [1]))
 mlir.register_lowering(TOP_K, lower)
-mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True), platform="cuda")
+mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True, by_kernel=True), platform="cuda")
 ad.primitive_jvps[TOP_K] = _jvp

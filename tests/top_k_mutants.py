@@ -92,7 +92,7 @@ MUTANTS = (
            n=5003),
     Mutant("zeros of either sign are ordered", "comparable", lambda comparable, x, scale=1.0: x),
     Mutant("candidates are compared without the scale", "largest_in",
-           lambda largest_in, chunks, maxima, k, scale: largest_in(chunks, maxima, k), scale=0.5),
+           lambda largest_in, chunks, maxima, k, *_: largest_in(chunks, maxima, k), scale=0.5),
     Mutant("probabilities of all are among the selected", "top_k_softmax",
            lambda function, *a, **k: function(*a, **k | {"normalize": "top_k"})),
     Mutant("probabilities among the selected are of all", "top_k_softmax",

@@ -73,6 +73,15 @@ def floating(function: str, name: str, x: ArrayLike) -> jax.Array:
     return array
 
 
+def integer(function: str, name: str, value: Any) -> int:
+    """Returns one integer, which must be known when the call is traced."""
+    try:
+        return operator.index(value)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        advice = "If it is traced, make it a static argument of jax.jit."
+        raise TypeError(f"{function}: {name} is {value!r}, expected one integer. {advice}") from None
+
+
 def axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tuple[int, ...]:
     """Converts `axis` to sorted, non-negative, distinct axes."""
     return tuple(sorted(listed_axes(function, axis, rank, operand)))

@@ -126,6 +126,22 @@ def _store_each(machine: Any, static: Any, ref: Any, value: Any, row: Any) -> No
     machine.scatter(ref, (rows,), rows < static.ref_rows, value[: rows.size])
 
 
+def _load_keys(machine: Any, static: Any, ref: Any, first: Any) -> list[Any]:
+    row, column = first + np.arange(4)[:, None], np.arange(static.width)[None, :]
+    inside = (row < static.rows) & (column < static.cols)
+    x = machine.gather(ref, (row, column), inside, 0).astype(np.float32)
+    return [jnp.where(inside, x, np.uint32(0xFFFFFFFF).view(np.float32))]
+
+
+def _store_selected(machine: Any, static: Any, ref: Any, order: Any, left: Any, first: Any) -> None:
+    row, column = first + np.arange(4)[:, None], np.arange(order.shape[1])[None, :]
+    before = lambda held: held.astype(np.int32).cumsum(axis=1) - held
+    is_equal = order == 0
+    selected = (order > 0) | (is_equal & (before(is_equal) < left[:, None]))
+    writes = selected & (row < static.rows)
+    machine.scatter(ref, (row, jnp.where(writes, before(selected), 0)), writes, column + 0 * row)
+
+
 def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:
     panel, row, column = np.indices(ref.shape)
     machine.scatter(ref, (panel, row, column), row >= first, 0)

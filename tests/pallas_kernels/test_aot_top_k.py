@@ -51,5 +51,9 @@ def test_few_kernels_of_another_dtype_and_scale():
     assert not sorts
 
 
-def test_many_rows_are_sorted():
-    assert kernels(lambda x: top_k_softmax(x, 8), 64, 32000)[1], "the count above sees nothing"
+@pytest.mark.parametrize("implementation, most", [(None, 3), ("xla", 0)])
+def test_of_many_rows_only_the_last_k_are_sorted(implementation, most):
+    """The kernels are that of the statistics, and selections of chunks and of their elements."""
+    found, sorts = kernels(lambda x: top_k_softmax(x, 8, implementation=implementation), 64, 32000)
+    assert found.count("custom-call") == most
+    assert sorts == 1 if most else sorts > 1

@@ -1,0 +1,108 @@
+"""The kernel that selects the k largest of a row: in the interpreter against NumPy, and compiled for an H200."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreter import RaceDetected, interpret
+
+from jaxsoftmax import _top_k
+from pallas_kernels.hardware import H200
+from pallas_kernels.mosaic import ptx
+from pallas_kernels.softmax import radix_select
+from tests import top_k_oracle
+
+# More than one CTA, rows that end within one, columns that do and do not fill a warp, and the most there may be.
+CASES = [
+    ("bfloat16", (9, 334), 64),
+    ("float16", (5, 33), 7),
+    ("float32", (4, 64), 1),
+    ("float32", (2, 3, 100), 100),
+    ("bfloat16", (1, 1), 1),
+    ("float16", (3, 1024), 512),
+]
+
+
+def keys_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers of which many are equal, infinities, rows of equal ones, and one of neighbours in 16 bits."""
+    rng = np.random.default_rng(0)
+    x = np.round(4 * rng.normal(size=(math.prod(shape[:-1]), shape[-1]))) / 2
+    x[rng.random(x.shape) < 0.1] = -np.inf
+    x[rng.random(x.shape) < 0.02] = np.inf
+    x[-1] = -np.inf
+    if len(x) > 2:
+        x[1], x[2] = -3.5, 1 + rng.random(shape[-1])
+    return jnp.asarray(x.reshape(shape) + 0.0, dtype)
+
+
+def check(run: Callable[[jax.Array, int], Any], dtype: str, shape: tuple[int, ...], k: int) -> None:
+    keys = keys_of(dtype, shape)
+    order = np.argsort(-np.asarray(keys, np.float64), axis=-1, kind="stable")
+    np.testing.assert_array_equal(np.asarray(run(keys, k)), np.sort(order[..., :k], -1))
+
+
+def interpreted(keys: jax.Array, k: int) -> Any:
+    return interpret(functools.partial(radix_select.run, k=k), keys)
+
+
+@pytest.mark.parametrize("dtype, shape, k", CASES)
+def test_the_first_of_the_largest_are_selected(dtype: str, shape: tuple[int, ...], k: int) -> None:
+    check(interpreted, dtype, shape, k)
+
+
+def test_nan_and_signs_of_zero_are_in_the_order_of_bits() -> None:
+    row = jnp.array([[-0.0, 1.0, jnp.nan, 0.0, -jnp.inf, -jnp.nan, jnp.inf]])
+    for k, want in ((1, [2]), (2, [2, 6]), (4, [1, 2, 3, 6]), (6, [0, 1, 2, 3, 4, 6])):
+        assert interpreted(row, k).tolist() == [want]
+
+
+_UNROLLED = ptx.no_unroll
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "the last bit is not searched": (ptx, "no_unroll", lambda start, stop, *a: _UNROLLED(start, stop - 1, *a)),
+    "the first bit is not searched": (ptx, "no_unroll", lambda start, stop, *a: _UNROLLED(start + 1, stop, *a)),
+    "a key counts twice": (radix_select, "_count", lambda held: 2 * jnp.where(held, 1.0, 0.0).sum(axis=1)),
+    "one bit of the keys is lost": (radix_select, "KEY_BITS", {"bfloat16": 15, "float16": 18, "float32": 31}),
+    "all rows are the first CTA's": (jax.lax, "axis_index", lambda name: jnp.int32(0)),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_planted_fault_is_rejected(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[words])
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError, RaceDetected), match=r"not equal|outside of|races"):
+        check(interpreted, "bfloat16", (9, 334), 64)
+
+
+@pytest.mark.parametrize("scale, k", [(1.0, 64), (0.5, 8)])
+def test_top_k_by_the_kernel(scale: float, k: int) -> None:
+    """Chunks, candidates and the last selection, of which none is sorted whole."""
+
+    def select(x: jax.Array, k: int, *, normalize: str, scale: float) -> Any:
+        rest: dict[str, Any] = {"normalizes": True, "implementation": None, "by_kernel": True}
+        _, indices, *_, y = interpret(lambda x: _top_k.select(x, k=k, scale=scale, **rest), x)
+        return y, indices
+
+    top_k_oracle.check(select, top_k_oracle.rows(4096, np.float32), k, normalize="all", scale=scale)
+
+
+def test_what_the_kernel_declines() -> None:
+    why = lambda *shape, dtype="bfloat16": radix_select.unsupported(jax.ShapeDtypeStruct(shape, dtype), H200)
+    assert why(8, 1024) is None
+    assert "1025" in str(why(8, 1025))
+    assert "1 to 2^31 rows" in str(why(0, 8))
+    assert "float64" in str(why(8, 8, dtype=np.dtype("float64")))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("dtype, cols", [("bfloat16", 334), ("bfloat16", 1024), ("float16", 70), ("float32", 1024)])
+def test_nothing_spills(dtype: str, cols: int) -> None:
+    x = jax.ShapeDtypeStruct((4096, cols), dtype)
+    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, k=8), x)
+    assert report.spill_bytes == 0, report
+    assert report.relocatable.spill_bytes == 0, report
