@@ -371,14 +371,21 @@ def _newest(runs: Sequence[Run]) -> dict[tuple[str, int, str], Record]:
     return dict(sorted(found.items()))
 
 
+def _share(record: Record, name: str) -> str:
+    """A mean of the GPUs, in % of the time in which they are busy; nothing where no profile was taken."""
+    return f"{100 * np.mean(record[name]) / np.mean(record['busy_us']):.1f}" if "busy_us" in record else ""
+
+
 def table(results: Results) -> str:
     """Every case that was measured, by card and number of devices."""
     rows = []
     for (card, devices, name), record in _newest(measured.topic_runs("scaling", results.folder)).items():
         exchanged = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
         times = [f"{record[name] / 1e3:.3g}" for name in ("one_us", "us")]
-        rows.append([name, f"{devices} {card}", *times, f"{record['efficiency']:.2f}", exchanged or "nothing"])
-    return markdown(["call", "on", "one, ms", "all, ms", "efficiency", "exchanges"], rows)
+        shares = [_share(record, name) for name in ("collectives_us", "alone_us")] if exchanged else ["", ""]
+        rows.append([name, f"{devices} {card}", *times, f"{record['efficiency']:.2f}", *shares, exchanged or "nothing"])
+    heads = ["call", "on", "one, ms", "all, ms", "efficiency", "collectives, %", "alone, %", "exchanges"]
+    return markdown(heads, rows)
 
 
 def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
