@@ -31,7 +31,7 @@ _LANES = 32
 _LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, _LANES), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def unsupported(keys: jax.Array, device: Device) -> str | None:
+def unsupported(keys: jax.Array | jax.ShapeDtypeStruct, device: Device) -> str | None:
     """Why the kernel does not take the `keys`, or None where it does."""
     rows, cols = math.prod(keys.shape[:-1]), keys.shape[-1]
     if keys.dtype.name not in KEY_BITS:

@@ -162,8 +162,10 @@ def test_what_is_selected_besides_the_kernel(explained: Any) -> None:
     assert (problem.rows, problem.scale) == (64 * chunks, 0.5)
     assert found.least_bytes == 64 * (32000 * 2 + 8 * (2 + 4))
     assert str(found).splitlines()[0] == "top_k of bfloat16[64,32000] along axis 1"
-    ordered = f"each row's {chunks} chunks of {problem.cols}, of which it takes 8 apart"
-    assert found.notes == (f"the kernel is for the statistics; XLA orders {ordered}",)
+    of = f"each row's {chunks} chunks of {problem.cols}, of which 8 are taken apart"
+    assert found.notes == (f"the kernel is for the statistics; radix_select finds the 8 largest of {of}",)
+    found = jaxsoftmax.explain(x, op="top_k", k=8, implementation="xla")
+    assert "XLA orders each row's" in found.notes[-1]
     found = jaxsoftmax.explain(jax.ShapeDtypeStruct((2, 50261), jnp.float32), op="top_k", k=3)
     filled = explained.problems[-1].rows // 2 * explained.problems[-1].cols
     assert found.notes[1] == f"the logits are filled up to {filled} columns: an extra copy"
@@ -171,7 +173,8 @@ def test_what_is_selected_besides_the_kernel(explained: Any) -> None:
     assert (found.kernel, explained.problems[-1].cols) == ("stand-in", 16)
     assert str(found).startswith("top_k of float32[8,16,64] along axis 1")
     assert found.notes[0] == "axis 1 is moved to the end: an extra copy"
-    assert found.notes[1:] == ("the kernel is for the statistics; XLA orders rows of 16",)
+    assert found.notes[1:] == ("the kernel is for the statistics; radix_select finds the 2 largest of rows of 16",)
+    assert "XLA orders rows of 16" in jaxsoftmax.explain(jnp.zeros((8, 16)), op="top_k", k=9).notes[0]
     with pytest.raises(ValueError, match="k=9, expected 0 <= k <= 5"):
         jaxsoftmax.explain(jnp.zeros((2, 5)), op="top_k", k=9)
     with pytest.raises(TypeError, match="where"):
