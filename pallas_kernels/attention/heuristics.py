@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pallas_kernels import tuned
+from pallas_kernels import decision
 from pallas_kernels.attention import backward, backward_common, backward_wide, combine, forward, mask
 from pallas_kernels.attention.config import (
     WARPGROUP_ROWS,
@@ -68,7 +68,7 @@ class Thresholds:
 
 
 DEFAULT = Thresholds()
-BY_CARD = tuned.by_card("attention", DEFAULT)
+BY_CARD = decision.by_card("attention", DEFAULT)
 
 
 def thresholds(device: Device) -> Thresholds:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Container, Mapping
 from typing import ClassVar
 
-from pallas_kernels import tuned
+from pallas_kernels import decision
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import Op, Problem
 
@@ -174,7 +174,7 @@ class Thresholds:
 
 
 DEFAULT = Thresholds()
-BY_CARD = tuned.by_card("softmax", DEFAULT)
+BY_CARD = decision.by_card("softmax", DEFAULT)
 
 
 def thresholds(device: Device) -> Thresholds:
