@@ -27,10 +27,9 @@ from benchmarks.results import KERNEL, ROOT
 from benchmarks.runner import Case
 from pallas_kernels import decision, hardware
 from pallas_kernels.attention import dispatch as attention_dispatch
-from pallas_kernels.attention import heuristics as attention_heuristics
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import dispatch, heuristics
+from pallas_kernels.softmax import dispatch
 
 FACTORS = (0.85, 1.2, 0.7, 1.4, 0.5, 2.0)  # the nearest first: of equally good values, it is taken
 MARGIN = math.log(1.01)  # what a figure has to gain
@@ -67,8 +66,8 @@ def _attention(case: Any) -> Any:
 _COMPILED = ("register_chunks", "register_chunks_16bit", "register_chunks_linear", "grid_ctas")
 _POWERS_OF_TWO = ("warp_vectors", "warp_vectors_ragged")
 SUBJECTS = (
-    Subject(program.ROWS, "softmax", heuristics, dispatch.decide, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
-    Subject(program.HEADS, "attention", attention_heuristics, attention_dispatch.decide, _attention, lambda _: "now"),
+    Subject(program.ROWS, "softmax", dispatch, dispatch.decide, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
+    Subject(program.HEADS, "attention", attention_dispatch, attention_dispatch.decide, _attention, lambda _: "now"),
 )
 
 

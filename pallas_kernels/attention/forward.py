@@ -24,10 +24,9 @@ from jax import lax
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import combine, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
-from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
-from pallas_kernels.attention.problem import Attention, operand_names, unsupported_reason
+from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig, operand_names, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce

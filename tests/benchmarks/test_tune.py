@@ -75,7 +75,7 @@ def test_the_planted_optimum_is_found_with_each_config_measured_once_and_written
     assert not [case for case in configs if "value_and_vjp" in case]
     assert json.loads(decision.TUNED.read_text()) == before | {"H200": PLANTED}
     with impls.imported(str(package)) as load:
-        for name, module in (("attention", "attention.heuristics"), ("softmax", "softmax.heuristics")):
+        for name, module in (("attention", "attention.dispatch"), ("softmax", "softmax.dispatch")):
             for device in (CARD, dataclasses.replace(CARD, name="NVIDIA H100 80GB HBM3")):
                 wanted = decision.numbers(SUBJECTS[name].module.DEFAULT) | (PLANTED[name] if device is CARD else {})
                 assert decision.numbers(load(module).thresholds(device)) == wanted
