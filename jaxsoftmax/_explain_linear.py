@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from jaxsoftmax._cross_entropy import chunks as of_chunks
-from jaxsoftmax._cross_entropy.linear import linear_cross_entropy
+from jaxsoftmax._cross_entropy import linear_cross_entropy
 from jaxsoftmax._cross_entropy.linear_kernel import MOVING, kernel_reason
 from jaxsoftmax._cross_entropy.linear_primitives import GRADIENT, LOSS, NAME, OF_COTANGENT, OF_TANGENT, call_of
 from jaxsoftmax._explain import (
