@@ -54,20 +54,9 @@ class Operand(NamedTuple):
 
 _QUERY = Operand(3, "query", 1, query_axis=-3, padded="head_dim", is_differentiable=True)
 _KEY = Operand(3, "key", 1, key_axis=-3, padded="head_dim", is_differentiable=True)
-_BIAS = Operand(
-    3,
-    "query",
-    query_axis=-2,
-    key_axis=-1,
-    is_differentiable=True,
-    broadcasts=True,
-    problem_field="bias",
-    field_is_shape=True,
-    gradient_on_request=True,
-)
-_MASK = Operand(
-    3, "query", query_axis=-2, key_axis=-1, broadcasts=True, dtype=jnp.int8, problem_field="mask", field_is_shape=True
-)
+_PAIRS = Operand(3, "query", query_axis=-2, key_axis=-1, broadcasts=True, field_is_shape=True)
+_BIAS = _PAIRS._replace(is_differentiable=True, problem_field="bias", gradient_on_request=True)
+_MASK = _PAIRS._replace(dtype=jnp.int8, problem_field="mask")
 _QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_lengths")
 _KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths")
 _QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids")
