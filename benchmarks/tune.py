@@ -48,8 +48,7 @@ class Subject(NamedTuple):
 
     topic: program.Topic
     name: str
-    module: types.ModuleType  # of the figures
-    decide: Callable[..., Any]
+    module: types.ModuleType  # that chooses, and has the figures
     problem: Callable[[Any], Any]  # of a case; None where one kernel does not compute it
     prefix: Callable[[str], str]  # of an implementation's name, for a kernel
     fixed: tuple[str, ...] = ()
@@ -66,8 +65,8 @@ def _attention(case: Any) -> Any:
 _COMPILED = ("register_chunks", "register_chunks_16bit", "register_chunks_linear", "grid_ctas")
 _POWERS_OF_TWO = ("warp_vectors", "warp_vectors_ragged")
 SUBJECTS = (
-    Subject(program.ROWS, "softmax", dispatch, dispatch.decide, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
-    Subject(program.HEADS, "attention", attention_dispatch, attention_dispatch.decide, _attention, lambda _: "now"),
+    Subject(program.ROWS, "softmax", dispatch, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
+    Subject(program.HEADS, "attention", attention_dispatch, _attention, lambda _: "now"),
 )
 
 
@@ -99,7 +98,7 @@ class Search:
         return self._chosen[key]
 
     def _config(self, problem: Any) -> str | None:
-        found = self.subject.decide(problem, self.device)
+        found = self.subject.module.decide(problem, self.device)
         if found.kernel is None:
             return None
         fields = (f"{name}={value}" for name, value in vars(found.config).items())

@@ -106,8 +106,8 @@ def _best(choose, *times):
     module = types.SimpleNamespace(DEFAULT=Figures(), BY_CARD={})
     module.thresholds = lambda device: module.BY_CARD.get(device.card, module.DEFAULT)
     config = lambda device: types.SimpleNamespace(n=int(choose(module.thresholds(device))))
-    decide = lambda problem, device: types.SimpleNamespace(kernel="made up", config=config(device))
-    subject = SUBJECTS["attention"]._replace(module=module, decide=decide, problem=lambda case: case)
+    module.decide = lambda problem, device: types.SimpleNamespace(kernel="made up", config=config(device))
+    subject = SUBJECTS["attention"]._replace(module=module, problem=lambda case: case)
     named = {f"case {i}": {f"now:n={n}": us for n, us in each.items()} for i, each in enumerate(times)}
     search = tune.Search(subject, map(collections.namedtuple("Case", "name"), named), CARD)
     return search, search.best(named)
