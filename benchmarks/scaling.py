@@ -270,7 +270,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def busy(profile: jax.profiler.ProfileData, calls: int) -> Record:
+def busy(profile: Any, calls: int) -> Record:
     """For how long the GPUs were busy in a call, in microseconds: the mean of them. Nothing where there is no GPU."""
     found: list[tuple[float, float, float]] = []
     for plane in profile.planes:
