@@ -312,7 +312,6 @@ def _passed_round(ring: bool) -> Iterator[None]:
 
 @functools.lru_cache(1)
 def _on_one(call: Callable[..., Any], make: Callable[[int], Arrays], shrunk: int) -> tuple[Arrays, Any]:
-    """The operands, and the compiled call."""
     whole = jax.jit(lambda: make(shrunk))()
     return whole, jax.jit(call).lower(whole).compile()
 

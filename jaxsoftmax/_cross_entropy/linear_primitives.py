@@ -65,7 +65,6 @@ def bind(primitive: Primitive, operands: Mapping[str, jax.Array], **params: Any)
 
 
 def _results(primitive: Primitive, rules: Rules, moving: Names = ()) -> Names:
-    """The names of a primitive's results."""
     if primitive is OF_TANGENT:
         return rules.results
     if primitive is OF_COTANGENT:

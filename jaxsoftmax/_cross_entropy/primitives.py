@@ -252,7 +252,6 @@ def _loss_jvp(
 
 
 def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The JVP of the weighted loss."""
     x, labels, weights, *where = primals
     t, _, of_weights, *_ = tangents
     axes, slopes = params["axes"], []

@@ -244,7 +244,6 @@ def _refill(tile: Tile, step: Step, released: jax.Array) -> None:
 
 
 def _release_bias(tile: Tile, step: Step) -> None:
-    """Releases a step's bias."""
     slots = tile.config.bias_stages
     n = step.n + slots
 

@@ -201,7 +201,6 @@ def _whole_vectors(problem: Problem) -> bool:
 
 
 def _fits_l2(problem: Problem, device: Device) -> bool:
-    """Whether L2 holds all operands."""
     return _rows(problem, device) * _row_bytes(problem) <= thresholds(device).in_l2_bytes
 
 
@@ -242,7 +241,6 @@ def _rows(problem: Problem, device: Device) -> int:
 
 
 def _row_bytes(problem: Problem) -> int:
-    """The bytes of a row's operands."""
     return problem.operands * problem.max_vectors * 16
 
 
