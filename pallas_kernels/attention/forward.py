@@ -204,9 +204,9 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     tile_scheduler.publish(cta.tile_smem, t, record)
 
 
-def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
-    """The record of the CTA's tile `t`, which begins at step `n`; a tile that does not exist has no steps."""
-    return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, n)
+def _read(cta: Cta, t: Any) -> _Tile:
+    """The record of the CTA's tile `t`, as if it began at step 0; a tile that does not exist has no steps."""
+    return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, 0)
 
 
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
