@@ -25,12 +25,11 @@ from benchmarks import __main__ as program
 from benchmarks import attention_cases, impls, report
 from benchmarks.results import KERNEL, ROOT
 from benchmarks.runner import Case
-from pallas_kernels import hardware, tuned
+from pallas_kernels import decision, hardware
 from pallas_kernels.attention import dispatch as attention_dispatch
-from pallas_kernels.attention import heuristics as attention_heuristics
 from pallas_kernels.attention import problem as attention_problem
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import dispatch, heuristics
+from pallas_kernels.softmax import dispatch
 
 FACTORS = (0.85, 1.2, 0.7, 1.4, 0.5, 2.0)  # the nearest first: of equally good values, it is taken
 MARGIN = math.log(1.01)  # what a figure has to gain
@@ -49,8 +48,7 @@ class Subject(NamedTuple):
 
     topic: program.Topic
     name: str
-    module: types.ModuleType  # of the figures
-    decide: Callable[..., Any]
+    module: types.ModuleType  # that chooses, and has the figures
     problem: Callable[[Any], Any]  # of a case; None where one kernel does not compute it
     prefix: Callable[[str], str]  # of an implementation's name, for a kernel
     fixed: tuple[str, ...] = ()
@@ -67,8 +65,8 @@ def _attention(case: Any) -> Any:
 _COMPILED = ("register_chunks", "register_chunks_16bit", "register_chunks_linear", "grid_ctas")
 _POWERS_OF_TWO = ("warp_vectors", "warp_vectors_ragged")
 SUBJECTS = (
-    Subject(program.ROWS, "softmax", heuristics, dispatch.decide, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
-    Subject(program.HEADS, "attention", attention_heuristics, attention_dispatch.decide, _attention, lambda _: "now"),
+    Subject(program.ROWS, "softmax", dispatch, _rows, KERNEL.__add__, _COMPILED + _POWERS_OF_TWO),
+    Subject(program.HEADS, "attention", attention_dispatch, _attention, lambda _: "now"),
 )
 
 
@@ -77,7 +75,7 @@ class Search:
 
     def __init__(self, subject: Subject, cases: Iterable[Case], device: Device):
         self.subject, self.device = subject, device
-        self.start = tuned.numbers(subject.module.thresholds(device))
+        self.start = decision.numbers(subject.module.thresholds(device))
         self.names = [name for name in self.start if name not in subject.fixed]
         self.times: Times = {}
         found = {case: subject.problem(case) for case in cases}
@@ -95,16 +93,16 @@ class Search:
         """The config that the figures choose for each case; None where they choose XLA."""
         key, module = tuple(figures.values()), self.subject.module
         if key not in self._chosen:
-            with mock.patch.dict(module.BY_CARD, {self.device.card: tuned.replaced(module.DEFAULT, figures)}):
+            with mock.patch.dict(module.BY_CARD, {self.device.card: decision.replaced(module.DEFAULT, figures)}):
                 self._chosen[key] = {case.name: self._config(problem) for case, problem in self._problems.items()}
         return self._chosen[key]
 
     def _config(self, problem: Any) -> str | None:
-        decision = self.subject.decide(problem, self.device)
-        if decision.kernel is None:
+        found = self.subject.module.decide(problem, self.device)
+        if found.kernel is None:
             return None
-        fields = (f"{name}={value}" for name, value in vars(decision.config).items())
-        return ":".join([self.subject.prefix(decision.kernel), *fields])
+        fields = (f"{name}={value}" for name, value in vars(found.config).items())
+        return ":".join([self.subject.prefix(found.kernel), *fields])
 
     def configs(self) -> dict[Case, list[str]]:
         """The cases that have several configs, and those, the present one first."""
@@ -149,10 +147,10 @@ class Search:
 
     def write(self, found: Figures) -> None:
         """Puts the figures that are not the defaults into the card's entry."""
-        defaults, cards = tuned.numbers(self.subject.module.DEFAULT), json.loads(tuned.PATH.read_text())
+        defaults, cards = decision.numbers(self.subject.module.DEFAULT), json.loads(decision.TUNED.read_text())
         own = {name: value for name, value in found.items() if value != defaults[name]}
         cards[self.device.card] = cards.get(self.device.card, {}) | {self.subject.name: own}
-        tuned.PATH.write_text(json.dumps(cards, indent=2) + "\n")
+        decision.TUNED.write_text(json.dumps(cards, indent=2) + "\n")
 
 
 def _mean(gains: list[float]) -> float:

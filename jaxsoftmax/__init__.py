@@ -5,11 +5,11 @@ from jaxsoftmax._attention.paged import paged_attention as paged_attention
 from jaxsoftmax._attention.sequence import unzigzag as unzigzag
 from jaxsoftmax._attention.sequence import zigzag as zigzag
 from jaxsoftmax._core.checks import batch_invariant as batch_invariant
+from jaxsoftmax._cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxsoftmax._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from jaxsoftmax._cross_entropy import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
-from jaxsoftmax._cross_entropy.linear import linear_cross_entropy as linear_cross_entropy
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
 from jaxsoftmax._explain import explain_attention as explain_attention

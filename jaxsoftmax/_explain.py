@@ -129,8 +129,7 @@ def explain(
         why: implementation='xla'
         moves: nothing can move less than 32.0 kB
     """
-    expected = f" is {device!r}, expected a pallas_kernels.hardware.Device or None."
-    target = target_of("explain", op, _CALLS, device, expected)
+    target = target_of("explain", op, _CALLS, device, " is {!r}, expected a pallas_kernels.hardware.Device or None.")
     found, call = _CALLS[op]
     arrays: dict[str, Any] = {} if where is None else {"where": where}
     if op == "logsumexp" and options.get("b") is not None:
@@ -167,12 +166,15 @@ def explain(
     return of_rows(op, eqn, results, target, notes)
 
 
-def target_of(function: str, op: Any, known: Iterable[str], device: Any, expected: str) -> Target:
+_NO_DEVICE = "={!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
+
+
+def target_of(function: str, op: Any, known: Iterable[str], device: Any, expected: str = _NO_DEVICE) -> Target:
     """Checks an operation and a device; the device to explain for, and whether this process has it."""
     if not isinstance(op, str) or op not in known:
         raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(known)}.")
     if not isinstance(device, Device | None):
-        raise TypeError(f"{function}: device{expected}")
+        raise TypeError(f"{function}: device{expected.format(device)}")
     present = hardware.present()
     target = device or present or hardware.H200
     return target, target == present
@@ -343,11 +345,8 @@ _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
 }
 
 
-_PARTS: dict[str, tuple[Part, Callable[..., Any]]] = {
-    "forward": (Part.FORWARD, lambda call: call),
-    "vjp": (Part.GRADIENTS, pulled_back),
-    "jvp": (Part.TANGENT, pushed_forward),
-}
+TRACED: dict[str, Callable[..., Any]] = {"forward": lambda call: call, "vjp": pulled_back, "jvp": pushed_forward}
+_PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
 
 
 def explain_attention(
@@ -392,14 +391,12 @@ def explain_attention(
         why: implementation='xla'
         moves: nothing can move less than 16.8 MB
     """
-    expected = f"={device!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
-    target = target_of("explain_attention", op, _PARTS, device, expected)
-    part, traced = _PARTS[op]
+    target, part = target_of("explain_attention", op, TRACED, device), _PARTS[op]
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     floats, rest, static = split({name: x for name, x in arrays.items() if x is not None} | arguments, DIFFERENTIABLE)
     given = floats | rest
     call = lambda floats, rest: flash_attention(**floats, **rest, **static)
-    eqn = eqn_of(jax.make_jaxpr(traced(call))(floats, rest), BY_PART[part])
+    eqn = eqn_of(jax.make_jaxpr(TRACED[op](call))(floats, rest), BY_PART[part])
     avals = [var.aval for var in eqn.invars]
     operands = zip(eqn.params["names"], avals, strict=False)
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in operands)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from jaxsoftmax._cross_entropy import chunks as of_chunks
-from jaxsoftmax._cross_entropy.linear import linear_cross_entropy
+from jaxsoftmax._cross_entropy import linear_cross_entropy
 from jaxsoftmax._cross_entropy.linear_kernel import MOVING, kernel_reason
 from jaxsoftmax._cross_entropy.linear_primitives import GRADIENT, LOSS, NAME, OF_COTANGENT, OF_TANGENT, call_of
 from jaxsoftmax._explain import (
+    TRACED,
     Abstract,
     Explanation,
     Target,
@@ -21,15 +22,11 @@ from jaxsoftmax._explain import (
     eqn_of,
     noting,
     of_rows,
-    pulled_back,
-    pushed_forward,
     split,
     target_of,
 )
 from jaxsoftmax._softmax.primitives import COMPUTATIONS
 from pallas_kernels.hardware import Device
-
-_TRACED: dict[str, Callable[..., Any]] = {"forward": lambda call: call, "vjp": pulled_back, "jvp": pushed_forward}
 
 
 def explain_linear_cross_entropy(
@@ -72,12 +69,11 @@ def explain_linear_cross_entropy(
         moves: nothing can move less than 1.1 GB
         not linear_cross_entropy: implementation='xla'
     """
-    expected = f"={device!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
-    target = target_of("explain_linear_cross_entropy", op, _TRACED, device, expected)
+    target = target_of("explain_linear_cross_entropy", op, TRACED, device)
     given = {"hidden": hidden, "weight": weight, "labels": labels} | arguments
     floats, rest, static = split({name: x for name, x in given.items() if x is not None}, MOVING)
     call = lambda floats, rest: jax.tree.leaves(linear_cross_entropy(**floats, **rest, **static))
-    jaxpr = jax.make_jaxpr(_TRACED[op](call))(floats, rest)
+    jaxpr = jax.make_jaxpr(TRACED[op](call))(floats, rest)
     found = _of_losses(eqn_of(jaxpr, LOSS, GRADIENT), target)
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in floats.items())
     name = NAME if op == "forward" else f"{op} of {NAME}"
@@ -113,9 +109,8 @@ def _kernel_chunks(eqn: Any, device: Device) -> tuple[str | None, str | None]:
     if declined is not None:
         return declined, None
     weight, tokens = operands["weight"], operands["labels"].size
-    vocabulary = weight.shape[rules.axes("weight").index("v")]
     of_weights = weight.dtype.itemsize, rules.chunk_size, of_chunks.KERNEL_BYTES
-    return None, _in_words(tokens, of_chunks.chunk_size(tokens, vocabulary, *of_weights))
+    return None, _in_words(tokens, of_chunks.chunk_size(tokens, rules.vocabulary(weight.shape), *of_weights))
 
 
 def _in_words(tokens: int, size: int) -> str:

@@ -339,7 +339,6 @@ class _Paged:
         return list(self.run(*operands))
 
     def _specs(self, batch: Entry, heads: Entry, key_heads: Entry, count: int) -> tuple[list[P], list[P]]:
-        """The shardings of operands and results."""
         pages = P(None, None, key_heads, None) if self.layout == "pages_first" else P(key_heads, None, None, None)
         ins = [P(batch, None, heads, None), pages, pages, P(batch, None), P(batch), P(None, heads)]
         return ins[:count], [P(batch, None, heads, None), P(batch, heads, None)]
@@ -374,7 +373,6 @@ def _sharded_axes(
 
 
 def _avals(*avals: Any, layout: PageLayout, **_: Any) -> list[Any]:
-    """The types of output and logsumexp."""
     query, _, value = avals[:3]
     mesh, (batch, length, heads, _) = mesh_of(avals), query.shape
     axes = _sharded_axes([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape, layout)

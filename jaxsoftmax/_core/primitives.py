@@ -273,17 +273,20 @@ def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> A
     """Lowers `op` shard by shard, by the operands' shardings."""
 
     def pieces(*xs: jax.Array) -> list[jax.Array]:
-        avals = [jax.typeof(x) for x in xs]
         if is_local(ctx):
             return op.whole(*xs)
-        if is_explicit(avals):
-            mesh = mesh_of(avals)
-            ins, outs, run = op.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-            sharded = [reshard(x, spec, mesh) for x, spec in zip(xs, ins, strict=True)]
-            return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*sharded)
-        return _partitioned(op)(*xs)
+        return run_shards(op, *xs) if is_explicit([jax.typeof(x) for x in xs]) else _partitioned(op)(*xs)
 
     return lower_plain(pieces, _with_mesh(ctx), *operands)
+
+
+def run_shards(op: Partitionable, *operands: jax.Array) -> list[jax.Array]:
+    """Runs `op` shard by shard on operands that have explicit shardings."""
+    avals = [jax.typeof(x) for x in operands]
+    mesh = mesh_of(avals)
+    ins, outs, run = op.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
+    sharded = [reshard(x, spec, mesh) for x, spec in zip(operands, ins, strict=True)]
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*sharded)
 
 
 def lower_plain(compute: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:

@@ -107,7 +107,7 @@ class RowOp:
 
     def _across(self, columns: Columns, *shards: jax.Array) -> list[jax.Array]:
         shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
-        return self.across(columns._replace(inside=_inside(columns.shardings, self.axes, shape)), *shards)
+        return self.across(columns._replace(inside=inside_of(columns.shardings, self.axes, shape)), *shards)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
         """Whether only the batch of rows is sharded, equally for all operands."""
@@ -129,7 +129,7 @@ def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[
     return SdyShardingRule(tuple(mappings[: len(operands)]), tuple(mappings[len(operands) :]))
 
 
-def _inside(shardings: Sequence[AxisSharding], axes: Shape, shape: Shape) -> jax.Array | None:
+def inside_of(shardings: Sequence[AxisSharding], axes: Sequence[int], shape: Shape) -> jax.Array | None:
     """Which elements of this device's part, of `shape`, are not padding; None for all of them.
 
     XLA pads an axis that does not divide into equal parts, with undefined values.

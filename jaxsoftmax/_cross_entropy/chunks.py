@@ -21,9 +21,9 @@ from jaxsoftmax._core.sharding import all_gather, unify_varying
 from jaxsoftmax._cross_entropy import linear_kernel
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._cross_entropy.linear_kernel import COLUMNS, COTANGENT, TANGENT, Operands, Parts, Rules
-from jaxsoftmax._cross_entropy.primitives import losses, of_gradient, zero_ignored
+from jaxsoftmax._cross_entropy.primitives import factors, losses, of_gradient, zero_ignored
 from pallas_kernels import hardware
-from pallas_kernels.monoid import Stats, decay, log_normalizer
+from pallas_kernels.monoid import Stats, decay
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -49,7 +49,7 @@ def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None,
 
 def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], bytes_each: int, bytes_of_all: int = BYTES) -> Any:
     """Tokens of a chunk of a call's operands; all where shapes are symbols."""
-    tokens, vocabulary = operands["labels"].shape[0], operands["weight"].shape[rules.axes("weight").index("v")]
+    tokens, vocabulary = operands["labels"].shape[0], rules.vocabulary(operands["weight"].shape)
     if not isinstance(tokens, int) or not isinstance(vocabulary, int):
         return tokens
     return chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size, bytes_of_all)
@@ -191,10 +191,9 @@ def _factors(
     rules: Rules, operands: Operands, cotangents: Mapping[str, jax.Array]
 ) -> tuple[Stats, jax.Array, jax.Array]:
     """The states of rows, and by what their gradients have their probabilities and those of their labels."""
-    known, read = Stats(_column(operands, "max"), _column(operands, "sum")), _column(operands, "labels") != IGNORED
-    of_q = jnp.where(read, _column(cotangents, "loss"), 0.0) if "loss" in cotangents else jnp.zeros_like(known.sum)
-    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), rules.z_loss), 0.0)
-    return known, of_p + _column(cotangents, "lse") if "lse" in cotangents else of_p, of_q
+    known = Stats(_column(operands, "max"), _column(operands, "sum"))
+    of_loss, of_lse = (_column(cotangents, name) if name in cotangents else None for name in ("loss", "lse"))
+    return known, *factors(known, _column(operands, "labels"), of_loss, of_lse, rules.z_loss)
 
 
 def _slopes(
@@ -306,7 +305,7 @@ def _pulled(
 def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
     """The gradients of a chunk's tokens and, with `gives_loss`, the losses, for weights that are the cotangents."""
     rules, parts, _, gives_loss, *_ = pull
-    vocabulary = chunk["weight"].shape[rules.axes("weight").index("v")]
+    vocabulary = rules.vocabulary(chunk["weight"].shape)
     local = _local_labels(chunk["labels"], vocabulary, parts)
     exists = jnp.ones(local.shape, bool) if rules.all_rows else chunk["labels"] != IGNORED
     if pull.by_kernel:
@@ -346,9 +345,8 @@ def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: b
 
     needed = {n: x for n, x in operands.items() if n != "weights"}
     wide = accumulator_dtype(operands["hidden"].dtype)
-    vocabulary = operands["weight"].shape[rules.axes("weight").index("v")]
-    local = _local_labels(operands["labels"], vocabulary, parts)
     if may_run_kernel and not linear_kernel.kernel_reason(rules, needed, hardware.current()):
+        local = _local_labels(operands["labels"], rules.vocabulary(operands["weight"].shape), parts)
         numbers = linear_kernel.numbers(rules, needed, local)
     else:
         _, numbers = _over_chunks(body, rules, needed, _chunk_size_of(rules, needed, wide.itemsize))

@@ -6,7 +6,7 @@ gives for chunks of tokens.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -76,6 +76,10 @@ class Rules:
         axes = AXES[name.rpartition("_")[2]]
         return axes[::-1] if self.transposed and axes == "ev" else axes
 
+    def vocabulary(self, shape: Sequence[Any]) -> Any:
+        """The number of columns of a weight of this shape."""
+        return shape[self.axes("weight").index("v")]
+
 
 class Parts(NamedTuple):
     """How the operands are sharded: the token axes, and the vocabulary."""
@@ -125,7 +129,7 @@ def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows",
     return Problem(
         tokens=math.prod(tokens),
         embedding=embedding,
-        vocabulary=operands["weight"].shape[rules.axes("weight").index("v")],
+        vocabulary=rules.vocabulary(operands["weight"].shape),
         dtype=jnp.dtype(operands["hidden"].dtype),
         transposed=rules.transposed,
         scale=rules.scale,

@@ -24,7 +24,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core.primitives import define, higher_jvp, lower, typed, zeros
+from jaxsoftmax._core.primitives import define, higher_jvp, lower, run_shards, typed, zeros
 from jaxsoftmax._core.sharding import (
     AxisSharding,
     Entry,
@@ -32,6 +32,7 @@ from jaxsoftmax._core.sharding import (
     Shard,
     Spec,
     common_spec,
+    inside_of,
     is_explicit,
     mesh_axes,
     mesh_of,
@@ -64,7 +65,6 @@ def bind(primitive: Primitive, operands: Mapping[str, jax.Array], **params: Any)
 
 
 def _results(primitive: Primitive, rules: Rules, moving: Names = ()) -> Names:
-    """The names of a primitive's results."""
     if primitive is OF_TANGENT:
         return rules.results
     if primitive is OF_COTANGENT:
@@ -119,7 +119,7 @@ class _Call:
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes all of it on one device."""
-        vocabulary = operands[self.names.index("weight")].shape[self.rules.axes("weight").index("v")]
+        vocabulary = self.rules.vocabulary(operands[self.names.index("weight")].shape)
         return self._run(Parts((), AxisSharding((), vocabulary)), *operands)
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
@@ -127,10 +127,8 @@ class _Call:
         full = _full_spec(self.rules, self.names, shapes, specs)
         ins = [P(*_spec(self.rules, n, full, shape)) for n, shape in zip(self.names, shapes, strict=True)]
         outs = [P(*_spec(self.rules, name, full)) for name in self.results]
-        extents = (
-            *shapes[self.names.index("labels")],
-            shapes[self.names.index("weight")][self.rules.axes("weight").index("v")],
-        )
+        labels, weight = (shapes[self.names.index(name)] for name in ("labels", "weight"))
+        extents = *labels, self.rules.vocabulary(weight)
         *tokens, vocabulary = (AxisSharding(mesh_axes(e), n) for e, n in zip(full, extents, strict=True))
         return Shard(ins, outs, functools.partial(self._run, Parts(tuple(tokens), vocabulary)))
 
@@ -167,21 +165,14 @@ class _Call:
 def _without_padding(rules: Rules, parts: Parts, of: Operands) -> Operands:
     """Where XLA pads axes that do not divide, tokens are ignored, and have no cotangent, and columns are masked."""
     tokens = of["labels"].shape
-    columns = of["weight"].shape[rules.axes("weight").index("v")]
-    exists = None
-    for d, sharding in enumerate(parts.tokens):
-        if sharding.names and tokens[d] * jax.lax.axis_size(sharding.names) > sharding.extent:
-            at = jax.lax.axis_index(sharding.names) * tokens[d] + jnp.arange(tokens[d])
-            inside = jnp.expand_dims(at < sharding.extent, [e for e in range(len(tokens)) if e != d])
-            exists = inside if exists is None else exists & inside
+    columns = rules.vocabulary(of["weight"].shape)
+    exists = inside_of(parts.tokens, range(len(parts.tokens)), tokens)
     if exists is not None:
         of = of | {"labels": jnp.where(exists, of["labels"], IGNORED)}
         numbers = [n for n in of if n.startswith(COTANGENT) or n == "weights"]
         of |= {n: jnp.where(exists, of[n], 0.0) for n in numbers}
-    names, extent = parts.vocabulary
-    if names and columns * jax.lax.axis_size(names) > extent:
-        at = jax.lax.axis_index(names) * columns + jnp.arange(columns)
-        inside = (at < extent).reshape((1,) * len(tokens) + (columns,))
+    inside = inside_of([parts.vocabulary], [len(tokens)], (*tokens, columns))
+    if inside is not None:
         of = of | {"where": of["where"] & inside if "where" in of else inside}
     return of
 
@@ -210,13 +201,8 @@ def _lower(
 
 def _plain(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Computes a primitive by operations that have derivatives."""
-    call, avals = call_of(primitive, **params), [jax.typeof(x) for x in operands]
-    if not is_explicit(avals):
-        return call.whole(*operands)
-    mesh = mesh_of(avals)
-    ins, outs, run = call.shard_problem([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape)
-    sharded = [reshard(x, spec, mesh) for x, spec in zip(operands, ins, strict=True)]
-    return jax.shard_map(run, mesh=mesh, in_specs=tuple(ins), out_specs=list(outs), check_vma=False)(*sharded)
+    call = call_of(primitive, **params)
+    return run_shards(call, *operands) if is_explicit([jax.typeof(x) for x in operands]) else call.whole(*operands)
 
 
 def _batch(

@@ -100,6 +100,16 @@ def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], ax
     return jnp.where(counts, x, jnp.zeros_like(x))
 
 
+def factors(
+    known: Stats, labels: jax.Array, of_loss: jax.Array | None, of_lse: jax.Array | None, z_loss: float
+) -> tuple[jax.Array, jax.Array]:
+    """By what the gradients of rows have their probabilities, and those of their labels."""
+    read = labels != IGNORED
+    of_q = jnp.zeros_like(known.sum) if of_loss is None else jnp.where(read, of_loss, 0.0)
+    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), z_loss), 0.0)
+    return of_p if of_lse is None else of_p + of_lse, of_q
+
+
 def _pull_to_logits(
     cts: Numbers,
     x: jax.Array,
@@ -113,13 +123,11 @@ def _pull_to_logits(
     **row: Any,
 ) -> jax.Array:
     of_loss, of_lse = (*cts, None)[:2]
-    known, read = Stats(maximum, total), labels != IGNORED
-    of_q = jnp.zeros_like(maximum) if of_loss is None else jnp.where(read, of_loss, 0.0)
-    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), z_loss), 0.0)
-    if of_lse is not None:
-        of_p = of_p + of_lse
+    known = Stats(maximum, total)
+    of_p, of_q = factors(known, labels, of_loss, of_lse, z_loss)
+    if of_lse is not None and all_rows:
         # Such a row is read, but no column is its label.
-        labels = jnp.where(read, labels, IGNORED - 1) if all_rows else labels
+        labels = jnp.where(labels != IGNORED, labels, IGNORED - 1)
     mask = where[0] if where else None
     return reference.cross_entropy_slope(
         zero_ignored(x, labels, where, axes), labels, mask, of_p, of_q, known, axes=axes, **row
@@ -244,7 +252,6 @@ def _loss_jvp(
 
 
 def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The JVP of the weighted loss."""
     x, labels, weights, *where = primals
     t, _, of_weights, *_ = tangents
     axes, slopes = params["axes"], []

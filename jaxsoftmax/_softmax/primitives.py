@@ -276,12 +276,10 @@ def _by_stats(
 
 
 def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
-    """The states of the whole rows."""
     return merge_over(Stats(*all_gather(names, *local_stats(*operands, **row))), 0)
 
 
 def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
-    """This device's columns of softmax's (co)tangent."""
     (slopes,) = all_gather(names, reference.row_dot(y, t, axes=row["axes"]))
     return reference.softmax_tangent(y, t, **row, slope=slopes.sum(0))
 
@@ -289,7 +287,6 @@ def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array,
 def _log_softmax_tangent_across(
     names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, *, axes: tuple[int, ...], scale: float
 ) -> jax.Array:
-    """This device's columns of log_softmax's tangent."""
     local = local_stats(x, axes=axes, scale=scale)
     slope = reference.stats_tangent(x, None, t, local.max, axes=axes, scale=scale)
     maximum, total, slope = all_gather(names, *local, slope)
@@ -302,7 +299,6 @@ def _log_softmax_tangent_across(
 def _log_softmax_cotangent_across(
     names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any
 ) -> jax.Array:
-    """This device's columns of log_softmax's cotangent."""
     local = local_stats(x, **row)
     maximum, total, incoming = all_gather(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
     known = merge_over(Stats(maximum, total), 0)
@@ -310,7 +306,6 @@ def _log_softmax_cotangent_across(
 
 
 def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:
-    """This device's part of an operation."""
     return _ACROSS[op](columns.names, functools.partial(rows, Op.STATS), *_neutral(op, columns, shards), **row)
 
 

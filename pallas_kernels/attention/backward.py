@@ -36,8 +36,7 @@ from pallas_kernels.attention.backward_common import (
     soft_capped,
 )
 from pallas_kernels.attention.backward_xla import CHUNK, padded_dims
-from pallas_kernels.attention.config import BackwardConfig
-from pallas_kernels.attention.problem import Attention, unsupported_reason
+from pallas_kernels.attention.problem import Attention, BackwardConfig, unsupported_reason
 from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
@@ -49,7 +48,7 @@ RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrie
 
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Why the kernel does not take the problem."""
-    if capped_bias(problem) and max(problem.head_dim, problem.value_dim) <= 64:
+    if capped_bias(problem) and problem.widest <= 64:
         # 624 bytes a thread would spill, and the slope does not fit in shared memory.
         return "the kernel has no room for a bias beside a soft cap with heads up to 64"
     return unsupported_reason(problem, widest=128)
@@ -245,7 +244,6 @@ def _refill(tile: Tile, step: Step, released: jax.Array) -> None:
 
 
 def _release_bias(tile: Tile, step: Step) -> None:
-    """Releases a step's bias."""
     slots = tile.config.bias_stages
     n = step.n + slots
 

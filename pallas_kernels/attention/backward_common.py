@@ -25,10 +25,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
-from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import TileCoord
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import WARPGROUP_ROWS, AnyBackwardConfig, Attention
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import WGMMA, Index
@@ -131,7 +130,7 @@ class Tile:
     @property
     def group(self) -> int:
         """Query heads that read these keys."""
-        return self.problem.query_heads // self.problem.key_heads
+        return self.problem.group
 
     def place(self, row: Any) -> TileCoord:
         """Where gradients of keys from `row` on are written."""
@@ -214,7 +213,7 @@ def tile_count(problem: Attention, config: AnyBackwardConfig) -> int:
 
 def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: mask.BlockMask) -> jax.Array:
     """The spans of all tiles of keys, `[B|1, K|1, tiles, 4]`, of pairs of tiles of keys and of queries."""
-    found = mask.of_group(found, problem.query_heads // problem.key_heads)
+    found = mask.of_group(found, problem.group)
     met = mask.tile_ranges(found, -(-problem.query_length // config.block_q))
     first_keys = jnp.arange(0, problem.key_length, config.block_kv)[None, None, :]
     span = _span(problem, config, first_keys, sequence_at(problem, config, ops, (slice(None), None, None)))

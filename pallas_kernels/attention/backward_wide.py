@@ -36,9 +36,8 @@ from pallas_kernels.attention.backward_common import (
     soft_capped,
 )
 from pallas_kernels.attention.backward_xla import CHUNK, TILE, padded_dims
-from pallas_kernels.attention.config import BackwardWideConfig
 from pallas_kernels.attention.mask import TileRange
-from pallas_kernels.attention.problem import Attention, unsupported_reason
+from pallas_kernels.attention.problem import Attention, BackwardWideConfig, unsupported_reason
 from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, ptx, reduce

@@ -14,8 +14,7 @@ from jax.custom_batching import sequential_vmap
 from pallas_kernels import monoid
 from pallas_kernels.attention import backward_common, mask, wgmma
 from pallas_kernels.attention.backward_common import capped_bias
-from pallas_kernels.attention.config import WARPGROUP_ROWS, AnyBackwardConfig
-from pallas_kernels.attention.problem import Attention, operand_names
+from pallas_kernels.attention.problem import WARPGROUP_ROWS, AnyBackwardConfig, Attention, operand_names
 from pallas_kernels.mosaic import reduce
 from pallas_kernels.mosaic.fast_math import LOG2E
 

@@ -24,10 +24,9 @@ from jax import lax
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import combine, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
-from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
-from pallas_kernels.attention.problem import Attention, operand_names, unsupported_reason
+from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig, operand_names, unsupported_reason
 from pallas_kernels.attention.wgmma import PANEL, panels, tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx, reduce
@@ -205,9 +204,9 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     tile_scheduler.publish(cta.tile_smem, t, record)
 
 
-def _read(cta: Cta, t: Any, n: Any = 0) -> _Tile:
-    """The record of the CTA's tile `t`, which begins at step `n`; a tile that does not exist has no steps."""
-    return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, n)
+def _read(cta: Cta, t: Any) -> _Tile:
+    """The record of the CTA's tile `t`, as if it began at step 0; a tile that does not exist has no steps."""
+    return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, 0)
 
 
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import Attention, ForwardConfig
 
 Int = jax.Array | int
 
@@ -294,3 +293,20 @@ def _blocks(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]
     ids = jnp.pad(ids, ((0, 0), (0, missing)), mode="edge").reshape(ids.shape[0], -1, size)
     bits = jnp.uint32(1) << (ids & (REMAINDERS - 1)).astype(jnp.uint32)
     return ids.min(2), ids.max(2), lax.reduce_or(bits, (2,))
+
+
+def skips_tiles(problem: Attention) -> bool:
+    """Whether some tiles of queries skip tiles of keys."""
+    return problem.has_data_mask or window_bounds(problem) != (None, None)
+
+
+def is_uneven(problem: Attention) -> bool:
+    """Whether some tiles take longer than others."""
+    return problem.key_lengths or problem.query_lengths or skips_tiles(problem)
+
+
+def queries_of_tile(problem: Attention) -> int:
+    """How many queries a tile of keys sees at most, those of all the heads that read it."""
+    left, right = window_bounds(problem)
+    seen = problem.query_length if left is None or right is None else max(right - left + 1, 0)
+    return min(seen, problem.query_length) * problem.group

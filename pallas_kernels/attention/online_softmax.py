@@ -11,8 +11,7 @@ from jax import lax
 
 from pallas_kernels import monoid
 from pallas_kernels.attention import gather, mask
-from pallas_kernels.attention.config import WARPGROUP_ROWS, ForwardConfig
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig
 from pallas_kernels.mosaic import fast_math
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import ROW, WGMMA

@@ -54,9 +54,7 @@ def arrive(empty: jax.Ref) -> jax.Array:
             "setp.eq.u32 first, lane, 0; mov.b32 $0, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
         )
-        address = ptx.shared_address(empty)
-        pending = ptx.asm_value(text, "=&r,r,~{memory}", [address])
-        return ptx.integer(pending)
+        return ptx.integer(ptx.asm_value(text, "=&r,r,~{memory}", [ptx.shared_address(empty)]))
 
     pending = ptx.inline(arrive_at_stage, empty, result=ptx.INTEGER)
     return (pending == 1).astype(jnp.int32)
@@ -74,9 +72,7 @@ def release(empty: jax.Ref) -> jax.Array:
             "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 pending, state; "
             "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
         )
-        address = ptx.shared_address(empty)
-        last = ptx.asm_value(text, "=r,r,~{memory}", [address])
-        return ptx.integer(last)
+        return ptx.integer(ptx.asm_value(text, "=r,r,~{memory}", [ptx.shared_address(empty)]))
 
     return ptx.inline(release_stage, empty, result=ptx.INTEGER)
 

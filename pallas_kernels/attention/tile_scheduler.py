@@ -22,9 +22,8 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.attention import gather
-from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.mask import tile_kv_range
-from pallas_kernels.attention.problem import Attention
+from pallas_kernels.attention.problem import Attention, ForwardConfig
 from pallas_kernels.mosaic import ptx, reduce
 
 LOOKAHEAD = 2  # tiles
@@ -94,7 +93,7 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     heads whose keys and values fit in L2 together.
     """
     per_head = -(-problem.query_length // config.queries) * config.splits
-    group = problem.query_heads // problem.key_heads // config.packed_heads
+    group = problem.group // config.packed_heads
     head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
     heads = problem.batch * problem.query_heads // config.packed_heads
     section = min(heads, group * max(config.l2_budget_mib * 2**20 // head_bytes, 1))

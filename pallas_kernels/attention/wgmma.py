@@ -23,8 +23,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention.config import WARPGROUP_ROWS
 from pallas_kernels.attention.online_softmax import TileCoord
+from pallas_kernels.attention.problem import WARPGROUP_ROWS
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 

@@ -1,12 +1,247 @@
-"""Decides which kernel runs a problem, with which config, and says why."""
+"""Decides which kernel runs a problem, with which config, from its sizes alone, and says why.
 
+`Thresholds` holds the tuned figures, and `tuned.json` those of each card. `docs/tuning/softmax.md` has the measurements
+behind them, under the figures' names.
+"""
+
+import dataclasses
 import functools
 from typing import Any
 
-from pallas_kernels.decision import Decision, Kernel, decision, refusals
+from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import grid, heuristics, naive, online, staged, warp
-from pallas_kernels.softmax.problem import Problem
+from pallas_kernels.softmax import grid, naive, online, staged, warp
+from pallas_kernels.softmax.grid import GridConfig
+from pallas_kernels.softmax.naive import NaiveConfig
+from pallas_kernels.softmax.online import OnlineConfig
+from pallas_kernels.softmax.problem import Op, Problem
+from pallas_kernels.softmax.staged import StagedConfig
+from pallas_kernels.softmax.warp import WarpConfig
+
+KIB, MIB = 1024, 1024**2
+
+# Rows of (bytes, dtype) for which another config than that of `cluster`'s fit is faster.
+_POWERS_OF_TWO = (
+    (MIB, "float32", StagedConfig(16, 2, 2, stages=1, rows=1, register_chunks=1, interleaved=True)),
+    (MIB, "float16", StagedConfig(16, 2, 1, stages=1, rows=1, register_chunks=3, interleaved=True)),
+    (256 * KIB, "float32", StagedConfig(8, 2, 1, stages=1, rows=1, register_chunks=2)),
+    (256 * KIB, "float16", StagedConfig(8, 2, 1, stages=1, rows=1, register_chunks=2)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
+    """The tuned figures of a card. A row's bytes are those of all its operands."""
+
+    # Which kernel.
+    block_bytes: int = 108 * KIB  # longer rows leave a single CTA
+    block_bytes_of_many: int = 60 * KIB  # the same where plain rows are many
+    many_rows_per_sm: int = 8
+    online_rows_per_sm: int = 4  # with so many rows, results without rows are computed online
+    cluster_bytes: int = MIB  # longer rows go over the grid
+    cluster_bytes_in_waves: int = 2 * MIB  # the same where the operands have more bytes than `wave_bytes`
+    wave_bytes: int = 256 * MIB
+    online_bytes: int = 256 * MIB  # longer rows go over the grid or, where they are fewer than SMs, to XLA
+
+    # warp: how many vectors a thread has at least.
+    warp_vectors: int = 2
+    warp_vectors_ragged: int = 4  # of rows that are not whole vectors and longer than `warp_ragged_vectors`
+    warp_ragged_vectors: int = 16
+    warp_paired_cols: int = 256  # such 16-bit rows are loaded two at a time
+
+    # block.
+    block_rows_per_sm: int = 16  # with so many rows, short rows get fewer warpgroups
+    block_paired_bytes: int = 19 * KIB  # up to this, a CTA handles two rows
+    block_one_warpgroup_bytes: int = 28 * KIB
+    block_two_warpgroups_bytes: int = 48 * KIB
+    block_even_bytes: int = 64 * KIB  # up to this, rows of whole steps get four warpgroups first
+
+    # cluster.
+    cluster_few_rows: int = 16  # so few rows get the largest cluster
+    cluster_sizes: tuple[int, ...] = (16, 8, 6, 4, 2)
+    resident_bytes: int = 197 * KIB  # more bytes of rows on an SM gain nothing
+    register_chunks: int = 6
+    register_chunks_16bit: int = 7  # of 16-bit softmax in clusters of sixteen
+    register_chunks_linear: int = 4
+    ctas_by_chunks_32bit: tuple[int, ...] = (5, 4, 4, 4, 2, 2, 2, 2, 2)  # CTAs an SM, by the chunks in registers
+    ctas_by_chunks_16bit: tuple[int, ...] = (5, 4, 4, 3, 2, 2, 2, 2, 2)
+    powers_of_two: tuple[tuple[int, str, StagedConfig], ...] = _POWERS_OF_TWO
+
+    # grid.
+    grid_cta_bytes: int = 32 * KIB
+    grid_ctas: int = 2048  # at most: more statistics than this spill the registers of a CTA that reads them
+    lookahead_bytes: int = 12 * MIB
+    lookahead_bytes_in_l2: int = 16 * MIB  # the same where the operands have at most `in_l2_bytes`
+    in_l2_bytes: int = 40 * MIB
+
+    # online.
+    online_warpgroups: int = 4
+    online_warpgroups_of_stats: int = 2
+    online_registers: int = 4
+
+    batch_invariant_bytes: int = 64 * MIB
+
+
+DEFAULT = Thresholds()
+BY_CARD = by_card("softmax", DEFAULT)
+
+
+def thresholds(device: Device) -> Thresholds:
+    """The card's figures, or those of a card that was not tuned."""
+    return BY_CARD.get(device.card, DEFAULT)
+
+
+def priority(problem: Problem, device: Device) -> tuple[str, ...]:
+    """The kernels, fastest first; the first one that accepts the problem runs it. None of them is slower than XLA."""
+    t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
+    if row_bytes > t.online_bytes and rows < device.sm_count:
+        return ("grid",)
+    if problem.op.takes_stats:
+        return ("online",)
+    many = _is_plain(problem) and rows >= t.many_rows_per_sm * device.sm_count
+    if row_bytes <= (t.block_bytes_of_many if many else t.block_bytes):
+        return ("warp", "block", "cluster", "grid", "online")
+    if not problem.op.gives_rows and rows >= t.online_rows_per_sm * device.sm_count:
+        return ("online",)
+    if row_bytes > (t.cluster_bytes_in_waves if rows * row_bytes > t.wave_bytes else t.cluster_bytes):
+        return ("grid", "cluster", "online")
+    return ("cluster", "grid", "online")
+
+
+def naive_configs(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:
+    """There is nothing to choose."""
+    return (NaiveConfig(),)
+
+
+def warp_configs(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
+    """As many threads share a row as have two vectors each, or four of a ragged row, up to a warp."""
+    t, vectors = thresholds(device), problem.max_vectors
+    if _is_plain(problem) and problem.cols == t.warp_paired_cols and problem.dtype.itemsize == 2:
+        return (WarpConfig(lanes=32, registers=1, tiles=2),)
+    # The sum of a ragged row costs each thread two instructions for each element of one vector.
+    ragged = vectors > t.warp_ragged_vectors and not _whole_vectors(problem)
+    least = t.warp_vectors_ragged if ragged else t.warp_vectors
+    lanes = min(32, max(1, (1 << (vectors - 1).bit_length()) // least))
+    return (WarpConfig(lanes, -(-vectors // lanes)),)
+
+
+def block_configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
+    """A CTA handles one row, and the next CTA's copy is the prefetch; of many short rows it handles two."""
+    t, row_bytes = thresholds(device), _row_bytes(problem)
+    staged = functools.partial(StagedConfig, ctas=1, stages=1, rows=1)
+    one, two, four = (staged(warpgroups=n, registers=2) for n in (1, 2, 4))
+    many = _rows(problem, device) >= t.block_rows_per_sm * device.sm_count
+    if row_bytes <= t.block_paired_bytes and many and (problem.op.gives_rows or _whole_vectors(problem)):
+        pair = [dataclasses.replace(config, stages=2, rows=2) for config in (one, two)]
+        pair.insert(1, dataclasses.replace(pair[0], registers=3))
+        return (min(pair[::-1] if _whole_vectors(problem) else pair, key=lambda config: _padded(problem, config)),)
+    if row_bytes <= t.block_one_warpgroup_bytes and many:
+        return (one,)
+    if row_bytes <= t.block_two_warpgroups_bytes:
+        wide = staged(warpgroups=2, registers=4)
+        return (wide, two) if _is_even(problem, wide) else (two,)
+    # With four warpgroups, the registers of ragged rows leave room for one CTA on an SM.
+    return (four, two) if _is_even(problem, four) and row_bytes <= t.block_even_bytes else (two, four)
+
+
+def cluster_configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
+    """The config that keeps most bytes of rows on an SM, in several CTAs; of equal ones, that with the most CTAs."""
+    t = thresholds(device)
+    if _rows(problem, device) <= t.cluster_few_rows:
+        # So few rows leave SMs idle.
+        return (StagedConfig(ctas=16, warpgroups=2, registers=2, stages=1, rows=1),)
+    if (better := _at_powers_of_two(problem, device)) is not None:
+        return (better,)
+    configs = [
+        StagedConfig(n, 2, registers, stages=1, rows=1, register_chunks=register_chunks)
+        for n in t.cluster_sizes
+        for register_chunks in range(_max_register_chunks(problem, n, device), -1, -1)
+        for registers in ((2, 1) if problem.op.has_labels or not _whole_vectors(problem) else (1,))
+    ]
+    configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
+    return (max(configs, key=lambda config: min(_resident_bytes(problem, config, device), t.resident_bytes)),)
+
+
+def _at_powers_of_two(problem: Problem, device: Device) -> StagedConfig | None:
+    """The config of rows whose length the fit misses."""
+    if not _is_plain(problem) or not _whole_vectors(problem):
+        return None
+    size = _row_bytes(problem), problem.dtype.name
+    return next((config for *at, config in thresholds(device).powers_of_two if tuple(at) == size), None)
+
+
+def grid_configs(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
+    """A CTA handles 32 KiB of operands, or more of very long rows; L2 holds the lookahead beside what is written."""
+    t, row_bytes = thresholds(device), _row_bytes(problem)
+    lookahead = t.lookahead_bytes_in_l2 if _fits_l2(problem, device) else t.lookahead_bytes
+    ctas = min(max(-(-row_bytes // t.grid_cta_bytes), 2), t.grid_ctas)
+    return (GridConfig(ctas=ctas, warpgroups=2, registers=2, lookahead=-(-lookahead // row_bytes)),)
+
+
+def online_configs(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
+    """The config has enough loads in flight."""
+    t = thresholds(device)
+    warpgroups = t.online_warpgroups if problem.op.gives_rows else t.online_warpgroups_of_stats
+    return (OnlineConfig(warpgroups=warpgroups, registers=t.online_registers),)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether the operation is a forward pass without a mask."""
+    return problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
+
+
+def _is_even(problem: Problem, config: StagedConfig) -> bool:
+    """Whether rows are a whole number of steps, so that no step needs checks."""
+    return _whole_vectors(problem) and problem.max_vectors == config.ctas * _padded(problem, config)
+
+
+def _whole_vectors(problem: Problem) -> bool:
+    """Whether rows begin and end with a vector."""
+    return problem.cols * problem.dtype.itemsize % 16 == 0
+
+
+def _fits_l2(problem: Problem, device: Device) -> bool:
+    return _rows(problem, device) * _row_bytes(problem) <= thresholds(device).in_l2_bytes
+
+
+def _padded(problem: Problem, config: StagedConfig) -> int:
+    """Vectors of a row, or of a CTA's slice of it, in whole steps."""
+    return config.steps(problem.max_vectors) * config.chunk
+
+
+def _max_register_chunks(problem: Problem, ctas: int, device: Device) -> int:
+    """How many chunks of a slice in registers leave room for two CTAs on an SM, as compiled."""
+    t = thresholds(device)
+    if problem.where != "none" or problem.op.has_labels or not _whole_vectors(problem):
+        return 0
+    if problem.op.is_linear:
+        return t.register_chunks_linear
+    narrow = problem.dtype.itemsize == 2 and problem.op is Op.SOFTMAX and ctas == 16
+    return t.register_chunks_16bit if narrow else t.register_chunks
+
+
+def _resident_bytes(problem: Problem, config: StagedConfig, device: Device) -> float:
+    """Bytes of rows on an SM, of up to five CTAs; one or two count less, as few work while the others wait."""
+    t = thresholds(device)
+    by_chunks = t.ctas_by_chunks_32bit if problem.dtype.itemsize == 4 else t.ctas_by_chunks_16bit
+    staged = problem.operands * config.staged(problem.max_vectors) * config.chunk * 16
+    resident = min((device.smem_per_cta + KIB) // (staged + 4 * KIB), by_chunks[config.register_chunks])
+    return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.ctas
+
+
+def _rows(problem: Problem, device: Device) -> int:
+    """How many rows to choose for: all there are or, where the choice may not depend on them, those of 64 MiB.
+
+    So many rows of up to 60 KiB get the configs of many, which lose few rows little. Longer ones, of which there are
+    seldom thousands, never get what leaves most of the device idle where there are few: a CTA to each row.
+    """
+    if not problem.batch_invariant:
+        return problem.rows
+    return max(thresholds(device).batch_invariant_bytes // _row_bytes(problem), 1)
+
+
+def _row_bytes(problem: Problem) -> int:
+    return problem.operands * problem.max_vectors * 16
 
 
 def _staged(name: str, choose: staged.Choose) -> Kernel:
@@ -16,12 +251,12 @@ def _staged(name: str, choose: staged.Choose) -> Kernel:
 
 # In the order in which each improves on the one before.
 _ALL = (
-    Kernel("naive", naive.unsupported, heuristics.naive, naive.run, reads=3),
-    Kernel("warp", warp.unsupported, heuristics.warp, warp.run),
-    _staged("block", heuristics.block),
-    Kernel("online", online.unsupported, heuristics.online, online.run, reads=2),
-    _staged("cluster", heuristics.cluster),
-    Kernel("grid", grid.unsupported, heuristics.grid, grid.run),
+    Kernel("naive", naive.unsupported, naive_configs, naive.run, reads=3),
+    Kernel("warp", warp.unsupported, warp_configs, warp.run),
+    _staged("block", block_configs),
+    Kernel("online", online.unsupported, online_configs, online.run, reads=2),
+    _staged("cluster", cluster_configs),
+    Kernel("grid", functools.partial(grid.unsupported, grid_configs), grid_configs, grid.run),
 )
 KERNELS = {each.name: each for each in _ALL}
 
@@ -29,7 +264,7 @@ KERNELS = {each.name: each for each in _ALL}
 def decide(problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None) -> Decision:
     """Picks the fastest kernel that accepts `problem` on `device`; `kernel` and `config` override the choice."""
     refused = refusals(KERNELS, problem, device)
-    names = (kernel,) if kernel else heuristics.priority(problem, device)
+    names = (kernel,) if kernel else priority(problem, device)
     chosen = next((KERNELS[name] for name in names if refused[name] is None), None)
     if chosen is not None:
         instead = f"{chosen.name} is faster for such rows"

@@ -7,7 +7,9 @@ and a CTA only ever waits for CTAs that already run.
 Traffic: 1 read, 1 write, and 1 read that L2 serves.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,18 +22,26 @@ from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import mbarrier, reduce
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
-from pallas_kernels.softmax import heuristics, row_ops
-from pallas_kernels.softmax.heuristics import GridConfig
+from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.kernel import Operands, Results, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
-from pallas_kernels.softmax.staged import CtaSlice, copies, slice_scratch
+from pallas_kernels.softmax.staged import CtaSlice, SharedConfig, copies, slice_scratch
 
 
-def unsupported(problem: Problem, device: Device) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class GridConfig(SharedConfig):
+    """A CTA reads a slice of a row for its statistics or, `lookahead` rows later, writes it."""
+
+    lookahead: int
+
+
+def unsupported(
+    choose: Callable[[Problem, Device], tuple[GridConfig, ...]], problem: Problem, device: Device
+) -> str | None:
     """Declines too many CTAs for a grid, and rows whose statistics do not fit a CTA's shared memory."""
     if reason := unsupported_reason(problem):
         return reason
-    config = heuristics.grid(problem, device)[0]
+    config = choose(problem, device)[0]
     if 2 * problem.rows * config.ctas >= 2**31:
         return f"{problem.rows} rows over {config.ctas} blocks each do not fit a grid of 2^31 blocks"
     if (needed := shared_bytes(problem, config)) >= device.smem_per_cta:

@@ -1,11 +1,11 @@
-"""What the kernels share: operands, results, the launch, and the reasons to decline a problem."""
+"""What the kernels share: a config, operands, results, the launch, and the reasons to decline a problem."""
 
 import dataclasses
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,6 +24,17 @@ REDUCTION_SCRATCH = 16
 _LEAST = 2.0**-100  # of a unit: what its exponential needs stays in float32's range
 Scratch = Mapping[str, Any]  # by name, a type of reference or a list of them
 Results = jax.Array | Stats | tuple[jax.Array, ...]
+
+
+class Config:
+    """Checks its fields: some have the values that are `allowed`, the others are positive."""
+
+    allowed: ClassVar[Mapping[str, Container[int]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value in self.allowed[name] if name in self.allowed else value > 0):
+                raise ValueError(f"{name} cannot be {value!r} in {self}")
 
 
 def unsupported_reason(problem: Problem, *, takes_stats: bool = False) -> str | None:

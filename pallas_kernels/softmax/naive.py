@@ -2,8 +2,10 @@
 
 Each thread passes over its own row for the maximum, again for the sum, and again to write, 16 bytes at a time.
 Neighbouring threads read far apart, so that the memory fetches more than is used.
-Traffic: 3 reads, 1 write. It is the baseline of the ladder; `heuristics` never chooses it.
+Traffic: 3 reads, 1 write. It is the baseline of the ladder; `dispatch` never chooses it.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,16 @@ from jax import lax
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import vectors
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.heuristics import NaiveConfig
-from pallas_kernels.softmax.kernel import Operands, Results, launch, unsupported_reason
+from pallas_kernels.softmax.kernel import Config, Operands, Results, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import RowStats
 
 MAX_COLS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class NaiveConfig(Config):
+    """A thread handles a row: there is nothing to choose."""
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:

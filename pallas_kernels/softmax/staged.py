@@ -13,7 +13,7 @@ Traffic: 1 read, 1 write; in a cluster 8 bytes from each warp to each CTA too.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -27,10 +27,61 @@ from pallas_kernels.mosaic.ptx import WARPGROUP, Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.heuristics import SharedConfig, StagedConfig
-from pallas_kernels.softmax.kernel import Operands, Results, allocated, launch, unsupported_reason
+from pallas_kernels.softmax.kernel import Config, Operands, Results, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
+
+MAX_CLUSTER = 16  # the most CTAs that a cluster can have
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedConfig(Config):
+    """Rows are staged in shared memory: `ctas` CTAs share a row, and each has `warpgroups` warpgroups.
+
+    A thread handles `registers` vectors at a time.
+    """
+
+    ctas: int
+    warpgroups: int
+    registers: int
+
+    register_chunks = 0
+    interleaved = False
+
+    @property
+    def no_unroll(self) -> bool:
+        """Whether loops over chunks stay loops, which saves registers."""
+        return self.register_chunks > 0
+
+    @property
+    def chunk(self) -> int:
+        """Vectors that a row's threads in a CTA handle at a time."""
+        return self.warpgroups * WARPGROUP * self.registers
+
+    def steps(self, vectors: int) -> int:
+        """Chunks in a CTA's slice of a row of that many vectors."""
+        return -(-vectors // (self.ctas * self.chunk))
+
+    def staged(self, vectors: int) -> int:
+        """Those of them that are staged in shared memory."""
+        return self.steps(vectors) - self.register_chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedConfig(SharedConfig):
+    """A CTA handles `rows` rows, one after another, and stages `stages` of them in shared memory at once.
+
+    The last `register_chunks` chunks of a slice are held in registers instead. With `interleaved`, the chunks of a CTA
+    lie `ctas` apart, so that the CTAs of a row read adjacent chunks at a time; operations with labels cannot have it.
+    """
+
+    stages: int
+    rows: int
+    register_chunks: int = 0
+    interleaved: bool = False
+
+    allowed: ClassVar = {"ctas": range(1, MAX_CLUSTER + 1), "register_chunks": range(256), "interleaved": (False, True)}
+
 
 Partial = tuple[jax.Array, ...]
 Stage = list[jax.Ref]  # the operands' slices in shared memory, then their tails

@@ -5,19 +5,35 @@ neighbours to neighbours, and keeps it; the row's maximum and sum take shuffles 
 Traffic: 1 read, 1 write.
 """
 
+import dataclasses
+from typing import ClassVar
+
 import jax
 from jax import lax
 
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import row_scalars, vectors
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.heuristics import WarpConfig
-from pallas_kernels.softmax.kernel import Operands, Results, launch, unsupported_reason
+from pallas_kernels.softmax.kernel import Config, Operands, Results, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
 
 # The float32 words of a thread's operands. The computation needs as many again, and a mask's bytes need more.
 MAX_REGISTERS = {"none": 128, "full": 64, "shared": 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpConfig(Config):
+    """Rows are held in registers: `lanes` threads of a warp share a row, `registers` vectors in each.
+
+    A thread loads `tiles` of its rows before it reduces the first.
+    """
+
+    lanes: int
+    registers: int
+    tiles: int = 1
+
+    allowed: ClassVar = {"lanes": (1, 2, 4, 8, 16, 32)}
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:

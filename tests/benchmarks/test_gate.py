@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import impls, protocol, report, runner
+from benchmarks import impls, protocol, report
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.impls import ATTENTION, Options
@@ -44,8 +44,14 @@ CALLS = [
 ]
 
 
+def _record(case, options):
+    bench = Bench(options, [case])
+    bench.prepare(case)
+    return bench.run(case)
+
+
 def _run(case, *impls):
-    return runner.run(case, Options(impls, rounds=1))
+    return _record(case, Options(impls, rounds=1))
 
 
 def _case(pass_, **changes):
@@ -72,7 +78,7 @@ def ours(monkeypatch):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_are_right_pass(rows, name):
-    entry = runner.run(rows(name), Options(rounds=1))["impls"]["ours"]
+    entry = _record(rows(name), Options(rounds=1))["impls"]["ours"]
     assert entry["status"] == "ok"
     assert entry["max_error_ulp"] <= entry["allowed_error_ulp"]
 
@@ -94,7 +100,7 @@ def test_a_loss_in_float32_is_another_formula(rows):
 ])  # fmt: skip
 def test_wrong_rows_have_no_time(rows, ours, fault):
     ours(lambda: impls.Program(fault))
-    record = runner.run(rows(SOFTMAX), Options(rounds=1))
+    record = _record(rows(SOFTMAX), Options(rounds=1))
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
     assert "WRONG" in report.line(record)
@@ -112,7 +118,7 @@ def test_a_program_that_does_not_compile_hides_no_other_result(rows, ours, error
         raise error
 
     ours(broken)
-    record = runner.run(rows(SOFTMAX), Options(rounds=1))
+    record = _record(rows(SOFTMAX), Options(rounds=1))
     assert record["impls"]["ours"] == status
     assert record["impls"]["xla"]["us"] > 0
 

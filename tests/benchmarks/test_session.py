@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import attention_cases, cases, impls, probes, protocol, report, runner
+from benchmarks import attention_cases, cases, impls, protocol, report, runner
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.impls import Options
@@ -253,8 +254,8 @@ def test_a_library_is_found_where_it_was_loaded_from():
 def gpu(monkeypatch):
     """The device's parts are replaced: torch's copy and Mosaic's; `gpu(kernels)` is what the profiler sees."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(probes, "torch_copy_us", lambda size, buffers, rounds: 400.0)
-    monkeypatch.setattr(probes, "mosaic_copy", jax.jit(jax.numpy.copy))
+    monkeypatch.setattr(runner, "torch_copy_us", lambda size, buffers, rounds: 400.0)
+    monkeypatch.setattr(runner, "mosaic_copy", jax.jit(jax.numpy.copy))
     return lambda kernels: monkeypatch.setattr(protocol, "_device_kernels", kernels)
 
 
@@ -269,7 +270,8 @@ def test_a_run_on_a_gpu_takes_device_time_beside_both_copies(rows, monkeypatch, 
 
     gpu(kernels)
     monkeypatch.setattr(cases, "ROTATED_BYTES", 3 * 2**19)
-    record = runner.run(rows("logsumexp_fwd_bf16_32768x4096").shrunk()[0], Options(rounds=2))
+    chosen = [rows("logsumexp_fwd_bf16_32768x4096").shrunk()[0]]
+    (record,) = runner.one_by_one(chosen, Options(rounds=2), math.inf)
     assert (record["clock"], record["buffers"]) == ("cupti", 3)
     assert set(profiled[-1]) == {"ours:fwd", "xla:fwd", "copy:mosaic"}
     assert record["copy"]["method"] == "copy:torch"

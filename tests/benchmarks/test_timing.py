@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks import probes, protocol
+from benchmarks import protocol, runner
 
 KERNELS = {"one": [("a", 1.0)], "two": [("b", 2.0), ("c", 3.0)]}
 
@@ -82,9 +82,9 @@ def test_statistics_are_of_all_launches():
 
 
 def test_the_copy_probe_moves_what_it_says_and_the_best_is_the_fastest_by_bandwidth():
-    variant = probes.copy_variant(10**6, buffers=2)
-    assert 2 * variant.launch(1).nbytes == probes.moved_bytes(10**6) <= 10**6
-    best = probes.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
+    variant = runner.copy_variant(10**6, buffers=2)
+    assert 2 * variant.launch(1).nbytes == runner.moved_bytes(10**6) <= 10**6
+    best = runner.best_copy({"copy:mosaic": (100.0, 4 * 10**8), "copy:torch": (99.0, 3 * 10**8)})
     assert (best["method"], best["tb_per_s"]) == ("copy:mosaic", 4.0)
     assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
     assert [protocol.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]

@@ -1,5 +1,6 @@
 """Trees beside each other, with one that stands in for kernels: its config's knob is added to all that comes out."""
 
+import math
 import sys
 
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def test_a_tree_that_is_wrong_or_fails_has_no_time_and_the_run_is_red(tree):
     """The stand-in is no attention, and has no knob of this name."""
     case = attention_cases.parse("fwd_full_d64_s64_b1_h2")
     options = Options(("other", "other:missing=1"), rounds=1, trees={"other": tree})
-    record = runner.run(case, options)
+    (record,) = runner.one_by_one([case], options, math.inf)
     wrong, failed = record["impls"].values()
     assert (wrong["status"], failed["status"]) == ("WRONG", "failed")
     assert "missing" in failed["reason"]

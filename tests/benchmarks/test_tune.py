@@ -13,7 +13,7 @@ import pytest
 from absl.testing import flagsaver
 
 from benchmarks import impls, results, runner, tune
-from pallas_kernels import hardware, tuned
+from pallas_kernels import decision, hardware
 from pallas_kernels.decision import Decision
 from pallas_kernels.hardware import H200
 
@@ -45,7 +45,7 @@ class Clock:
 def package(tmp_path, monkeypatch):
     """A copy of the package, whose file of figures is read and written in the place of ours."""
     shutil.copytree(results.ROOT / "pallas_kernels", tmp_path / "pallas_kernels")
-    monkeypatch.setattr(tuned, "PATH", tmp_path / "pallas_kernels" / "tuned.json")
+    monkeypatch.setattr(decision, "TUNED", tmp_path / "pallas_kernels" / "tuned.json")
     return tmp_path
 
 
@@ -65,7 +65,7 @@ def run(monkeypatch, package, capsys):
 
 
 def test_the_planted_optimum_is_found_with_each_config_measured_once_and_written_for_this_card(run, package):
-    clock, before = Clock(), json.loads(tuned.PATH.read_text())
+    clock, before = Clock(), json.loads(decision.TUNED.read_text())
     table = run(clock, CASES, "--write")
     assert all(f"| `{figure}` |" in table for figures in PLANTED.values() for figure in figures)
     assert len(clock.launched) == len(set(clock.launched))
@@ -73,12 +73,12 @@ def test_the_planted_optimum_is_found_with_each_config_measured_once_and_written
     assert min(configs.values()) > 1
     assert "attention_bwd_causal_d128_s1363_b9_h16g2" in configs
     assert not [case for case in configs if "value_and_vjp" in case]
-    assert json.loads(tuned.PATH.read_text()) == before | {"H200": PLANTED}
+    assert json.loads(decision.TUNED.read_text()) == before | {"H200": PLANTED}
     with impls.imported(str(package)) as load:
-        for name, module in (("attention", "attention.heuristics"), ("softmax", "softmax.heuristics")):
+        for name, module in (("attention", "attention.dispatch"), ("softmax", "softmax.dispatch")):
             for device in (CARD, dataclasses.replace(CARD, name="NVIDIA H100 80GB HBM3")):
-                wanted = tuned.numbers(SUBJECTS[name].module.DEFAULT) | (PLANTED[name] if device is CARD else {})
-                assert tuned.numbers(load(module).thresholds(device)) == wanted
+                wanted = decision.numbers(SUBJECTS[name].module.DEFAULT) | (PLANTED[name] if device is CARD else {})
+                assert decision.numbers(load(module).thresholds(device)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_the_planted_optimum_is_found_with_each_config_measured_once_and_written
     ],
 )
 def test_the_file_stays(clock, flags, words, run):
-    before = tuned.PATH.read_bytes()
+    before = decision.TUNED.read_bytes()
     assert words in run(clock, "--case=logsumexp_fwd", *flags)
-    assert tuned.PATH.read_bytes() == before
+    assert decision.TUNED.read_bytes() == before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _best(choose, *times):
     module = types.SimpleNamespace(DEFAULT=Figures(), BY_CARD={})
     module.thresholds = lambda device: module.BY_CARD.get(device.card, module.DEFAULT)
     config = lambda device: types.SimpleNamespace(n=int(choose(module.thresholds(device))))
-    decide = lambda problem, device: types.SimpleNamespace(kernel="made up", config=config(device))
-    subject = SUBJECTS["attention"]._replace(module=module, decide=decide, problem=lambda case: case)
+    module.decide = lambda problem, device: types.SimpleNamespace(kernel="made up", config=config(device))
+    subject = SUBJECTS["attention"]._replace(module=module, problem=lambda case: case)
     named = {f"case {i}": {f"now:n={n}": us for n, us in each.items()} for i, each in enumerate(times)}
     search = tune.Search(subject, map(collections.namedtuple("Case", "name"), named), CARD)
     return search, search.best(named)
@@ -172,6 +172,6 @@ def test_without_a_hopper_gpu_nothing_is_tuned(device, run):
     ],
 )
 def test_a_wrong_entry_of_the_file_is_named(figures, words, package):
-    tuned.PATH.write_text(json.dumps({"H100": figures}))
+    decision.TUNED.write_text(json.dumps({"H100": figures}))
     with pytest.raises(ValueError, match=f"tuned.json: {words}"):
-        tuned.by_card("softmax", SUBJECTS["softmax"].module.DEFAULT)
+        decision.by_card("softmax", SUBJECTS["softmax"].module.DEFAULT)

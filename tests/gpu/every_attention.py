@@ -14,7 +14,7 @@ import test_attention_backward  # noqa: E402
 import test_attention_forward  # noqa: E402
 
 from pallas_kernels import hardware  # noqa: E402
-from pallas_kernels.attention import heuristics  # noqa: E402
+from pallas_kernels.attention import dispatch  # noqa: E402
 
 LENGTHS = (264, 320)  # several tiles of both, the last ones not full; a bias of them can be copied
 OFTEN = ("full", "causal", "window", "lengths", "ends", "bias", "mask", "segments-causal", "everything")
@@ -28,7 +28,7 @@ def _kinds(head_dim: int) -> tuple[str, ...]:
 def forward(kind: str, head_dim: int) -> None:
     """The kernel that is chosen for a problem."""
     p = test_attention_forward.problem_of(kind, LENGTHS, (head_dim, head_dim), "bfloat16", (2, 1))
-    test_attention_forward.check(p, heuristics.forward_configs(p, hardware.H200)[0])
+    test_attention_forward.check(p, dispatch.forward_configs(p, hardware.H200)[0])
 
 
 def backward(kind: str, head_dim: int, deterministic: bool) -> None:
@@ -42,7 +42,7 @@ def few(kind: str, page_size: int) -> None:
     """The kernels of few queries, in as many splits as there may be, of keys in pages or not."""
     p = test_attention_forward.problem_of(kind, (5, 512), (128, 128), "bfloat16", (4, 1))
     p = dataclasses.replace(p, page_size=page_size)
-    config = max(heuristics.forward_configs(p, hardware.H200), key=lambda config: config.splits)
+    config = max(dispatch.forward_configs(p, hardware.H200), key=lambda config: config.splits)
     (test_attention_forward.check_pages if page_size else test_attention_forward.check)(p, config)
 
 

@@ -17,7 +17,7 @@ from cases import DTYPES, Op, Problem  # noqa: E402
 
 from pallas_kernels.linear_cross_entropy import forward  # noqa: E402
 from pallas_kernels.softmax.dispatch import KERNELS  # noqa: E402
-from pallas_kernels.softmax.heuristics import StagedConfig  # noqa: E402
+from pallas_kernels.softmax.staged import StagedConfig  # noqa: E402
 
 ROWS = len(cases.ROW_KINDS) + 1
 COLS = (125, 1000, 1001, 5000, 20001, 70001, 140000)

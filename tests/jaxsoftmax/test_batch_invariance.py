@@ -24,7 +24,7 @@ from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Attention
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import dispatch, heuristics
+from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.problem import Op, Problem
 from tests.jaxsoftmax.conftest import StandIns
 from tests.jaxsoftmax.sharded import mesh, put
@@ -61,19 +61,19 @@ def test_a_rows_length_alone_chooses(op: Op) -> None:
 
 def choosing_by_rows() -> list[str]:
     """The heuristics that look at the number of rows."""
-    functions = {name: f for name, f in vars(heuristics).items() if inspect.isfunction(f) and name != "_rows"}
+    functions = {name: f for name, f in vars(dispatch).items() if inspect.isfunction(f) and name != "_rows"}
     return [name for name, f in functions.items() if "_rows(" in inspect.getsource(f)]
 
 
 @pytest.mark.parametrize("name", choosing_by_rows())
 def test_a_heuristic_that_looks_at_the_number_of_rows_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = getattr(heuristics, name)
+    honest = getattr(dispatch, name)
 
     def looks(problem: Problem, *rest: Any) -> Any:
         return honest(dataclasses.replace(problem, batch_invariant=False), *rest)
 
-    monkeypatch.setattr(heuristics, name, looks)
-    choose = getattr(heuristics, {"_fits_l2": "grid"}.get(name, name))
+    monkeypatch.setattr(dispatch, name, looks)
+    choose = getattr(dispatch, {"_fits_l2": "grid_configs"}.get(name, name))
     found = [
         {choose(Problem(op, rows, cols, jnp.dtype(dtype), batch_invariant=True), H200) for rows in ROWS}
         for op, cols, dtype in itertools.product((Op.SOFTMAX, Op.STATS), COLS, ("bfloat16", "float32"))

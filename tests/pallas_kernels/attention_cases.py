@@ -15,8 +15,7 @@ import numpy as np
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import backward, backward_wide, dispatch
-from pallas_kernels.attention.config import BackwardWideConfig
-from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.attention.problem import Attention, BackwardWideConfig, Op
 
 QKV = ("query", "key", "value")
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,8 +16,9 @@ import wrong
 from pallas_kernels import monoid
 from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
 from pallas_kernels.softmax import row_ops, staged
-from pallas_kernels.softmax.heuristics import GridConfig, StagedConfig
+from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.problem import Op
+from pallas_kernels.softmax.staged import StagedConfig
 from tests import top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"

@@ -19,9 +19,9 @@ from selected import cases_for
 
 import jaxsoftmax
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import dispatch, grid, heuristics, row_ops, staged
+from pallas_kernels.softmax import dispatch, grid, row_ops, staged
 from pallas_kernels.softmax.dispatch import KERNELS
-from pallas_kernels.softmax.heuristics import StagedConfig
+from pallas_kernels.softmax.staged import StagedConfig
 
 pytestmark = pytest.mark.aot
 
@@ -96,7 +96,7 @@ def test_compiles_within_the_registers(case):
 def test_chunks_in_registers_leave_room_for_several_ctas(ctas, op, dtype, cols, interleaved):
     """Slices at powers of two for three, others for two."""
     problem = Problem(op, 1024, cols, DTYPES[dtype])
-    (config,) = heuristics.cluster(problem, H200)
+    (config,) = dispatch.cluster_configs(problem, H200)
     assert config.register_chunks
     assert interleaved in (None, config.interleaved)
     (report,) = aot.compile_for_h200(cases.Case(KERNELS["cluster"], problem, config).run, *cases.shapes(problem))
@@ -115,7 +115,7 @@ _LONGEST = Problem(Op.LOG_SOFTMAX_TANGENT, 1, 2**23 - 5, DTYPES[1])
         ("block", Problem(Op.CROSS_ENTROPY_GRADIENT, 21, 20011, DTYPES[1]), StagedConfig(1, 2, 2, 1, 1)),
         ("cluster", Problem(Op.SOFTMAX_TANGENT, 21, 20011, DTYPES[1]), StagedConfig(3, 1, 3, 2, 4)),
         ("cluster", Problem(Op.CROSS_ENTROPY_GRADIENT, 21, 20011, DTYPES[1]), StagedConfig(3, 1, 3, 2, 4)),
-        ("grid", _LONGEST, heuristics.grid(_LONGEST, H200)[0]),
+        ("grid", _LONGEST, dispatch.grid_configs(_LONGEST, H200)[0]),
     ],
     ids=str,
 )
@@ -126,7 +126,7 @@ def test_shared_memory_is_what_mosaic_allocates(kernel, problem, config):
 
 def test_configs_that_do_not_fit_are_not_offered():
     problem = Problem(Op.SOFTMAX_TANGENT, 21, 50257, DTYPES[1])
-    two, four = heuristics.block(problem, H200)
+    two, four = dispatch.block_configs(problem, H200)
     assert staged.shared_bytes(problem, four) == H200.smem_per_cta, "with Mosaic's own byte, one too many"
     assert KERNELS["block"].configs(problem, H200) == (two,)
 

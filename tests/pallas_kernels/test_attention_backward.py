@@ -16,10 +16,9 @@ import pytest
 from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rules_of
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_xla, dispatch, heuristics
+from pallas_kernels.attention import backward_xla, dispatch
 from pallas_kernels.attention.backward_common import Tile
-from pallas_kernels.attention.config import BackwardConfig
-from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.attention.problem import Attention, BackwardConfig, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
 DIMS = ((64, 64), (128, 128), (72, 40), (8, 8), (32, 128), (96, 96))
@@ -300,8 +299,8 @@ FILLING = {
 
 def filling(name: str, lengths: tuple[int, int], monkeypatch: Any, **facts: Any) -> tuple[Attention, dispatch.Decision]:
     dims, wanted = FILLING[name]
-    of_more_keys = dataclasses.replace(heuristics.DEFAULT, dynamic_ordered_tiles=0)
-    monkeypatch.setattr(heuristics, "thresholds", lambda device: of_more_keys)
+    of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
     p = problem_of("full", lengths, dims, "bfloat16", **facts)
     decision = dispatch.decide(p, FILLED)
     assert {knob: getattr(decision.config, knob) for knob in wanted} == wanted
@@ -389,8 +388,8 @@ COPIED: dict[str, tuple[int, Attention]] = {
 @pytest.mark.parametrize("name", COPIED)
 def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
     stages, p = COPIED[name]
-    of_more_keys = dataclasses.replace(heuristics.DEFAULT, dynamic_ordered_tiles=0)
-    monkeypatch.setattr(heuristics, "thresholds", lambda device: of_more_keys)
+    of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
     assert decided(p).config.bias_stages == stages
     check(p, decided(p).run, interpreted)
 

@@ -17,9 +17,8 @@ from attention_cases import QKV, SEQUENCES, compiled, name_of, operands_of, rule
 from selected import cases_for
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import forward, heuristics, mask, tile_scheduler
-from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.attention import dispatch, forward, mask, tile_scheduler
+from pallas_kernels.attention.problem import Attention, ForwardConfig, Op
 from tests import errors
 from tests.pairwise import pairwise
 
@@ -93,13 +92,13 @@ def cases() -> list[Attention]:
 
 def whole(p: Attention) -> ForwardConfig:
     """The config for sequences of many tiles, however short these are."""
-    return heuristics.forward_configs(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
+    return dispatch.forward_configs(dataclasses.replace(p, batch_invariant=p.bias is None), hardware.H200)[0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", cases(), ids=name_of)
 def test_matches_the_oracle(p):
-    for config in dict.fromkeys((heuristics.forward_configs(p, hardware.H200)[0], whole(p))):
+    for config in dict.fromkeys((dispatch.forward_configs(p, hardware.H200)[0], whole(p))):
         check(p, config)
 
 
@@ -127,7 +126,7 @@ def test_few_queries(queries, kind, keys, sizes):
     """By the config that is chosen, and by that with the most splits, each twice, for the same bits."""
     heads, head_dim = sizes
     p = problem_of(kind, (queries, keys), (head_dim, head_dim), "bfloat16", heads, batch=1 + (keys < 40000))
-    configs = heuristics.forward_configs(p, hardware.H200)
+    configs = dispatch.forward_configs(p, hardware.H200)
     arrays = [jnp.asarray(x) for x in operands_of(p).values()]
     for config in dict.fromkeys((configs[0], max(configs, key=lambda config: config.splits))):
         check(p, config)
@@ -289,7 +288,7 @@ def test_pages(queries, kind, keys, size, pages_first, sizes):
     heads, head_dim = sizes
     p = problem_of(kind, (queries, keys), (head_dim, head_dim), "bfloat16", heads)
     p = dataclasses.replace(p, page_size=size, pages_first=pages_first)
-    configs = heuristics.forward_configs(p, hardware.H200)
+    configs = dispatch.forward_configs(p, hardware.H200)
     for config in dict.fromkeys((configs[0], max(configs, key=lambda config: config.splits))):
         check_pages(p, config)
 

@@ -16,8 +16,7 @@ from test_attention_segments import check_backward_visits, check_forward_visits,
 from pallas_kernels import hardware
 from pallas_kernels.attention import mask as masks
 from pallas_kernels.attention import tile_scheduler
-from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.attention.problem import Attention, ForwardConfig, Op
 from tests.pairwise import pairwise
 
 RULES: dict[str, dict[str, Any]] = {

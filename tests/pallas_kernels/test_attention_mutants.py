@@ -16,8 +16,7 @@ from test_kernel_mutants import plant
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import tile_scheduler
-from pallas_kernels.attention.config import ForwardConfig
-from pallas_kernels.attention.problem import Op
+from pallas_kernels.attention.problem import ForwardConfig, Op
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,8 @@ from attention_cases import counts_of, operands_of, seen_of
 from documents import PATTERNS
 
 from pallas_kernels.attention import backward_common, backward_xla, forward, mask
-from pallas_kernels.attention.config import BackwardConfig, ForwardConfig
 from pallas_kernels.attention.mask import BlockMask, tile_ranges
-from pallas_kernels.attention.problem import Attention, Op
+from pallas_kernels.attention.problem import Attention, BackwardConfig, ForwardConfig, Op
 from tests.pairwise import pairwise
 
 LENGTHS = ((1, 1), (700, 700), (513, 1030), (1030, 513))

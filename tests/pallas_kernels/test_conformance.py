@@ -18,7 +18,10 @@ from selected import cases_for
 
 from pallas_kernels.mosaic import mbarrier
 from pallas_kernels.softmax.dispatch import KERNELS
-from pallas_kernels.softmax.heuristics import GridConfig, OnlineConfig, StagedConfig, WarpConfig
+from pallas_kernels.softmax.grid import GridConfig
+from pallas_kernels.softmax.online import OnlineConfig
+from pallas_kernels.softmax.staged import StagedConfig
+from pallas_kernels.softmax.warp import WarpConfig
 
 ROWS = len(cases.ROW_KINDS) + 1
 REAL = (1, 2, 125, 127, 128, 256, 1000, 1001, 1024, 4096, 8192, 32000, 50257, 65537, 128256, 262144, 1000003)

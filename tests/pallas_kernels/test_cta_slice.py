@@ -5,9 +5,8 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.softmax.heuristics import StagedConfig
 from pallas_kernels.softmax.problem import Op, Problem
-from pallas_kernels.softmax.staged import CtaSlice
+from pallas_kernels.softmax.staged import CtaSlice, StagedConfig
 
 SIDE_BY_SIDE = StagedConfig(ctas=3, warpgroups=1, registers=2, stages=1, rows=1)
 APART = StagedConfig(ctas=3, warpgroups=1, registers=2, stages=1, rows=1, interleaved=True)

@@ -15,7 +15,9 @@ from jax import lax
 
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax.dispatch import KERNELS
-from pallas_kernels.softmax.heuristics import GridConfig, OnlineConfig, StagedConfig
+from pallas_kernels.softmax.grid import GridConfig
+from pallas_kernels.softmax.online import OnlineConfig
+from pallas_kernels.softmax.staged import StagedConfig
 
 ROWS = len(cases.ROW_KINDS) + 1
 pytestmark = pytest.mark.slow

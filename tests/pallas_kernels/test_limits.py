@@ -12,9 +12,12 @@ from cases import DTYPES, Op, Problem
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import dispatch, grid, heuristics, staged
+from pallas_kernels.softmax import dispatch, grid, staged
 from pallas_kernels.softmax.dispatch import KERNELS
-from pallas_kernels.softmax.heuristics import GridConfig, OnlineConfig, StagedConfig, WarpConfig
+from pallas_kernels.softmax.grid import GridConfig
+from pallas_kernels.softmax.online import OnlineConfig
+from pallas_kernels.softmax.staged import StagedConfig
+from pallas_kernels.softmax.warp import WarpConfig
 
 LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
 
@@ -42,7 +45,7 @@ def test_a_row_over_the_grid_has_its_statistics_in_one_block(op):
     taken = []
     for cols in (2**20, 2**22, 9_830_400, 2**24, 20_000_000, 2**26, 2**28):
         problem = Problem(op, 1, cols, DTYPES[1])
-        (config,) = heuristics.grid(problem, H200)
+        (config,) = dispatch.grid_configs(problem, H200)
         assert config.ctas <= 2048
         fits = grid.shared_bytes(problem, config) < 227 * 1024
         assert (KERNELS["grid"].unsupported(problem, H200) is None) == fits
@@ -87,8 +90,8 @@ def test_a_kernel_is_a_function_without_effects(kernel):
     "name, card", [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", None)]
 )
 def test_each_card_has_a_table(name, card):
-    table = heuristics.thresholds(dataclasses.replace(H200, name=name))
-    assert table is (heuristics.BY_CARD[card] if card else heuristics.DEFAULT)
+    table = dispatch.thresholds(dataclasses.replace(H200, name=name))
+    assert table is (dispatch.BY_CARD[card] if card else dispatch.DEFAULT)
 
 
 SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid}
