@@ -113,10 +113,10 @@ def cases():
     elsewhere |= {(Op.BACKWARD, "kind", kind) for kind, *_ in test_attention_backward.INTERPRETED.values()}
     seen = elsewhere.union(*map(features, found))
     planted = {m.case for m in MUTANTS if m.rejected_by not in BY_TABLES}
-    for case in sorted(planted, key=lambda c: (-c.batch * c.heads[0], -len(features(c) - seen), str(c))):
-        if not features(case) <= seen:
-            found.append(case)
-            seen |= features(case)
+    new = lambda case: len(features(case) - seen)
+    while new(case := max(planted, key=lambda c: (new(c), c.batch * c.heads[0], str(c)))):
+        found.append(case)
+        seen |= features(case)
     return found
 
 
