@@ -7,6 +7,9 @@ PYTEST := -m pytest -n 3 --dist worksteal --durations=5
 # What JAX needs of CUDA, where there is a GPU.
 CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 
+# pytest rewrites every test module, which takes each worker seconds: what the first run's workers wrote, others read.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check venvs lint type test-new test-old aot aot-new aot-old clean
 
 demo: .venv-new/ready

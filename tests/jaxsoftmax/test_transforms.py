@@ -170,7 +170,6 @@ SORTED_AND_COUNTED = ("hessian", "vmap of grad", "vmap of grad of a sum")
 OTHERS = itertools.cycle([op for op in CASES if op != "softmax"])
 LIKE_OTHERS: list[tuple[str, str, str]] = [
     *((name, op, "reference") for op in CASES for name in (("hessian",) if op in VARIANTS else RULES)),
-    *((name, "softmax", "reference") for name in REST[::2]),
     *((name, next(OTHERS), "reference") for name in REST),
     *((name, "attention", "reference") for name in (*PARTS, "hvp", "third", "vmap of grad of a sum")),
     *((name, "attention", "stand-in") for name in BY_KERNELS),

@@ -58,13 +58,13 @@ class Case:
         """Compares what a transformation gives, of `TRANSFORMED` or another; what plain JAX gives is known by name."""
         apply = transformation or TRANSFORMED[name]
 
-        def given(f: Function) -> Any:
+        def compiled(f: Function) -> Any:
             # One program compiles sooner than the dozens of operations it consists of.
-            return apply(f, self) if name in EAGER else jax.jit(lambda: apply(f, self))()
+            return jax.jit(lambda: apply(f, self))()
 
         if name not in self.wanted:
-            self.wanted[name] = jax.device_get(given(self.theirs))
-        got, want = given(self.ours), self.wanted[name]
+            self.wanted[name] = jax.device_get(compiled(self.theirs))
+        got, want = (apply(self.ours, self) if name in EAGER else compiled(self.ours)), self.wanted[name]
         relative, absolute = self.tolerance
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=relative, atol=absolute), got, want)
         jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), got, want)

@@ -116,11 +116,6 @@ def _output_of(f: Callable[[], Any]) -> str:
         return file.read()
 
 
-def shared_memory(program: ir.Module) -> dict[str, int]:
-    """What the host's code asks for when it launches a kernel, by the kernels' names."""
-    return {name: smem for name, (_, smem) in _kernels(program).items()}
-
-
 def _kernels(program: ir.Module) -> dict[str, tuple[bytes, int]]:
     """The kernels' code and bytes of shared memory, by their names."""
     found = {}

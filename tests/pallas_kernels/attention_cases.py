@@ -14,7 +14,7 @@ import mask_patterns
 import numpy as np
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward, backward_wide, dispatch
+from pallas_kernels.attention import backward, backward_wide, dispatch, forward
 from pallas_kernels.attention.problem import Attention, BackwardWideConfig, Op
 
 QKV = ("query", "key", "value")
@@ -77,8 +77,10 @@ def problem_of(
     return Attention(op, batch, *heads, *lengths, *dims, jnp.dtype(dtype), **given)
 
 
-def backward_bytes(p: Attention, config: Any) -> int:
-    """What the backward kernel of that config takes of shared memory."""
+def shared_bytes(p: Attention, config: Any) -> int:
+    """What the kernel of that config takes of a CTA's shared memory."""
+    if p.op is Op.FORWARD:
+        return forward.shared_bytes(p, config)
     kernel = backward_wide if isinstance(config, BackwardWideConfig) else backward
     return kernel.shared_bytes(p, config)
 
@@ -152,9 +154,11 @@ def compiled(p: Attention, config: Any = None) -> aot.Report:
 def check_compiled(p: Attention, config: Any = None, may_spill: int = 0) -> aot.Report:
     """Compiles the kernel and checks what ptxas says of it, also when it assembles it for a linker, as JAX 0.12 does.
 
-    A thread spills at most `may_spill` bytes. C7519 only says that a fence was added before a product.
+    A thread spills at most `may_spill` bytes. C7519 only says that a fence was added before a product. The launch asks
+    for as much shared memory as the kernel's config was chosen for.
     """
     report = compiled(p, config)
+    assert report.smem == shared_bytes(p, config or dispatch.decide(p, hardware.H200).config)
     check_report(report, may_spill)
     for merge in _reports(p, config)[1:]:
         check_report(merge)

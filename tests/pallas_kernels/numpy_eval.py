@@ -159,6 +159,47 @@ def _scan(eqn: Any) -> Operation:
     return run
 
 
+def _dot_general(eqn: Any) -> Operation:
+    """Of matrices, in the precision of the result; XLA sums up in an order of its own."""
+    (lefts, rights), _ = eqn.params["dimension_numbers"]
+    dtype = eqn.outvars[0].aval.dtype
+    if dtype != np.float32 or [x.aval.ndim for x in eqn.invars] != [2, 2] or len(lefts) != 1:
+        return _left_to_jax(eqn)
+    left, right = *lefts, *rights
+    return lambda x, y: [np.moveaxis(x, left, 1).astype(dtype) @ np.moveaxis(y, right, 0).astype(dtype)]
+
+
+def _gather(eqn: Any) -> Operation:
+    """`take_along_axis` of a matrix's columns; what lies outside is left to JAX."""
+    n, left = eqn.params["dimension_numbers"], _left_to_jax(eqn)
+    axes = n.offset_dims, n.collapsed_slice_dims, n.start_index_map, n.operand_batching_dims
+    if axes != ((), (1,), (1,), (0,)) or eqn.invars[1].aval.ndim != 3:
+        return left
+
+    def run(x: Any, at: Any) -> list[Any]:
+        at = at[..., 0]
+        inside = at.size == 0 or (at.min() >= 0 and at.max() < x.shape[1])
+        return [np.take_along_axis(x, at, 1)] if inside else left(x, at[..., None])
+
+    return run
+
+
+def _scatter(eqn: Any) -> Operation:
+    """Of one number into a vector; what lies outside is left to JAX."""
+    left = _left_to_jax(eqn)
+    if eqn.invars[0].aval.ndim != 1 or eqn.invars[1].aval.shape != (1,) or eqn.invars[2].aval.ndim:
+        return left
+
+    def run(x: Any, at: Any, value: Any) -> list[Any]:
+        if not 0 <= at[0] < x.size:
+            return left(x, at, value)
+        x = x.copy()
+        x[at[0]] = value
+        return [x]
+
+    return run
+
+
 RULES: dict[str, Callable[[Any], Operation]] = {
     "add": _one(operator.add),
     "sub": _one(operator.sub),
@@ -197,6 +238,9 @@ RULES: dict[str, Callable[[Any], Operation]] = {
     "concatenate": lambda eqn: lambda *values: [np.concatenate(values, eqn.params["dimension"])],
     "reduce_max": lambda eqn: lambda x: [np.max(x, eqn.params["axes"])],
     "reduce_sum": lambda eqn: lambda x: [np.sum(x, eqn.params["axes"], dtype=x.dtype)],
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "scatter": _scatter,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "round": _round,

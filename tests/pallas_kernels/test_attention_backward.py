@@ -88,8 +88,9 @@ def compiled(p: Attention) -> Any:
     return jax.jit(decided(p).run)
 
 
-def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), **patterns: str) -> list[Any]:
-    """Checks the gradients of `kernel`, a function of operands, on operands of these patterns."""
+@functools.lru_cache(maxsize=2)
+def known(p: Attention, **patterns: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
+    """Operands, gradients and by how much these may be missed: kept, as many faults are planted in one problem."""
     arrays, rng = operands_of(p, **patterns), np.random.default_rng(1)
     rules = rules_of(p, arrays)
     qkvb = [arrays[name] for name in QKV] + [arrays.get("bias")]
@@ -99,7 +100,7 @@ def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands
     expected = attention_oracle.gradients(*qkvb, d_out=d_out, d_lse=d_lse, **rules)
     if not p.bias_gradient:
         expected.pop("bias", None)
-    rounded = rounded_gradients(p, arrays, truth, d_out, d_lse)
+    rounded = {} if p.soft_cap else rounded_gradients(p, arrays, truth, d_out, d_lse)
     residuals = {"out": truth.out.astype(p.dtype), "lse": truth.lse.astype(np.float32), "d_out": d_out, "d_lse": d_lse}
     operands = arrays | residuals
     if p.query_lengths:
@@ -109,16 +110,23 @@ def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands
     unseen = np.isneginf(truth.lse)
     operands["d_out"] = np.where(np.swapaxes(unseen, 1, 2)[..., None], np.asarray(np.nan, p.dtype), operands["d_out"])
     operands["d_lse"] = np.where(unseen, np.float32(np.nan), d_lse)
+    bounds, eps = {}, float(jnp.finfo(p.dtype).eps)
+    for name, x in expected.items():
+        scale = np.abs(x).max(initial=0.0)
+        if name in rounded:
+            bounds[name] = 2 * np.abs(rounded[name].astype(np.float64) - x).max(initial=0.0) + eps * scale
+        else:
+            bounds[name] = 4 * eps * scale
+    return operands, expected, bounds
+
+
+def check(p: Attention, kernel: Any, run: Any = lambda f, *operands: f(*operands), **patterns: str) -> list[Any]:
+    """Checks the gradients of `kernel`, a function of operands, on operands of these patterns."""
+    operands, expected, bounds = known(p, **patterns)
     got = run(kernel, *(jnp.asarray(x) for x in operands.values()))
-    eps = float(jnp.finfo(p.dtype).eps)
     for name, x in zip(expected, got, strict=True):
         error = np.abs(np.asarray(x, np.float64) - expected[name]).max(initial=0.0)
-        scale = np.abs(expected[name]).max(initial=0.0)
-        if name in rounded and p.soft_cap is None:
-            bound = 2 * np.abs(rounded[name].astype(np.float64) - expected[name]).max(initial=0.0) + eps * scale
-        else:
-            bound = 4 * eps * scale
-        assert error <= bound + 1e-6, (name, error, bound, scale)
+        assert error <= bounds[name] + 1e-6, (name, error, bounds[name])
     return list(got)
 
 
@@ -424,7 +432,8 @@ def test_only_what_tma_does_not_copy_is_transposed(keys):
     assert (f"tensor<1x4x{keys}x136xbf16>" in lowered) == (decided(p).config.bias_stages == 0) == (keys == 200)
 
 
-@pytest.mark.parametrize("dims, keys", [((64, 64), 128), ((128, 128), 128), ((128, 128), 200), ((256, 256), 200)])
+# The wide kernel beside a bias that TMA copies, and the other one beside one that it does not.
+@pytest.mark.parametrize("dims, keys", [((64, 64), 128), ((128, 128), 200)])
 def test_a_bias_beside_a_soft_cap_lowers(dims, keys):
     """Its gradient leaves from registers, in pieces of 16 bytes."""
     p = with_bias("BNTS", "bfloat16", (136, keys), dims, (2, 2), soft_cap=2.0)
@@ -485,11 +494,11 @@ def test_which_calls_have_a_dynamic_scheduler(kind, head_dim, facts, scheduler):
 
 
 @pytest.mark.parametrize(
-    "kind, dims", [("mask", (128, 128)), ("segments", (256, 256)), ("bias", (128, 128)), ("lengths", (256, 256))]
+    "kind, dims, more",
+    [("bias", (128, 128), {"mask": (2, 1, 256, 512)}), ("segments-causal", (256, 256), {"key_lengths": True})],
 )
-def test_xla_makes_no_copy_of_the_cotangents(kind, dims):
-    p = problem_of(kind, (256, 512), dims, "bfloat16", heads=(4, 4))
-    p = dataclasses.replace(p, query_lengths=False)  # those have queries copied
+def test_xla_makes_no_copy_of_the_cotangents(kind, dims, more):
+    p = dataclasses.replace(problem_of(kind, (256, 512), dims, "bfloat16", heads=(4, 4)), **more)
     lowered = jax.jit(decided(p).run).trace(*abstract(p)).lower(lowering_platforms=("cuda",)).as_text()
     assert not [x for x in lowered.splitlines() if "stablehlo.select" in x and f"tensor<2x256x4x{dims[0]}xbf16>" in x]
 
@@ -529,7 +538,7 @@ def test_which_dq_is_ordered(kind, keys, facts, ordered, fused):
     assert (config.ordered_dq, config.fused_dq_cast) == (ordered, fused)
 
 
-@pytest.mark.parametrize("keys, passes", [(128, False), (512, True), (4096, True)])
+@pytest.mark.parametrize("keys, passes", [(128, False), (512, True)])
 def test_xla_passes_over_dq_only_where_the_kernel_does_not_write_it(keys, passes):
     p = problem_of("full", (256, keys), (64, 64), "bfloat16", heads=(4, 4))
     lowered = jax.jit(decided(p).run).trace(*all_operands_of(p)).lower(lowering_platforms=("cuda",))

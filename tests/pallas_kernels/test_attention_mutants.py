@@ -101,16 +101,21 @@ def fresh():
 
 
 def cases():
-    """Some of the mutants' cases, which have every kind and fact of all; of some kinds one with early weights."""
+    """Some of the mutants' cases: every fact is in one, and every kind that the kernels' own tests do not interpret.
+
+    Some kinds are those of no mutant, here with early weights.
+    """
     kinds = "bias", "bias-of-heads", "bias-of-rows", "everything", "window-left", "window-nothing"
     found = [Case(Op.FORWARD, kind, 2, (2, 1), early_exp_columns=24) for kind in kinds]
     features = lambda case: {(case.op, *fact) for fact in case._asdict().items() if fact[0] not in ("batch", "heads")}
-    seen = set().union(*map(features, found))
+    elsewhere = {(Op.FORWARD, "kind", kind) for kind, *_ in test_attention_forward.INTERPRETED}
+    elsewhere |= {(Op.BACKWARD, "kind", kind) for kind, *_ in test_attention_backward.INTERPRETED.values()}
+    seen = elsewhere.union(*map(features, found))
     planted = {m.case for m in MUTANTS if m.rejected_by not in BY_TABLES}
-    for case in sorted(planted, key=lambda c: (-c.batch * c.heads[0], -len(features(c) - seen), str(c))):
-        if not features(case) <= seen:
-            found.append(case)
-            seen |= features(case)
+    new = lambda case: len(features(case) - seen)
+    while new(case := max(planted, key=lambda c: (new(c), c.batch * c.heads[0], str(c)))):
+        found.append(case)
+        seen |= features(case)
     return found
 
 
@@ -128,7 +133,10 @@ def test_without_a_fault_the_tables_pass(case, rejected_by):
     check_tables(case, rejected_by)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.case.op.name.lower()}-{m.words}")
+# One problem's after the other: `test_attention_backward.known` keeps two.
+@pytest.mark.parametrize(
+    "mutant", sorted(MUTANTS, key=lambda m: str(m.case)), ids=lambda m: f"{m.case.op.name.lower()}-{m.words}"
+)
 @pytest.mark.usefixtures("fresh")
 def test_planted_fault_is_rejected(mutant, monkeypatch):
     calls = plant(monkeypatch, mutant, functools.partial(mutant.applies, []))
