@@ -33,6 +33,8 @@ _LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, _LANES), (1,))), warp_dims=(-
 
 def unsupported(keys: jax.Array | jax.ShapeDtypeStruct, device: Device) -> str | None:
     """Why the kernel does not take the `keys`, or None where it does."""
+    if not all(isinstance(n, int) for n in keys.shape):
+        return f"the kernel takes known sizes; the keys have {keys.shape}"
     rows, cols = math.prod(keys.shape[:-1]), keys.shape[-1]
     if keys.dtype.name not in KEY_BITS:
         return f"the kernel takes {', '.join(KEY_BITS)}; the keys are {keys.dtype.name}"

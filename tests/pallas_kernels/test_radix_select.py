@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreter import RaceDetected, interpret
+from jax import export
 
 from jaxsoftmax import _top_k
 from pallas_kernels.hardware import H200
@@ -96,7 +97,9 @@ def test_what_the_kernel_declines() -> None:
     assert why(8, 1024) is None
     assert "1025" in str(why(8, 1025))
     assert "1 to 2^31 rows" in str(why(0, 8))
-    assert "float64" in str(why(8, 8, dtype=np.dtype("float64")))
+    assert "float64" in str(why(8, 8, dtype="float64"))
+    (rows,) = export.symbolic_shape("rows")
+    assert "known sizes" in str(why(rows, 8))
 
 
 @pytest.mark.aot
