@@ -27,7 +27,6 @@ from jaxsoftmax._top_k import TOP_K, chunk_size, select, top_k_softmax
 from pallas_kernels import hardware
 from pallas_kernels.attention.problem import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import radix_select
 from pallas_kernels.softmax.problem import RULES, Op
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
@@ -197,6 +196,8 @@ def _selection(jaxpr: Any, axis: Any, target: Target, notes: tuple[str, ...]) ->
         c = chunk_size(n, k)
         notes += ("XLA reads the logits once more to find the largest",)
     chunks = -(-n // c)
+    from pallas_kernels.softmax import radix_select  # as in a lowering for CUDA
+
     sorts = eqn.params["implementation"] == "xla" or n < 2 * k
     sorts = sorts or radix_select.unsupported(jax.ShapeDtypeStruct((1, 1), x.dtype), target[0]) is not None
     of = f"rows of {n}" if c == n else f"each row's {chunks} chunks of {c}, of which {k} are taken apart"

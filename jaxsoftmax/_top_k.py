@@ -39,12 +39,13 @@ from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, combine, merge_over
-from pallas_kernels.softmax import radix_select, reference
+from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]
+Found = tuple[jax.Array, jax.Array]  # values and their places
 
 TOP_K = Primitive("softmax_top_k")
 _RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
@@ -184,13 +185,11 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
 
 # Rows that are ordered in one kernel; and, in reads of an element, what it costs to order one and to write a chunk's
 # state, and what each element costs more in chunks that begin anywhere, or do not fill a warp evenly, or are padded.
-_AT_ONCE = 1024
+_AT_ONCE, _VECTOR = 1024, 8
 _ORDER, _STATE, _UNALIGNED, _UNEVEN, _COPY = 4.0, 4.0, 0.5, 0.2, 2.0
-_VECTOR = 8
 
-# Comparisons of both rankings up to which counting is faster than sorting, for one row; XLA takes longer over each of
-# them for several rows. In comparisons: one among the candidates, which are gathered for it, a padded copy, and chunks
-# that begin anywhere.
+# Comparisons up to which counting one row is faster than sorting it, and how much slower each is for several rows; in
+# comparisons, what one among the gathered candidates costs, a padded copy, and chunks that begin anywhere.
 _MOST_COMPARISONS, _SLOWER = 2**25, 2
 _RANK_CANDIDATE, _RANK_COPY, _RANK_UNALIGNED = 3, 2**23, 2**18
 
@@ -222,28 +221,31 @@ def chunked(x: jax.Array, c: int) -> jax.Array:
     return x.reshape(*lead, chunks, c)
 
 
-def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> tuple[jax.Array, jax.Array]:
+def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> Found:
     """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
     n = keys.shape[-1]
     if (c := chunk_size(n, k)) < n:
         chunks = chunked(keys, c)
         return largest_in(chunks, chunks.max(-1), k, by_kernel)
-    if not (by_kernel and 0 < 2 * k <= n) or radix_select.unsupported(keys, hardware.current()):
+    if (places := _by_kernel(keys, k) if by_kernel and 0 < 2 * k <= n else None) is None:
         return _lax_top_k(keys, k)
-    places = radix_select.run(keys, k)
     values, at = _lax_top_k(jnp.take_along_axis(keys, places, -1), k)
     return values, jnp.take_along_axis(places, at, -1)
 
 
-def largest_in(
-    chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0
-) -> tuple[jax.Array, jax.Array]:
+def _by_kernel(keys: jax.Array, k: int) -> jax.Array | None:
+    """The places of the `k` largest keys, in the row's order, or None where the kernel declines."""
+    # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
+    from pallas_kernels.softmax import radix_select
+
+    return None if radix_select.unsupported(keys, hardware.current()) else radix_select.run(keys, k)
+
+
+def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0) -> Found:
     """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
     c = chunks.shape[-1]
     # In the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
-    if by_kernel and not radix_select.unsupported(maxima, hardware.current()):
-        chosen = radix_select.run(maxima, k)
-    else:
+    if (chosen := _by_kernel(maxima, k) if by_kernel else None) is None:
         chosen = jnp.sort(largest(maxima, k, by_kernel)[1], -1, stable=False)
     candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
     values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k, by_kernel)
@@ -374,7 +376,7 @@ def select_by_rank(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: fl
         parts = [
             jnp.where(is_of, part[..., None, :], other) for part, other in zip((values, places, y), others, strict=True)
         ]
-        found = _reduce(_smaller, others, parts)
+        found = _reduce(lambda a, b: [*map(jnp.minimum, a, b)], others, parts)
     values, places, y = found
     return [values, places, *row, jax.lax.bitcast_convert_type(y, chunks.dtype)]
 
@@ -397,7 +399,7 @@ def _first_chunks(stats: Stats, k: int) -> list[jax.Array]:
     """
 
     def merged(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-        return [*_smaller(a[:1], b[:1]), *combine(Stats(*a[1:]), Stats(*b[1:]))]
+        return [jnp.minimum(a[0], b[0]), *combine(Stats(*a[1:]), Stats(*b[1:]))]
 
     last, places = stats.max.shape[-1] - 1, _places(stats.max)
     at = jnp.where(_is_of_rank(stats.max, places, k), places[..., None, :], last)
@@ -430,10 +432,6 @@ def _earlier(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
     """The one of two (value, index, ...) with the larger value, or of equal values the lower index."""
     is_a = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return [jnp.where(is_a, x, y) for x, y in zip(a, b, strict=True)]
-
-
-def _smaller(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-    return [jnp.minimum(x, y) for x, y in zip(a, b, strict=True)]
 
 
 def _reduce(
