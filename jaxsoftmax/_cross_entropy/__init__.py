@@ -321,9 +321,9 @@ def linear_cross_entropy(
     kernel writes the weights of a chunk's logits, each rounded to the operands' dtype relative to its own size.
 
     A chunk's logits and their gradient take at most 1 GiB, and the kernel's weights 2 GiB, or 128 tokens' worth, unless
-    `chunk_size` is given. The
-    gradient of `weight` is accumulated in one float32 array. Derivatives of every order exist, in forward and reverse
-    mode, in chunks too; in forward mode, tangents of logits that do not count must be finite.
+    `chunk_size` is given. The gradient of `weight` is accumulated in one float32 array. Derivatives of every order
+    exist, in forward and reverse mode, in chunks too; in forward mode, tangents of logits that do not count must be
+    finite.
 
     Under `jit` and explicit meshes it follows its operands' sharding. Sharded tokens exchange nothing but the gradients
     of `weight` and `bias`. A sharded vocabulary exchanges a few numbers a token, and the gradient of `hidden`. The
