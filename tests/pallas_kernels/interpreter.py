@@ -54,6 +54,8 @@ def interpret(f: Callable[..., Any], *operands: jax.Array, limit_s: float = 20.0
             raise Deadlock(str(error)) from error
         if "under way" in str(error):
             raise RaceDetected(str(error)) from error  # with a product, see `in_flight`
+        if interpreter_shim.races_found():
+            raise RaceDetected(str(error)) from error  # a thread goes wrong by what it read too early
         raise
     finally:
         ended.set()
