@@ -192,7 +192,6 @@ _ORDER, _STATE, _UNALIGNED, _UNEVEN, _COPY = 4.0, 4.0, 0.5, 0.2, 2.0
 # comparisons, what one among the gathered candidates costs, a padded copy, and chunks that begin anywhere.
 _MOST_COMPARISONS, _SLOWER = 2**25, 2
 _RANK_CANDIDATE, _RANK_COPY, _RANK_UNALIGNED = 3, 2**23, 2**18
-
 _lax_top_k = jax.lax.top_k  # bound once, as a program may put another function in its place
 
 
@@ -221,16 +220,19 @@ def chunked(x: jax.Array, c: int) -> jax.Array:
     return x.reshape(*lead, chunks, c)
 
 
-def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> Found:
-    """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
+def largest(keys: jax.Array, k: int, by_kernel: bool = False, ordered: bool = True) -> Found:
+    """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk; or, equal ones in order, in any order."""
     n = keys.shape[-1]
     if (c := chunk_size(n, k)) < n:
         chunks = chunked(keys, c)
-        return largest_in(chunks, chunks.max(-1), k, by_kernel)
+        return largest_in(chunks, chunks.max(-1), k, by_kernel, ordered=ordered)
     if (places := _by_kernel(keys, k) if by_kernel and 0 < 2 * k <= n else None) is None:
         return _lax_top_k(keys, k)
-    values, at = _lax_top_k(jnp.take_along_axis(keys, places, -1), k)
-    return values, jnp.take_along_axis(places, at, -1)
+    values = jnp.take_along_axis(keys, places, -1)
+    if ordered:
+        values, at = _lax_top_k(values, k)
+        places = jnp.take_along_axis(places, at, -1)
+    return values, places
 
 
 def _by_kernel(keys: jax.Array, k: int) -> jax.Array | None:
@@ -241,14 +243,16 @@ def _by_kernel(keys: jax.Array, k: int) -> jax.Array | None:
     return None if radix_select.unsupported(keys, hardware.current()) else radix_select.run(keys, k)
 
 
-def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0) -> Found:
+def largest_in(
+    chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0, ordered: bool = True
+) -> Found:
     """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
-    c = chunks.shape[-1]
     # In the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
     if (chosen := _by_kernel(maxima, k) if by_kernel else None) is None:
         chosen = jnp.sort(largest(maxima, k, by_kernel)[1], -1, stable=False)
-    candidates = jnp.take_along_axis(chunks, chosen[..., None], -2)
-    values, at = largest(comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale), k, by_kernel)
+    candidates, c = jnp.take_along_axis(chunks, chosen[..., None], -2), chunks.shape[-1]
+    keys = comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale)
+    values, at = largest(keys, k, by_kernel, ordered)
     return values, jnp.take_along_axis(chosen, at // c, -1) * c + at % c
 
 
@@ -267,34 +271,33 @@ def select(
     implementation: str | None,
     may_count: bool = False,
     by_kernel: bool = False,
+    ordered: bool = True,
     batch_invariant: bool = False,
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
     With `normalizes` it also returns their probabilities, which may save a kernel. With `may_count`, it ranks few rows
-    by counting; `by_kernel`, others are selected. With `batch_invariant`, one kernel finds the rows' state in another
-    read, because the order in which XLA adds up the chunks' sums depends on the batch.
+    by counting; `by_kernel`, others are selected, and then sorted where they have to be `ordered`. With
+    `batch_invariant`, one kernel finds the rows' state in another read, because the order in which XLA adds up the
+    chunks' sums depends on the batch.
     """
-    state = functools.partial(bind, Op.STATS, scale=scale, implementation=implementation, function="top_k_softmax")
+    how = {"implementation": implementation} | ({"batch_invariant": True} if batch_invariant else {})
+    state = functools.partial(bind, Op.STATS, scale=scale, function=NAME, **how)
     n, wide = x.shape[-1], accumulator_dtype(x.dtype)
-    if batch_invariant:
-        values, indices = largest(comparable(x, scale), k, by_kernel)
-        row = state(x, axes=(x.ndim - 1,), batch_invariant=True)
-        return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
-    c, counts = chunk_size(n, k), may_count and k == 1
+    c, counts = n if batch_invariant else chunk_size(n, k), may_count and k == 1
     if may_count and k > 1 and c < n and (few := rank_chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True
     if c == n:
-        values, indices = largest(comparable(x, scale), k, by_kernel)
-        row = Stats(*state(x, axes=(x.ndim - 1,)))
+        values, indices = largest(comparable(x, scale), k, by_kernel, ordered)
+        row = state(x, axes=(x.ndim - 1,))
     else:
         chunks = chunked(x, c)
         stats = Stats(*state(chunks, axes=(x.ndim,)))
         if counts:
             return select_by_rank(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
-        values, indices = largest_in(chunks, maxima, k, by_kernel, scale)
-        row = merge_over(stats, -1, maximum=values[..., 0].astype(wide))
+        values, indices = largest_in(chunks, maxima, k, by_kernel, scale, ordered)
+        row = merge_over(stats, -1, maximum=values[..., 0].astype(wide) if ordered else None)
     return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
 
 
@@ -318,7 +321,7 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
     """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
     local, names = x.shape[-1], columns.names
     x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
-    mine = select(x, k=min(k, local), normalizes=False, **params)
+    mine = select(x, k=min(k, local), normalizes=False, ordered=False, **params)
     mine[1] += jax.lax.axis_index(names) * local
     # XLA would add up the chunks' sums in one slow loop with the copy for the exchange.
     mine = jax.lax.optimization_barrier(mine)
@@ -418,8 +421,7 @@ def _is_of_rank(keys: jax.Array, places: jax.Array, k: int) -> jax.Array:
 
     Comparisons with NaN are false: each has rank 0, and the last ranks have no element.
     """
-    a, b = ((part[..., :, None], part[..., None, :]) for part in (keys, places))
-    (mine, other), (here, there) = a, b
+    (mine, other), (here, there) = ((part[..., :, None], part[..., None, :]) for part in (keys, places))
     ranks = ((other > mine) | ((other == mine) & (there < here))).sum(-1, dtype=jnp.int32)
     return ranks[..., None, :] == jnp.arange(k, dtype=jnp.int32).reshape((1,) * (ranks.ndim - 1) + (k, 1))
 

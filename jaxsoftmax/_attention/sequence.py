@@ -6,10 +6,13 @@ that are gathered lie in the order of the devices, and are sorted so that a tile
 
 In a ring each device passes its block of keys on while it computes, so that no device ever has more than two. The
 states of its queries over the blocks merge as those of an online softmax. Gradients of a block's keys travel with it.
+Where the states would take much memory, a block has some of the heads, and the ring goes round once for each group of
+them.
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,8 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 
 MOST_GATHERED = 2**26  # numbers of keys and values, for which gradients need five times as many bytes as in 16 bits
 RUN = 128  # keys that are sorted as one, which are a tile of the kernels
+MOST_OUTPUTS = 2**25  # numbers of a device's output, above which a ring computes with one group of heads after another
+LEAST_QUERIES = 2**16  # queries of all heads of such a group, which are enough tiles for every SM
 MOST_TOGETHER = 8  # devices whose links are so fast that gathering takes little beside computing
 
 ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None and x.query_axis is None)
@@ -229,6 +234,60 @@ def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Name
 
     `run(*operands, names=..., rules=...)` computes with one block.
     """
+    groups = _head_groups(part, results)
+    if groups == 1:
+        return _once_round(run, part, results, axes)
+
+    def of_group(i: Any) -> list[jax.Array]:
+        operands = [_heads_of(groups, i, kind, x) for kind, x in zip(part.kinds, part.operands, strict=True)]
+        return _once_round(run, part._replace(operands=operands), results, axes)
+
+    def put(i: Any, kind: str, x: jax.Array, heads: jax.Array) -> jax.Array:
+        axis = _head_axis(kind, x.shape)
+        return x if axis is None else jax.lax.dynamic_update_slice_in_dim(x, heads, i * heads.shape[axis], axis)
+
+    def compute(found: list[jax.Array], i: Any) -> tuple[list[jax.Array], None]:
+        return list(map(functools.partial(put, i), results, found, of_group(i))), None
+
+    # Each group's results are written where they stay.
+    empty: list[jax.Array] = []
+    for kind, x in zip(results, jax.eval_shape(of_group, 0), strict=True):
+        axis = _head_axis(kind, x.shape)
+        empty.append(jnp.zeros([n * groups if d == axis else n for d, n in enumerate(x.shape)], x.dtype))
+    return jax.lax.scan(compute, empty, jnp.arange(groups))[0]
+
+
+def _head_groups(part: Part, results: Sequence[str]) -> int:
+    """How many groups of heads a ring computes with, one after another: each has a key head or more.
+
+    It is one where a result is a sum over heads.
+    """
+    of = dict(zip(part.kinds, part.operands, strict=False))
+    queries, key_heads = math.prod(of["query"].shape[:-1]), of["key"].shape[-2]
+    is_sum = any(_head_axis(kind, of[kind].shape) is None for kind in results if kind in of)
+    if is_sum or queries * of["value"].shape[-1] <= MOST_OUTPUTS:
+        return 1
+    most = max(1, queries // LEAST_QUERIES)
+    return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= most)
+
+
+def _head_axis(kind: str, shape: tuple[int, ...]) -> int | None:
+    """Where an operand has an axis of heads that is not broadcast."""
+    operand = OPERANDS[kind]
+    axis = len(shape) - operand.rank + operand.head_axis
+    return None if operand.heads is None or (operand.broadcasts and shape[axis] == 1) else axis
+
+
+def _heads_of(groups: int, i: Any, kind: str, x: jax.Array) -> jax.Array:
+    """An operand's heads of one group."""
+    if (axis := _head_axis(kind, x.shape)) is None:
+        return x
+    count = x.shape[axis] // groups
+    return jax.lax.dynamic_slice_in_dim(x, i * count, count, axis)
+
+
+def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
+    """The results of a part, as every block of its keys' heads comes past."""
     devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     to_previous = [(i, (i - 1) % devices) for i in range(devices)]
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_previous)

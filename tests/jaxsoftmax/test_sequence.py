@@ -78,6 +78,14 @@ def operands_of(case: str) -> Arrays:
     return QKV | CASES[case][0]
 
 
+def pass_round(monkeypatch: pytest.MonkeyPatch, most: int, case: str) -> None:
+    """A ring where there are more than `most` numbers of keys and values."""
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    if case in BY_GROUPS:
+        monkeypatch.setattr(sequence, "MOST_OUTPUTS", 0)
+        monkeypatch.setattr(sequence, "LEAST_QUERIES", 1)
+
+
 @functools.cache
 def truth(case: str) -> dict[str, np.ndarray]:
     """Output, logsumexp and gradients in float64, with positions as a mask."""
@@ -140,6 +148,7 @@ def placed(operands: Arrays, specs: tuple[P, P], kind: AxisType, everything: boo
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 STAND_IN, REFERENCE = "stand-in", "reference"
 GATHERED, IN_A_RING = 2**26, 0
+BY_GROUPS = "window", "zigzag", "ends"  # cases in which a ring computes with one key head after another
 RINGS = ("sequence", "batch", "heads", "two axes", "shared key heads")  # whose keys are sharded as their queries are
 
 
@@ -158,7 +167,7 @@ HOW = (STAND_IN, REFERENCE), (GATHERED, IN_A_RING)
 def test_each_sharding_gives_what_one_device_does(
     case: str, specs: str, way: str, kernels: Any, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    pass_round(monkeypatch, most, case)
     record = kernels()
     kind = AUTO if way == "auto" else EXPLICIT
     context = jax.set_mesh(mesh(kind)) if way == "set_mesh" else contextlib.nullcontext()
@@ -173,6 +182,9 @@ def test_each_sharding_gives_what_one_device_does(
             most == IN_A_RING and specs in RINGS and case not in ("bias", "mask", "bias of keys", "shuffled and masked")
         )
         assert (T // parts, S // parts if ring else S) in lengths, "the queries were gathered"
+        if ring and case in BY_GROUPS:
+            of_blocks = [p for op in Op for p in record.attended(op) if p.key_length == S // parts]
+            assert {p.key_heads for p in of_blocks} == {1}
     for name in (
         ("out", "query", "key") if specs not in ("queries", "other axes") and (record or kind is EXPLICIT) else ()
     ):
@@ -184,7 +196,7 @@ def test_each_sharding_gives_what_one_device_does(
 def test_batch_sequence_and_heads_together(
     stand_ins: Any, most: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    pass_round(monkeypatch, most, case)
     on = mesh(shape=(2, 2, 2), names=("b", "d", "m"))
     spec = {name: P("b", "d", "m") for name in QKV} | {name: P("b", "d") for name in ROWS}
     cut = {n: put(x, spec.get(n, P()) if x.ndim > 1 else P(), on) for n, x in operands_of(case).items()}
@@ -361,6 +373,15 @@ RING_FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "the first key of a block is one further": (
         sequence, "of_indices", lambda f, arrays, rules, at, n: f(arrays, rules, (at[0], at[1] + 1), n), "window"
     ),
+    "each group of heads gets the keys of the first": (
+        sequence, "_heads_of", lambda f, n, i, kind, x: f(n, 0 if kind == "key" else i, kind, x), "window"
+    ),
+    "each group of heads gets the sinks of the first": (
+        sequence, "_heads_of", lambda f, n, i, kind, x: f(n, 0 if kind == "sinks" else i, kind, x), "window"
+    ),
+    "the results of a group of heads take the place of the first's": (
+        jax.lax, "dynamic_update_slice_in_dim", lambda f, x, new, at, axis: f(x, new, 0, axis), "zigzag"
+    ),
 }  # fmt: skip
 
 
@@ -373,15 +394,16 @@ def check_sharded(case: str) -> None:
 def test_without_a_fault_the_check_passes(
     stand_ins: Any, most: int, faults: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
     for case in {case for *_, case in faults.values()}:
-        check_sharded(case)
+        with monkeypatch.context() as patch:
+            pass_round(patch, most, case)
+            check_sharded(case)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *RING_FAULTS])
 def test_planted_faults_are_rejected(stand_ins: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "MOST_GATHERED", GATHERED if fault in FAULTS else IN_A_RING)
     module, name, wrong, case = (FAULTS | RING_FAULTS)[fault]
+    pass_round(monkeypatch, GATHERED if fault in FAULTS else IN_A_RING, case)
     original, calls = getattr(module, name), []
 
     def planted(*arguments: Any) -> Any:

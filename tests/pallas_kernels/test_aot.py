@@ -304,15 +304,16 @@ def in_a_ring(devices, **options):
 
 
 def test_memory_of_a_ring_does_not_depend_on_the_devices():
-    """It is two blocks of keys and values and a float32 state; on two devices, one block and an output."""
+    """It is that of one key head of four: its operands, two blocks and a float32 state; or one block and an output."""
     of_two, of_four, of_eight = (in_a_ring(n).memory_analysis().temp_size_in_bytes for n in (2, 4, 8))
-    block, outputs = 2 * 2 * 65536 * 4 * 128, 65536 * 8 * 128
-    assert of_eight == of_four <= 1.05 * (2 * block + 4 * outputs)
-    assert of_two <= 1.05 * (block + 2 * outputs)
+    block, outputs = 2 * 2 * 65536 * 128, 65536 * 2 * 128
+    operands = 2 * outputs + block
+    assert of_eight == of_four <= 1.05 * (operands + 2 * block + 4 * outputs)
+    assert of_two <= 1.05 * (operands + block + 2 * outputs)
 
 
 def test_blocks_come_beside_kernels_where_xla_may_overlap_collectives():
-    awaited = lambda compiled: re.findall(r"= bf16\S* collective-permute\(", compiled.as_text())
+    awaited = lambda compiled: re.findall(r" collective-permute\(", compiled.as_text())
     assert len(awaited(in_a_ring(2))) == 1
     assert not awaited(in_a_ring(2, xla_gpu_experimental_parallel_collective_overlap_limit=4))
 
