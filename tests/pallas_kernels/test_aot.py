@@ -184,6 +184,7 @@ def test_softmax_and_its_gradient_take_little_memory_beside_results(rows, cols, 
     assert program.memory_analysis().temp_size_in_bytes <= workspace + 1024 * (workspace > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim, causal", [(64, True), (256, False)])
 def test_attention_takes_memory_for_the_sums_of_its_queries_gradient(dim, causal):
     """And for a few numbers of each row; the CTAs' tiles are another few KiB."""
@@ -250,6 +251,7 @@ def test_spills_are_seen():
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, kind, batch, heads",
     [(PartitionSpec("d"), AxisType.Auto, 4, 4), (PartitionSpec(None, None, "d"), AxisType.Explicit, 2, 8)],
@@ -273,6 +275,7 @@ def test_attention_over_two_gpus_needs_no_collective(spec, kind, batch, heads):
     assert not [word for word in COLLECTIVES if word in hlo]
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_sequence_over_two_gpus_gathers_keys_alone(kind):
     mesh = aot.two_gpus(kind)
@@ -303,6 +306,7 @@ def in_a_ring(devices, **options):
     return compiled
 
 
+@pytest.mark.slow
 def test_memory_of_a_ring_does_not_depend_on_the_devices():
     """It is that of one key head of four: its operands, two blocks and a float32 state; or one block and an output."""
     of_two, of_four, of_eight = (in_a_ring(n).memory_analysis().temp_size_in_bytes for n in (2, 4, 8))
@@ -312,6 +316,7 @@ def test_memory_of_a_ring_does_not_depend_on_the_devices():
     assert of_two <= 1.05 * (operands + block + 2 * outputs)
 
 
+@pytest.mark.slow
 def test_blocks_come_beside_kernels_where_xla_may_overlap_collectives():
     awaited = lambda compiled: re.findall(r" collective-permute\(", compiled.as_text())
     assert len(awaited(in_a_ring(2))) == 1
