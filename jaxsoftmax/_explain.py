@@ -364,8 +364,8 @@ def explain_attention(
     """Says which kernel and config a call of `flash_attention` gets on which device, or why none.
 
     The call is traced, not run; nothing is computed. It is explained for one device and whole operands: of sharded
-    ones each device gets the same explanation for its part. A note says whether devices
-    that share the query's sequence gather the keys or pass them round.
+    ones each device gets the same explanation for its part. A note says whether devices that share the query's
+    sequence gather the keys or pass them round.
 
     Args:
         query: The call's query, an array or a `jax.ShapeDtypeStruct`, as the next ones.
