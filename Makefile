@@ -45,7 +45,7 @@ test-old: .venv-old/ready
 	  --ignore=tests/test_architecture.py --ignore=tests/test_docs.py --ignore=tests/test_gpu_scripts.py
 
 # The GPU kernels compiled to machine code for an H200, on a machine without one: by the newest JAX, and of each test's
-# cases one in eight by the oldest.
+# cases one in eight by the oldest, without tests marked `slow`.
 aot: aot-new aot-old
 
 aot-new: .venv-new/ready .aot-new/ready

@@ -196,7 +196,7 @@ def _selection(jaxpr: Any, axis: Any, target: Target, notes: tuple[str, ...]) ->
         c = chunk_size(n, k)
         notes += ("XLA reads the logits once more to find the largest",)
     chunks = -(-n // c)
-    from pallas_kernels.softmax import radix_select  # as in a lowering for CUDA
+    from pallas_kernels.softmax import radix_select  # imports Pallas, which the package does without
 
     sorts = eqn.params["implementation"] == "xla" or n < 2 * k
     sorts = sorts or radix_select.unsupported(jax.ShapeDtypeStruct((1, 1), x.dtype), target[0]) is not None
@@ -438,7 +438,9 @@ def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tup
         for x, to in zip(arrays.values(), placed.values(), strict=True)
     ]
     shapes = [tuple(x.shape) for x in arrays.values()]
-    return sequence_notes(list(arrays), shapes, specs, on.mesh.shape, part is not Part.TANGENT)
+    moving = [name for name in arrays if name in DIFFERENTIABLE]
+    results = {Part.FORWARD: (), Part.GRADIENTS: moving, Part.TANGENT: None}[part]
+    return sequence_notes(list(arrays), shapes, specs, on.mesh.shape, results)
 
 
 _GRADIENTS_VARY = (

@@ -286,15 +286,27 @@ def sharding(
 
 
 def sequence_notes(
-    kinds: Sequence[str], shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int], in_ring: bool
+    kinds: Sequence[str],
+    shapes: Sequence[Shape],
+    specs: Sequence[Spec],
+    sizes: Mapping[str, int],
+    results: Sequence[str] | None,
 ) -> tuple[str, ...]:
-    """Describes what devices that share a sequence do, if any. `in_ring`: whether they may pass keys on."""
+    """Describes what devices that share a sequence do, if any, for results that a ring gives, or others (None)."""
     sharded = sharding(kinds, shapes, specs, sizes)
     parts = math.prod(sizes[name] for name in mesh_axes(sharded.queries))
     if sharded.queries is None:
         return ()
-    why = sharded.ring_reason(kinds, shapes, sizes) if in_ring else None
-    keys = "gathers all keys and values" if why is None else f"passes its keys and values round a ring: {why}"
+    keys, why = "gathers all keys and values", sharded.ring_reason(kinds, shapes, sizes)
+    if why is not None and results is not None:
+        devices = lambda entry: math.prod(sizes[name] for name in mesh_axes(entry))
+        local = [
+            tuple(n // devices(entry) for n, entry in zip(shape, sharded.spec(kind, shape), strict=True))
+            for kind, shape in zip(kinds, shapes, strict=True)
+        ]
+        groups = sequence.head_groups(kinds, local, results)
+        rounds = "" if groups == 1 else f", {groups} groups of heads one after another"
+        keys = f"passes its keys and values round a ring{rounds}: {why}"
     queries = shapes[kinds.index("query")][-3] // parts
     return (f"the sequence is shared: each of {parts} devices computes for its {queries} queries, and {keys}",)
 
@@ -360,8 +372,7 @@ class Heads:
             return ()
         names = [name for d, entry in enumerate(sharded.lead) if d not in kept for name in mesh_axes(entry)]
         operand = OPERANDS[kind]
-        at = len(shape) - RANK[kind] + operand.head_axis
-        is_shared = sharded.shares if kind in KEY_HEADS else operand.broadcasts and shape[at] == 1
+        is_shared = sharded.shares if kind in KEY_HEADS else not sequence.has_heads(kind, shape)
         has_all = in_ring and kind in sequence.ORDERED
         if not has_all and (operand.query_axis is None or shape[operand.query_axis] == 1):
             names += mesh_axes(sharded.queries)

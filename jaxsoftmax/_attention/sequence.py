@@ -6,8 +6,7 @@ that are gathered lie in the order of the devices, and are sorted so that a tile
 
 In a ring each device passes its block of keys on while it computes, so that no device ever has more than two. The
 states of its queries over the blocks merge as those of an online softmax. Gradients of a block's keys travel with it.
-Where the states would take much memory, a block has some of the heads, and the ring goes round once for each group of
-them.
+Where the states of all heads would take much memory, the blocks of one group of heads go round after those of another.
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
 
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.sharding import Names
+from jaxsoftmax._core.sharding import Names, Shape
 from pallas_kernels.attention.problem import OPERANDS, RANK, Operands, Rules
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -32,6 +31,7 @@ MOST_OUTPUTS = 2**25  # numbers of a device's output, above which a ring compute
 LEAST_QUERIES = 2**16  # queries of all heads of such a group, which are enough tiles for every SM
 MOST_TOGETHER = 8  # devices whose links are so fast that gathering takes little beside computing
 
+HEADS = {name: x.head_axis - x.rank for name, x in OPERANDS.items() if x.heads}  # the axis of heads, from the end
 ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None and x.query_axis is None)
 Arrays = Mapping[str, Any]
 
@@ -234,7 +234,7 @@ def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Name
 
     `run(*operands, names=..., rules=...)` computes with one block.
     """
-    groups = _head_groups(part, results)
+    groups = head_groups(part.kinds, [x.shape for x in part.operands], results)
     if groups == 1:
         return _once_round(run, part, results, axes)
 
@@ -243,8 +243,8 @@ def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Name
         return _once_round(run, part._replace(operands=operands), results, axes)
 
     def put(i: Any, kind: str, x: jax.Array, heads: jax.Array) -> jax.Array:
-        axis = _head_axis(kind, x.shape)
-        return x if axis is None else jax.lax.dynamic_update_slice_in_dim(x, heads, i * heads.shape[axis], axis)
+        axis = HEADS[kind]
+        return jax.lax.dynamic_update_slice_in_dim(x, heads, i * heads.shape[axis], axis)
 
     def compute(found: list[jax.Array], i: Any) -> tuple[list[jax.Array], None]:
         return list(map(functools.partial(put, i), results, found, of_group(i))), None
@@ -252,38 +252,37 @@ def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Name
     # Each group's results are written where they stay.
     empty: list[jax.Array] = []
     for kind, x in zip(results, jax.eval_shape(of_group, 0), strict=True):
-        axis = _head_axis(kind, x.shape)
-        empty.append(jnp.zeros([n * groups if d == axis else n for d, n in enumerate(x.shape)], x.dtype))
+        shape = list(x.shape)
+        shape[HEADS[kind]] *= groups
+        empty.append(jnp.zeros(shape, x.dtype))
     return jax.lax.scan(compute, empty, jnp.arange(groups))[0]
 
 
-def _head_groups(part: Part, results: Sequence[str]) -> int:
-    """How many groups of heads a ring computes with, one after another: each has a key head or more.
+def head_groups(kinds: Sequence[str], shapes: Sequence[Shape], results: Sequence[str]) -> int:
+    """How many groups of heads a ring computes with, one after another, for one device's operands.
 
-    It is one where a result is a sum over heads.
+    Each group has a key head or more. It is one group where a result is a sum over heads.
     """
-    of = dict(zip(part.kinds, part.operands, strict=False))
-    queries, key_heads = math.prod(of["query"].shape[:-1]), of["key"].shape[-2]
-    is_sum = any(_head_axis(kind, of[kind].shape) is None for kind in results if kind in of)
-    if is_sum or queries * of["value"].shape[-1] <= MOST_OUTPUTS:
+    of = dict(zip(kinds, shapes, strict=False))
+    queries, key_heads = math.prod(of["query"][:-1]), of["key"][-2]
+    is_sum = any(kind in of and not has_heads(kind, of[kind]) for kind in results)
+    if is_sum or queries * of["value"][-1] <= MOST_OUTPUTS:
         return 1
     most = max(1, queries // LEAST_QUERIES)
     return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= most)
 
 
-def _head_axis(kind: str, shape: tuple[int, ...]) -> int | None:
-    """Where an operand has an axis of heads that is not broadcast."""
-    operand = OPERANDS[kind]
-    axis = len(shape) - operand.rank + operand.head_axis
-    return None if operand.heads is None or (operand.broadcasts and shape[axis] == 1) else axis
+def has_heads(kind: str, shape: Shape) -> bool:
+    """Whether an operand has an axis of heads that is not broadcast."""
+    return kind in HEADS and not (OPERANDS[kind].broadcasts and shape[HEADS[kind]] == 1)
 
 
 def _heads_of(groups: int, i: Any, kind: str, x: jax.Array) -> jax.Array:
     """An operand's heads of one group."""
-    if (axis := _head_axis(kind, x.shape)) is None:
+    if not has_heads(kind, x.shape):
         return x
-    count = x.shape[axis] // groups
-    return jax.lax.dynamic_slice_in_dim(x, i * count, count, axis)
+    count = x.shape[HEADS[kind]] // groups
+    return jax.lax.dynamic_slice_in_dim(x, i * count, count, HEADS[kind])
 
 
 def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[Arrays, dict[str, Any]]] = {
     ),
     "bias": ({"bias": normal(1, N, T, S), "sinks": normal(N)}, CAUSAL),
     "bias of keys": ({"bias": normal(B, 1, 1, S)}, {"local_window_size": 6}),
+    "bias of queries": ({"bias": normal(B, 1, T, 1), "sinks": normal(N)}, CAUSAL),
     "mask": ({"mask": SEES, "query_seq_lengths": np.array([32, 9], np.int32)}, CAUSAL),
     "zigzag": ({"query_positions": ZIGZAG, "key_value_positions": ZIGZAG, "query_segment_ids": SEGMENTS}, CAUSAL),
     "shuffled": (
@@ -148,7 +149,8 @@ def placed(operands: Arrays, specs: tuple[P, P], kind: AxisType, everything: boo
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 STAND_IN, REFERENCE = "stand-in", "reference"
 GATHERED, IN_A_RING = 2**26, 0
-BY_GROUPS = "window", "zigzag", "ends"  # cases in which a ring computes with one key head after another
+# Cases in which a ring computes with one key head after another; the gradient of a bias of all heads is of all at once.
+BY_GROUPS = "window", "zigzag", "ends", "bias of queries"
 RINGS = ("sequence", "batch", "heads", "two axes", "shared key heads")  # whose keys are sharded as their queries are
 
 
@@ -183,7 +185,7 @@ def test_each_sharding_gives_what_one_device_does(
         )
         assert (T // parts, S // parts if ring else S) in lengths, "the queries were gathered"
         if ring and case in BY_GROUPS:
-            of_blocks = [p for op in Op for p in record.attended(op) if p.key_length == S // parts]
+            of_blocks = [p for p in record.attended(Op.FORWARD) if p.key_length == S // parts]
             assert {p.key_heads for p in of_blocks} == {1}
     for name in (
         ("out", "query", "key") if specs not in ("queries", "other axes") and (record or kind is EXPLICIT) else ()
@@ -259,6 +261,13 @@ def test_it_is_said_how_a_sequence_is_shared(monkeypatch: pytest.MonkeyPatch) ->
     assert "devices" not in " ".join(jaxsoftmax.explain_attention(**QKV).notes)
     monkeypatch.setattr(sequence, "MOST_GATHERED", IN_A_RING)
     assert "passes its keys and values round a ring: keys and values of 2048 numbers" in notes("sequence", "vjp")
+    assert "groups" not in notes("sequence", "vjp")
+    pass_round(monkeypatch, IN_A_RING, BY_GROUPS[0])
+    assert "round a ring, 2 groups of heads one after another: keys" in notes("sequence", "vjp")
+    assert "groups" not in notes("heads")
+    of_queries = {"bias": normal(B, 1, T, 1)}
+    assert "2 groups" in notes("sequence", **of_queries)
+    assert "groups" not in notes("sequence", "vjp", **of_queries)
     assert "gathers all keys" in notes("sequence", "jvp")
     assert "gathers all keys" in notes("queries")
     assert "gathers all keys" in notes("sequence", mask=SEES)
@@ -372,6 +381,13 @@ RING_FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "a block's outputs take the place of those before": (sequence, "combine", lambda f, a, b: b, "causal"),
     "the first key of a block is one further": (
         sequence, "of_indices", lambda f, arrays, rules, at, n: f(arrays, rules, (at[0], at[1] + 1), n), "window"
+    ),
+    "the gradient of a bias is of the last block": (
+        sequence._Gradients, "added",
+        lambda f, self, sums, found: tuple(
+            y if kind == "bias" else x for kind, x, y in zip(self.results, f(self, sums, found), found, strict=True)
+        ),
+        "bias of queries",
     ),
     "each group of heads gets the keys of the first": (
         sequence, "_heads_of", lambda f, n, i, kind, x: f(n, 0 if kind == "key" else i, kind, x), "window"

@@ -308,7 +308,7 @@ def in_a_ring(devices, **options):
 
 @pytest.mark.slow
 def test_memory_of_a_ring_does_not_depend_on_the_devices():
-    """It is that of one key head of four: its operands, two blocks and a float32 state; or one block and an output."""
+    """One key head of four takes its operands, two blocks and a float32 state; on two devices, one and an output."""
     of_two, of_four, of_eight = (in_a_ring(n).memory_analysis().temp_size_in_bytes for n in (2, 4, 8))
     block, outputs = 2 * 2 * 65536 * 128, 65536 * 2 * 128
     operands = 2 * outputs + block
