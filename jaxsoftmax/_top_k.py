@@ -220,39 +220,39 @@ def chunked(x: jax.Array, c: int) -> jax.Array:
     return x.reshape(*lead, chunks, c)
 
 
-def largest(keys: jax.Array, k: int, by_kernel: bool = False, ordered: bool = True) -> Found:
-    """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk; or, equal ones in order, in any order."""
+def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> Found:
+    """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
     n = keys.shape[-1]
     if (c := chunk_size(n, k)) < n:
         chunks = chunked(keys, c)
-        return largest_in(chunks, chunks.max(-1), k, by_kernel, ordered=ordered)
-    if (places := _by_kernel(keys, k) if by_kernel and 0 < 2 * k <= n else None) is None:
+        return largest_in(chunks, chunks.max(-1), k, by_kernel)
+    if (places := _by_kernel(keys, k, sorts=True) if by_kernel and 0 < 2 * k <= n else None) is None:
         return _lax_top_k(keys, k)
-    values = jnp.take_along_axis(keys, places, -1)
-    if ordered:
-        values, at = _lax_top_k(values, k)
-        places = jnp.take_along_axis(places, at, -1)
-    return values, places
+    return jnp.take_along_axis(keys, places, -1), places
 
 
-def _by_kernel(keys: jax.Array, k: int) -> jax.Array | None:
-    """The places of the `k` largest keys, in the row's order, or None where the kernel declines."""
+def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
+    """The places of the `k` largest keys, in the row's order or theirs, or None where the kernel declines."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.softmax import radix_select
 
-    return None if radix_select.unsupported(keys, hardware.current()) else radix_select.run(keys, k)
+    if radix_select.unsupported(keys, hardware.current()):
+        return None
+    if not sorts or k <= radix_select.MAX_SORTED:
+        return radix_select.run(keys, k, sorts=sorts)
+    places = radix_select.run(keys, k)
+    _, at = _lax_top_k(jnp.take_along_axis(keys, places, -1), k)
+    return jnp.take_along_axis(places, at, -1)
 
 
-def largest_in(
-    chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0, ordered: bool = True
-) -> Found:
+def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0) -> Found:
     """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
     # In the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
-    if (chosen := _by_kernel(maxima, k) if by_kernel else None) is None:
+    if (chosen := _by_kernel(maxima, k, sorts=False) if by_kernel else None) is None:
         chosen = jnp.sort(largest(maxima, k, by_kernel)[1], -1, stable=False)
     candidates, c = jnp.take_along_axis(chunks, chosen[..., None], -2), chunks.shape[-1]
     keys = comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale)
-    values, at = largest(keys, k, by_kernel, ordered)
+    values, at = largest(keys, k, by_kernel)
     return values, jnp.take_along_axis(chosen, at // c, -1) * c + at % c
 
 
@@ -271,15 +271,13 @@ def select(
     implementation: str | None,
     may_count: bool = False,
     by_kernel: bool = False,
-    ordered: bool = True,
     batch_invariant: bool = False,
 ) -> list[jax.Array]:
     """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
     With `normalizes` it also returns their probabilities, which may save a kernel. With `may_count`, it ranks few rows
-    by counting; `by_kernel`, others are selected, and then sorted where they have to be `ordered`. With
-    `batch_invariant`, one kernel finds the rows' state in another read, because the order in which XLA adds up the
-    chunks' sums depends on the batch.
+    by counting; `by_kernel`, others are selected. With `batch_invariant`, one kernel finds the rows' state in another
+    read, because the order in which XLA adds up the chunks' sums depends on the batch.
     """
     how = {"implementation": implementation} | ({"batch_invariant": True} if batch_invariant else {})
     state = functools.partial(bind, Op.STATS, scale=scale, function=NAME, **how)
@@ -288,7 +286,7 @@ def select(
     if may_count and k > 1 and c < n and (few := rank_chunk_size(n, k, math.prod(x.shape[:-1]))):
         c, counts = few, True
     if c == n:
-        values, indices = largest(comparable(x, scale), k, by_kernel, ordered)
+        values, indices = largest(comparable(x, scale), k, by_kernel)
         row = state(x, axes=(x.ndim - 1,))
     else:
         chunks = chunked(x, c)
@@ -296,8 +294,8 @@ def select(
         if counts:
             return select_by_rank(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
-        values, indices = largest_in(chunks, maxima, k, by_kernel, scale, ordered)
-        row = merge_over(stats, -1, maximum=values[..., 0].astype(wide) if ordered else None)
+        values, indices = largest_in(chunks, maxima, k, by_kernel, scale)
+        row = merge_over(stats, -1, maximum=values[..., 0].astype(wide))
     return _completed([values.astype(wide), indices.astype(jnp.int32), *row], normalizes, x.dtype)
 
 
@@ -321,7 +319,7 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
     """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
     local, names = x.shape[-1], columns.names
     x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
-    mine = select(x, k=min(k, local), normalizes=False, ordered=False, **params)
+    mine = select(x, k=min(k, local), normalizes=False, **params)
     mine[1] += jax.lax.axis_index(names) * local
     # XLA would add up the chunks' sums in one slow loop with the copy for the exchange.
     mine = jax.lax.optimization_barrier(mine)

@@ -1,8 +1,8 @@
-"""Radix select: the columns of the k largest numbers of each row, in the row's order.
+"""Radix select: the columns of the k largest numbers of each row, in the row's order or in that of the numbers.
 
 A warp holds a row in registers, 32 columns in each. It finds the k-th largest key bit by bit, by counting the keys that
 are at least as large. Then the lanes vote, 32 columns at a time, which number the selected columns: those with larger
-keys, and the first of those with this key, as many as are left. Nothing is sorted.
+keys, and the first of those with this key, as many as are left. To sort few, each is compared with all of them.
 Traffic: 1 read; k words a row written.
 Source: Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units", for the search by digits.
 """
@@ -25,6 +25,7 @@ from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import WARPS
 
 MAX_COLS = 1024
+MAX_SORTED = 128
 # The bits that numbers of a dtype take as float32, from the sign on.
 KEY_BITS = {"bfloat16": 16, "float16": 19, "float32": 32}
 _LANES = 32
@@ -52,7 +53,8 @@ def _load(ref: jax.Ref, first: jax.Array, width: int) -> jax.Array:
 
     def load_keys(ctx, ref, first):
         f32, element = ir.F32Type.get(), ir.MemRefType(ref.type).element_type
-        lane, row = _lane_and_row(ptx.scalar(first))
+        warp, lane = _warp_and_lane()
+        row = ptx.add(ptx.scalar(first), warp)
         index = ptx.add(ptx.mul(arith.extui(ptx.i64(), row), cols), arith.extui(ptx.i64(), lane))
         address, exists = ptx.add(ptx.global_address(ref), ptx.mul(index, size)), ptx.compare("ult", row, rows)
         least = arith.bitcast(f32, ptx.c32(-1))
@@ -68,15 +70,15 @@ def _load(ref: jax.Ref, first: jax.Array, width: int) -> jax.Array:
     return ptx.inline(load_keys, ref, first, result=((WARPS, width), jnp.float32, _LAYOUT))
 
 
-def _store(ref: jax.Ref, order: jax.Array, left: jax.Array, first: jax.Array) -> None:
-    """Writes the columns where `order` is above 0, and the first `left` of a row where it is 0."""
-    rows, k = ref.shape
+def _stage(columns: jax.Ref, keys: jax.Ref | None, order: jax.Array, words: jax.Array, left: jax.Array) -> None:
+    """Puts in SMEM the columns, and keys, where `order` is above 0, and the first `left` of a row where it is 0."""
+    k = columns.shape[1]
 
-    def store_selected(ctx, ref, order, left, first):
-        lane, row = _lane_and_row(ptx.scalar(first))
+    def stage_selected(ctx, columns, order, words, left, *keys):
+        warp, lane = _warp_and_lane()
         earlier_lanes = ptx.asm_value("mov.u32 $0, %lanemask_lt;", "=r", [])
-        in_row = ptx.add(ptx.global_address(ref), ptx.mul(arith.extui(ptx.i64(), row), 4 * k))
-        exists, limit = ptx.compare("ult", row, rows), ptx.row_value(left)
+        starts = [ptx.add(ptx.shared_address(ref), ptx.mul(warp, 4 * k)) for ref in (columns, *keys)]
+        limit = ptx.row_value(left)
         equals = selected = ptx.c32(0)  # in the columns before
 
         def number(holds: ir.Value, before: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -85,22 +87,60 @@ def _store(ref: jax.Ref, order: jax.Array, left: jax.Array, first: jax.Array) ->
             here = ptx.add(before, llvm.intr_ctpop(ptx.bit_and(votes, earlier_lanes)))
             return here, ptx.add(before, llvm.intr_ctpop(votes))
 
-        for j, register in enumerate(order.registers.flat):
-            (x,) = ptx.elements(register)
+        for j, (register, key) in enumerate(zip(order.registers.flat, words.registers.flat, strict=True)):
+            (x,), key = ptx.elements(register), ptx.elements(key)
             is_equal = ptx.compare("eq", x, 0)
             at, equals = number(is_equal, equals)
             is_selected = arith.ori(ptx.compare("sgt", x, 0), arith.andi(is_equal, ptx.compare("ult", at, limit)))
             at, selected = number(is_selected, selected)
-            address = ptx.add(in_row, ptx.mul(arith.extui(ptx.i64(), at), 4))
-            column, writes = ptx.add(lane, _LANES * j), arith.andi(is_selected, exists)
-            ptx.asm("@$2 st.global.b32 [$0], $1;", "l,r,b", [address, column, writes])
+            for start, value in zip(starts, (ptx.add(lane, _LANES * j), *key), strict=False):
+                address = ptx.add(start, ptx.mul(at, 4))
+                ptx.asm("@$2 st.shared.b32 [$0], $1;", "r,r,b", [address, value, is_selected])
+        ptx.asm("bar.warp.sync -1;", "", [])
 
-    ptx.inline(store_selected, ref, (order, _LAYOUT), (left, _LAYOUT.reduce(1)), first)
+    staged = () if keys is None else (keys,)
+    ptx.inline(stage_selected, columns, (order, _LAYOUT), (words, _LAYOUT), (left, _LAYOUT.reduce(1)), *staged)
 
 
-def _lane_and_row(first: ir.Value) -> tuple[ir.Value, ir.Value]:
+# How many of the keys from an address on come before that in a slot: those that are larger, and equal ones before it.
+_RANK = """{{
+.reg .pred before, same, more; .reg .b32 other, slot, at;
+mov.b32 $0, 0; mov.b32 slot, 0; mov.b32 at, $1;
+AGAIN: ld.shared.b32 other, [at];
+setp.gt.s32 before, other, $2; setp.eq.s32 same, other, $2; setp.lt.and.u32 same, slot, $3, same;
+@before add.u32 $0, $0, 1; @same add.u32 $0, $0, 1;
+add.u32 slot, slot, 1; add.u32 at, at, 4; setp.lt.u32 more, slot, {k};
+@more bra AGAIN; }}"""
+
+
+def _store(ref: jax.Ref, columns: jax.Ref, keys: jax.Ref | None, first: jax.Array) -> None:
+    """Writes the columns in SMEM, in the order of their keys if there are any."""
+    rows, k = ref.shape
+
+    def store_selected(ctx, ref, columns, first, *keys):
+        warp, lane = _warp_and_lane()
+        row = ptx.add(ptx.scalar(first), warp)
+        in_row = ptx.add(ptx.global_address(ref), ptx.mul(arith.extui(ptx.i64(), row), 4 * k))
+        starts = [ptx.add(ptx.shared_address(x), ptx.mul(warp, 4 * k)) for x in (columns, *keys)]
+        exists = ptx.compare("ult", row, rows)
+        for i in range(0, k, _LANES):
+            slot = ptx.add(lane, i)
+            inside = arith.andi(exists, ptx.compare("ult", lane, min(k - i, _LANES)))
+            load = lambda start, slot=slot, inside=inside: ptx.asm_value(
+                "mov.b32 $0, 0; @$2 ld.shared.b32 $0, [$1];", "=&r,r,b", [ptx.add(start, ptx.mul(slot, 4)), inside]
+            )
+            place = slot
+            for start in starts[1:]:
+                place = ptx.asm_value(_RANK.format(k=k), "=&r,r,r,r", [start, load(start), slot])
+            address = ptx.add(in_row, ptx.mul(arith.extui(ptx.i64(), place), 4))
+            ptx.asm("@$2 st.global.b32 [$0], $1;", "l,r,b", [address, load(starts[0]), inside])
+
+    ptx.inline(store_selected, ref, columns, first, *(() if keys is None else (keys,)))
+
+
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     thread = ptx.thread_in_warpgroup()
-    return ptx.rem(thread, _LANES), ptx.add(first, ptx.div(thread, _LANES))
+    return ptx.div(thread, _LANES), ptx.rem(thread, _LANES)
 
 
 def _count(held: jax.Array) -> jax.Array:
@@ -108,7 +148,7 @@ def _count(held: jax.Array) -> jax.Array:
     return jnp.where(held, 1.0, 0.0).sum(axis=1)
 
 
-def _body(keys_ref: jax.Ref, out_ref: jax.Ref, *, k: int) -> None:
+def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns_smem: jax.Ref, *keys_smem: jax.Ref, k: int) -> None:
     shape = WARPS, pl.cdiv(keys_ref.shape[1], _LANES) * _LANES
     bits = KEY_BITS[jnp.dtype(keys_ref.dtype).name]
     first = lax.axis_index("rows") * WARPS
@@ -125,19 +165,23 @@ def _body(keys_ref: jax.Ref, out_ref: jax.Ref, *, k: int) -> None:
     kth = over_row(ptx.no_unroll(0, bits, add_bit, smallest))
     left = (k - _count(keys > kth)).astype(jnp.int32)
     order = jnp.where(keys > kth, 1, jnp.where(keys == kth, 0, -1))
-    _store(out_ref, order, left, first)
+    staged = keys_smem[0] if keys_smem else None
+    _stage(columns_smem, staged, order, keys, left)
+    _store(out_ref, columns_smem, staged, first)
 
 
-def run(keys: jax.Array, k: int) -> jax.Array:
+def run(keys: jax.Array, k: int, *, sorts: bool = False) -> jax.Array:
     """The places of the `k` largest of `keys [..., cols]`, of equal ones the first: int32 `[..., k]`, ascending.
 
-    NaN is larger than all numbers, or smaller if its sign is set, and 0 is larger than -0.
+    If it `sorts`, that of the largest key comes first, and `k` is at most `MAX_SORTED`. NaN is larger than all numbers,
+    or smaller if its sign is set, and 0 is larger than -0.
     """
     *lead, cols = keys.shape
     rows = math.prod(lead)
     kernel = plgpu.kernel(
         functools.partial(_body, k=k),
         out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        scratch_types=[plgpu.SMEM((WARPS, k), jnp.int32)] * (1 + sorts),
         grid=(pl.cdiv(rows, WARPS),),
         grid_names=("rows",),
         kernel_name="radix_select",

@@ -13,8 +13,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import _top_k, top_k_softmax
-from jaxsoftmax._core import sharding
-from jaxsoftmax._core.sharding import AxisSharding, Columns
 from pallas_kernels.softmax.problem import Op
 from tests import top_k_oracle
 from tests.jaxsoftmax.sharded import exchanges, mesh, put
@@ -136,25 +134,3 @@ def test_float64_compiled_outside_the_context_it_was_lowered_in() -> None:
     got = lowered.compile()(x)
     assert got[0].dtype == np.float64
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), got, want)
-
-
-@pytest.mark.parametrize("dtype, n", [(np.float32, SHAPE[-1]), (jnp.bfloat16, 3195)])
-def test_what_kernels_select_is_sorted_once(monkeypatch: pytest.MonkeyPatch, dtype: Any, n: int) -> None:
-    """Among the columns of a device they select, in the order of the row, and the last selection sorts."""
-    by_kernel = lambda keys, k: jnp.sort(jnp.argsort(-keys, -1)[..., :k].astype(jnp.int32), -1)
-    monkeypatch.setattr(_top_k, "_by_kernel", by_kernel)
-    sorts, top_k = [], _top_k._lax_top_k
-    monkeypatch.setattr(_top_k, "_lax_top_k", lambda keys, k: sorts.append(keys.shape) or top_k(keys, k))
-    x, names = jnp.asarray(X[..., :n]).astype(dtype), ("d", "m")
-    columns = Columns((AxisSharding(names, n),), None)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -n % 8)), constant_values=jnp.inf)
-
-    def local(x: jax.Array) -> Any:
-        inside = sharding.inside_of(columns.shardings, (2,), x.shape)
-        how = {"scale": 1.0, "implementation": None, "by_kernel": True}
-        return _top_k.select_across(columns._replace(inside=inside), x, k=K, normalizes=True, **how)
-
-    mapped = jax.shard_map(local, mesh=mesh(), in_specs=ALL_COLUMNS, out_specs=P(), check_vma=False)
-    _, indices, _, _, y = jax.jit(mapped)(padded)
-    right((y, indices), np.asarray(x))
-    assert sorts == [(*SHAPE[:2], K)]

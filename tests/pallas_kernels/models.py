@@ -133,13 +133,27 @@ def _load_keys(machine: Any, static: Any, ref: Any, first: Any) -> list[Any]:
     return [jnp.where(inside, x, np.uint32(0xFFFFFFFF).view(np.float32))]
 
 
-def _store_selected(machine: Any, static: Any, ref: Any, order: Any, left: Any, first: Any) -> None:
-    row, column = first + np.arange(4)[:, None], np.arange(order.shape[1])[None, :]
+def _stage_selected(machine: Any, static: Any, columns: Any, order: Any, words: Any, left: Any, *keys: Any) -> None:
+    column = np.arange(order.shape[1])[None, :] + np.zeros((4, 1), int)
     before = lambda held: held.astype(np.int32).cumsum(axis=1) - held
     is_equal = order == 0
     selected = (order > 0) | (is_equal & (before(is_equal) < left[:, None]))
-    writes = selected & (row < static.rows)
-    machine.scatter(ref, (row, jnp.where(writes, before(selected), 0)), writes, column + 0 * row)
+    at = np.arange(4)[:, None] + 0 * column, jnp.where(selected, before(selected), 0)
+    for ref, value in zip((columns, *keys), (column, words), strict=False):
+        machine.scatter(ref, at, selected, value)
+
+
+def _store_selected(machine: Any, static: Any, ref: Any, columns: Any, first: Any, *keys: Any) -> None:
+    warp, slot = (
+        np.arange(4)[:, None] + np.zeros((1, static.k), int),
+        np.arange(static.k)[None, :] + np.zeros((4, 1), int),
+    )
+    exists, place = first + warp < static.rows, slot
+    for of in keys:
+        key = machine.gather(of, (warp, slot), exists, 0)
+        mine, other = key[:, :, None], key[:, None, :]
+        place = ((other > mine) | ((other == mine) & (slot[:, None, :] < slot[:, :, None]))).sum(-1)
+    machine.scatter(ref, (first + warp, place), exists, machine.gather(columns, (warp, slot), exists, 0))
 
 
 def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:

@@ -42,25 +42,27 @@ def keys_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(x.reshape(shape) + 0.0, dtype)
 
 
-def check(run: Callable[[jax.Array, int], Any], dtype: str, shape: tuple[int, ...], k: int) -> None:
+def check(dtype: str, shape: tuple[int, ...], k: int, sorts: bool) -> None:
     keys = keys_of(dtype, shape)
-    order = np.argsort(-np.asarray(keys, np.float64), axis=-1, kind="stable")
-    np.testing.assert_array_equal(np.asarray(run(keys, k)), np.sort(order[..., :k], -1))
-
-
-def interpreted(keys: jax.Array, k: int) -> Any:
-    return interpret(functools.partial(radix_select.run, k=k), keys)
+    order = np.argsort(-np.asarray(keys, np.float64), axis=-1, kind="stable")[..., :k]
+    found = interpret(functools.partial(radix_select.run, k=k, sorts=sorts), keys)
+    np.testing.assert_array_equal(np.asarray(found), order if sorts else np.sort(order, -1))
 
 
 @pytest.mark.parametrize("dtype, shape, k", CASES)
 def test_the_first_of_the_largest_are_selected(dtype: str, shape: tuple[int, ...], k: int) -> None:
-    check(interpreted, dtype, shape, k)
+    check(dtype, shape, k, sorts=k <= radix_select.MAX_SORTED)
+
+
+@pytest.mark.parametrize("dtype, shape, k", CASES[1:3] + CASES[-1:])
+def test_in_the_order_of_the_row(dtype: str, shape: tuple[int, ...], k: int) -> None:
+    check(dtype, shape, k, sorts=False)
 
 
 def test_nan_and_signs_of_zero_are_in_the_order_of_bits() -> None:
     row = jnp.array([[-0.0, 1.0, jnp.nan, 0.0, -jnp.inf, -jnp.nan, jnp.inf]])
     for k, want in ((1, [2]), (2, [2, 6]), (4, [1, 2, 3, 6]), (6, [0, 1, 2, 3, 4, 6])):
-        assert interpreted(row, k).tolist() == [want]
+        assert interpret(functools.partial(radix_select.run, k=k), row).tolist() == [want]
 
 
 _UNROLLED = ptx.no_unroll
@@ -77,7 +79,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 def test_a_planted_fault_is_rejected(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[words])
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError, RaceDetected), match=r"not equal|outside of|races"):
-        check(interpreted, "bfloat16", (9, 334), 64)
+        check("bfloat16", (9, 334), 64, sorts=True)
 
 
 @pytest.mark.parametrize("scale, k", [(1.0, 64), (0.5, 8)])
@@ -103,9 +105,11 @@ def test_what_the_kernel_declines() -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("dtype, cols", [("bfloat16", 334), ("bfloat16", 1024), ("float16", 70), ("float32", 1024)])
-def test_nothing_spills(dtype: str, cols: int) -> None:
+@pytest.mark.parametrize(
+    "dtype, cols, k", [("bfloat16", 334, 64), ("bfloat16", 1024, 512), ("float16", 70, 8), ("float32", 1024, 128)]
+)
+def test_nothing_spills(dtype: str, cols: int, k: int) -> None:
     x = jax.ShapeDtypeStruct((4096, cols), dtype)
-    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, k=8), x)
+    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, k=k, sorts=k <= radix_select.MAX_SORTED), x)
     assert report.spill_bytes == 0, report
     assert report.relocatable.spill_bytes == 0, report
