@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import attention_mutants
+import jax
 import jax.numpy as jnp
 import wrong
 
 from pallas_kernels import monoid
-from pallas_kernels.mosaic import fast_math, mbarrier, reduce, row_scalars, vectors
-from pallas_kernels.softmax import row_ops, staged
+from pallas_kernels.mosaic import fast_math, mbarrier, ptx, reduce, row_scalars, vectors
+from pallas_kernels.softmax import radix_select, row_ops, staged
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.staged import StagedConfig
@@ -176,6 +177,16 @@ KERNEL_MUTANTS = (
            smoothing=0.1),
 )  # fmt: skip
 
+_UNROLLED = ptx.no_unroll
+# Of the kernel that selects: a module, a name there, and what it is with the fault.
+RADIX_SELECT_FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "the last bit is not searched": (ptx, "no_unroll", lambda start, stop, *a: _UNROLLED(start, stop - 1, *a)),
+    "the first bit is not searched": (ptx, "no_unroll", lambda start, stop, *a: _UNROLLED(start + 1, stop, *a)),
+    "a key counts twice": (radix_select, "_count", lambda held: 2 * jnp.where(held, 1.0, 0.0).sum(axis=1)),
+    "one bit of the keys is lost": (radix_select, "KEY_BITS", {"bfloat16": 15, "float16": 18, "float32": 31}),
+    "all rows are the first CTA's": (jax.lax, "axis_index", lambda name: jnp.int32(0)),
+}
+
 # Faults that only a kernel can have: (what it is, how it is planted, the test in which it is rejected).
 HARNESS_FAULTS = (
     ("no barrier before the cluster's exchange", "toy kernel without its first cluster barrier",
@@ -219,6 +230,10 @@ def document() -> str:
         for m in attention_mutants.MUTANTS
     ]
     rows += [(m.words, f"top-k of {m.n}: `{m.original}`", _top_k_killer(m)) for m in top_k_mutants.MUTANTS]
+    rows += [
+        (words, f"radix select: `{module.__name__.removeprefix('pallas_kernels.')}.{name}`", _RADIX_SELECT_TEST)
+        for words, (module, name, _) in RADIX_SELECT_FAULTS.items()
+    ]
     table = "\n".join(f"| {fault} | {planted} | {killer} |" for fault, planted, killer in rows)
     return f"""# Planted faults
 
@@ -231,6 +246,7 @@ Each fault below is planted and must be rejected: tests of the tests. The table 
 """
 
 
+_RADIX_SELECT_TEST = "test_radix_select.py: 9 x 334 in the interpreter, k = 64, sorted"
 _KERNELS_TEST = "test_kernel_mutants.py: conformance in the interpreter"
 
 

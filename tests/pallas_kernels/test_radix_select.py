@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import aot
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 from interpreter import RaceDetected, interpret
 from jax import export
+from mutants import RADIX_SELECT_FAULTS
 
 from jaxsoftmax import _top_k
 from pallas_kernels.hardware import H200
-from pallas_kernels.mosaic import ptx
 from pallas_kernels.softmax import radix_select
 from tests import top_k_oracle
 
@@ -65,19 +64,9 @@ def test_nan_and_signs_of_zero_are_in_the_order_of_bits() -> None:
         assert interpret(functools.partial(radix_select.run, k=k), row).tolist() == [want]
 
 
-_UNROLLED = ptx.no_unroll
-FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "the last bit is not searched": (ptx, "no_unroll", lambda start, stop, *a: _UNROLLED(start, stop - 1, *a)),
-    "the first bit is not searched": (ptx, "no_unroll", lambda start, stop, *a: _UNROLLED(start + 1, stop, *a)),
-    "a key counts twice": (radix_select, "_count", lambda held: 2 * jnp.where(held, 1.0, 0.0).sum(axis=1)),
-    "one bit of the keys is lost": (radix_select, "KEY_BITS", {"bfloat16": 15, "float16": 18, "float32": 31}),
-    "all rows are the first CTA's": (jax.lax, "axis_index", lambda name: jnp.int32(0)),
-}
-
-
-@pytest.mark.parametrize("words", FAULTS)
+@pytest.mark.parametrize("words", RADIX_SELECT_FAULTS)
 def test_a_planted_fault_is_rejected(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[words])
+    monkeypatch.setattr(*RADIX_SELECT_FAULTS[words])
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError, RaceDetected), match=r"not equal|outside of|races"):
         check("bfloat16", (9, 334), 64, sorts=True)
 
