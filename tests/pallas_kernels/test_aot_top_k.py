@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsoftmax import top_k_softmax
+from pallas_kernels.softmax import radix_select
 
 pytestmark = pytest.mark.aot
 
@@ -51,9 +52,9 @@ def test_few_kernels_of_another_dtype_and_scale():
     assert not sorts
 
 
-@pytest.mark.parametrize("implementation, most", [(None, 3), ("xla", 0)])
-def test_of_many_rows_only_the_last_k_are_sorted(implementation, most):
+@pytest.mark.parametrize("implementation, k, selections", [(None, 8, 2), (None, 129, 2), ("xla", 8, 0)])
+def test_of_many_rows_xla_sorts_what_no_kernel_does(implementation, k, selections):
     """The kernels are that of the statistics, and selections of chunks and of their elements."""
-    found, sorts = kernels(lambda x: top_k_softmax(x, 8, implementation=implementation), 64, 32000)
-    assert found.count("custom-call") == most
-    assert sorts == 1 if most else sorts > 1
+    found, sorts = kernels(lambda x: top_k_softmax(x, k, implementation=implementation), 64, 32000)
+    assert found.count("custom-call") == selections + (selections > 0)
+    assert (sorts > 0) == (k > radix_select.MAX_SORTED or not selections)
