@@ -186,6 +186,7 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
 # Rows that are ordered in one kernel; and, in reads of an element, what it costs to order one and to write a chunk's
 # state, and what each element costs more in chunks that begin anywhere, or do not fill a warp evenly, or are padded.
 _AT_ONCE, _VECTOR = 1024, 8
+MOST_SORTED = 128  # by the kernel that selects them, which takes k^2 comparisons of a row
 _ORDER, _STATE, _UNALIGNED, _UNEVEN, _COPY = 4.0, 4.0, 0.5, 0.2, 2.0
 
 # Comparisons up to which counting one row is faster than sorting it, and how much slower each is for several rows; in
@@ -238,7 +239,7 @@ def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
 
     if radix_select.unsupported(keys, hardware.current()):
         return None
-    if not sorts or k <= radix_select.MAX_SORTED:
+    if not sorts or k <= MOST_SORTED:
         return radix_select.run(keys, k, sorts=sorts)
     places = radix_select.run(keys, k)
     _, at = _lax_top_k(jnp.take_along_axis(keys, places, -1), k)

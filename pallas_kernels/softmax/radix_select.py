@@ -9,6 +9,7 @@ Source: Alabi et al. 2012, "Fast k-selection algorithms for graphics processing 
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,7 +26,6 @@ from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import WARPS
 
 MAX_COLS = 1024
-MAX_SORTED = 128
 # The bits that numbers of a dtype take as float32, from the sign on.
 KEY_BITS = {"bfloat16": 16, "float16": 19, "float32": 32}
 _LANES = 32
@@ -70,14 +70,17 @@ def _load(ref: jax.Ref, first: jax.Array, width: int) -> jax.Array:
     return ptx.inline(load_keys, ref, first, result=((WARPS, width), jnp.float32, _LAYOUT))
 
 
-def _stage(columns: jax.Ref, keys: jax.Ref | None, order: jax.Array, words: jax.Array, left: jax.Array) -> None:
-    """Puts in SMEM the columns, and keys, where `order` is above 0, and the first `left` of a row where it is 0."""
+def _stage(columns: jax.Ref, staged_keys: jax.Ref | None, keys: jax.Array, order: jax.Array, left: jax.Array) -> None:
+    """Stages the selected columns of each row in SMEM, in the row's order, and their keys if these have a place there.
+
+    Selected are those whose `order` is above 0, and the first `left` of those where it is 0.
+    """
     k = columns.shape[1]
 
-    def stage_selected(ctx, columns, order, words, left, *keys):
+    def stage_selected(ctx, columns, keys, order, left, *staged_keys):
         warp, lane = _warp_and_lane()
         earlier_lanes = ptx.asm_value("mov.u32 $0, %lanemask_lt;", "=r", [])
-        starts = [ptx.add(ptx.shared_address(ref), ptx.mul(warp, 4 * k)) for ref in (columns, *keys)]
+        of_columns, *of_keys = _row_addresses((columns, *staged_keys), warp, k)
         limit = ptx.row_value(left)
         equals = selected = ptx.c32(0)  # in the columns before
 
@@ -87,22 +90,22 @@ def _stage(columns: jax.Ref, keys: jax.Ref | None, order: jax.Array, words: jax.
             here = ptx.add(before, llvm.intr_ctpop(ptx.bit_and(votes, earlier_lanes)))
             return here, ptx.add(before, llvm.intr_ctpop(votes))
 
-        for j, (register, key) in enumerate(zip(order.registers.flat, words.registers.flat, strict=True)):
-            (x,), key = ptx.elements(register), ptx.elements(key)
+        for j, (register, key_register) in enumerate(zip(order.registers.flat, keys.registers.flat, strict=True)):
+            (x,), (key,) = ptx.elements(register), ptx.elements(key_register)
             is_equal = ptx.compare("eq", x, 0)
             at, equals = number(is_equal, equals)
             is_selected = arith.ori(ptx.compare("sgt", x, 0), arith.andi(is_equal, ptx.compare("ult", at, limit)))
             at, selected = number(is_selected, selected)
-            for start, value in zip(starts, (ptx.add(lane, _LANES * j), *key), strict=False):
+            for start, value in ((of_columns, ptx.add(lane, _LANES * j)), *((start, key) for start in of_keys)):
                 address = ptx.add(start, ptx.mul(at, 4))
                 ptx.asm("@$2 st.shared.b32 [$0], $1;", "r,r,b", [address, value, is_selected])
         ptx.asm("bar.warp.sync -1;", "", [])
 
-    staged = () if keys is None else (keys,)
-    ptx.inline(stage_selected, columns, (order, _LAYOUT), (words, _LAYOUT), (left, _LAYOUT.reduce(1)), *staged)
+    refs = () if staged_keys is None else (staged_keys,)
+    ptx.inline(stage_selected, columns, (keys, _LAYOUT), (order, _LAYOUT), (left, _LAYOUT.reduce(1)), *refs)
 
 
-# How many of the keys from an address on come before that in a slot: those that are larger, and equal ones before it.
+# How many of the keys from the address $1 on come before the key $2 in slot $3: larger ones, and equal ones in front.
 _RANK = """{{
 .reg .pred before, same, more; .reg .b32 other, slot, at;
 mov.b32 $0, 0; mov.b32 slot, 0; mov.b32 at, $1;
@@ -113,29 +116,36 @@ add.u32 slot, slot, 1; add.u32 at, at, 4; setp.lt.u32 more, slot, {k};
 @more bra AGAIN; }}"""
 
 
-def _store(ref: jax.Ref, columns: jax.Ref, keys: jax.Ref | None, first: jax.Array) -> None:
-    """Writes the columns in SMEM, in the order of their keys if there are any."""
+def _store(ref: jax.Ref, columns: jax.Ref, staged_keys: jax.Ref | None, first: jax.Array) -> None:
+    """Writes the staged columns, in the order of their keys if these are staged too."""
     rows, k = ref.shape
 
-    def store_selected(ctx, ref, columns, first, *keys):
+    def load(start: ir.Value, slot: ir.Value, inside: ir.Value) -> ir.Value:
+        address = ptx.add(start, ptx.mul(slot, 4))
+        return ptx.asm_value("mov.b32 $0, 0; @$2 ld.shared.b32 $0, [$1];", "=&r,r,b", [address, inside])
+
+    def store_selected(ctx, ref, columns, first, *staged_keys):
         warp, lane = _warp_and_lane()
         row = ptx.add(ptx.scalar(first), warp)
         in_row = ptx.add(ptx.global_address(ref), ptx.mul(arith.extui(ptx.i64(), row), 4 * k))
-        starts = [ptx.add(ptx.shared_address(x), ptx.mul(warp, 4 * k)) for x in (columns, *keys)]
+        of_columns, *of_keys = _row_addresses((columns, *staged_keys), warp, k)
         exists = ptx.compare("ult", row, rows)
         for i in range(0, k, _LANES):
             slot = ptx.add(lane, i)
             inside = arith.andi(exists, ptx.compare("ult", lane, min(k - i, _LANES)))
-            load = lambda start, slot=slot, inside=inside: ptx.asm_value(
-                "mov.b32 $0, 0; @$2 ld.shared.b32 $0, [$1];", "=&r,r,b", [ptx.add(start, ptx.mul(slot, 4)), inside]
-            )
             place = slot
-            for start in starts[1:]:
-                place = ptx.asm_value(_RANK.format(k=k), "=&r,r,r,r", [start, load(start), slot])
+            if of_keys:
+                (start,) = of_keys
+                place = ptx.asm_value(_RANK.format(k=k), "=&r,r,r,r", [start, load(start, slot, inside), slot])
             address = ptx.add(in_row, ptx.mul(arith.extui(ptx.i64(), place), 4))
-            ptx.asm("@$2 st.global.b32 [$0], $1;", "l,r,b", [address, load(starts[0]), inside])
+            ptx.asm("@$2 st.global.b32 [$0], $1;", "l,r,b", [address, load(of_columns, slot, inside), inside])
 
-    ptx.inline(store_selected, ref, columns, first, *(() if keys is None else (keys,)))
+    ptx.inline(store_selected, ref, columns, first, *(() if staged_keys is None else (staged_keys,)))
+
+
+def _row_addresses(refs: Sequence[ir.Value], warp: ir.Value, k: int) -> list[ir.Value]:
+    """Where the warp's row of k words begins in each array in SMEM."""
+    return [ptx.add(ptx.shared_address(ref), ptx.mul(warp, 4 * k)) for ref in refs]
 
 
 def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
@@ -148,7 +158,7 @@ def _count(held: jax.Array) -> jax.Array:
     return jnp.where(held, 1.0, 0.0).sum(axis=1)
 
 
-def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns_smem: jax.Ref, *keys_smem: jax.Ref, k: int) -> None:
+def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns: jax.Ref, staged_keys: jax.Ref | None = None, *, k: int) -> None:
     shape = WARPS, pl.cdiv(keys_ref.shape[1], _LANES) * _LANES
     bits = KEY_BITS[jnp.dtype(keys_ref.dtype).name]
     first = lax.axis_index("rows") * WARPS
@@ -165,16 +175,15 @@ def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns_smem: jax.Ref, *keys_smem
     kth = over_row(ptx.no_unroll(0, bits, add_bit, smallest))
     left = (k - _count(keys > kth)).astype(jnp.int32)
     order = jnp.where(keys > kth, 1, jnp.where(keys == kth, 0, -1))
-    staged = keys_smem[0] if keys_smem else None
-    _stage(columns_smem, staged, order, keys, left)
-    _store(out_ref, columns_smem, staged, first)
+    _stage(columns, staged_keys, keys, order, left)
+    _store(out_ref, columns, staged_keys, first)
 
 
 def run(keys: jax.Array, k: int, *, sorts: bool = False) -> jax.Array:
     """The places of the `k` largest of `keys [..., cols]`, of equal ones the first: int32 `[..., k]`, ascending.
 
-    If it `sorts`, that of the largest key comes first, and `k` is at most `MAX_SORTED`. NaN is larger than all numbers,
-    or smaller if its sign is set, and 0 is larger than -0.
+    If it `sorts`, that of the largest key comes first; each of the `k` keys is compared with all of them. NaN is larger
+    than all numbers, or smaller if its sign is set, and 0 is larger than -0.
     """
     *lead, cols = keys.shape
     rows = math.prod(lead)

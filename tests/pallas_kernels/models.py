@@ -133,21 +133,18 @@ def _load_keys(machine: Any, static: Any, ref: Any, first: Any) -> list[Any]:
     return [jnp.where(inside, x, np.uint32(0xFFFFFFFF).view(np.float32))]
 
 
-def _stage_selected(machine: Any, static: Any, columns: Any, order: Any, words: Any, left: Any, *keys: Any) -> None:
-    column = np.arange(order.shape[1])[None, :] + np.zeros((4, 1), int)
+def _stage_selected(machine: Any, static: Any, columns: Any, keys: Any, order: Any, left: Any, *staged: Any) -> None:
+    warp, column = np.indices(order.shape)
     before = lambda held: held.astype(np.int32).cumsum(axis=1) - held
     is_equal = order == 0
     selected = (order > 0) | (is_equal & (before(is_equal) < left[:, None]))
-    at = np.arange(4)[:, None] + 0 * column, jnp.where(selected, before(selected), 0)
-    for ref, value in zip((columns, *keys), (column, words), strict=False):
+    at = warp, jnp.where(selected, before(selected), 0)
+    for ref, value in zip((columns, *staged), (column, keys), strict=False):
         machine.scatter(ref, at, selected, value)
 
 
 def _store_selected(machine: Any, static: Any, ref: Any, columns: Any, first: Any, *keys: Any) -> None:
-    warp, slot = (
-        np.arange(4)[:, None] + np.zeros((1, static.k), int),
-        np.arange(static.k)[None, :] + np.zeros((4, 1), int),
-    )
+    warp, slot = np.indices((4, static.k))
     exists, place = first + warp < static.rows, slot
     for of in keys:
         key = machine.gather(of, (warp, slot), exists, 0)

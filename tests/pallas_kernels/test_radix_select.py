@@ -50,7 +50,7 @@ def check(dtype: str, shape: tuple[int, ...], k: int, sorts: bool) -> None:
 
 @pytest.mark.parametrize("dtype, shape, k", CASES)
 def test_the_first_of_the_largest_are_selected(dtype: str, shape: tuple[int, ...], k: int) -> None:
-    check(dtype, shape, k, sorts=k <= radix_select.MAX_SORTED)
+    check(dtype, shape, k, sorts=k <= _top_k.MOST_SORTED)
 
 
 @pytest.mark.parametrize("dtype, shape, k", CASES[1:3] + CASES[-1:])
@@ -99,6 +99,6 @@ def test_what_the_kernel_declines() -> None:
 )
 def test_nothing_spills(dtype: str, cols: int, k: int) -> None:
     x = jax.ShapeDtypeStruct((4096, cols), dtype)
-    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, k=k, sorts=k <= radix_select.MAX_SORTED), x)
+    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, k=k, sorts=k <= _top_k.MOST_SORTED), x)
     assert report.spill_bytes == 0, report
     assert report.relocatable.spill_bytes == 0, report
