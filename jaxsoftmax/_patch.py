@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import math
 import operator
 import sys
@@ -45,6 +46,8 @@ def _dot_product_attention(
 def _linen_attention(*args: Any, **kwargs: Any) -> jax.Array:
     """`flax.linen.dot_product_attention`, whose output is as wide as its softmax is forced to be."""
     given = dict(zip(_LINEN[: len(args)], args, strict=True)) | kwargs
+    if given.get("mask") is not None:
+        given["mask"] = jnp.not_equal(given["mask"], 0)
     out = _attention.flash_attention(**{name: x for name, x in given.items() if x is not None})
     return out.astype(jnp.promote_types(out.dtype, jnp.float32)) if given.get("force_fp32_for_softmax") else out
 
@@ -224,11 +227,15 @@ def uninstall() -> None:
 
 
 def _substitute(name: str, ours: Function, original: Function) -> Function:
-    """A function that calls ours under a patch. Elsewhere, and where ours refuses, it calls the original."""
+    """A function that calls ours under a patch. Elsewhere, and where ours refuses, it calls the original.
+
+    The original is called, to refuse it, for a keyword that ours alone has.
+    """
+    keywords = inspect.signature(original).parameters.keys()
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _ON.value:
+        if not _ON.value or not kwargs.keys() <= keywords:
             return original(*args, **kwargs)
         refusal = None
         try:

@@ -157,7 +157,8 @@ def flash_attention(
         value: `[*batch, S, K, D]` of the same dtype.
         bias: Real numbers that broadcast to `[*batch, N, T, S]`, added to the scaled (and capped) logits in the dtype
             of accumulation. Its gradient has its shape.
-        mask: Bools, or numbers of which 0 means masked, that broadcast to `[*batch, N, T, S]`.
+        mask: Booleans that broadcast to `[*batch, N, T, S]`: True where a query sees a key. Only beside arguments that
+            Flax's layers pass, from `dropout_rng` down, may they be numbers: 1, or 0 for hidden, as Flax makes them.
         scale: The logits' factor, `1 / sqrt(H)` by default. A number is fused in. An array that broadcasts to query
             (traced, or one factor per head) is multiplied into it beforehand, rounded to its dtype, and differentiable.
         is_causal: Whether a query sees only keys up to its own position, as `causal_alignment` counts it.
@@ -223,10 +224,12 @@ def flash_attention(
     q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
     checks.choice("causal_alignment", causal_alignment, get_args(CausalAlignment))
     is_causal, module = checks.is_causal(is_causal), checks.sown_in(module)
+    of_flax = (dropout_rng, module, einsum_dot_general, promote_dtype)
+    flags_of_flax = deterministic or force_fp32_for_softmax or not broadcast_dropout
     dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
     given = {
         "bias": bias,
-        "mask": mask,
+        "mask": checks.mask_of_flax(mask) if flags_of_flax or any(x is not None for x in of_flax) else mask,
         "query_lengths": query_seq_lengths,
         "key_lengths": key_value_seq_lengths,
         "query_segments": query_segment_ids,

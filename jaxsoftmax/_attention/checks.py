@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks
@@ -107,11 +108,14 @@ def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A mask as bool: anything but 0 takes part."""
+    """A mask of booleans: of numbers, 0 hides a key in a mask of Flax, and shows it in one to add to the logits."""
     array = _logits_like(name, x, q, k)
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected bool, or numbers of which 0 means masked.")
-    return array.astype(bool)
+    if array.dtype != jnp.bool_:
+        advice = "Pass mask != 0."
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            advice = "Pass numbers to add to the logits as bias=, and a mask of 0 and 1 as mask != 0."
+        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected bool, True where a key is seen. {advice}")
+    return array
 
 
 def _lengths(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -304,6 +308,20 @@ def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None
     except TypeError:
         raise TypeError(f"{NAME}: dropout_rng={rng!r}, expected a random key, as of jax.random.key(0).") from None
     return Dropout(rng, rate, broadcast)
+
+
+def mask_of_flax(mask: Any) -> Any:
+    """A mask as bool, which Flax makes of numbers: 1 where a key is seen, 0 elsewhere."""
+    if mask is None or (array := _array("mask", mask)).dtype == jnp.bool_:
+        return mask
+    if not isinstance(array, Tracer) and array.is_fully_addressable:
+        values = np.asarray(array)
+        if (others := values[(values != 0) & (values != 1)]).size:
+            raise ValueError(
+                f"{NAME}: mask has the number {others[0]}, expected bools, or numbers that are 0 where a key is hidden "
+                "and 1 elsewhere. Pass numbers to add to the logits as bias=."
+            )
+    return array != 0
 
 
 def sown_in(module: Any) -> Any:

@@ -37,7 +37,7 @@ def call_of(seed: int) -> tuple[tuple[np.ndarray, ...], Arguments]:
     broadcast = lambda: tuple(one_of(1, n) for n in (batch, heads, queries, keys))
     choices = {
         "bias": lambda: rng.normal(size=broadcast()).astype(np.float32),
-        "mask": lambda: (rng.random(broadcast()) < 0.7).astype(one_of(np.bool_, np.int32, np.float32)),
+        "mask": lambda: rng.random(broadcast()) < 0.7,
         "is_causal": lambda: True,
         "causal_alignment": lambda: "bottom_right",
         "local_window_size": lambda: (one_of(None, 0, 1, 3), one_of(None, 0, 1, 3)),
@@ -63,7 +63,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(17, 27))  # in which each two of the arguments meet
+@pytest.mark.parametrize("seed", range(20, 28))  # in which each two of the arguments meet
 def test_values_and_gradients(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over one tile and over many."""
     monkeypatch.setattr(tiles, "CHUNK", 3 if seed % 2 else 512)

@@ -141,6 +141,27 @@ def test_linen_sows_float32_if_forced_to(force: bool) -> None:
     assert of(ours) == of(theirs) == {jnp.dtype("float32" if force else "bfloat16")}
 
 
+FLAX = ({"deterministic": True}, {"dropout_rng": jax.random.key(0)}, {"broadcast_dropout": False},
+        {"force_fp32_for_softmax": True}, {"einsum_dot_general": jax.lax.dot_general},
+        {"promote_dtype": nnx.nn.dtypes.promote_dtype})  # fmt: skip
+
+
+def test_masks_of_numbers() -> None:
+    """Flax makes masks of 0 and 1; beside what only its layers pass, they are taken, traced ones too."""
+    qkv = [x.reshape(2, 6, 4, 4) for x in (X, 2 * X, -X)]
+    mask = nn.make_causal_mask(X[..., 0], dtype=bool)
+    want = np.asarray(jaxsoftmax.flash_attention(*qkv, mask=mask))
+    for passed in FLAX:
+        call = lambda mask, passed=passed: jaxsoftmax.flash_attention(*qkv, mask=mask, **passed)
+        for dtype in (bool, jnp.int8, jnp.uint32, jnp.bfloat16, jnp.float32):
+            np.testing.assert_array_equal(call(mask.astype(dtype)), want)
+        np.testing.assert_array_equal(call(np.asarray(mask, np.float64)), want)
+    np.testing.assert_allclose(jax.jit(call)(mask.astype(jnp.float32)), want, rtol=1e-4, atol=1e-6)
+    for plain in ({}, {"dropout_rate": 0.0}, {"dtype": None}, {"precision": None}):
+        with pytest.raises(TypeError, match="mask has dtype float32, expected bool"):
+            jaxsoftmax.flash_attention(*qkv, mask=mask.astype(jnp.float32), **plain)
+
+
 @pytest.mark.parametrize("theirs", [nn.dot_product_attention, nnx.dot_product_attention], ids=["linen", "nnx"])
 def test_flaxs_defaults_may_be_passed_on(theirs: Any) -> None:
     """As a wrapper does that names all of their parameters; `promote_dtype` gives the operands one dtype."""

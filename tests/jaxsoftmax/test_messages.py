@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 import types
 from typing import Any
@@ -106,8 +107,15 @@ OF_ATTENTION = [
     (TypeError, "bias has dtype bool, expected real numbers to add to the logits. Bools go in mask.",
      {"bias": np.ones((5, 7), bool)}),
     (ValueError, "mask has shape (2, 5, 7), expected a shape that broadcasts", {"mask": np.ones((2, 5, 7), bool)}),
-    (TypeError, "mask has dtype complex64, expected bool, or numbers of which 0 means masked",
-     {"mask": np.ones((5, 7), np.complex64)}),
+    *((TypeError, f"mask has dtype {dtype}, expected bool, True where a key is seen. Pass mask != 0.",
+       {"mask": jnp.ones((5, 7), dtype)} | more)
+      for dtype in ("int8", "uint8", "int32", "uint32") for more in ({}, {"dropout_rate": 0.0})),
+    *((TypeError, f"mask has dtype {dtype}, expected bool, True where a key is seen. Pass numbers to add to the logits "
+       "as bias=, and a mask of 0 and 1 as mask != 0.", {"mask": jnp.ones((5, 7), dtype)})
+      for dtype in ("float8_e4m3fn", "bfloat16", "float16", "float32", "complex64")),
+    *((ValueError, f"mask has the number {wrong}, expected bools, or numbers that are 0 where a key is hidden and 1 "
+       "elsewhere. Pass numbers to add to the logits as bias=.", {"mask": np.array([[1, 0, 1, wrong, 1, 1, 1]])} | flax)
+      for wrong in (-1e9, -math.inf, math.nan, 0.5, 2, -1) for flax in ({"deterministic": True}, {"dropout_rng": KEY})),
     (ValueError, "scale is nan, expected a number", {"scale": float("nan")}),
     (TypeError, "scale has dtype complex64, expected real numbers", {"scale": np.complex64(1j)}),
     (ValueError, "scale has shape (3,), expected a number, or a shape that broadcasts to query's",

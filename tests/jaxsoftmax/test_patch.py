@@ -182,6 +182,46 @@ def test_the_implementation_of_attention() -> None:
     assert not any(calls.fallbacks.values())
 
 
+def attending(f: Any, mask: Any, **more: Any) -> Any:
+    return f(Q[..., :1, :], Q[:, :4, :1], Q[:, :4, :1], mask=mask[:, None], **more)
+
+
+def of_rows(f: Any, mask: Any, *labels: Any, **more: Any) -> Any:
+    return f(Q[..., 0], *labels, where=mask, **more)
+
+
+MASKED = {name: attending if "attention" in name else of_rows for name in ORIGINALS}
+LABELLED = {
+    "optax.softmax_cross_entropy": (jnp.abs(Q[..., 1]),),
+    "optax.softmax_cross_entropy_with_integer_labels": (jnp.ones((2, 5), int),),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_are_taken_and_refused_as_by_the_original(name: str) -> None:
+    """Numbers, which ours refuses or reads in its own way, and a keyword that only ours has."""
+    seen = np.array([[[True, True, False, True]], [[False, True, True, False]]]).repeat(5, 1)
+    taken, labels = [], LABELLED.get(name, ())
+    masks = [seen, jnp.where(seen, 0, -1e9)]
+    masks += [jnp.asarray(seen).astype(dtype) for dtype in ("int32", "uint8", "float16", "float32", "complex64")]
+    for mask, more in [(mask, {}) for mask in masks] + [(seen, {name: None}) for name in ("module", "scale")]:
+        try:
+            want = MASKED[name](found(name), mask, *labels, **more)
+        except (TypeError, ValueError):
+            want = None
+        taken.append(want is not None)
+        with jaxsoftmax.patch() as calls:
+            if want is None:
+                with pytest.raises((TypeError, ValueError)):
+                    MASKED[name](found(name), mask, *labels, **more)
+                assert not any(calls.values())
+            else:
+                got = MASKED[name](found(name), mask, *labels, **more)
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert taken[0]
+    assert not all(taken)
+
+
 def test_a_query_without_keys() -> None:
     mask = jnp.ones((1, 1, 5, 5), bool).at[..., 0, :].set(False)
     mean = jax.nn.dot_product_attention(Q, Q, Q, mask=mask)
