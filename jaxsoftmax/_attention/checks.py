@@ -119,20 +119,22 @@ def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _lengths(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Sequence lengths, one for each element of the batch, clamped to int32."""
-    array, batch = _integers(name, x), q.shape[:-3]
+    return lengths(NAME, name, x, q.shape[:-3])
+
+
+def lengths(function: str, name: str, x: Any, batch: Shape) -> jax.Array:
+    """Sequence lengths, one for each element of the batch, as int32."""
+    array = integers(function, name, x)
     if not batch and array.shape == (1,):
         array = array.reshape(())
     if array.shape != batch:
-        raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {batch}, a length for each sequence.")
-    own, narrow = jnp.iinfo(array.dtype), jnp.iinfo(jnp.int32)
-    with settings_for(array):
-        return jnp.asarray(array.clip(max(own.min, narrow.min), min(own.max, narrow.max)).astype(jnp.int32))
+        raise ValueError(f"{function}: {name} has shape {array.shape}, expected {batch}, a length for each sequence.")
+    return clipped(array)
 
 
 def _segments(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """Segment ids, one for each position of a query or a key."""
-    array, shape = _integers(name, x), (q if name == "query_segment_ids" else k).shape[:-2]
+    array, shape = integers(NAME, name, x), (q if name == "query_segment_ids" else k).shape[:-2]
     if array.shape != shape:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {shape}, a number for each position.")
     return _kept_whole(name, array)
@@ -140,7 +142,7 @@ def _segments(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     """Positions of queries or keys, clamped so that sums with a window do not overflow."""
-    array, shape = _integers(name, x), (q if name == "query_positions" else k).shape[:-2]
+    array, shape = integers(NAME, name, x), (q if name == "query_positions" else k).shape[:-2]
     own = array.shape[max(array.ndim - len(shape), 0) :]
     if (
         own != array.shape
@@ -151,9 +153,8 @@ def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
             f"{NAME}: {name} has shape {array.shape}, expected {shape}, or what broadcasts to it: a number for each "
             "position."
         )
-    bounds, most = jnp.iinfo(array.dtype), 2**30 - 1
-    with settings_for(array):
-        array = jnp.asarray(array.clip(max(bounds.min, -most), min(bounds.max, most)).astype(jnp.int32))
+    most = 2**30 - 1
+    array = clipped(array, -most, most)
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
@@ -388,18 +389,26 @@ def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-_array = functools.partial(
-    checks.as_array, NAME, no_array=", expected an array of numbers.", wanted="an array of numbers", on_key=""
-)
+_WORDS = {"no_array": ", expected an array of numbers.", "wanted": "an array of numbers", "on_key": ""}
+_array = functools.partial(checks.as_array, NAME, **_WORDS)
 
 
-def _integers(name: str, x: Any) -> Any:
+def integers(function: str, name: str, x: Any) -> Any:
     """Integers with all their bits: values that are known stay in NumPy, because an array of JAX may have fewer."""
     on_host = all(isinstance(leaf, (int, np.ndarray, np.generic)) for leaf in jax.tree.leaves(x))
-    array = np.asarray(x) if on_host else _array(name, x)
+    array = np.asarray(x) if on_host else checks.as_array(function, name, x, **_WORDS)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}, expected integers.")
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected integers.")
     return array
+
+
+def clipped(x: Any, low: int = -(2**31), high: int = 2**31 - 1) -> jax.Array:
+    """Integers of any width as int32, those beyond a bound as the bound."""
+    own = jnp.iinfo(x.dtype)
+    with settings_for(x):
+        if own.min < low or own.max > high:
+            x = x.clip(max(own.min, low), min(own.max, high))
+        return jnp.asarray(x.astype(jnp.int32))
 
 
 def _shape(name: str, x: jax.Array, want: tuple[Any, ...], why: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -41,7 +40,7 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 PageLayout = Literal["heads_first", "pages_first"]
 
 _NAME = "paged_attention"
-_PAGED = Primitive(_NAME)
+PAGED = Primitive(_NAME)
 _AXES = {
     "heads_first": "(key heads, pages, page size, head_dim)",
     "pages_first": "(pages, page size, key heads, head_dim)",
@@ -119,9 +118,9 @@ def paged_attention(
         query: `[B, N, H]`, or `[B, T, N, H]`; bfloat16, float16, float32 or float64.
         key_pages: `[K, pages, page_size, H]`, or as `layout` says, of the same dtype; N is a multiple of K.
         value_pages: `[K, pages, page_size, D]`, or as `layout` says, of the same dtype.
-        block_tables: Integers `[B, entries]`: the pages of each sequence, in order.
-        lengths: Integers `[B]`: how many positions each sequence has, with its queries. More than its table has
-            room for count as many as that.
+        block_tables: Integers `[B, entries]` of any width: the pages of each sequence, in order.
+        lengths: Integers `[B]` of any width: how many positions each sequence has, with its queries. More than its
+            table has room for count as many as that.
         scale: As in `flash_attention`.
         logits_soft_cap: As in `flash_attention`.
         sinks: As in `flash_attention`.
@@ -166,7 +165,7 @@ def paged_attention(
     extras = checks.operands({"sinks": sinks}, q, k)
     named = core_checks.implementation(_NAME, implementation)
     arrays = unify_varying(q, k, v, tables, lengths, *extras.values())
-    out, lse = _PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
+    out, lse = PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
     lse = jnp.swapaxes(lse, 1, 2)
     out, lse = (out[:, 0], lse[:, 0]) if is_one else (out, lse)
     return (out, lse) if return_residual else out
@@ -210,28 +209,13 @@ def _checked(
             f"{_NAME}: query has {q.shape[-2]} heads and key_pages {key_heads}, expected a multiple of those. Pass "
             "layout= for pages in another order."
         )
-    tables, counts = _integers("block_tables", block_tables), _integers("lengths", lengths)
+    tables = checks.integers(_NAME, "block_tables", block_tables)
     if tables.ndim != 2 or tables.shape[0] != q.shape[0]:
         raise ValueError(
             f"{_NAME}: block_tables has shape {tables.shape}, expected ({q.shape[0]}, entries), the pages of each of "
             "the query's sequences."
         )
-    if counts.shape != q.shape[:1]:
-        raise ValueError(
-            f"{_NAME}: lengths has shape {counts.shape}, expected {q.shape[:1]}, a number for each of the query's "
-            "sequences."
-        )
-    return q, k, v, tables, counts
-
-
-def _integers(name: str, x: ArrayLike) -> jax.Array:
-    """Integers of at least 32 bits; of NumPy's none loses its upper half where JAX has no 64 bits."""
-    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.dtype.itemsize == 8:
-        x = np.clip(x, max(-1, np.iinfo(x.dtype).min), 2**31 - 1).astype(np.int32)
-    array = core_checks.as_array(_NAME, name, x)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{_NAME}: {name} has dtype {array.dtype}, expected integers.")
-    return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
+    return q, k, v, checks.clipped(tables), checks.lengths(_NAME, "lengths", lengths, q.shape[:1])
 
 
 def _gathered(pages: jax.Array, tables: jax.Array, lengths: jax.Array, layout: PageLayout) -> jax.Array:
@@ -247,7 +231,7 @@ def _gathered(pages: jax.Array, tables: jax.Array, lengths: jax.Array, layout: P
     with on_mesh_of(avals), settings_for(*avals):
         exists = (tables >= 0) & (tables < count)
         counts = size * jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-        tables = jnp.where(counts, jnp.where(exists, tables, count), 0).astype(jnp.int32)
+        tables = jnp.where(counts, jnp.where(exists, tables, count), 0)
         at = pages.at[(slice(None),) * axis + (tables,)]
         found = at.get(mode="fill", fill_value=jnp.nan, out_sharding=spec if is_explicit(avals) else None)
         found = jnp.moveaxis(found, 0, 3) if layout == "heads_first" else found
@@ -267,14 +251,12 @@ def _by_gathering(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp, by attention to the pages that are gathered first."""
     keys, values = (_gathered(pages, tables, lengths, layout) for pages in (k, v))
-    counts = lengths.astype(jnp.int32) if lengths.dtype != jnp.int32 else lengths
-    return attend(
-        Operands(q, keys, values, key_lengths=counts, sinks=sinks[0] if sinks else None), rules, implementation
-    )
+    operands = Operands(q, keys, values, key_lengths=lengths, sinks=sinks[0] if sinks else None)
+    return attend(operands, rules, implementation)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """The call, as `lowering` needs it."""
 
     has_kernel = True
@@ -315,15 +297,12 @@ class _Call:
         return _Paged(layout, run)
 
 
-def _run(call: _Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
+def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
     """Runs the kernel on one device's operands, or gathers where it does not take this shard."""
     chosen = call.plan(operands, hardware.current(), named, **params).required_by(named)
     if chosen.decision is None:
         return _by_gathering(*operands, **params)
     q, k, v, tables, lengths, *sinks = operands
-    tables, lengths = (
-        x if x.dtype == jnp.int32 else jnp.clip(x, -1, 2**31 - 1).astype(jnp.int32) for x in (tables, lengths)
-    )
     return chosen.launch(q, k, v, lengths, *(x.reshape(-1) for x in sinks), tables)
 
 
@@ -387,7 +366,7 @@ def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **
     """The rule for vmap: a mapped axis joins the sequences, unless pages or sinks are mapped, which are gathered."""
     mapped = [d is not None for d in dims]
     if not any(mapped):
-        return _PAGED.bind(*operands, **params), [None, None]
+        return PAGED.bind(*operands, **params), [None, None]
     if any(mapped[1:3]) or any(mapped[5:]) or is_explicit([jax.typeof(x) for x in operands]):
         return jax.vmap(functools.partial(_by_gathering, **params), tuple(dims))(*operands), [0, 0]
     count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
@@ -397,7 +376,7 @@ def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **
         return jax.lax.collapse(x, 0, 2)
 
     arrays = [x if i in (1, 2) or i > 4 else joined(x, d) for i, (x, d) in enumerate(zip(operands, dims, strict=True))]
-    found = _PAGED.bind(*unify_varying(*arrays), **params)
+    found = PAGED.bind(*unify_varying(*arrays), **params)
     return [x.reshape(count, -1, *x.shape[1:]) for x in found], [0, 0]
 
 
@@ -405,7 +384,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
     """Derivatives are those of attention to gathered pages."""
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and i not in (3, 4)]
     if not moving:
-        out = _PAGED.bind(*primals, **params)
+        out = PAGED.bind(*primals, **params)
         return out, zeros(out)
 
     def compute(*moved: jax.Array) -> Any:
@@ -415,6 +394,6 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
     return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-define(_PAGED, _avals, _batch)
-register(_PAGED, _Call())
-ad.primitive_jvps[_PAGED] = _jvp
+define(PAGED, _avals, _batch)
+register(PAGED, Call())
+ad.primitive_jvps[PAGED] = _jvp

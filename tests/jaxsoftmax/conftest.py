@@ -18,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
 
 from jaxsoftmax import _top_k
+from jaxsoftmax._attention import paged
 from jaxsoftmax._attention import primitives as attention_primitives
 from jaxsoftmax._core import primitives as lowering
 from jaxsoftmax._softmax import primitives as row_primitives
@@ -63,6 +64,8 @@ class AttentionStandIn:
     reason: str = "it is the only one"
 
     def run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if self.problem.page_size:
+            return self._with_pages_gathered(*arrays)
         p = self.problem
         shapes = {
             "query": (p.batch, p.query_length, p.query_heads, p.head_dim),
@@ -94,6 +97,23 @@ class AttentionStandIn:
         assert [x.shape[:2] for x in rest[1::2]] == [(p.batch, p.query_heads)] * 2
         found = attention_reference.backward(Operands(**operands), rules, *rest, shapes=of)
         return tuple(x[0] if name == "sinks" else x for name, x in zip(wanted, found, strict=True))
+
+    def _with_pages_gathered(self, query: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        """The same on keys and values that a table names; a page that does not exist is NaN, but past the length."""
+        p, (*pools, lengths, tables) = self.problem, (*rest[:3], rest[-1])
+        entries = p.key_length // p.page_size
+        assert (tables.shape, tables.dtype, lengths.dtype) == ((p.batch, entries), jnp.int32, jnp.int32)
+        gathered = []
+        for pool, dim in zip(pools, (p.head_dim, p.value_dim), strict=True):
+            pages, axis = pool.shape[0 if p.pages_first else 1], 0 if p.pages_first else 1
+            with_size = (pages, p.page_size, p.key_heads) if p.pages_first else (p.key_heads, pages, p.page_size)
+            assert pool.shape == (*with_size, dim)
+            named = jnp.where((tables >= 0) & (tables < pages), tables, pages)
+            found = jnp.take(pool, named, axis, mode="fill", fill_value=jnp.nan)
+            found = found if p.pages_first else jnp.moveaxis(found, 0, 3)
+            gathered.append(found.reshape(p.batch, p.key_length, p.key_heads, dim))
+        contiguous = dataclasses.replace(p, page_size=0, pages_first=False)
+        return AttentionStandIn(contiguous).run(query, *gathered, *rest[2:-1])
 
 
 @dataclasses.dataclass
@@ -127,7 +147,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     monkeypatch.setattr(dispatch, "decide", functools.partial(record.decide, StandIn, ("first", "second")))
     decide_attention = functools.partial(record.decide, AttentionStandIn, ("attention",))
     monkeypatch.setattr(attention_dispatch, "decide", decide_attention)
-    calls = {attention_primitives.BY_PART[part]: attention_primitives.Call(part) for part in attention_primitives.OPS}
+    calls: dict[Any, Any] = {
+        attention_primitives.BY_PART[part]: attention_primitives.Call(part) for part in attention_primitives.OPS
+    }
+    calls[paged.PAGED] = paged.Call()
 
     def register(rule: Callable[..., Any], **may_count: bool) -> None:
         for primitive, computation in {**row_primitives.COMPUTATIONS, **calls}.items():

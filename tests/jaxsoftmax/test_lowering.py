@@ -488,3 +488,76 @@ def test_the_plain_custom_vjp_of_a_mask_in_a_loop() -> None:
 
     text = jax.jit(jax.grad(thrice, (0, 1, 2))).trace(query, key, value).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+# With int32, the others' equal; each alone compiles little, as the primitives take int32.
+INTEGERS = ("int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64")
+POOL = jnp.asarray(RNG.normal(size=(2, 2, 5, 8, 8)), jnp.float32)  # keys and values, 2 heads, 5 pages of 8
+
+
+def _lengths(low: int, high: int) -> Any:
+    """Of queries and keys, beyond what there are on both sides."""
+    lengths = [high, low], [high, 5]
+    names = "key_value_seq_lengths", "query_seq_lengths"
+    call = lambda *x, **how: flash_attention(Q, K, V, **dict(zip(names, x, strict=True)), **how)
+    return call, lengths, ([7, max(low, 0)], [5, 5])
+
+
+def _segments(low: int, high: int) -> Any:
+    ids = [low, high, high - 1, low + 1, 0], [low, 0, high, low, high, 1, low + 1]
+    rank = {x: i for i, x in enumerate(sorted({*ids[0], *ids[1]}))}
+    call = lambda a, b, **how: flash_attention(Q, K, V, query_segment_ids=a, key_value_segment_ids=b, **how)
+    return call, [[x, x[::-1]] for x in ids], [[[rank[n] for n in y] for y in (x, x[::-1])] for x in ids]
+
+
+def _positions(low: int, high: int) -> Any:
+    call = lambda a, b, **how: flash_attention(Q, K, V, is_causal=True, query_positions=a, key_value_positions=b, **how)
+    places = [low, high, 3, 5, 4], [5, 4, 3, low, high, 6, 7]
+    return call, places, [[min(max(x, -(2**29)), 2**29) for x in at] for at in places]
+
+
+def _pages(low: int, high: int) -> Any:
+    """Of the second sequence one position counts, and one entry; of the third one, none."""
+    query = jnp.concatenate([Q[:, 0], Q[:1, 1]])
+    call = lambda tables, lengths, **how: jaxsoftmax.paged_attention(query, *POOL, tables, lengths, **how)
+    given = [[4, 0, 2], [3, high, low], [high, low, high]], [high, 1, low]
+    return call, given, ([[4, 0, 2], [3, 0, 0], [0, 0, 0]], [24, 1, max(low, 0)])
+
+
+def _labels(low: int, high: int) -> Any:
+    """Of which the lowest and highest of their dtype are no columns."""
+    call = jax.jit(lambda labels, **how: ours(jnp.asarray(X[0]), labels, **how), static_argnames="implementation")
+    return call, ([0, 15, high, low or high],), ([0, 15, -1, -1],)
+
+
+def _ignored(low: int, high: int) -> Any:
+    call = lambda labels, **how: ours(jnp.asarray(X[0]), labels, ignore_index=int(labels[2]), **how)
+    return call, ([0, 15, high, 3],), ([0, 15, 2**31 - 1, 3],)
+
+
+OF_INTEGERS: dict[str, Any] = {
+    "lengths": _lengths,
+    "segment ids": _segments,
+    "positions": _positions,
+    "pages": _pages,
+    "labels": _labels,
+    "ignored labels": _ignored,
+}
+
+
+@pytest.mark.parametrize("argument", OF_INTEGERS)
+def test_integers_of_any_width(argument: str, stand_ins: Any) -> None:
+    """They mean what they are worth, at the ends of their dtype too, by kernels and by XLA."""
+    for dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        call, given, means = OF_INTEGERS[argument](int(limits.min), int(limits.max))
+        want = call(*(np.array(x, np.int32) for x in means), implementation="xla")
+        wide = [np.array(x, dtype) for x in given]
+        for name in ("xla", None):
+            with jax.enable_x64(limits.bits == 64):
+                found = [call(*map(jnp.asarray, wide), implementation=name)]
+            if limits.bits < 64 or argument not in ("segment ids", "labels"):
+                found.append(call(*wide, implementation=name))  # NumPy's, which JAX has no 64 bits for
+            for got in found:
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=f"{dtype}, {name}")
+    assert stand_ins.problems
