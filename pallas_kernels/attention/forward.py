@@ -434,7 +434,9 @@ def _tiles(cta: Cta) -> None:
 def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
     """Whether a page of the tile's keys does not exist. The first keys are on their way meanwhile."""
     size, (first, end) = cta.problem.page_size, (i * cta.config.block_kv for i in (tile.span.first, tile.span.end))
-    first, end = lax.div(first, jnp.int32(size)), pl.cdiv(jnp.minimum(end, tile.place.keys), size)
+    first = lax.div(first, jnp.int32(size))
+    # `pl.cdiv` would divide by a number of 64 bits under jax_enable_x64.
+    end = lax.div(jnp.minimum(end, tile.place.keys) + (size - 1), jnp.int32(size))
     pages = cta.key.shape[0 if cta.problem.pages_first else 1]
     return gather.lacks_page(cta.block_tables, tile.place.batch, first, end, pages)
 

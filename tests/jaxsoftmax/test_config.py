@@ -33,6 +33,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "leaks": jax.checking_leaks,
     "64 bits": lambda: jax.enable_x64(True),
     "no NaN": lambda: jax.debug_nans(True),
+    "no inf": lambda: jax.debug_infs(True),
     "no jit": jax.disable_jit,
     "device": lambda: jax.default_device(jax.devices("cpu")[3]),
     "precision": lambda: jax.default_matmul_precision("highest"),
@@ -42,6 +43,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "remat": lambda: coming("jax_remat3"),
 }
 STRICT = ("ranks", "dtypes", "checks", "leaks", "64 bits")
+ON_ALL_CALLS = (*STRICT, "no NaN", "no inf")
 NAMES = ("softmax_out", "flash_attention_out", "flash_attention_lse")
 saved = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*NAMES))
 
@@ -141,29 +143,43 @@ def test_names_are_saved_by_the_coming_remat() -> None:
     assert (gradient.count("= flash_attention["), gradient.count("= flash_attention_gradients[")) == (1, 1)
 
 
-def test_kernels_lower_in_all_of_them_at_once() -> None:
-    """For CUDA; which of a kernel's parts is traced where is Pallas' choice."""
-    shape = jax.ShapeDtypeStruct
-    half, logits = shape((2, 256, 8, 64), jnp.bfloat16), shape((64, 4096), jnp.bfloat16)
-    more = {
-        "mask": shape((2, 1, 256, 256), jnp.bool_),
-        "bias": shape((8, 256, 256), jnp.float32),
-        "sinks": shape((8,), jnp.float32),
-        "key_value_seq_lengths": shape((2,), jnp.int32),
-        "query_segment_ids": shape((2, 256), jnp.int32),
-    }
+ATTENTION = MORE_CALLS["positions"][1] | MORE_CALLS["segments"][1] | CALLS["more attention"][1]
+# All rows; attention to which a mask of each kind is given at once, as a kernel takes seconds to lower; and of what
+# kernels compute in another way the forward pass.
+ON_CUDA = {name: call for name, call in NAMED.items() if "query" not in call[1]} | {
+    "attention": (functools.partial(jaxsoftmax.flash_attention, is_causal=True, local_window_size=(3, 1)), ATTENTION)
+}
+FORWARD_ON_CUDA = {name: NAMED[name] for name in ("from the end", "pages")}
+BY_XLA = ("cross_entropy", "masked loss", "logsumexp with weights")
 
-    def of_attention(q: jax.Array, more: dict[str, jax.Array]) -> Any:
-        call = lambda q: jaxsoftmax.flash_attention(q, q, q, **more, local_window_size=64)
-        return jax.vjp(call, q)[1](q)
 
-    def of_rows(x: jax.Array) -> Any:
-        total = lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(64, jnp.int32)).sum()
-        return jax.vjp(jaxsoftmax.softmax, x)[1](x), jax.grad(total)(x), jaxsoftmax.top_k_softmax(x, 4)
+def lowered_for_cuda(name: str, *settings: str) -> str:
+    """A call's program with integers as wide as there are, in 16 bits where it has floats."""
+    call, operands = (ON_CUDA | FORWARD_ON_CUDA)[name]
+    wide = {"float32": "bfloat16", "int32": "int64" if "64 bits" in settings else "int32"}
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, wide.get(x.dtype.name, x.dtype)) for n, x in operands.items()}
 
-    jax.clear_caches()
-    with within(*STRICT):
-        for function, operands, kernels in ((of_attention, (half, more), 2), (of_rows, (logits,), 5)):
-            text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-            assert text.count("@mosaic_gpu") >= kernels
-    jax.clear_caches()
+    def program(given: dict[str, jax.Array]) -> Any:
+        moving = [n for n, x in given.items() if x.dtype == jnp.bfloat16]
+        of_floats = lambda *xs: call(**given | dict(zip(moving, xs, strict=True)))
+        xs = [given[n] for n in moving]
+        return of_floats(*xs) if name in FORWARD_ON_CUDA else pulled_back(of_floats, *xs)
+
+    with within(*settings):
+        return jax.jit(program).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", [*ON_CUDA, *FORWARD_ON_CUDA])
+def test_every_call_lowers_for_cuda(name: str) -> None:
+    """Under all settings at once; if that fails, the message says under which of them it does by itself."""
+    try:
+        text = lowered_for_cuda(name, *ON_ALL_CALLS)
+    except Exception as error:
+        found = []
+        for setting in ON_ALL_CALLS:
+            try:
+                lowered_for_cuda(name, setting)
+            except Exception as alone:
+                found.append(f"{setting}: {alone}")
+        pytest.fail("\n".join(found) or f"only under all settings: {error}")
+    assert ("@mosaic_gpu" in text) == (name not in BY_XLA)
