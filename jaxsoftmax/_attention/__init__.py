@@ -166,7 +166,7 @@ def flash_attention(
             none as none.
         key_value_seq_lengths: Integers `[*batch]`: how many keys and values count.
         local_window_size: How many keys to each side of its position a query sees: one number, or `(left, right)`, in
-            which None is unbounded.
+            which None is unbounded, as are 2^30 and more.
         return_residual: Whether to return the logsumexp too.
         implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back
             (forward mode and higher orders excepted, which have no kernel).
@@ -180,8 +180,8 @@ def flash_attention(
             64 bits are compared as such; they are sorted first, which int32 saves.
         key_value_segment_ids: Integers `[*batch, S]`; those of the queries by default, if T = S.
         query_positions: Integers that broadcast to `[*batch, T]`: where each query is, for `is_causal` and the window,
-            in place of its index. In any order, and of any width: those beyond 2^30 count as that. Where the kernels'
-            tiles hold positions that are close together, they skip more of them.
+            in place of its index. In any order, and of any width: those beyond 2^30 count as 2^30, those below -2^30 as
+            that. Where the kernels' tiles hold positions that are close together, they skip more of them.
         key_value_positions: Integers that broadcast to `[*batch, S]`, likewise. Without it, keys are at their indices,
             as are queries without `query_positions`, moved by `causal_alignment`.
         deterministic_gradients: Whether the kernel's gradients come out the same, bit by bit, every time. Without it

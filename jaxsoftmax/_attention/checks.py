@@ -153,8 +153,7 @@ def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
             f"{NAME}: {name} has shape {array.shape}, expected {shape}, or what broadcasts to it: a number for each "
             "position."
         )
-    most = 2**30 - 1
-    array = clipped(array, -most, most)
+    array = clipped(array, -(2**30), 2**30)
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 

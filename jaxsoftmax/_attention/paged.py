@@ -146,9 +146,9 @@ def paged_attention(
     (2, 4, 16)
     """
     q, k, v, tables, lengths = _checked(query, key_pages, value_pages, block_tables, lengths, layout)
-    if local_window_size is not None and (type(local_window_size) is not int or local_window_size < 0):
+    if isinstance(local_window_size, Sequence):
         raise ValueError(
-            f"{_NAME}: local_window_size={local_window_size!r}, expected a number of positions (0 or more), or None."
+            f"{_NAME}: local_window_size={local_window_size!r}, expected one number of positions (0 or more), or None."
         )
     is_one = q.ndim == 3
     q = q[:, None] if is_one else q
@@ -157,7 +157,7 @@ def paged_attention(
         scale=factor,
         soft_cap=checks.soft_cap(logits_soft_cap),
         causal_offset=None if is_one else 0,
-        window=(local_window_size, None),
+        window=(checks.window(local_window_size)[0], None),
         align_ends=True,
         batch_invariant=core_checks.is_batch_invariant(),
         precision=jax.config.jax_default_matmul_precision,

@@ -272,7 +272,7 @@ def position_blocks(
 
 
 NO_BASE = np.iinfo(np.int32).min
-_LARGEST_BASE = 2**29  # of which the differences, and a window more, are int32
+_LARGEST_BASE = 2**29 - 64  # of which the differences, with a row of 128 and a window more, are int32
 
 
 def block_bases(positions: jax.Array, size: int, blocks: int) -> jax.Array:
