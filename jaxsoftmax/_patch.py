@@ -7,6 +7,7 @@ import importlib.machinery
 import inspect
 import math
 import operator
+import pkgutil
 import sys
 import threading
 import types
@@ -22,53 +23,37 @@ from jaxsoftmax import _attention, _cross_entropy, _softmax
 ArrayLike = jax.typing.ArrayLike
 Function = Callable[..., Any]
 
-# The parameters of `flax.linen.dot_product_attention`, which may be passed by position.
-_LINEN = (
-    *("query", "key", "value", "bias", "mask", "broadcast_dropout", "dropout_rng", "dropout_rate", "deterministic"),
-    *("dtype", "precision", "module", "force_fp32_for_softmax", "einsum_dot_general"),
-    *("qk_attn_weights_einsum", "attn_weights_value_einsum"),
-)
-
 
 def _dot_product_attention(
-    *args: Any, implementation: str | None = None, return_residual: bool = False, **kwargs: Any
+    *,
+    scale: ArrayLike | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    **given: Any,
 ) -> Any:
-    """`jax.nn.dot_product_attention`, whose residual has the output's dtype and no derivative."""
-    implementation = None if implementation == "cudnn" else implementation
-    kwargs |= {"implementation": implementation, "return_residual": return_residual}
-    found = _attention.flash_attention(*args, **kwargs)
-    if not return_residual:
-        return found
-    out, lse = found
-    return out, jax.lax.stop_gradient(lse.astype(out.dtype))
+    """`jax.nn.dot_product_attention`, whose residual has no derivative."""
+    if scale is not None and jnp.size(scale) != 1:
+        raise NotImplementedError("a scale of several numbers multiplies the logits in jax.nn, and the query here")
+    given |= {"scale": scale, "implementation": None if implementation == "cudnn" else implementation}
+    found = _attention.flash_attention(return_residual=return_residual, **given)
+    return (found[0], jax.lax.stop_gradient(found[1])) if return_residual else found
 
 
-def _linen_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """`flax.linen.dot_product_attention`, whose output is as wide as its softmax is forced to be."""
-    given = dict(zip(_LINEN[: len(args)], args, strict=True)) | kwargs
-    if given.get("mask") is not None:
-        given["mask"] = jnp.not_equal(given["mask"], 0)
-    out = _attention.flash_attention(**{name: x for name, x in given.items() if x is not None})
-    return out.astype(jnp.promote_types(out.dtype, jnp.float32)) if given.get("force_fp32_for_softmax") else out
-
-
-def _softmax_cross_entropy(
-    logits: ArrayLike, labels: ArrayLike, axis: int | Sequence[int] | None = -1, where: ArrayLike | None = None
-) -> jax.Array:
-    """`optax.softmax_cross_entropy`, in the dtype of logits and labels."""
-    loss = _cross_entropy.softmax_cross_entropy(logits, labels, axis, where)
-    return loss.astype(jnp.result_type(logits, labels))
+def _flax_attention(*, mask: ArrayLike | None = None, **given: Any) -> jax.Array:
+    """Flax's `dot_product_attention`, whose mask may be numbers."""
+    given["mask"] = None if mask is None else jnp.not_equal(mask, 0)
+    return _attention.flash_attention(**{name: x for name, x in given.items() if x is not None})
 
 
 def _integer_labels(
     logits: ArrayLike, labels: ArrayLike, axis: int | Sequence[int] = -1, where: ArrayLike | None = None
 ) -> jax.Array:
-    """`optax.softmax_cross_entropy_with_integer_labels`, in the logits' dtype; negative labels count from the end."""
+    """`optax.softmax_cross_entropy_with_integer_labels`, in which negative labels count from the end."""
     x, y = jnp.asarray(logits), jnp.asarray(labels)
     if jnp.issubdtype(y.dtype, jnp.signedinteger):
         y = y.astype(jnp.promote_types(y.dtype, jnp.int32))
         y = jnp.where(y < 0, y + math.prod(x.shape[a] for a in ([axis] if isinstance(axis, int) else axis)), y)
-    return _cross_entropy.softmax_cross_entropy_with_integer_labels(x, y, axis, where).astype(x.dtype)
+    return _cross_entropy.softmax_cross_entropy_with_integer_labels(x, y, axis, where)
 
 
 _OF_JAX: dict[str, Function] = {
@@ -81,10 +66,10 @@ _OF_JAX: dict[str, Function] = {
 # By the module that defines them.
 _OF_LIBRARIES: dict[str, dict[str, Function]] = {
     "optax.losses": {
-        "optax.softmax_cross_entropy": _softmax_cross_entropy,
+        "optax.softmax_cross_entropy": _cross_entropy.softmax_cross_entropy,
         "optax.softmax_cross_entropy_with_integer_labels": _integer_labels,
     },
-    "flax.linen.attention": {"flax.linen.dot_product_attention": _linen_attention},
+    "flax.linen.attention": {"flax.linen.dot_product_attention": _flax_attention},
 }
 _NAMES = (*_OF_JAX, *(name for functions in _OF_LIBRARIES.values() for name in functions))
 
@@ -151,10 +136,12 @@ def patch() -> Iterator[Calls]:
     - A Pallas kernel whose body calls one of these cannot be compiled inside.
 
     A call that works without the patch works under it, with results of the same dtypes: a loss of bfloat16 logits is
-    accumulated in float32 and rounded. Negative labels count from the end, as in optax. `implementation="cudnn"` means
-    None, "xla" means "xla", and the residual of attention is not differentiated. What ours does not take, as an einsum
-    for Flax, the original does; `Calls.fallbacks` counts that. One result differs on purpose: a query that sees no key
-    gets 0 and a logsumexp of -inf, where `jax.nn` and Flax give the mean of all values.
+    accumulated in float32 and rounded. A call that fails without it fails under it, with the same error: the original
+    is traced first, for the shapes and dtypes of its results. Negative labels count from the end, as in optax.
+    `implementation="cudnn"` means None, "xla" means "xla", and the residual of attention is not differentiated. What
+    ours does not take, as an einsum for Flax, the original does; `Calls.fallbacks` counts that. One result differs on
+    purpose: a query that sees no key gets 0 and a logsumexp of -inf, where `jax.nn` and Flax give the mean of all
+    values.
 
     Blocks nest, and an outer block counts what inner ones do. They hold in their own thread, as JAX's own context
     managers do: other threads call the originals, or are in blocks of their own. What `jax.jit` compiled outside is
@@ -226,38 +213,70 @@ def uninstall() -> None:
             _end()
 
 
-def _substitute(name: str, ours: Function, original: Function) -> Function:
-    """A function that calls ours under a patch. Elsewhere, and where ours refuses, it calls the original.
+class _Substitute:
+    """Calls ours under a patch. Elsewhere, and where ours refuses, it calls the original."""
 
-    The original is called, to refuse it, for a keyword that ours alone has.
-    """
-    keywords = inspect.signature(original).parameters.keys()
+    def __init__(self, name: str, ours: Function, original: Function) -> None:
+        functools.update_wrapper(self, original)
+        self._name, self._ours, self._original = name, ours, original
+        self._signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not _ON.value or not kwargs.keys() <= keywords:
-            return original(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _ON.value:
+            return self._original(*args, **kwargs)
         refusal = None
         try:
-            result = ours(*args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            refusal = f"{type(error).__name__}: {error}"
+            bound = self._signature.bind(*args, **kwargs)
+            given = dict(bound.arguments)
+            expected = self._expected(bound)
+        except Exception as error:  # whatever the original raises, or only when it is traced
+            refusal = error
+        else:
+            try:
+                result = _like(self._ours(**given), expected)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                refusal = error
         if refusal is not None:
-            result = original(*args, **kwargs)
+            result = self._original(*args, **kwargs)
         with _LOCK:
             for calls in [*_HERE.calls, *([] if _installed is None else [_installed])]:
                 if refusal is None:
-                    calls[name] += 1
+                    calls[self._name] += 1
                 else:
-                    calls.fallbacks[name] += 1
-                    calls.reasons[name] = refusal
+                    calls.fallbacks[self._name] += 1
+                    calls.reasons[self._name] = f"{type(refusal).__name__}: {refusal}"
         return result
 
-    return call
+    def _expected(self, bound: inspect.BoundArguments) -> Any:
+        """The shapes and dtypes of the original's results; its error, if it refuses the arguments."""
+        given = bound.arguments
+        if "module" in given:  # what is sown while this is traced would be of no use outside
+            given["module"] = None
+        if given.get("implementation") == "cudnn":  # XLA's way takes the same, on any machine
+            given["implementation"] = None
+        with _ON(False):
+            return jax.eval_shape(lambda: self._original(*bound.args, **bound.kwargs))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A method, where a class holds it, as a function would be."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Function, tuple[str]]:
+        """Pickled as the name, which gives the original wherever there is no patch."""
+        module, _, attribute = self._name.rpartition(".")
+        return pkgutil.resolve_name, (f"{module}:{attribute}",)
+
+
+def _like(result: Any, expected: Any) -> Any:
+    """The result in the dtypes that are expected."""
+    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (result, expected)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the result has the shape {shapes[0][0]}, and the original's {shapes[1][0]}")
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), result, expected)
 
 
 _ORIGINALS = {name: operator.attrgetter(name.removeprefix("jax."))(jax) for name in _OF_JAX}
-_SUBSTITUTES = {name: (_substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[name]) for name, ours in _OF_JAX.items()}
+_SUBSTITUTES = {name: (_Substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[name]) for name, ours in _OF_JAX.items()}
 
 
 class _Importer(importlib.abc.MetaPathFinder):
@@ -351,5 +370,5 @@ def _redirect(function: types.FunctionType, name: str, ours: Function, undo: con
     undo.callback(restore)
     # `inspect` shows the signature of what is wrapped, by which Flax chooses what to pass.
     vars(function)["__wrapped__"] = original
-    function.__kwdefaults__ = {"_to": _substitute(name, ours, original)}
+    function.__kwdefaults__ = {"_to": _Substitute(name, ours, original)}
     function.__code__ = _forward.__code__

@@ -1,7 +1,9 @@
 """`patch`: what is called under it, what it gives, and that nothing of it is left afterwards."""
 
+import copy
 import functools
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import flax.core.nn
 import flax.linen as nn
 import jax
@@ -239,6 +242,45 @@ def test_signatures_and_names_are_the_originals() -> None:
     before = shown()
     with jaxsoftmax.patch():
         assert shown() == before
+
+
+# A model of today is read tomorrow, by a program that knows no patch.
+READ = """
+import pickle, sys, jax, optax, flax.linen
+names, pickled = pickle.loads(sys.stdin.buffer.read())
+assert "jaxsoftmax" not in sys.modules
+functions = pickle.loads(pickled)
+assert functions.func is jax.nn.softmax and functions.keywords["others"] == [eval(name) for name in names]
+"""
+
+
+def test_what_holds_a_function_is_pickled_and_copied() -> None:
+    with jaxsoftmax.patch() as calls:
+        names = [*calls]
+        model = functools.partial(jax.nn.softmax, others=[found(name) for name in names])
+        pickled = {protocol: pickle.dumps(model, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)}
+        for copied in (copy.copy(model), copy.deepcopy(model), *map(pickle.loads, pickled.values())):
+            assert copied.func is model.func
+            assert copied.keywords == model.keywords
+        # As cloudpickle does what cannot be imported: by the values of a function's closure.
+        assert cloudpickle.loads(cloudpickle.dumps(lambda x: model.func(x)))(X).shape == X.shape
+    assert calls["jax.nn.softmax"] == 1
+    outside = [copy.deepcopy(model), *map(pickle.loads, [*pickled.values(), pickle.dumps(model)])]
+    for loaded in outside:
+        assert loaded.func is ORIGINALS["jax.nn.softmax"]
+        assert loaded.keywords["others"] == [ORIGINALS[name] for name in names]
+    for protocol in (0, pickle.HIGHEST_PROTOCOL):
+        read = subprocess.run([sys.executable, "-c", READ], input=pickle.dumps((names, pickled[protocol])), check=False)
+        assert read.returncode == 0
+
+
+def test_a_class_holds_a_function_as_its_method() -> None:
+    with jaxsoftmax.patch():
+        held = jax.nn.softmax
+    model = type("Model", (), {"softmax": held})()
+    assert type(model).softmax is held
+    assert model.softmax.__func__ is held
+    assert model.softmax.__self__ is model
 
 
 def test_blocks_nest_and_end_with_an_error() -> None:
