@@ -443,7 +443,7 @@ def _reduce(
     return jax.lax.reduce(tuple(operands), tuple(neutral), step, (operands[0].ndim - 1,))
 
 
-define(TOP_K, _avals, functools.partial(batch_leading, TOP_K, lambda **_: [1]))
+define(TOP_K, _avals, functools.partial(batch_leading, TOP_K, lambda **_: [1]), states=(2, 3))
 mlir.register_lowering(TOP_K, lower)
 mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True, by_kernel=True), platform="cuda")
 ad.primitive_jvps[TOP_K] = _jvp

@@ -286,7 +286,7 @@ def _with_weights_in_memory(
     whole = unify_shardings(names, [getattr(operands, name) for name in names], in_parts=False)
     operands = operands._replace(**dict(zip(names, whole, strict=True)))
     _, lse = attend(operands, rules, "xla")
-    weights = reference.weights(operands, rules, lse)
+    weights = _weights(operands, rules, lse)
     if module is not None:
         # linen and nnx both have this collection; nnx's type for it has the same name.
         module.sow("intermediates", "attention_weights", weights.astype(sown_dtype))
@@ -295,3 +295,7 @@ def _with_weights_in_memory(
         shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if dropout.broadcast else weights.shape
         weights = jnp.where(jax.random.bernoulli(dropout.rng, keep, shape), weights / keep, 0.0)
     return reference.weigh(weights, operands, rules), lse
+
+
+# As one program, of which debug_infs does not see the logits that a mask excludes.
+_weights = jax.jit(reference.weights, static_argnames="rules", inline=True)

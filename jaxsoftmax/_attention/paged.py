@@ -166,9 +166,9 @@ def paged_attention(
     named = core_checks.implementation(_NAME, implementation)
     arrays = unify_varying(q, k, v, tables, lengths, *extras.values())
     out, lse = PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
-    lse = jnp.swapaxes(lse, 1, 2)
-    out, lse = (out[:, 0], lse[:, 0]) if is_one else (out, lse)
-    return (out, lse) if return_residual else out
+    out = out[:, 0] if is_one else out
+    # No operation on what was not asked for: debug_infs would see that it is -inf where a query sees no key.
+    return (out, lse[..., 0] if is_one else jnp.swapaxes(lse, 1, 2)) if return_residual else out
 
 
 def _checked(
@@ -394,6 +394,6 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
     return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-define(PAGED, _avals, _batch)
+define(PAGED, _avals, _batch, states=(1,))
 register(PAGED, Call())
 ad.primitive_jvps[PAGED] = _jvp

@@ -268,7 +268,8 @@ _AVALS = {
 }
 
 for _primitive, _avals in _AVALS.items():
-    define(_primitive, _avals, functools.partial(batch_leading, _primitive, functools.partial(_ranks, _primitive)))
+    _batch = functools.partial(batch_leading, _primitive, functools.partial(_ranks, _primitive))
+    define(_primitive, _avals, _batch, states=(1,) if _primitive in (FORWARD, RESIDUALS) else ())
 for _part, _primitive in BY_PART.items():
     register(_primitive, Call(_part))
 mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])

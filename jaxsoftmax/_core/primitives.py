@@ -8,7 +8,7 @@ call, so the rule does: Auto mesh axes go through `custom_partitioning` with a S
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -42,12 +42,34 @@ Results = Callable[..., Sequence[Result]]
 _LOWERING = ("implementation", "batch_invariant")
 
 
-def define(primitive: Primitive, avals: Callable[..., Any], batch: Callable[..., Any], *, many: bool = True) -> None:
-    """Registers a primitive's rules for types, vmap and eager evaluation, which compiles it."""
+def define(
+    primitive: Primitive,
+    avals: Callable[..., Any],
+    batch: Callable[..., Any],
+    *,
+    many: bool = True,
+    states: Collection[int] = (),
+) -> None:
+    """Registers a primitive's rules for types, vmap and eager evaluation, which compiles it.
+
+    `states` are the numbers of results, if it gives them, that are states of rows, which no caller sees as they are.
+    """
     primitive.multiple_results = many
     primitive.def_abstract_eval(avals)
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_impl(functools.partial(_evaluate, primitive, states))
     batching.fancy_primitive_batchers[primitive] = batch
+
+
+def _evaluate(primitive: Primitive, states: Collection[int], *operands: jax.Array, **params: Any) -> Any:
+    """Compiles and runs a primitive; `jax_debug_infs` does not see the states of rows: -inf in an empty one."""
+    if not jax.config.jax_debug_infs:
+        return xla.apply_primitive(primitive, *operands, **params)
+    with jax.debug_infs(False):
+        out = xla.apply_primitive(primitive, *operands, **params)
+        results = [x for i, x in enumerate(out if primitive.multiple_results else [out]) if i not in states]
+        if any(jnp.isinf(x).any() for x in results):
+            raise FloatingPointError(f"invalid value (inf) encountered in {primitive.name}")
+    return out
 
 
 def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Iterable[Any], dtype: Any) -> Any:
@@ -132,10 +154,10 @@ def _by_plain(*operands: jax.Array, plain: Callable[..., Any], params: Any, spec
         return form.unflatten(reshard(x, spec) for x, spec in zip(results, specs, strict=True))
 
 
-def define_over_rows(primitive: Primitive, results: Results, *, many: bool) -> None:
+def define_over_rows(primitive: Primitive, results: Results, **how: Any) -> None:
     """Registers the rules of a primitive over rows; `results` says which of the operands' axes each result has."""
     avals, batch = (functools.partial(rule, primitive, results) for rule in (_row_avals, _batch_rows))
-    define(primitive, avals, batch, many=many)
+    define(primitive, avals, batch, **how)
 
 
 def _row_avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:

@@ -1,5 +1,6 @@
 """Cross entropy of labels, probabilities, or the logits of a product: the functions canonicalise, validate and bind."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, get_args, overload
@@ -238,8 +239,17 @@ def softmax_cross_entropy(
     mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = checks.implementation(name, implementation)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
+    target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape)
+    return _of_probabilities(x, target, stats, mask, axes)
+
+
+@functools.partial(jax.jit, static_argnames="axes", inline=True)
+def _of_probabilities(
+    x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[jax.Array], axes: tuple[int, ...]
+) -> jax.Array:
+    """The losses from the rows' states, in one program, of which debug_infs does not see the states of empty rows."""
     wide = accumulator_dtype(x.dtype)
-    target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape).astype(wide)
+    target = target.astype(wide)
     absent = (target == 0) & (x == -jnp.inf)
     absent = absent | ~mask[0] if mask else absent
     # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.

@@ -377,7 +377,9 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 
 
 for _primitive in (LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT):
-    define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive))
+    # Of results, the second and the third are states of rows, if losses are among them.
+    _states = (1, 2) if _primitive in (LOSS, GRADIENT) else ()
+    define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive), states=_states)
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive))
 for _primitive in (LOSS, OF_COTANGENT, GRADIENT):
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive, may_run_kernel=True), platform="cuda")

@@ -308,7 +308,7 @@ BY_OP[Op.CROSS_ENTROPY] = implement(
         across=row_losses.cross_entropy_across,
         kernel_args=row_losses.kernel_args,
     ),
-    many=True,
+    states=(1, 2),
 )
 ad.primitive_jvps[BY_OP[Op.CROSS_ENTROPY]] = _loss_jvp
 
@@ -322,7 +322,6 @@ BY_OP[Op.CROSS_ENTROPY_GRADIENT] = _GRADIENT = implement(
         whole=functools.partial(row_losses.cross_entropy_gradient, row_losses.label_logit_gathered),
         across=row_losses.cross_entropy_gradient_across,
     ),
-    many=True,
 )
 ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, 0)
 pe.dce_rules[_GRADIENT] = _without_gradient
@@ -347,7 +346,7 @@ ad.primitive_jvps[_TO_LOGITS] = functools.partial(higher_jvp, _TO_LOGITS, _to_lo
 _PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
 
 for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
-    define_over_rows(_primitive, lambda stats=False, **_: ("reduced",) * (1 + stats), many=True)
+    define_over_rows(_primitive, lambda stats=False, **_: ("reduced",) * (1 + stats))
     mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
 ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, 1)

@@ -120,11 +120,11 @@ def _of_row(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("batch_invariant", "function")}
 
 
-def implement(name: str, computation: Computation, *, many: bool) -> Primitive:
-    """Makes a primitive over rows, with all rules but derivatives."""
+def implement(name: str, computation: Computation, **how: Any) -> Primitive:
+    """Makes a primitive over rows, with all rules but derivatives; `how` is that of `define`."""
     primitive = Primitive(name)
     COMPUTATIONS[primitive] = computation
-    define_over_rows(primitive, computation.results, many=many)
+    define_over_rows(primitive, computation.results, **how)
     register(primitive, computation)
     return primitive
 
@@ -365,7 +365,11 @@ def _stats_jvp(
     if type(tangents[0]) is ad.Zero:
         return out, zeros(out)
     x, where = primals if len(primals) == 2 else (primals[0], None)
-    return out, [zeros(out[0]), reference.stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
+    return out, [zeros(out[0]), _stats_tangent(x, where, tangents[0], out[0], axes=axes, scale=scale)]
+
+
+# As one program, of which debug_infs sees no -inf for an element that does not count.
+_stats_tangent = jax.jit(reference.stats_tangent, static_argnames=("axes", "scale"), inline=True)
 
 
 def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:
@@ -387,8 +391,8 @@ def _computation(op: Op, name: str) -> Computation:
 
 
 for _op in _ACROSS:
-    _name = "softmax_stats" if _op is Op.STATS else _op.value
-    BY_OP[_op] = _primitive = implement(_name, _computation(_op, _name), many=_op is Op.STATS)
+    _name, _how = (_op.value, {"many": False}) if _op is not Op.STATS else ("softmax_stats", {"states": (0, 1)})
+    BY_OP[_op] = _primitive = implement(_name, _computation(_op, _name), **_how)
     if _op in RULES:
         ad.primitive_jvps[_primitive] = functools.partial(_row_jvp, _op)
     elif _op in TRANSPOSE:

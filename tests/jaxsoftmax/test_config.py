@@ -183,3 +183,50 @@ def test_every_call_lowers_for_cuda(name: str) -> None:
                 found.append(f"{setting}: {alone}")
         pytest.fail("\n".join(found) or f"only under all settings: {error}")
     assert ("@mosaic_gpu" in text) == (name not in BY_XLA)
+
+
+X, Q = CALLS["softmax"][1]["x"][0], CALLS["attention"][1]["query"]
+SOME, NONE = jnp.arange(16) < 9, jnp.arange(4)[:, None] != 1
+EMPTY = jnp.zeros(8, jnp.int32)
+Y, PAGES = jnp.arange(4), jnp.ones((4, 9, 8, 8))
+cross_entropy, attention = jaxsoftmax.softmax_cross_entropy_with_integer_labels, jaxsoftmax.flash_attention
+linear = functools.partial(jaxsoftmax.linear_cross_entropy, weight=jnp.eye(16), labels=Y, where=SOME & NONE)
+# Finite functions of a finite array, in whose computation something is infinite: a query or a row is empty.
+FINITE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
+    "attention": (lambda q: attention(q, q, q, mask=jnp.arange(6) > 5), Q),
+    "attention to no keys": (lambda q: attention(q, q[:, :0], q[:, :0]), Q),
+    "attention of lengths": (lambda q: attention(q, q, q, key_value_seq_lengths=EMPTY), Q),
+    "dropout": (lambda q: attention(q, q, q, mask=jnp.tri(6, k=-1, dtype=bool), **CALLS["dropout"][0].keywords), Q),
+    "pages": (lambda q: jaxsoftmax.paged_attention(q, PAGES, PAGES, EMPTY[:, None], EMPTY), Q),
+    "softmax": (functools.partial(jaxsoftmax.softmax, where=SOME & NONE), X),
+    "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1, where=SOME), X),
+    "loss": (lambda x: cross_entropy(x, Y, where=SOME & NONE, label_smoothing=0.1, z_loss=0.1), X),
+    "weighted loss": (lambda x: cross_entropy(x, Y, where=SOME & NONE, weights=0.5), X),
+    "probabilities": (lambda x: jaxsoftmax.softmax_cross_entropy(x, jnp.cos(x), where=SOME & NONE), X),
+    "linear": (functools.partial(linear, return_entropy=True), X),
+    "weighted linear": (functools.partial(linear, weights=0.5, chunk_size=2), X),
+    "top_k": (lambda x: jaxsoftmax.top_k_softmax(x, 3)[0], X),
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_no_infinity_appears_that_was_not_asked_for(name: str) -> None:
+    call, x = FINITE[name]
+    with jax.debug_infs(True):
+        for found in (call(x), jax.grad(lambda x: jax.tree.leaves(call(x))[-1].sum())(x)):
+            assert all(np.isfinite(y).all() for y in jax.tree.leaves(found))
+
+
+def test_infinities_that_were_asked_for_appear() -> None:
+    far = jnp.full_like(X, -jnp.inf).at[:, 1].set(0)
+    with jax.debug_infs(True):
+        for call, x in (
+            (lambda q: attention(q, q, q, mask=jnp.arange(6) > 5, return_residual=True), Q),
+            (lambda q: jaxsoftmax.paged_attention(q, PAGES, PAGES, EMPTY[:, None], EMPTY, return_residual=True), Q),
+            (functools.partial(jaxsoftmax.logsumexp, axis=-1, where=NONE), X),
+            (functools.partial(jaxsoftmax.log_softmax, where=SOME), X),
+            (functools.partial(linear, return_lse=True), X),
+            (lambda x: cross_entropy(x, Y), far),
+        ):
+            with pytest.raises(FloatingPointError):
+                call(x)
