@@ -451,6 +451,7 @@ def _warp_uniform(tile: Tile) -> Tile:
 def _body(problem: Attention, config: BackwardWideConfig, refs: SimpleNamespace, ctas: int) -> None:
     refs.lse_smem = refs.statistics_smem.at[pl.ds(0, config.stages)]
     refs.delta_smem = refs.statistics_smem.at[pl.ds(config.stages, config.d_out_stages)]
+    ptx.cut_by_operations(refs, "barriers", "key_smem", "value_smem", "query_smem", "d_out_smem", "ds_smem")
     backward_common.name_barriers(refs, refs.barriers, _arrivals(problem, config))
     # Mosaic takes no literal where it expects a number of the kernel.
     tile = _warp_uniform(Tile.of(problem, config, refs, lax.axis_index("cta"), 0 * lax.axis_index("cta")))

@@ -577,6 +577,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
 
 def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
     cta = Cta(**static, **dict(zip(names, refs, strict=True)))
+    ptx.cut_by_operations(cta, "words", "query_smem", "key_smem", "value_smem", "out_smem")
     first = _ring_rows(cta.problem, cta.config)
     cta.tile_smem = cta.words.at[pl.ds(0, first)]
     cta.barriers = cta.words.at[pl.ds(first, cta.words.shape[0] - first)]

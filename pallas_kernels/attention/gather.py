@@ -303,8 +303,7 @@ def warp_uniform(x: jax.Array) -> jax.Array:
     """An integer that is the same in all lanes, in a uniform register, where the compiler cannot prove that."""
 
     def first_lane(ctx, x):
-        value = ptx.asm_value("redux.sync.or.b32 $0, $1, -1;", "=r,r", [ptx.scalar(x)])
-        return ptx.integer(value)
+        return ptx.integer(ptx.uniform(ptx.scalar(x)))
 
     return ptx.inline(first_lane, x, result=INTEGER)
 

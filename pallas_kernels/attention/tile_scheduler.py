@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels.attention import gather
 from pallas_kernels.attention.mask import tile_kv_range
@@ -55,8 +57,18 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
 def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
     """The record of the CTA's tile `t`, in uniform registers unless one warp alone reads it."""
     rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
-    numbers = (tile_smem[_slot(t) * rows + row, column] for row in range(rows) for column in range(columns))
-    return tuple(gather.warp_uniform(x) if uniform else x for x in numbers)
+
+    def load_record(ctx, words, t):
+        first = ptx.mul(arith.remsi(ptx.scalar(t), ptx.c32(RECORDS)), rows)
+        numbers = []
+        for row in range(rows):
+            for column in range(columns):
+                at = [arith.index_cast(ir.IndexType.get(), x) for x in (ptx.add(first, row), ptx.c32(column))]
+                number = memref.load(words, at)
+                numbers.append(ptx.integer(ptx.uniform(number) if uniform else number))
+        return numbers
+
+    return ptx.inline(load_record, tile_smem, t, result=[ptx.INTEGER] * rows * columns)
 
 
 def fetch_tile(tile_counter: jax.Ref) -> jax.Array:

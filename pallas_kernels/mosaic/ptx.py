@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -55,6 +57,11 @@ def thread_found_here() -> ir.Value:
 def opaque_word(x: ir.Value) -> ir.Value:
     """Returns a word that the compiler cannot hoist, so that what is derived from it stays in the loop."""
     return asm_value("mov.b32 $0, $1;", "=r,r", [x])
+
+
+def uniform(x: ir.Value) -> ir.Value:
+    """A word that is the same in all lanes, in a uniform register, where the compiler cannot prove that."""
+    return asm_value("redux.sync.or.b32 $0, $1, -1;", "=r,r", [x])
 
 
 def _with_constants(operation: Callable[..., ir.Value]) -> Callable[[ir.Value, ir.Value | int], ir.Value]:
@@ -139,24 +146,95 @@ def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
     asm_value(text, constraints, operands, ir.Type.parse("!llvm.void"))
 
 
-def inline(body: Callable[..., Any], *operands: Any, result: tuple[Any, Any, Any] | None = None) -> Any:
+def inline(body: Callable[..., Any], *operands: Any, result: Any = None) -> Any:
     """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
 
-    An operand is a reference, an integer that is the same in every thread, or a pair of either and its type: an array's
-    layout, or a reference's transforms.
+    An operand is a reference or a `Part` of one, an integer that is the same in every thread, or a pair of any and its
+    type: an array's layout, or a reference's transforms. Of a list of `result`, arrays are returned.
     """
     types, arguments = [], []
     for x in operands:
-        if isinstance(x, tuple):
-            x, of_x = x
-        elif isinstance(x, (int, jax.Array)):
+        x, of_x = x if isinstance(x, tuple) else (x, None)
+        if isinstance(x, Part):
+            ref, *starts = jax.tree.leaves(x)
+            x = jax.tree.unflatten(jax.tree.structure(x), [ref, *map(jnp.int32, starts)])
+            of_x = jax.tree.unflatten(jax.tree.structure(x), [of_x or plgpu.RefType(), *[SPLAT] * len(starts)])
+        elif of_x is None and isinstance(x, (int, jax.Array)):
             x, of_x = jnp.int32(x), SPLAT
-        else:
-            of_x = plgpu.RefType()
-        types.append(of_x)
+        types.append(plgpu.RefType() if of_x is None else of_x)
         arguments.append(x)
-    returned = None if result is None else plgpu.ShapeDtypeStruct(result[0], jnp.dtype(result[1]), layout=result[2])
-    return plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)(body)(*arguments)
+
+    @functools.wraps(body)
+    def of_parts(ctx, *operands):
+        return body(ctx, *(x.cut() if isinstance(x, Part) else x for x in operands))
+
+    struct = lambda of: plgpu.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), layout=of[2])
+    returned = [*map(struct, result)] if isinstance(result, list) else None if result is None else struct(result)
+    return plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)(of_parts)(*arguments)
+
+
+def cut_by_operations(refs: SimpleNamespace, *names: str) -> None:
+    """Makes those references whole `Part`s, where there are such references."""
+    for name in names:
+        if hasattr(refs, name):
+            setattr(refs, name, Part(getattr(refs, name)))
+
+
+@jax.tree_util.register_pytree_node_class
+class Part:
+    """A part of a reference, as `ref.at[...]`, which `inline` cuts out within the operation that it is given to.
+
+    Mosaic infers a layout for each slice of shared memory that it knows of, in time that grows with their square.
+    """
+
+    def __init__(self, ref: Any, *places: tuple[Any, ...]):
+        self.ref, self.places = ref, places
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.ref.shape
+        for place in self.places:
+            kept = (i.size if isinstance(i, pl.Slice) else 0 for i in place)
+            shape = (*(size for size in kept if size), *shape[len(place) :])
+        return shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.ref.dtype)
+
+    @property
+    def at(self) -> "Part":
+        return self
+
+    def __getitem__(self, place: Any) -> "Part":
+        return Part(self.ref, *self.places, place if isinstance(place, tuple) else (place,))
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]:
+        starts, places = [], []
+        for place in self.places:
+            found = [(i.start, int(i.size)) if isinstance(i, pl.Slice) else (i, None) for i in place]
+            starts += [start for start, _ in found if not isinstance(start, int)]
+            places.append(tuple((start if isinstance(start, int) else None, size) for start, size in found))
+        return (self.ref, *starts), tuple(places)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[tuple[Any, ...], ...], leaves: tuple[Any, ...]) -> "Part":
+        ref, *starts = leaves
+        following = iter(starts)
+        places = []
+        for place in static:
+            found = [(next(following) if start is None else start, size) for start, size in place]
+            places.append(tuple(start if size is None else pl.Slice(start, size) for start, size in found))
+        return cls(ref, *places)
+
+    def cut(self) -> ir.Value:
+        """Emits the slice."""
+        index = lambda i: i if isinstance(i, int) else arith.index_cast(ir.IndexType.get(), scalar(i))
+        ref = self.ref
+        for place in self.places:
+            cut = (mgpu.ds(index(i.start), i.size) if isinstance(i, pl.Slice) else index(i) for i in place)
+            ref = utils.memref_slice(ref, tuple(cut))
+        return ref
 
 
 def no_unroll[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:

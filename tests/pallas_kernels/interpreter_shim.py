@@ -36,9 +36,11 @@ from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
-from jax._src.state import discharge
+from jax._src.state import discharge, indexing
 from jax._src.state import types as state_types
 from simulated_gpu import Machine, Ref, Token
+
+from pallas_kernels.mosaic import ptx
 
 TESTED_VERSIONS = ("0.11.2", "0.12.0.1")
 _FALSE_PREDICATE_ARRIVES = jax.__version__ == "0.11.2"
@@ -186,6 +188,7 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             _ref(variable.aval, value, transform) if isinstance(variable.aval, state_types.AbstractRef) else value
             for variable, value, transform in zip(eqn.invars[:count], values[:count], transforms, strict=True)
         ]
+        arguments = [_cut(x) for x in jax.tree.unflatten(eqn.params["pytree_args"], arguments)]
         machine = Machine(self, token, eqn.source_info)
         if next(iter(inspect.signature(model).parameters), None) == "machine":
             results = model(machine, *arguments)
@@ -263,6 +266,17 @@ def _ref(aval: Any, value: Any, transforms: Any) -> Ref:
     for transform in transforms:
         inner = transform.transform_type(inner)
     return Ref(key, transforms, inner)
+
+
+def _cut(argument: Any) -> Any:
+    """What an operation gets: the reference that a `ptx.Part` means."""
+    if not isinstance(argument, ptx.Part):
+        return argument
+    ref = argument.ref
+    for place in argument.places:
+        indexer = indexing.NDIndexer.from_indices_shape(place, ref.shape)
+        ref = Ref(ref.key, (*ref.transforms, indexer), indexer.transform_type(ref.aval))
+    return ref
 
 
 def install() -> None:

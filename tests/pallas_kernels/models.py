@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.attention import tile_scheduler
 from pallas_kernels.mosaic import reduce
 
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
     """The model of an operation: its own `interpret`, or the one below that has its name."""
+    operation = inspect.unwrap(operation)
     name, own = operation.__name__, getattr(operation, "interpret", None)
     model = _SHORT.get(name, globals().get(f"_{name}"))
     if own is not None or model is None:
@@ -223,6 +225,12 @@ def _count_tile(machine: Any, static: Any, words: Any, to: Any) -> None:
 
 def _store_record(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
     machine.scatter(words, np.unravel_index(np.arange(len(numbers)), words.shape), True, jnp.stack(numbers))
+
+
+def _load_record(machine: Any, static: Any, words: Any, t: Any) -> list[Any]:
+    row, column = np.indices((static.rows, static.columns)).reshape(2, -1)
+    found = machine.gather(words, (t % tile_scheduler.RECORDS * static.rows + row, column), True, 0)
+    return [found[i] for i in range(row.size)]
 
 
 def _publish_words(machine: Any, static: Any, words: Any, row: Any, rank: Any, *values: Any) -> None:
