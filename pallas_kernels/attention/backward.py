@@ -572,9 +572,8 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
 
 def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, ctas: int) -> None:
     cta, tiles, stages = lax.axis_index("cta"), backward_common.tile_count(problem, config), config.stages
-    ptx.cut_by_operations(
-        refs, "words_smem", "key_smem", "value_smem", "query_smem", "d_out_smem", "ds_smem", "d_query_smem"
-    )
+    factors = "key_smem", "value_smem", "query_smem", "d_out_smem", "ds_smem", "d_query_smem"
+    ptx.cut_by_operations(refs, "words_smem", *factors)
     refs.tile_smem = refs.words_smem.at[pl.ds(0, RING_ROWS)]
     refs.lse_smem, refs.delta_smem = (refs.statistics_smem.at[pl.ds(i * stages, stages)] for i in range(2))
     barriers = pl.ds(RING_ROWS, refs.words_smem.shape[0] - RING_ROWS)

@@ -23,7 +23,6 @@ from jax.custom_batching import sequential_vmap
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
-from pallas_kernels.attention import gather
 from pallas_kernels.attention.mask import tile_kv_range
 from pallas_kernels.attention.problem import Attention, ForwardConfig
 from pallas_kernels.mosaic import ptx, reduce

@@ -194,7 +194,7 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         shape = self.ref.shape
         for place in self.places:
-            kept = (i.size if isinstance(i, pl.Slice) else 0 for i in place)
+            kept = (int(i.size) if isinstance(i, pl.Slice) else 0 for i in place)
             shape = (*(size for size in kept if size), *shape[len(place) :])
         return shape
 
@@ -232,7 +232,7 @@ class Part:
         index = lambda i: i if isinstance(i, int) else arith.index_cast(ir.IndexType.get(), scalar(i))
         ref = self.ref
         for place in self.places:
-            cut = (mgpu.ds(index(i.start), i.size) if isinstance(i, pl.Slice) else index(i) for i in place)
+            cut = (mgpu.ds(index(i.start), int(i.size)) if isinstance(i, pl.Slice) else index(i) for i in place)
             ref = utils.memref_slice(ref, tuple(cut))
         return ref
 
