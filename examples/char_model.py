@@ -55,7 +55,7 @@ def mean_without_logits(hidden: jax.Array, head: nnx.Linear, labels: jax.Array) 
     """The mean loss, with 1/n in the weights: the gradients are computed while a chunk of tokens has its logits."""
     assert head.bias is not None
     losses = jaxsoftmax.linear_cross_entropy(
-        hidden, head.kernel[...], labels, bias=head.bias[...], weights=1 / labels.size
+        hidden, head.kernel[...], labels, bias=head.bias[...], weights=1 / max(labels.size, 1)
     )
     return losses.sum()
 

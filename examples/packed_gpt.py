@@ -76,7 +76,7 @@ def loss_without_logits(hidden: jax.Array, head: nnx.Linear, labels: jax.Array, 
         jnp.where(counts, labels, -1),
         bias=head.bias[...],
         ignore_index=-1,
-        weights=1 / counts.sum(),
+        weights=1 / jnp.maximum(counts.sum(), 1),
     )
     return losses.sum()
 
@@ -84,7 +84,7 @@ def loss_without_logits(hidden: jax.Array, head: nnx.Linear, labels: jax.Array, 
 def loss_by_optax(hidden: jax.Array, head: nnx.Linear, labels: jax.Array, counts: jax.Array) -> jax.Array:
     """The same from all logits."""
     losses = optax.softmax_cross_entropy_with_integer_labels(head(hidden).astype(jnp.float32), labels)
-    return losses.sum(where=counts) / counts.sum()
+    return losses.sum(where=counts) / jnp.maximum(counts.sum(), 1)
 
 
 LOSSES = {"ours": loss_without_logits, "optax": loss_by_optax}

@@ -28,7 +28,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean over rows, in one pass."""
-    losses = jaxsoftmax.softmax_cross_entropy_with_integer_labels(logits, labels, weights=1 / len(labels))
+    weight = 1 / max(len(labels), 1)
+    losses = jaxsoftmax.softmax_cross_entropy_with_integer_labels(logits, labels, weights=weight)
     return losses.sum()
 
 
@@ -38,12 +39,13 @@ def loss_by_hand(logits: jax.Array, labels: jax.Array) -> jax.Array:
     column = labels - device * width
     is_here = (column >= 0) & (column < width)
     picked = jnp.take_along_axis(logits, jnp.where(is_here, column, 0)[:, None], axis=-1)[:, 0]
-    normalizer = jaxsoftmax.logsumexp(logits, axis=-1)
+    # A device may have hidden columns alone, of which the gradient is 0, and that of -inf less -inf would be NaN.
+    normalizer = jaxsoftmax.logsumexp(logits, axis=-1, where=logits > -jnp.inf)
     # Each device fills in its own line of what is summed, so that the sum has every device's.
     own = jnp.where(jnp.arange(DEVICES)[:, None] == device, normalizer, 0.0)
     normalizers, label_logit = jax.lax.psum((own, jnp.where(is_here, picked, 0.0)), "vocabulary")
     row = jaxsoftmax.merge(*(jaxsoftmax.Stats(each, jnp.ones_like(each)) for each in normalizers))
-    return (row.max + jnp.log(row.sum) - label_logit).mean()
+    return (row.max + jnp.log(row.sum) - label_logit).sum() / max(len(labels), 1)
 
 
 def collectives(function: Callable[..., Any], *operands: jax.Array) -> list[tuple[str, int]]:

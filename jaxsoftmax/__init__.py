@@ -1,6 +1,7 @@
 """Softmax, cross entropy, top-k softmax and flash attention for JAX, by Pallas kernels on Hopper GPUs."""
 
 from jaxsoftmax._attention import flash_attention as flash_attention
+from jaxsoftmax._attention.merge import merge_attention as merge_attention
 from jaxsoftmax._attention.paged import paged_attention as paged_attention
 from jaxsoftmax._attention.sequence import unzigzag as unzigzag
 from jaxsoftmax._attention.sequence import zigzag as zigzag
@@ -41,6 +42,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge",
+    "merge_attention",
     "paged_attention",
     "patch",
     "softmax",

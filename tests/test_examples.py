@@ -1,6 +1,7 @@
 """The examples run as a reader would run them; those that set up JAX have a process of their own."""
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -174,3 +177,50 @@ def test_the_vocabulary_example_sees_a_gather_where_there_is_one():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     gathers = jax.shard_map(lambda x: jax.lax.all_gather(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     assert collectives(gathers, jnp.ones(64)) == [("all-gather", 64)]
+
+
+def example(name):
+    return runpy.run_path(str(ROOT / "examples" / name))
+
+
+@pytest.mark.parametrize("counts", [[], [False], [False, False], [True]])
+@pytest.mark.parametrize("name", ["ours", "optax"])
+def test_losses_of_the_gpt_at_their_edges(name, counts):
+    """No token, one, and none that counts: the mean of nothing is 0, and so is its gradient."""
+    head = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    counts = jnp.array(counts, bool)
+    labels, hidden = jnp.zeros(counts.shape, jnp.int32), jnp.ones((*counts.shape, 4))
+    loss = example("packed_gpt.py")["LOSSES"][name]
+    value, gradient = jax.value_and_grad(loss)(hidden, head, labels, counts)
+    assert gradient.shape == hidden.shape
+    assert (value > 0 and np.isfinite(value)) if counts.any() else value == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_losses_of_a_sharded_vocabulary_at_their_edges(rows):
+    """No row, and one of which some devices, and all but one, have hidden columns only."""
+    names = example("vocabulary_sharded_loss.py")
+    mesh = jax.make_mesh((8,), ("vocabulary",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_hand = jax.shard_map(names["loss_by_hand"], mesh=mesh, in_specs=(names["CUT"], P()), out_specs=P())
+    for hidden in (0, 9, 15):
+        logits = jnp.where(jnp.arange(16) < hidden, -jnp.inf, jnp.linspace(-1, 1, 16)) * jnp.ones((rows, 1))
+        found = [jax.value_and_grad(loss)(logits, jnp.full(rows, 15)) for loss in (by_hand, names["loss"])]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
+        assert np.isfinite(found[0][0])
+
+
+def test_states_of_pieces_at_their_edges():
+    state = example("merge_split_rows.py")["state"]
+    pieces = jnp.ones((2, 0)), jnp.full((2, 3), -jnp.inf), jnp.ones((2, 1))
+    empty, whole = jaxsoftmax.merge(*map(state, pieces[:2])), jaxsoftmax.merge(*map(state, pieces))
+    np.testing.assert_array_equal(empty.max + jnp.log(empty.sum), -np.inf)
+    np.testing.assert_allclose(whole.max + jnp.log(whole.sum), 1.0)
+
+
+def test_log_probabilities_at_their_edges():
+    """Of no text, of one token, and in a vocabulary of one."""
+    log_probs = example("rl_logprobs.py")["log_probs"]
+    for texts, length, columns in ((0, 4, 5), (2, 0, 5), (1, 1, 1)):
+        found = log_probs(jnp.ones((texts, length, 3)), jnp.ones((3, columns)), jnp.zeros((texts, length), int))
+        for x in found:
+            np.testing.assert_array_equal(x, np.zeros((texts, length)))

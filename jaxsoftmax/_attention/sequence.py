@@ -45,7 +45,7 @@ def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
 
     With more `rounds` each of so many parts of the sequence is dealt like that. Use them for packed documents: how many
     keys a query sees follows from its document, and only small pieces spread long documents over all devices. Best are
-    pieces of 128 tokens, `length // (256 * devices)` rounds; smaller ones would split tiles of the kernels.
+    pieces of 128 tokens, `max(length // (256 * devices), 1)` rounds; smaller ones would split tiles of the kernels.
 
     Args:
         x: An array.

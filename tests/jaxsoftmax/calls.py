@@ -80,6 +80,10 @@ MORE_CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
         {"query": QKV["query"], "key_pages": normal(2, 9, 8, 8), "value_pages": normal(2, 9, 8, 8)}
         | {"block_tables": jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 9, "lengths": 2 * LENGTHS},
     ),
+    "merged": (
+        lambda out, other, lse, part: jaxsoftmax.merge_attention([out, other], [lse, part])[0],
+        {"out": QKV["query"], "other": normal(8, 6, 4, 8), "lse": normal(8, 6, 4), "part": normal(8, 6, 4)},
+    ),
     "scaled heads": (jaxsoftmax.flash_attention, QKV | {"scale": X[0, 0, :8]}),
     "positions": (
         functools.partial(attention, local_window_size=(3, 1)),

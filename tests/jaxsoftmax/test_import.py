@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax import _attention, _cross_entropy, _explain, _patch, _softmax, _top_k
 
 
 def test_import_leaves_pallas_for_the_lowering_and_libraries_for_their_users() -> None:
@@ -34,13 +33,11 @@ def test_what_is_public_pickles_and_has_docs() -> None:
         assert pickle.loads(pickle.dumps(value)) == value
 
 
-@pytest.mark.parametrize(
-    "module", [_softmax, _attention, _cross_entropy, _top_k, _explain, _patch], ids=lambda m: m.__name__
-)
-def test_examples_in_docstrings(module: object) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
+@pytest.mark.parametrize("name", [name for name in jaxsoftmax.__all__ if name[0].islower()])
+def test_examples_in_docstrings(name: str) -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(jaxsoftmax, name), name)
+    assert example.examples
+    assert not doctest.DocTestRunner().run(example).failed
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import jaxsoftmax
 from jaxsoftmax import paged_attention
 from tests import attention_oracle
 from tests.jaxsoftmax.sharded import mesh, put
@@ -225,24 +224,6 @@ def test_shards_of_sequences_and_heads(layout: Any, kind: AxisType, is_set: bool
         check(call(**placed), expected(given, layout))
         text = jax.jit(call).lower(**placed).compile().as_text()
     assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
-
-
-def test_a_prefix_that_sequences_share_is_attended_to_once() -> None:
-    """States of the shared and of the own keys merge into that of all."""
-    rng = np.random.default_rng(1)
-    shape = lambda *batch: rng.normal(size=(*batch, 2, 8)).astype(np.float32)
-    query, prefix, own = shape(3, 4), (shape(1, 6), shape(1, 6)), (shape(3, 5), shape(3, 5))
-    whole = [np.concatenate([np.repeat(x, 3, 0), y], 1) for x, y in zip(prefix, own, strict=True)]
-    parts = [
-        jaxsoftmax.flash_attention(query.reshape(1, 12, 2, 8), *prefix, return_residual=True),
-        jaxsoftmax.flash_attention(query, *own, return_residual=True),
-    ]
-    outs, lses = zip(*((out.reshape(query.shape), lse.reshape(query.shape[:3])) for out, lse in parts), strict=True)
-    total = jaxsoftmax.merge(*(jaxsoftmax.Stats(lse, jnp.ones_like(lse)) for lse in lses))
-    lse = total.max + jnp.log(total.sum)
-    out = sum(jnp.exp(part - lse)[..., None] * out for out, part in zip(outs, lses, strict=True))
-    want = attention_oracle.forward(query, *whole)
-    check((out, lse), (want.out, np.swapaxes(want.lse, 1, 2)))
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
