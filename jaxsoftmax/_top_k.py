@@ -31,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import checks, primitives, sharding
+from jaxsoftmax._core import checks, numbers, primitives, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.primitives import batch_leading, define, typed, zeros
 from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_varying
@@ -108,7 +108,7 @@ def top_k_softmax(
     k = _checked_k(k, x.shape[along], along)
     if normalize not in get_args(Normalize):
         raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
-    factor = checks.scale_factor(NAME, scale, x.shape, "the logits'")
+    factor = numbers.scale_factor(NAME, scale, x.shape, accumulator_dtype(x.dtype), "the logits'")
     implementation = checks.implementation(NAME, implementation)
     dtype = x.dtype
     x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # some 8-bit floats have no -inf for padding

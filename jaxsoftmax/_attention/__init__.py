@@ -160,7 +160,8 @@ def flash_attention(
         mask: Booleans that broadcast to `[*batch, N, T, S]`: True where a query sees a key. Only beside arguments that
             Flax's layers pass, from `dropout_rng` down, may they be numbers: 1, or 0 for hidden, as Flax makes them.
         scale: The logits' factor, `1 / sqrt(H)` by default. A number is fused in. An array that broadcasts to query
-            (traced, or one factor per head) is multiplied into it beforehand, rounded to its dtype, and differentiable.
+            (traced, or one factor per head) is multiplied into it beforehand, rounded to its dtype, and differentiable;
+            as is, outside `jit`, a number after the first four (docs/numbers.md).
         is_causal: Whether a query sees only keys up to its own position, as `causal_alignment` counts it.
         query_seq_lengths: Integers `[*batch]` of any width: how many queries count. More than T count as T, fewer than
             none as none.

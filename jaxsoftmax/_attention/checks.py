@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import checks
+from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
 from pallas_kernels.attention.problem import OPERANDS
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -222,7 +222,9 @@ def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
     if number is not None:
         if math.isnan(number):
             raise ValueError(f"{NAME}: scale is nan, expected a number.")
-        return q, number
+        if numbers.is_constant(NAME, "scale", number):
+            return q, number
+        x = numbers.as_data(number, accumulator_dtype(q.dtype))
     array = _array("scale", x)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{NAME}: scale has dtype {array.dtype}, expected real numbers.")
@@ -233,7 +235,7 @@ def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
         )
     wide = accumulator_dtype(q.dtype)
     factor = array.reshape((1,) * (q.ndim - array.ndim) + array.shape).astype(wide)
-    return (q.astype(wide) * factor).astype(q.dtype), 1.0
+    return numbers.times(q.astype(wide), factor).astype(q.dtype), 1.0
 
 
 def soft_cap(x: Any) -> float | None:

@@ -159,16 +159,6 @@ def as_float(
         raise ValueError(f"{function}: {name} is an integer {beyond}") from None
 
 
-def scale_factor(function: str, scale: ArrayLike, shape: Sequence[int], of: str = "x's") -> float | jax.Array:
-    """A Python or NumPy number as a float, anything else as an array that broadcasts against the operand."""
-    if is_number(scale):
-        factor = as_float(function, "scale", scale)
-        if math.isnan(factor):
-            raise ValueError(f"{function}: scale is nan, expected a number.")
-        return factor
-    return broadcasting(function, "scale", floating(function, "scale", scale), shape, of)
-
-
 def implementation(function: str, name: Any) -> Implementation | None:
     """Returns `name` if it names an implementation."""
     for known in IMPLEMENTATIONS:
@@ -221,27 +211,6 @@ def rows_to_read(
         target, weights, wrong = jnp.where(skip, IGNORED, target), jnp.where(skip, 0.0, weights), wrong & ~skip
     # Added, not selected: the weights of such rows keep their derivative, which is the loss.
     return target, weights + jnp.where(wrong, jnp.nan, 0.0).astype(weights.dtype)
-
-
-def number(function: str, name: str, value: Any, low: float, high: float) -> float:
-    """A finite Python or NumPy number between two bounds."""
-    if not is_number(value):
-        got = f"is {value!r}" if not isinstance(value, jax.Array) else f"is an array, {jax.typeof(value)}"
-        raise TypeError(f"{function}: {name} {got}, expected a Python number, and a real one; it is compiled in.")
-    result = as_float(function, name, value)
-    if not (low <= result <= high and math.isfinite(result)):
-        raise ValueError(f"{function}: {name} is {value}, expected a finite number from {low} to {high}.")
-    return result
-
-
-def soft_cap(function: str, value: Any) -> float | None:
-    """A positive number, or None."""
-    if value is None:
-        return None
-    cap = number(function, "logits_soft_cap", value, 0.0, math.inf)
-    if cap == 0:
-        raise ValueError(f"{function}: logits_soft_cap is 0, expected a positive number. Pass None for no cap.")
-    return cap
 
 
 def ignore_index(function: str, value: Any) -> int | None:

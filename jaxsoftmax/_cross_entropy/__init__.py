@@ -1,5 +1,6 @@
 """Cross entropy of labels, probabilities, or the logits of a product: the functions canonicalise, validate and bind."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -8,10 +9,10 @@ from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core import checks
+from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import settings_for
-from jaxsoftmax._cross_entropy import linear_primitives
+from jaxsoftmax._cross_entropy import linear_primitives, mixture
 from jaxsoftmax._cross_entropy.linear_kernel import Rules
 from jaxsoftmax._cross_entropy.linear_primitives import LOSS
 from jaxsoftmax._cross_entropy.linear_primitives import NAME as LINEAR
@@ -19,6 +20,7 @@ from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
 from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, log_normalizer
+from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -28,9 +30,9 @@ WeightLayout = Literal["EV", "VE"]
 class _Options(TypedDict, total=False):
     """The keywords that every overload has."""
 
-    label_smoothing: float
-    z_loss: float
-    logits_soft_cap: float | None
+    label_smoothing: ArrayLike
+    z_loss: ArrayLike
+    logits_soft_cap: ArrayLike | None
     scale: ArrayLike
     ignore_index: int | None
     weights: ArrayLike | None
@@ -83,9 +85,9 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
     scale: ArrayLike = 1.0,
     ignore_index: int | None = None,
     weights: ArrayLike | None = None,
@@ -126,9 +128,11 @@ def softmax_cross_entropy_with_integer_labels(
         axis: The axis or axes of a row; None for all.
         where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
             Entries where it is False are absent from the sums; the label's logit is taken even so.
-        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row.
-        z_loss: A number: the factor of `lse**2`.
-        logits_soft_cap: A positive number `c`: logits are `c * tanh(scale * logits / c)`.
+        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row. Of this and
+            the next three arguments an array of one number may be traced, is differentiable, and is not checked. It
+            costs passes: the logits are first converted to the dtype of accumulation (docs/numbers.md).
+        z_loss: A number, or an array of one: the factor of `lse**2`.
+        logits_soft_cap: A positive number `c`, or an array of one: logits are `c * tanh(scale * logits / c)`.
         scale: The logits' factor, as for `softmax`.
         ignore_index: A label whose rows have a loss of 0 and a gradient of 0, whatever their logits are.
         weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced. Given
@@ -157,9 +161,9 @@ def softmax_cross_entropy_with_integer_labels(
     listed = checks.listed_axes(NAME, axis, x.ndim, "logits")
     axes = tuple(sorted(listed))
     cols = math.prod(x.shape[d] for d in axes)
-    factor = checks.scale_factor(NAME, scale, x.shape, "the logits'")
-    ignored = checks.ignore_index(NAME, ignore_index)
     wide = accumulator_dtype(x.dtype)
+    factor = numbers.scale_factor(NAME, scale, x.shape, wide, "the logits'")
+    ignored = checks.ignore_index(NAME, ignore_index)
     given, shape = checks.labels_of(NAME, labels, x.shape, axes)
     mask = () if where is None else (checks.mask(NAME, where, shape, axes),)
     shape = jnp.broadcast_shapes(shape, *(m.shape for m in mask))
@@ -169,26 +173,35 @@ def softmax_cross_entropy_with_integer_labels(
     checks.check_range(NAME, given, cols, ignored, counts)
     target, factors = checks.rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
+    cap = numbers.soft_cap(NAME, logits_soft_cap, wide)
+    if isinstance(cap, jax.Array):
+        x, factor, cap = numbers.capped(reference.logits(x, factor), cap), 1.0, None
+    shares = _smoothing_and_z_loss(NAME, label_smoothing, z_loss, wide)
+    is_mixture = mixture.is_mixture(*shares)
+    # The gradients of its parts are added before they are rounded.
+    x = x.astype(wide) if is_mixture else x
     # With weights in the primitive, the gradient is written with the loss, before its cotangent is known.
-    weighted = weights is not None and not return_lse
-    loss, *stats = losses(
-        x,
-        jnp.expand_dims(_in_order(target, listed, x.shape), axes),
-        *([jnp.expand_dims(factors, axes)] if weighted else []),
-        *mask,
-        axes=axes,
-        scale=factor,
-        soft_cap=checks.soft_cap(NAME, logits_soft_cap),
-        smoothing=checks.number(NAME, "label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=checks.number(NAME, "z_loss", z_loss, -math.inf, math.inf),
-        weighted=weighted,
-        stats=return_lse,
-        all_rows=return_lse,
-        implementation=checks.implementation(NAME, implementation),
-        **checks.batch_invariance(),
-    )
+    weighted = weights is not None and not return_lse and not is_mixture
+    columns = jnp.expand_dims(_in_order(target, listed, x.shape), axes)
+    operands = [x, columns, *([jnp.expand_dims(factors, axes)] if weighted else []), *mask]
+    how = {"implementation": checks.implementation(NAME, implementation), **checks.batch_invariance()}
+    row = {"axes": axes, "scale": factor, "soft_cap": cap, "weighted": weighted, "all_rows": return_lse, **how}
+
+    def compute(smoothing: float, z_loss: float, with_lse: bool) -> Sequence[jax.Array]:
+        loss, *stats = losses(*operands, smoothing=smoothing, z_loss=z_loss, stats=with_lse, **row)
+        return [loss, log_normalizer(Stats(*stats))] if with_lse else [loss]
+
+    loss, *lse = mixture.mixed(compute, target == IGNORED, *shares, return_lse)
     loss = loss if weighted else weigh(factors, loss)
-    return (loss, log_normalizer(Stats(*stats))) if return_lse else loss
+    return (loss, *lse) if return_lse else loss
+
+
+def _smoothing_and_z_loss(function: str, smoothing: Any, z_loss: Any, dtype: Any) -> tuple[Any, Any]:
+    """Both as constants or data."""
+    return (
+        numbers.number(function, "label_smoothing", smoothing, 0.0, 1.0, dtype),
+        numbers.number(function, "z_loss", z_loss, -math.inf, math.inf, dtype),
+    )
 
 
 def softmax_cross_entropy(
@@ -303,9 +316,9 @@ def linear_cross_entropy(
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
     scale: ArrayLike = 1.0,
     weight_layout: WeightLayout = "EV",
     return_lse: bool = False,
@@ -350,9 +363,10 @@ def linear_cross_entropy(
         where: A boolean mask of logits, `[..., V]`, or of tokens, of the labels' rank; either broadcasts.
         weights: A factor of each token's loss: a number, or an array that broadcasts to the tokens; may be traced.
         ignore_index: A label whose tokens have a loss of 0 and no gradient, whatever their hidden states are.
-        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the vocabulary.
-        z_loss: A number: the factor of `lse**2`.
-        logits_soft_cap: A positive number `c`: logits are `c * tanh(scale * logits / c)`.
+        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the vocabulary. An
+            array of one number may be traced, here and in the next two; the products are computed twice for one here.
+        z_loss: A number, or an array of one: the factor of `lse**2`.
+        logits_soft_cap: A positive number `c`, or an array of one: logits are `c * tanh(scale * logits / c)`.
         scale: The logits' factor, an inverse temperature: a number, or an array that broadcasts to the tokens with a
             last axis of 1. An array is differentiable.
         weight_layout: "EV", or "VE" for the table of an embedding, which is not transposed for it.
@@ -379,8 +393,9 @@ def linear_cross_entropy(
     h, w, b = _checked_matrices(hidden, weight, bias, weight_layout)
     tokens, cols = h.shape[:-1], w.shape[weight_layout.index("V")]
     shape, axes, wide = (*tokens, cols), (len(tokens),), accumulator_dtype(h.dtype)
-    factor = checks.scale_factor(LINEAR, scale, (*tokens, 1), "one number for each token")
-    if isinstance(factor, float) and not 0 < factor < math.inf:
+    factor = numbers.scale_factor(LINEAR, scale, (*tokens, 1), wide, "one number for each token")
+    cap = numbers.soft_cap(LINEAR, logits_soft_cap, wide)
+    if isinstance(factor, float) and (isinstance(cap, jax.Array) or not 0 < factor < math.inf):
         factor = jnp.full((1,) * len(shape), factor)
     ignored = checks.ignore_index(LINEAR, ignore_index)
     given, full = checks.labels_of(LINEAR, labels, shape, axes)
@@ -392,11 +407,13 @@ def linear_cross_entropy(
     factors = ones if weights is None else checks.weights_of(LINEAR, weights, tokens, wide)
     checks.check_range(LINEAR, given, cols, ignored, counts)
     target, factors = checks.rows_to_read(given, jnp.broadcast_to(factors, tokens), cols, ignored, counts)
-    results = ("loss", *(["lse"] if return_lse else []), *(["entropy"] if return_entropy else []))
-    weighted = weights is not None and len(results) == 1
+    shares = _smoothing_and_z_loss(LINEAR, label_smoothing, z_loss, wide)
+    weighted = weights is not None and not (return_lse or return_entropy or mixture.is_mixture(*shares))
+    of_tokens = lambda x: jnp.broadcast_to(x.astype(wide), tokens)
     optional = {
         "bias": b,
-        "scale": jnp.broadcast_to(factor[..., 0].astype(wide), tokens) if isinstance(factor, jax.Array) else None,
+        "scale": of_tokens(factor[..., 0]) if isinstance(factor, jax.Array) else None,
+        "cap": of_tokens(cap) if isinstance(cap, jax.Array) else None,
         "where": mask,
         "weights": factors if weighted else None,
     }
@@ -404,24 +421,24 @@ def linear_cross_entropy(
         transposed=weight_layout == "VE",
         precision=precision,
         scale=1.0 if isinstance(factor, jax.Array) else factor,
-        soft_cap=checks.soft_cap(LINEAR, logits_soft_cap),
-        smoothing=checks.number(LINEAR, "label_smoothing", label_smoothing, 0.0, 1.0),
-        z_loss=checks.number(LINEAR, "z_loss", z_loss, -math.inf, math.inf),
-        results=results,
-        all_rows=len(results) > 1,
+        soft_cap=None if isinstance(cap, jax.Array) else cap,
+        all_rows=return_lse or return_entropy,
         chunk_size=_checked_chunk_size(chunk_size),
         implementation=checks.implementation(LINEAR, implementation),
     )
-    with settings_for(h, w, *(x for x in optional.values() if x is not None)):
-        operands = {"hidden": h, "weight": w, "labels": target}
-        found = linear_primitives.bind(
-            LOSS, operands | {n: x for n, x in optional.items() if x is not None}, rules=rules
-        )
-        loss = found["loss"] if weighted else weigh(factors, found["loss"])
-        if len(results) == 1:
-            return loss
-        lse = [log_normalizer(Stats(found["max"], found["sum"]))] if return_lse else []
-        return (loss, *lse, *([found["entropy"]] if return_entropy else []))
+    operands = {"hidden": h, "weight": w, "labels": target} | {n: x for n, x in optional.items() if x is not None}
+
+    def compute(smoothing: float, z_loss: float, with_lse: bool) -> Sequence[jax.Array]:
+        results = ("loss", *(["lse"] if with_lse else []), *(["entropy"] if return_entropy else []))
+        known = dataclasses.replace(rules, smoothing=smoothing, z_loss=z_loss, results=results)
+        found = linear_primitives.bind(LOSS, operands, rules=known)
+        lse = [log_normalizer(Stats(found["max"], found["sum"]))] if with_lse else []
+        return [found["loss"], *lse, *([found["entropy"]] if return_entropy else [])]
+
+    with settings_for(*operands.values()):
+        loss, *rest = mixture.mixed(compute, target == IGNORED, *shares, return_lse)
+        loss = loss if weighted else weigh(factors, loss)
+        return (loss, *rest) if rest else loss
 
 
 def _checked_matrices(

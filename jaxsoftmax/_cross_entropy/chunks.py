@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core import numbers
 from jaxsoftmax._core.sharding import all_gather, unify_varying
 from jaxsoftmax._cross_entropy import linear_kernel
 from jaxsoftmax._cross_entropy import loss as row_losses
@@ -104,12 +105,16 @@ def _raw(rules: Rules, operands: Operands) -> jax.Array:
 
 
 def _logits(rules: Rules, operands: Operands) -> jax.Array:
-    """The logits of a chunk before a scale that is a number and the soft cap."""
-    return _scaled(_raw(rules, operands), operands)
+    """The logits of a chunk before a scale and a soft cap that are constants."""
+    return _capped(_scaled(_raw(rules, operands), operands), operands)
 
 
 def _scaled(x: jax.Array, operands: Operands) -> jax.Array:
     return x * operands["scale"][:, None] if "scale" in operands else x
+
+
+def _capped(x: jax.Array, operands: Operands) -> jax.Array:
+    return numbers.capped(x, operands["cap"][:, None]) if "cap" in operands else x
 
 
 def _column(operands: Mapping[str, jax.Array], name: str) -> jax.Array:
@@ -276,6 +281,9 @@ def _pulled(
     rules, moving = pull.rules, pull.moving
     hidden, weight = operands["hidden"], operands["weight"]
     wide, sums, rows = accumulator_dtype(hidden.dtype), {}, {}
+    if "cap" in operands and raw is not None:
+        g, of_cap = jax.vjp(numbers.capped, _scaled(raw, operands), _column(operands, "cap"))[1](g)
+        rows |= {"cap": of_cap[:, 0]} if "cap" in moving else {}
     if "scale" in moving and raw is not None:
         rows["scale"] = _dot(g, raw)
     g = _scaled(g, operands)
@@ -319,7 +327,7 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
             return slope[: len(local), :vocabulary], of_rows
     else:
         raw = _raw(rules, chunk)
-        x = _scaled(raw, chunk)
+        x = _capped(_scaled(raw, chunk), chunk)
         numbers = _numbers(rules, x, chunk, local) if gives_loss else {}
 
         def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:

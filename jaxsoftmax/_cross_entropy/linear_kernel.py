@@ -29,6 +29,7 @@ AXES = {
     "weight": "ev",
     "bias": "v",
     "scale": "t",
+    "cap": "t",
     "labels": "t",
     "weights": "t",
     "where": "tv",
@@ -38,7 +39,7 @@ AXES = {
     "loss": "t",
     "lse": "t",
 }
-MOVING = ("hidden", "weight", "bias", "scale")  # the operands that have gradients, beside the weights of rows
+MOVING = ("hidden", "weight", "bias", "scale", "cap")  # the operands that have gradients, beside the weights of rows
 TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
 
 COLUMNS = (1,)  # the axes of a chunk's rows
@@ -110,6 +111,7 @@ def kernel_reason(
         "the kernel takes no bias": "bias" in operands,
         "the kernel takes no mask": "where" in operands,
         "the kernel takes a scale that is a positive number": "scale" in operands,
+        "the kernel takes a soft cap that is a constant": "cap" in operands,
         "the kernel does not smooth labels": rules.smoothing != 0,
         "the kernel has no precision to choose": rules.precision is not None,
         "the gradient of entropies needs logits": COTANGENT + "entropy" in operands,

@@ -189,7 +189,9 @@ def loss_of_terms(
     far = maximum == jnp.inf
     distance = maximum - terms.label
     if terms.total is not None:
-        distance = (1.0 - smoothing) * distance + smoothing * (maximum - terms.total / jnp.maximum(terms.count, 1))
+        even = maximum - terms.total / jnp.maximum(terms.count, 1)
+        # The label's distance may be infinite, and has no share then.
+        distance = even if smoothing == 1 else (1.0 - smoothing) * distance + smoothing * even
     loss = distance + jnp.where(far, 0.0, jnp.log(jnp.where(far, 1.0, terms.stats.sum)))
     if z_loss:
         loss = loss + z_loss * jnp.square(log_normalizer(terms.stats))

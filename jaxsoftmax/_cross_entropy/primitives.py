@@ -126,8 +126,8 @@ def _pull_to_logits(
     known = Stats(maximum, total)
     of_p, of_q = factors(known, labels, of_loss, of_lse, z_loss)
     if of_lse is not None and all_rows:
-        # Such a row is read, but no column is its label.
-        labels = jnp.where(labels != IGNORED, labels, IGNORED - 1)
+        # Such a row is read if its logsumexp is used, but no column is its label.
+        labels = jnp.where((labels != IGNORED) | (of_lse == 0), labels, IGNORED - 1)
     mask = where[0] if where else None
     return reference.cross_entropy_slope(
         zero_ignored(x, labels, where, axes), labels, mask, of_p, of_q, known, axes=axes, **row

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core import checks
+from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.sharding import unify_shardings
 from jaxsoftmax._softmax.primitives import bind
@@ -51,7 +51,8 @@ def softmax(
         where: A boolean mask that broadcasts with `x`; entries where it is False count as absent.
         scale: The logits' factor, an inverse temperature. A positive number is fused into the kernel. Any other
             number, and an array that broadcasts to `x` (traced, or one factor per row), is multiplied in before it, in
-            the dtype of accumulation, and is differentiable. It is real, also where `x` is complex.
+            the dtype of accumulation, and is differentiable. So is, outside `jit`, a number after the first four, which
+            would compile a program each (docs/numbers.md). It is real, also where `x` is complex.
         implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back.
 
     Returns:
@@ -284,7 +285,7 @@ def _row_op(
     operand, *mask = checks.together(op, "x", operand.astype(dtype), **given)  # drops a weak type
     axes = checks.axes(op, axis, operand.ndim)
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
-    factor = checks.scale_factor(op, scale, shape)
+    factor = numbers.scale_factor(op, scale, shape, accumulator_dtype(jnp.finfo(dtype).dtype))
     implementation = checks.implementation(op, implementation)
     if jnp.iscomplexobj(operand):
         if implementation == "mosaic_gpu":
@@ -305,7 +306,7 @@ def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
             # Some 8-bit floats have no sign.
             return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
         factor = math.copysign(math.inf, factor) if factor else 0.0
-    return x.astype(wide) * jnp.asarray(factor, wide), 1.0
+    return numbers.times(x.astype(wide), jnp.asarray(factor, wide)), 1.0
 
 
 def _has_infinity(dtype: jnp.dtype) -> bool:

@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 from jaxsoftmax import _top_k
 from jaxsoftmax._attention import paged
 from jaxsoftmax._attention import primitives as attention_primitives
+from jaxsoftmax._core import numbers
 from jaxsoftmax._core import primitives as lowering
 from jaxsoftmax._softmax import primitives as row_primitives
 from pallas_kernels.attention import problem as attention_problem
@@ -199,6 +200,12 @@ def same_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """A test draws the same numbers whichever ran before it."""
     if hasattr(request.module, "RNG"):
         monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
+
+
+@pytest.fixture(autouse=True)
+def no_number_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is a constant of a test's programs whichever numbers were constants of others."""
+    monkeypatch.setattr(numbers, "_CONSTANTS", {})
 
 
 @pytest.fixture

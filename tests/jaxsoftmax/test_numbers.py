@@ -1,0 +1,219 @@
+"""Numbers that change: how many programs they compile, and what they give where they are traced."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax._core import numbers
+from tests import oracle
+from tests.errors import assert_accurate
+from tests.jaxsoftmax.sharded import mesh, put
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)
+WEIGHT = jnp.asarray(RNG.normal(size=(6, 8)), jnp.float32)
+LABELS = jnp.array([0, 3, 5, 1])
+QKV = [jnp.asarray(RNG.normal(size=(1, 5, 2, 8)), jnp.float32) for _ in range(3)]
+PAGES = jnp.asarray(RNG.normal(size=(2, 3, 4, 8)), jnp.float32)
+
+loss, linear = jaxsoftmax.softmax_cross_entropy_with_integer_labels, jaxsoftmax.linear_cross_entropy
+
+
+
+def attend(q: jax.Array, **number: Any) -> jax.Array:
+    return jaxsoftmax.flash_attention(q, *(x.astype(q.dtype) for x in QKV[1:]), **number)
+
+
+def attend_to_pages(q: jax.Array, **number: Any) -> jax.Array:
+    pages = PAGES.astype(q.dtype)
+    return jaxsoftmax.paged_attention(q, pages, pages, jnp.array([[2, 0]]), jnp.array([7]), **number)
+
+
+OF_LOSSES = ("scale", "label_smoothing", "z_loss", "logits_soft_cap")
+# Each function that takes numbers, of its first operand, and which.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], jax.Array, tuple[str, ...]]] = {
+    "softmax": (jaxsoftmax.softmax, X, ("scale",)),
+    "log_softmax": (jaxsoftmax.log_softmax, X, ("scale",)),
+    "top_k_softmax": (lambda x, **number: jaxsoftmax.top_k_softmax(x, 2, **number)[0], X, ("scale",)),
+    "loss": (lambda x, **number: loss(x, LABELS, **number), X, OF_LOSSES),
+    "weighted loss": (lambda x, **number: loss(x, LABELS, weights=0.5, **number), X, OF_LOSSES),
+    "linear": (lambda x, **number: linear(x, WEIGHT, LABELS, **number), X, OF_LOSSES),
+    "weighted linear": (
+        lambda x, **number: linear(x, WEIGHT, LABELS, weights=0.5, chunk_size=3, **number),
+        X,
+        OF_LOSSES,
+    ),
+    "flash_attention": (attend, QKV[0], ("scale",)),
+    "paged_attention": (attend_to_pages, QKV[0], ("scale",)),
+}
+CASES = [(name, argument) for name, (_, _, arguments) in FUNCTIONS.items() for argument in arguments]
+cases = pytest.mark.parametrize(("name", "argument"), CASES, ids=map(" ".join, CASES))
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The programs that are compiled."""
+    events: list[str] = []
+    listener = lambda event, *_, **__: events.append(event) if event.endswith("backend_compile_duration") else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def gradient(name: str, x: jax.Array, **number: Any) -> tuple[jax.Array, jax.Array]:
+    """A function's results, and the gradient of a sum of their sines."""
+
+    def total(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = FUNCTIONS[name][0](x, **number)
+        return jnp.sin(y).sum(), y
+
+    of_x, y = jax.grad(total, has_aux=True)(x)
+    return y, of_x
+
+
+@cases
+def test_a_number_that_changes_compiles_few_programs(name: str, argument: str, compiled: list[str]) -> None:
+    x = FUNCTIONS[name][1]
+    values = [0.04 * (1 + i) for i in range(20)]
+    few = numbers.MOST_CONSTANTS
+    found = [gradient(name, x, **{argument: value}) for value in values[: few + 1]]
+    compiled.clear()
+    found += [gradient(name, x, **{argument: value}) for value in values[few + 1 :]]
+    assert not compiled
+    traced = jax.jit(lambda t: gradient(name, x, **{argument: t}))
+    for value, results in zip(values, found, strict=True):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=1e-6), results, traced(value))
+
+
+def test_mapped_and_differentiated_calls_are_evaluated(compiled: list[str]) -> None:
+    function = lambda t: jax.vmap(jax.grad(lambda x: jax.jvp(lambda x: jaxsoftmax.softmax(x, scale=t), (x,), (x,))[1][0]))
+    for i in range(8):
+        compiled.clear()
+        function(0.1 + i)(X)
+    assert not compiled
+    assert numbers.is_evaluated()
+    assert jax.vmap(jax.grad(lambda x: x if numbers.is_evaluated() else 0 * x))(jnp.ones(2)).tolist() == [1, 1]
+    assert jax.jit(lambda x: x if numbers.is_evaluated() else 0 * x)(1.0) == 0
+
+
+def test_a_number_of_a_program_is_a_constant() -> None:
+    for i in range(9):
+        text = str(jax.make_jaxpr(lambda x, i=i: jaxsoftmax.softmax(x, scale=0.1 + i))(X))
+        assert f"scale={0.1 + i}" in text
+        assert "is_evaluated" not in text
+
+
+def test_under_batch_invariant_each_number_is_a_constant() -> None:
+    with jaxsoftmax.batch_invariant():
+        for i in range(9):
+            assert numbers.is_constant("softmax", "scale", 0.1 + i)
+    assert all(numbers.is_constant("softmax", "scale", 0.5 + i) for i in range(numbers.MOST_CONSTANTS))
+    assert not numbers.is_constant("softmax", "scale", 9.5)
+
+
+@cases
+def test_the_derivative_in_a_number_that_is_traced(name: str, argument: str) -> None:
+    """In float64 the gradient is that of a constant, and the number's derivative a quotient of differences."""
+    with jax.enable_x64():
+        x = FUNCTIONS[name][1].astype(jnp.float64)
+        function, at, step = FUNCTIONS[name][0], 0.6, 1e-5
+        constant = jax.jit(lambda x, t: gradient(name, x, **{argument: t}), static_argnums=1)
+        traced = jax.jit(lambda x, t: gradient(name, x, **{argument: t}))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14), traced(x, at), constant(x, at))
+        of_number = jax.jit(jax.jacfwd(lambda t: function(x, **{argument: t})))(at)
+        reverse = jax.jit(jax.jacrev(lambda t: function(x, **{argument: t})))(at)
+        more, less = (constant(x, at + sign * step)[0] for sign in (1, -1))
+        np.testing.assert_allclose(of_number, (more - less) / (2 * step), rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(reverse, of_number, rtol=1e-12, atol=1e-14)
+
+
+
+# What a loss has beside its numbers.
+EDGES: dict[str, dict[str, Any]] = {
+    "a label at -inf": {"x": X.at[1, 3].set(-jnp.inf)},
+    "another at -inf": {"x": X.at[1, 2].set(-jnp.inf)},
+    "+inf": {"x": X.at[1, 2].set(jnp.inf)},
+    "+inf at the label": {"x": X.at[1, 3].set(jnp.inf)},
+    "NaN": {"x": X.at[1, 3].set(jnp.nan)},
+    "only -inf": {"x": X.at[1].set(-jnp.inf)},
+    "ignored": {"x": X.at[1, 2].set(jnp.nan), "ignored": 3},
+    "masked": {"x": X.at[1, 2].set(jnp.nan).at[2].set(jnp.inf), "where": jnp.ones((4, 6), bool).at[1, 2:5].set(False).at[2].set(False)},
+    "weighted": {"x": X, "weights": jnp.array([0.5, -2.0, 0.0, 3.0])},
+    "out of range": {"x": X, "labels": jnp.array([0, 9, 5, -1])},
+}
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_the_edges_of_losses_are_those_of_constants(with_lse: bool) -> None:
+    def gradients(x: jax.Array, kept: dict[str, Any], wrt: Any, labels: Any, given: Any, ignored: Any) -> Any:
+        def total(x: jax.Array, kept: dict[str, Any]) -> Any:
+            found = loss(x, labels, ignore_index=ignored, return_lse=with_lse, **kept, **given)
+            return jnp.sin(found[0] if with_lse else found).sum(), found
+
+        return jax.grad(total, wrt, has_aux=True)(x, kept)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def run(x: jax.Array, kept: tuple[tuple[str, float], ...], ignored: Any, labels: Any, given: Any) -> Any:
+        """The loss and its gradient, for numbers that are constants and for traced ones; and the numbers' gradients."""
+        constants, (x, of) = dict(kept), jax.lax.optimization_barrier((x, dict(kept)))
+        of = jax.tree.map(jnp.float32, of)
+        (of_x, of_numbers), found = gradients(x, of, (0, 1), labels, given, ignored)
+        return (of_x, found), gradients(x, constants, 0, labels, given, ignored), of_numbers
+
+    for name, edge in EDGES.items():
+        given = {k: v for k, v in edge.items() if k in ("where", "weights")}
+        for smoothing, z_loss, cap in ((0.0, 0.0, None), (0.25, 0.5, 2.0), (1.0, -0.5, None)):
+            kept = {"label_smoothing": smoothing, "z_loss": z_loss} | ({"logits_soft_cap": cap} if cap else {})
+            got, want, of_numbers = run(
+                edge["x"], tuple(kept.items()), edge.get("ignored"), edge.get("labels", LABELS), given
+            )
+            close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, err_msg=f"{name} {kept}")
+            jax.tree.map(close, got, want)
+            if name in ("ignored", "masked", "weighted"):
+                assert jax.tree.all(jax.tree.map(jnp.isfinite, of_numbers)), (name, kept, of_numbers)
+
+
+def test_the_scale_of_a_row_with_minus_infinity_has_a_derivative() -> None:
+    x = jnp.array([0.5, -jnp.inf, 2.0])
+    for function in (jaxsoftmax.softmax, jaxsoftmax.log_softmax):
+        for keep, where in ((x, None), (x.at[1].set(jnp.nan), jnp.isfinite(x))):
+            of = lambda t, keep=keep, where=where, function=function: function(keep, where=where, scale=t)[0]
+            want = jax.grad(lambda t, function=function: function(x[::2], scale=t)[0])(0.7)
+            np.testing.assert_allclose([jax.grad(of)(0.7), jax.jvp(of, (0.7,), (1.0,))[1]], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_traced_numbers_beside_sharded_operands(kind: AxisType) -> None:
+    x, numbers_given = jnp.tile(X, (2, 2))[:, :8], {"label_smoothing": 0.2, "z_loss": 0.1, "logits_soft_cap": 1.5}
+    labels, on = jnp.arange(8), mesh(kind)
+    weight = jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)
+
+    @jax.jit
+    def run(x: jax.Array, weight: jax.Array, labels: jax.Array, given: dict[str, jax.Array]) -> Any:
+        def total(x: jax.Array, weight: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+            return jnp.sin(loss(x, labels, **given)).sum() + linear(x, weight, labels, **given).sum()
+
+        return jax.value_and_grad(total, (0, 1, 2))(x, weight, given)
+
+    want = run(x, weight, labels, numbers_given)
+    with jax.set_mesh(on):
+        got = run(put(x, P("d", None), on), put(weight, P(None, "m"), on), put(labels, P("d"), on), numbers_given)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), got, want)
+
+
+def test_traced_numbers_have_the_accuracy_of_constants() -> None:
+    x = jnp.asarray(RNG.normal(size=(64, 300)), jnp.bfloat16)
+    labels, given = jnp.arange(64), {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 5.0, "scale": 0.7}
+    run = lambda traced: jax.jit(
+        lambda x, of: jax.grad(lambda x: loss(x, labels, **(of if traced else given)).sum())(x)
+    )(x, given)
+    truth = oracle.cross_entropy(x, labels, scale=0.7, soft_cap=5.0, smoothing=0.1, z_loss=1e-2)
+    assert_accurate(run(True), run(False), truth.gradient, magnitude=truth.gradient_terms)
