@@ -117,7 +117,7 @@ def soft_cap(function: str, value: Any, dtype: Any) -> float | jax.Array | None:
     if value is None:
         return None
     cap = number(function, "logits_soft_cap", value, 0.0, math.inf, dtype)
-    if isinstance(cap, float) and cap == 0:
+    if isinstance(cap, float) and cap == 0.0:
         raise ValueError(f"{function}: logits_soft_cap is 0, expected a positive number. Pass None for no cap.")
     return cap
 
@@ -134,11 +134,11 @@ def capped(x: jax.Array, cap: jax.Array) -> jax.Array:
     return cap * jnp.tanh(x / cap)
 
 
-def _capped_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _capped_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     (x, cap), (of_x, of_cap) = primals, tangents
     nothing, bent = jnp.zeros_like(x), jnp.tanh(x / cap)
     slope = jnp.where(jnp.isnan(x), nothing, 1 - bent * bent)
-    slopes = [] if type(of_x) is SymbolicZero else [slope * of_x]
+    slopes: list[jax.Array] = [] if type(of_x) is SymbolicZero else [slope * of_x]
     if type(of_cap) is not SymbolicZero:
         rest = bent - jnp.where(slope == 0, nothing, x / cap * slope)
         slopes.append(jnp.where(jnp.isnan(x), nothing, rest) * of_cap)
@@ -157,10 +157,10 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x * factor
 
 
-def _times_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _times_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     (x, factor), (of_x, of_factor) = primals, tangents
     out = times(x, factor)
-    slopes = [] if type(of_x) is SymbolicZero else [of_x * factor]
+    slopes: list[jax.Array] = [] if type(of_x) is SymbolicZero else [of_x * factor]
     if type(of_factor) is not SymbolicZero:
         slopes.append(jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) * of_factor)
     return out, sum(slopes[1:], slopes[0])

@@ -24,8 +24,8 @@ LABELS = jnp.array([0, 3, 5, 1])
 QKV = [jnp.asarray(RNG.normal(size=(1, 5, 2, 8)), jnp.float32) for _ in range(3)]
 PAGES = jnp.asarray(RNG.normal(size=(2, 3, 4, 8)), jnp.float32)
 
-loss, linear = jaxsoftmax.softmax_cross_entropy_with_integer_labels, jaxsoftmax.linear_cross_entropy
-
+loss: Any = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+linear: Any = jaxsoftmax.linear_cross_entropy
 
 
 def attend(q: jax.Array, **number: Any) -> jax.Array:
@@ -55,7 +55,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], jax.Array, tuple[str, ...]]] = {
     "paged_attention": (attend_to_pages, QKV[0], ("scale",)),
 }
 CASES = [(name, argument) for name, (_, _, arguments) in FUNCTIONS.items() for argument in arguments]
-cases = pytest.mark.parametrize(("name", "argument"), CASES, ids=map(" ".join, CASES))
+cases = pytest.mark.parametrize("name, argument", CASES, ids=map(" ".join, CASES))
 
 
 @pytest.fixture
@@ -80,13 +80,15 @@ def gradient(name: str, x: jax.Array, **number: Any) -> tuple[jax.Array, jax.Arr
 
 
 @cases
-def test_a_number_that_changes_compiles_few_programs(name: str, argument: str, compiled: list[str]) -> None:
+def test_a_number_that_changes_compiles_few_programs(
+    name: str, argument: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbers, "MOST_CONSTANTS", 1)
     x = FUNCTIONS[name][1]
     values = [0.04 * (1 + i) for i in range(20)]
-    few = numbers.MOST_CONSTANTS
-    found = [gradient(name, x, **{argument: value}) for value in values[: few + 1]]
+    found = [gradient(name, x, **{argument: value}) for value in values[:2]]
     compiled.clear()
-    found += [gradient(name, x, **{argument: value}) for value in values[few + 1 :]]
+    found += [gradient(name, x, **{argument: value}) for value in values[2:]]
     assert not compiled
     traced = jax.jit(lambda t: gradient(name, x, **{argument: t}))
     for value, results in zip(values, found, strict=True):
@@ -94,11 +96,13 @@ def test_a_number_that_changes_compiles_few_programs(name: str, argument: str, c
 
 
 def test_mapped_and_differentiated_calls_are_evaluated(compiled: list[str]) -> None:
-    function = lambda t: jax.vmap(jax.grad(lambda x: jax.jvp(lambda x: jaxsoftmax.softmax(x, scale=t), (x,), (x,))[1][0]))
+    function = lambda t: jax.vmap(
+        jax.grad(lambda x: jax.jvp(lambda x: jaxsoftmax.softmax(x, scale=t), (x,), (x,))[1][0])
+    )
     for i in range(8):
         compiled.clear()
         function(0.1 + i)(X)
-    assert not compiled
+    assert not compiled, "of the last"
     assert numbers.is_evaluated()
     assert jax.vmap(jax.grad(lambda x: x if numbers.is_evaluated() else 0 * x))(jnp.ones(2)).tolist() == [1, 1]
     assert jax.jit(lambda x: x if numbers.is_evaluated() else 0 * x)(1.0) == 0
@@ -127,15 +131,14 @@ def test_the_derivative_in_a_number_that_is_traced(name: str, argument: str) -> 
         function, at, step = FUNCTIONS[name][0], 0.6, 1e-5
         constant = jax.jit(lambda x, t: gradient(name, x, **{argument: t}), static_argnums=1)
         traced = jax.jit(lambda x, t: gradient(name, x, **{argument: t}))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14), traced(x, at), constant(x, at))
-        of_number = jax.jit(jax.jacfwd(lambda t: function(x, **{argument: t})))(at)
-        reverse = jax.jit(jax.jacrev(lambda t: function(x, **{argument: t})))(at)
-        more, less = (constant(x, at + sign * step)[0] for sign in (1, -1))
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14)
+        jax.tree.map(near, traced(x, at), constant(x, at))
+        of_number = jax.jit(jax.jacrev(lambda t: function(x, **{argument: t})))(at)
+        more, less = (traced(x, at + sign * step)[0] for sign in (1, -1))
         np.testing.assert_allclose(of_number, (more - less) / (2 * step), rtol=1e-7, atol=1e-9)
-        np.testing.assert_allclose(reverse, of_number, rtol=1e-12, atol=1e-14)
 
 
-
+MASK = jnp.ones((4, 6), bool).at[1, 2:5].set(False).at[1, 3].set(True).at[2].set(False)
 # What a loss has beside its numbers.
 EDGES: dict[str, dict[str, Any]] = {
     "a label at -inf": {"x": X.at[1, 3].set(-jnp.inf)},
@@ -145,7 +148,7 @@ EDGES: dict[str, dict[str, Any]] = {
     "NaN": {"x": X.at[1, 3].set(jnp.nan)},
     "only -inf": {"x": X.at[1].set(-jnp.inf)},
     "ignored": {"x": X.at[1, 2].set(jnp.nan), "ignored": 3},
-    "masked": {"x": X.at[1, 2].set(jnp.nan).at[2].set(jnp.inf), "where": jnp.ones((4, 6), bool).at[1, 2:5].set(False).at[2].set(False)},
+    "masked": {"x": jnp.where(MASK, X, jnp.nan), "where": MASK},
     "weighted": {"x": X, "weights": jnp.array([0.5, -2.0, 0.0, 3.0])},
     "out of range": {"x": X, "labels": jnp.array([0, 9, 5, -1])},
 }
@@ -211,7 +214,8 @@ def test_traced_numbers_beside_sharded_operands(kind: AxisType) -> None:
 
 def test_traced_numbers_have_the_accuracy_of_constants() -> None:
     x = jnp.asarray(RNG.normal(size=(64, 300)), jnp.bfloat16)
-    labels, given = jnp.arange(64), {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 5.0, "scale": 0.7}
+    labels = jnp.arange(64)
+    given: dict[str, float] = {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 5.0, "scale": 0.7}
     run = lambda traced: jax.jit(
         lambda x, of: jax.grad(lambda x: loss(x, labels, **(of if traced else given)).sum())(x)
     )(x, given)
