@@ -58,6 +58,40 @@ def test_in_the_order_of_the_row(dtype: str, shape: tuple[int, ...], k: int) -> 
     check(dtype, shape, k, sorts=False)
 
 
+@pytest.mark.parametrize("dtype", radix_select.KEY_BITS)
+def test_digits_tell_all_numbers_apart(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search by digits for each k, of every number of 16 bits; what is stored is another test's concern."""
+    size = jnp.dtype(dtype).itemsize
+    patterns = np.arange(2**16, dtype=np.uint32).astype(f"uint{8 * size}")
+    if size == 4:  # every exponent and sign with the first and last digits of a fraction
+        patterns = np.concatenate([patterns << 16, (patterns << 23) | (patterns & 0x1FF), patterns]).astype(np.uint32)
+    x = patterns.view(jnp.dtype(dtype)).astype(np.float32)
+    bits = x.view(np.int32).astype(np.int64)
+    keys = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).reshape(-1, 64)  # in the order of the numbers
+    order = np.argsort(-keys, -1, kind="stable")
+    found: list[Any] = []
+    monkeypatch.setattr(radix_select, "WARPS", len(keys))
+    monkeypatch.setattr(radix_select, "_load", lambda *_: jnp.asarray(x.reshape(-1, 64)))
+    monkeypatch.setattr(radix_select, "_stage", lambda columns, staged, keys, order, left: found.extend((order, left)))
+    monkeypatch.setattr(radix_select, "_store", lambda *_: None)
+    monkeypatch.setattr(radix_select.ptx, "no_unroll", jax.lax.fori_loop)
+    monkeypatch.setattr(radix_select.plgpu, "layout_cast", lambda x, _: x)
+
+    def ordered(k: int) -> tuple[np.ndarray, np.ndarray]:
+        def body(_: jax.Array) -> Any:
+            found.clear()
+            radix_select._body(jnp.zeros((4, 64), dtype), None, None, k=k)
+            return tuple(found)
+
+        return tuple(np.asarray(x)[0] for x in jax.jit(jax.vmap(body, axis_name="rows"))(jnp.zeros(1)))
+
+    for k in (1, 2, 31, 63, 64):
+        sides, left = ordered(k)
+        equal = sides == 0
+        selected = (sides > 0) | (equal & (equal.cumsum(1) <= left[:, None]))
+        np.testing.assert_array_equal(np.nonzero(selected)[1].reshape(-1, k), np.sort(order[:, :k], 1))
+
+
 def test_nan_and_signs_of_zero_are_in_the_order_of_bits() -> None:
     row = jnp.array([[-0.0, 1.0, jnp.nan, 0.0, -jnp.inf, -jnp.nan, jnp.inf]])
     for k, want in ((1, [2]), (2, [2, 6]), (4, [1, 2, 3, 6]), (6, [0, 1, 2, 3, 4, 6])):
