@@ -153,6 +153,9 @@ class Run:
     """A result file; of a case, "run" says on which day it was measured, of which commit, and with what.
 
     `repeat` counts the runs of attention before it with the same setting.
+
+    Raises:
+      ValueError: a case has two records, or a time is not the median that a table says it is.
     """
 
     def __init__(self, header: Mapping[str, Any], records: Iterable[Record]):
@@ -162,11 +165,33 @@ class Run:
         self.day, self.commit = header["timestamp"][:10], str(header["commit"])[:12]
         facts = {name: header[name] for name in ("commit", "device", "versions")}
         facts["when"] = f"{self.day} {self.commit}"
-        self.records = {r["case"]["name"]: {**r, "run": facts} for r in records}
+        self.records: dict[str, dict[str, Any]] = {}
+        for record in records:
+            name = record["case"]["name"]
+            if name in self.records:
+                raise ValueError(f"results of {facts['when']}: {name} has two records, expected one. Measure it again.")
+            _check_medians(record, f"results of {facts['when']}: {name}")
+            self.records[name] = {**record, "run": facts}
 
     @property
     def label(self) -> str:
         return f"{self.card}, JAX {self.jax}" + (", again" * self.repeat)
+
+
+def _check_medians(record: Record, where: str) -> None:
+    """Raises an error where a time of several rounds is no median: the least and the greatest round are its bounds."""
+    for name, entry in record.get("impls", {}).items():
+        us, rounds = entry.get("us"), entry.get("rounds_us", ())
+        if us is None:
+            continue
+        if not us > 0:
+            raise ValueError(f"{where}: the time of {name} is {us} us, expected a positive one. Measure it again.")
+        # Some files have rounds to a tenth of a microsecond.
+        if rounds and not min(rounds) - 0.06 <= us <= max(rounds) + 0.06:
+            raise ValueError(
+                f"{where}: the time of {name} is {us} us, expected the median of all launches, which lies within the "
+                f"rounds' {min(rounds)} to {max(rounds)} us. Measure it again."
+            )
 
 
 def topic_runs(topic: str | None, folder: pathlib.Path = FOLDER, card: str = "*") -> list[Run]:
@@ -265,8 +290,16 @@ def write(path: pathlib.Path, header: Mapping[str, Any], records: Iterable[Recor
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A result file as `{"header": ..., "records": [...]}`; older files have another word for kernels."""
-    return json.loads(path.read_text().replace('"rung:', f'"{KERNEL}'))
+    """A result file as `{"header": ..., "records": [...]}`; older files have another word for kernels.
+
+    Raises:
+      ValueError: a number is not finite.
+    """
+
+    def refuse(number: str) -> float:
+        raise ValueError(f"{path}: a number is {number}, expected finite ones. Measure its case again.")
+
+    return json.loads(path.read_text().replace('"rung:', f'"{KERNEL}'), parse_constant=refuse)
 
 
 def header(*, commit: str | None, seed: int, rounds: int) -> dict[str, Any]:

@@ -112,6 +112,73 @@ def test_the_newest_measurement_counts_and_says_when_it_was_made(folder):
     assert "2026-11-01 old: N = 131072." in docs.TABLES["ladder_forward_f16"](results)
 
 
+def test_without_xla_the_newest_measurement_counts_too(folder):
+    folder("old", "2026-11-01", _record(SHORT, _entry(90.0)))
+    results = Results(folder("new", "2026-11-09", _record(SHORT, _entry(30.0))))
+    assert results.case(SHORT)["impls"]["ours"]["us"] == 30.0
+    results = Results(folder("beside XLA", "2026-11-05", _record(SHORT, _entry(60.0), xla=_entry(45.0))))
+    assert results.case(SHORT)["impls"]["ours"]["us"] == 60.0
+
+
+def test_of_few_queries_the_newest_measurement_counts(attend):
+    case, other = attention_cases.TABLE.select(tags=["decode"], pass_=["fwd"])[:2]
+    facts = {"topic": "attention decode"}
+    # Whichever of them had the newer JAX; without cuDNN there is nothing to compare.
+    attend("1", {case: {"ours": 60.0, "cudnn": 90.0}}, **facts)
+    attend("2", {case: {"ours": 30.0, "cudnn": 90.0}, other: {"ours": 90.0, "cudnn": 80.0}}, **facts)
+    attend("1", {other: {"ours": 80.0, "cudnn": 80.0}}, **facts)
+    attend("1", {case: {"ours": 10.0}, other: {"ours": 20.0}}, **facts)
+    results = attend("1", {other: {"ours": 10.0}}, card="H200", **facts)
+    found = {label: record["impls"]["ours"]["us"] for label, record in report.few_queries(results).items()}
+    assert found == {f"H100 {case.name}": 30.0, f"H100 {other.name}": 80.0}
+
+
+REFUSED = {
+    "NaN": (lambda entry: entry | {"us": float("nan")}, "NaN"),
+    "infinity": (lambda entry: entry | {"tb_per_s": float("inf")}, "Infinity"),
+    "the least time": (lambda entry: entry | {"us": 20.0, "min_us": 20.0}, "lies within the rounds' 29.0 to 31.0 us"),
+    "the greatest time": (lambda entry: entry | {"us": 40.0, "max_us": 40.0}, "lies within"),
+    "no time": (lambda entry: entry | {"us": 0.0, "rounds_us": []}, "expected a positive one"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_no_median_has_no_place_in_a_table(folder, fault):
+    spoil, words = REFUSED[fault]
+    entry = _entry(30.0) | {"min_us": 20.0, "max_us": 40.0, "rounds_us": [29.0, 31.0]}
+    assert docs.TABLES["everything"](Results(folder("run", "2026-11-02", _record(SHORT, entry))))
+    path = folder("run", "2026-11-02", _record(SHORT, spoil(entry)))
+    with pytest.raises(ValueError, match=words):
+        docs.TABLES["everything"](Results(path))
+    with pytest.raises(ValueError, match=words):
+        docs.draw(Results(path), path / "pictures")
+
+
+def test_a_case_that_a_file_has_twice_is_refused(folder):
+    path = folder("run", "2026-11-02", _record(SHORT, _entry(30.0)), _record(LONG, _entry(9.0)))
+    assert len(Results(path).records()) == 2
+    path = folder("run", "2026-11-02", _record(SHORT, _entry(30.0)), _record(SHORT, _entry(31.0)))
+    with pytest.raises(ValueError, match=f"{SHORT} has two records"):
+        Results(path)
+
+
+def test_a_backward_pass_is_the_difference_of_medians():
+    programs = {
+        "fwd": {"us": 10.0, "min_us": 4.0, "max_us": 11.0, "rounds_us": [10.0, 9.0, 10.5]},
+        "value_and_vjp": {"us": 30.0, "min_us": 29.0, "max_us": 50.0, "rounds_us": [30.0, 30.0, 31.0]},
+    }
+    found = measured.speeds("bwd", programs, 4e8)
+    assert (found["us"], found["min_us"], found["max_us"], found["tflop_per_s"]) == (20.0, 20.0, 21.0, 20.0)
+    assert measured.speeds("fwd", programs, 4e8)["tflop_per_s"] == 40.0
+    programs["direct"] = {"us": 25.0, "min_us": 1.0, "max_us": 90.0}
+    found = measured.speeds("bwd", programs, 4e8)
+    assert (found["us"], found["direct_us"], found["direct_tflop_per_s"]) == (20.0, 25.0, 16.0)
+    tree = measured.speeds("bwd", {"direct": programs["direct"]}, 4e8)
+    assert (tree["us"], tree["min_us"], tree["max_us"]) == (25.0, 1.0, 90.0)
+    programs["value_and_vjp"]["us"] = 10.0
+    assert measured.speeds("bwd", programs, 4e8)["status"] == "unresolved"
+
+
 def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
     folder("jax", "2026-11-02", _record(SHORT, _entry(30.0, 1.0), xla=_entry(45.0, 0.7)))
     peers = _record(SHORT, quack=_entry(20.0, 0.8, "torch"), liger={"status": "declined", "reason": "no"})

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import docs, linear, report
@@ -32,7 +33,20 @@ _FAULTS = {
     "mean": ("gradient", lambda loss, h, w, y: loss(h, w, y) * 1.1),
     "hidden": ("hidden", lambda loss, h, w, y: loss(h + 0.1 * (h - jax.lax.stop_gradient(h)), w, y)),
     "weight": ("gradient", lambda loss, h, w, y: loss(h, w + 0.1 * (w - jax.lax.stop_gradient(w)), y)),
+    "losses of NaN": ("forward", lambda loss, h, w, y: loss(h, w, y) * jnp.nan),
+    "mean of NaN": ("hidden", lambda loss, h, w, y: loss(h, w, y) + jnp.nan),
+    "gradient of NaN": ("hidden", lambda loss, h, w, y: loss(_nan_gradient(h), w, y)),
 }
+
+
+@jax.custom_jvp
+def _nan_gradient(x):
+    return x
+
+
+@_nan_gradient.defjvp
+def _(primals, tangents):
+    return primals[0], tangents[0] * jnp.nan
 
 
 @pytest.mark.parametrize("fault", _FAULTS)
@@ -45,6 +59,7 @@ def test_wrong_results_have_no_time(monkeypatch, fault):
     record = linear.measure(linear.Case(64, 32, 300, pass_), ("ours", "optax"), 1)
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
+    json.dumps(record, allow_nan=False)
     assert record["impls"]["optax"]["us"] > 0
 
 

@@ -1,5 +1,7 @@
 """The protocol: what is launched in which order, and which kernel's time goes to whom."""
 
+import types
+
 import jax
 import pytest
 from jax.experimental.mosaic.gpu import profiler
@@ -88,3 +90,17 @@ def test_the_copy_probe_moves_what_it_says_and_the_best_is_the_fastest_by_bandwi
     assert (best["method"], best["tb_per_s"]) == ("copy:mosaic", 4.0)
     assert best["all_tb_per_s"] == {"copy:mosaic": 4.0, "copy:torch": 3.0303}
     assert [protocol.launches_per_round(size) for size in (2**20, 2**34)] == [10, 2]
+
+
+def test_the_ceiling_of_rows_is_the_faster_of_torchs_copies_before_and_after(monkeypatch, rows):
+    case, bench = rows("softmax_fwd_f16_32768x1024"), types.SimpleNamespace(on_gpu=True)
+    bench.options = types.SimpleNamespace(rounds=1)
+    timing = protocol.Timing([[100.0]])
+    monkeypatch.setattr(runner, "copy_variant", lambda size, buffers: protocol.Variant("copy:mosaic", None))
+    monkeypatch.setattr(protocol, "measure", lambda variants, **_: ("cupti", {v.name: timing for v in variants}))
+    for copies, us in (((50.0, 70.0), 50.0), ((70.0, 50.0), 50.0), ((None, 60.0), 60.0), ((None, None), 100.0)):
+        left = list(copies)
+        monkeypatch.setattr(runner, "torch_copy_us", lambda *_, left=left, **__: left.pop(0))
+        _, _, ceilings = runner.Bench._time(bench, case, [], 1)
+        assert ceilings["copy"]["us"] == us
+        assert ceilings["copy"]["method"] == ("copy:mosaic" if copies == (None, None) else "copy:torch")

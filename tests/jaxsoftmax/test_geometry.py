@@ -36,6 +36,7 @@ def pairs(out: Any, lse: Any) -> np.ndarray:
     """Which queries see which keys, from `out [B, T, 1, S]` and `lse [B, 1, T]`: each key counts once."""
     weights = np.asarray(out)[:, :, 0] * np.exp(np.asarray(lse)[:, 0, :, None])
     np.testing.assert_allclose(weights, weights.round(), atol=1e-3)
+    np.testing.assert_allclose(weights.sum(-1), np.exp(np.asarray(lse)[:, 0]), atol=1e-3)  # no other keys count
     return weights.round().astype(int)
 
 
