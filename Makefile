@@ -34,7 +34,7 @@ type: .venv-new/ready
 
 # With the GPU kernels in Mosaic's interpreter, and its race detector.
 test-new: .venv-new/ready
-	.venv-new/bin/python $(PYTEST) -m "not gpu and not aot"
+	.venv-new/bin/python $(PYTEST) -m "not gpu and not aot" --must-pass=slow
 
 # The library and its primitives: of each test's cases one in eight. For want of time the others, the binary, the
 # examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests that have a form
@@ -49,10 +49,11 @@ test-old: .venv-old/ready
 aot: aot-new aot-old
 
 aot-new: .venv-new/ready .aot-new/ready
-	JAX_PLATFORMS=cpu PYTHONPATH=.aot-new .venv-new/bin/python $(PYTEST) tests/pallas_kernels -m aot
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-new .venv-new/bin/python $(PYTEST) tests/pallas_kernels -m aot --must-pass=aot,slow
 
 aot-old: .venv-old/ready .aot-old/ready
-	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) tests/pallas_kernels -m "aot and not slow" --one-in 8
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) tests/pallas_kernels -m "aot and not slow" --one-in 8 \
+	  --must-pass=aot
 
 .venv-new/ready: pyproject.toml .ci/venv
 	.ci/venv .venv-new -e '.[test]' 'jax$(CUDA)==$(NEWEST_JAX)'

@@ -4,6 +4,7 @@ import collections
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ os.environ.setdefault("NPROC", "32")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--must-pass", default="", help="fails unless a test with each of these markers passed")
     parser.addoption("--one-in", type=int, default=1, help="of each test's cases the first, and every so many'th after")
 
 
@@ -47,6 +49,30 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", "cpu")
     # No test reads where an operation was written, which takes a twentieth of lowering.
     jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+_PASSED: set[str] = set()  # the keywords of tests that passed, markers among them
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        _PASSED.update(report.keywords)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the terminal's summary, which says why
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A stage whose tests were all skipped has run nothing, and fails."""
+    if not hasattr(session.config, "workerinput") and _not_passed(session.config) and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if missing := _not_passed(config):
+        terminalreporter.write_line(f"--must-pass: no test marked {' or '.join(missing)} passed", red=True)
+
+
+def _not_passed(config: pytest.Config) -> list[str]:
+    return [name for name in filter(None, config.option.must_pass.split(",")) if name not in _PASSED]
 
 
 @pytest.fixture(autouse=True)

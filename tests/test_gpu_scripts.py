@@ -71,6 +71,7 @@ UNSOUND = {
         ],
     ),
     "not collected": ("pass\nassert False", ["0 of 0 tests ran", "2 processes ended with status 2", "assert False"]),
+    "skipped": ("pytest.skip('no GPU')", ["20 of 20 tests ran", "0 passed, 0 failed, 20 skipped"]),
     "without its GPU": (
         "global lost\n    lost = lost or n == 7\n    time.sleep(0.0 if lost else 0.1)\n    assert not lost",
         ["20 of 20 tests ran", "17 passed, 3 failed, 0 skipped", "1 processes ended with status 70"],

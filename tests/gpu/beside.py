@@ -86,8 +86,8 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Whether all ran, none failed, and each process ended by itself and well."""
-        all_ran = 0 < self.collected == len(self.done)
+        """Whether all ran, some passed, none failed, and each process ended by itself and well."""
+        all_ran = self.collected == len(self.done) and any(x["outcome"] == "passed" for x in self.done.values())
         return all_ran and not self.failures() and not any(status != 0 for status in self.statuses)
 
     def lines(self, name: str) -> list[str]:
