@@ -1,5 +1,7 @@
 """Replaces functions of JAX, optax and Flax by ours, for models that someone else wrote."""
 
+import atexit
+import collections
 import contextlib
 import functools
 import importlib.abc
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 import jax.scipy.special
 
 from jaxsoftmax import _attention, _cross_entropy, _softmax
+from jaxsoftmax._core.checks import ArrayLike
 
-ArrayLike = jax.typing.ArrayLike
 Function = Callable[..., Any]
 
 
@@ -37,6 +39,15 @@ def _dot_product_attention(
     given |= {"scale": scale, "implementation": None if implementation == "cudnn" else implementation}
     found = _attention.flash_attention(return_residual=return_residual, **given)
     return (found[0], jax.lax.stop_gradient(found[1])) if return_residual else found
+
+
+def _logmeanexp(
+    x: ArrayLike, axis: int | Sequence[int] | None = None, where: ArrayLike | None = None, keepdims: bool = False
+) -> jax.Array:
+    """`jax.nn.logmeanexp`."""
+    lse = _softmax.logsumexp(x, axis, keepdims=keepdims, where=where)
+    count = jnp.broadcast_to(True if where is None else where, jnp.shape(x)).sum(axis, lse.dtype, keepdims=keepdims)
+    return lse - jnp.log(count)
 
 
 def _flax_attention(*, mask: ArrayLike | None = None, **given: Any) -> jax.Array:
@@ -59,8 +70,11 @@ def _integer_labels(
 _OF_JAX: dict[str, Function] = {
     "jax.nn.softmax": _softmax.softmax,
     "jax.nn.log_softmax": _softmax.log_softmax,
+    "jax.nn.logmeanexp": _logmeanexp,
     "jax.nn.logsumexp": _softmax.logsumexp,
     "jax.nn.dot_product_attention": _dot_product_attention,
+    "jax.scipy.special.softmax": functools.partial(_softmax.softmax, axis=None),
+    "jax.scipy.special.log_softmax": functools.partial(_softmax.log_softmax, axis=None),
     "jax.scipy.special.logsumexp": _softmax.logsumexp,
 }
 # By the module that defines them.
@@ -70,13 +84,12 @@ _OF_LIBRARIES: dict[str, dict[str, Function]] = {
         "optax.softmax_cross_entropy_with_integer_labels": _integer_labels,
     },
     "flax.linen.attention": {"flax.linen.dot_product_attention": _flax_attention},
+    "flax.nnx.nn.attention": {"flax.nnx.dot_product_attention": _flax_attention},
 }
 _NAMES = (*_OF_JAX, *(name for functions in _OF_LIBRARIES.values() for name in functions))
 
-# Modules that hold functions of JAX as attributes, and where these come from.
-_HOLDERS = {"jax.nn": "jax.nn", "jax.scipy.special": "jax.scipy.special"} | dict.fromkeys(
-    ("flax.core.nn", "flax.linen", "flax.linen.activation", "flax.nnx", "flax.nnx.nn.activations"), "jax.nn"
-)
+# What these packages hold stays: JAX's own code, and ours, which calls the originals.
+_KEPT = ("jax", "jaxlib", "jaxsoftmax", "pallas_kernels")
 
 
 # It is part of the key of JAX's caches: what `jax.jit` has traced under a patch is not used outside, nor vice versa.
@@ -91,6 +104,7 @@ class Calls(dict[str, int]):
     Attributes:
         fallbacks: How many calls of each function the original took, because ours does not take such arguments.
         reasons: What ours said to the latest of these.
+        callers: By the module that called, how many calls of each function ours have taken.
 
     >>> import jax, jax.numpy as jnp
     >>> with patch() as calls:
@@ -103,6 +117,36 @@ class Calls(dict[str, int]):
         super().__init__(dict.fromkeys(_NAMES, 0))
         self.fallbacks = dict.fromkeys(_NAMES, 0)
         self.reasons: dict[str, str] = {}
+        self.callers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+    def count(self, name: str, caller: str, refusal: Exception | None) -> None:
+        """Counts a call, which ours took or refused."""
+        if refusal is None:
+            self[name] += 1
+            self.callers[caller][name] += 1
+        else:
+            self.fallbacks[name] += 1
+            self.reasons[name] = f"{type(refusal).__name__}: {refusal}"
+
+    def report(self) -> str:
+        """What ours took, by the module that called, and what it left; it says where softmax was all there was.
+
+        A module that computes attention or a loss by itself calls softmax alone: its matrix products, and what they
+        write, are as they were.
+
+        >>> import jax, jax.numpy as jnp
+        >>> with patch() as calls:
+        ...     _ = jax.nn.dot_product_attention(*[jnp.ones((2, 3, 4))] * 3)
+        >>> print(calls.report().partition(": ")[2])
+        jax.nn.dot_product_attention 1
+        """
+        lines = []
+        for caller, counts in sorted(self.callers.items()):
+            alone = all(name.endswith(("softmax", "exp")) for name in counts)
+            taken = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+            lines.append(f"{caller}: {taken}" + (" (softmax only: no attention, no loss)" if alone else ""))
+        lines += [f"left to {name}, {n}: {self.reasons[name]}" for name, n in self.fallbacks.items() if n]
+        return "\n".join(lines) or "jaxsoftmax.patch: no call"
 
 
 class _Here(threading.local):
@@ -117,22 +161,24 @@ _LOCK = threading.RLock()
 _undo = contextlib.ExitStack()
 _users = 0  # blocks in all threads, and the installation
 _installed: Calls | None = None
+_reports = False  # whether its end prints what it counted
 
 
 @contextlib.contextmanager
-def patch() -> Iterator[Calls]:
+def patch(*, report: bool = False) -> Iterator[Calls]:
     """Puts our functions in the place of JAX's, optax's and Flax's, in this thread, until the block ends.
 
-    Inside, `jax.nn.softmax`, `jax.nn.log_softmax`, `jax.nn.logsumexp`, `jax.nn.dot_product_attention`,
-    `jax.scipy.special.logsumexp`, `optax.softmax_cross_entropy`, `optax.softmax_cross_entropy_with_integer_labels` and
-    `flax.linen.dot_product_attention` are ours, in models built before and in models built inside:
+    Inside, `jax.nn.softmax`, `log_softmax`, `logsumexp`, `logmeanexp` and `dot_product_attention`, `softmax`,
+    `log_softmax` and `logsumexp` of `jax.scipy.special`, `optax.softmax_cross_entropy`,
+    `optax.softmax_cross_entropy_with_integer_labels` and `dot_product_attention` of `flax.linen` and `flax.nnx` are
+    ours, in models built before and in models built inside:
 
-    - Code that looks one of JAX's up when it calls it is served, which Keras, Equinox, rlax, distrax, optax and
-      `flax.nnx` do; so are `flax.linen.softmax` and its kin, the same functions under another name.
-    - A module that has said `from jax.nn import softmax` before keeps the original. One that says so inside has ours
-      inside such blocks, and the original outside.
+    - Code that looks one of JAX's up when it calls it is served, and so is a module that has said
+      `from jax.nn import softmax`, before or inside, under whatever name.
     - Functions of optax and Flax are served however they are held: as a default, in a layer, under another name.
       Neither library is imported for this; one that is imported inside is served too.
+    - What else holds one of JAX's functions keeps it: a layer, a `functools.partial`, a `jax.jit` or `jax.vmap` of it
+      that was made before, and JAX's own code.
     - A Pallas kernel whose body calls one of these cannot be compiled inside.
 
     A call that works without the patch works under it, with results of the same dtypes: a loss of bfloat16 logits is
@@ -149,6 +195,9 @@ def patch() -> Iterator[Calls]:
 
     At the end, also by an error, every original is back where it was. A function that someone else has put in such a
     place before is put back as well; one that someone else puts there inside stays.
+
+    Args:
+        report: Whether to print `Calls.report` to the standard error at the end.
 
     Yields:
         The counts, which stay readable after the block.
@@ -169,12 +218,17 @@ def patch() -> Iterator[Calls]:
     finally:
         _HERE.calls = [others for others in _HERE.calls if others is not calls]
         _end()
+        if report:
+            print(calls.report(), file=sys.stderr)
 
 
-def install() -> Calls:
-    """Does what `patch` does, in every thread, until `uninstall` is called.
+def install(*, report: bool = False) -> Calls:
+    """Does what `patch` does, in every thread, until `uninstall` is called or the program ends.
 
     Installing again changes nothing. A `patch` block meanwhile counts for itself, and counts here too.
+
+    Args:
+        report: Whether to print `Calls.report` to the standard error at the end.
 
     Returns:
         The counts, the same ones until `uninstall`.
@@ -186,12 +240,14 @@ def install() -> Calls:
     >>> calls["jax.nn.log_softmax"]
     1
     """
-    global _installed
+    global _installed, _reports
     with _LOCK:
         if _installed is None:
             _begin()
             _installed = Calls()
             _ON.set_global(True)
+            _reports = report
+            atexit.register(uninstall)
         return _installed
 
 
@@ -208,6 +264,8 @@ def uninstall() -> None:
     global _installed
     with _LOCK:
         if _installed is not None:
+            if _reports:
+                print(_installed.report(), file=sys.stderr)
             _installed = None
             _ON.set_global(None)
             _end()
@@ -240,11 +298,7 @@ class _Substitute:
             result = self._original(*args, **kwargs)
         with _LOCK:
             for calls in [*_HERE.calls, *([] if _installed is None else [_installed])]:
-                if refusal is None:
-                    calls[self._name] += 1
-                else:
-                    calls.fallbacks[self._name] += 1
-                    calls.reasons[self._name] = f"{type(refusal).__name__}: {refusal}"
+                calls.count(self._name, _caller(), refusal)
         return result
 
     def _expected(self, bound: inspect.BoundArguments) -> Any:
@@ -279,13 +333,29 @@ _ORIGINALS = {name: operator.attrgetter(name.removeprefix("jax."))(jax) for name
 _SUBSTITUTES = {name: (_Substitute(name, ours, _ORIGINALS[name]), _ORIGINALS[name]) for name, ours in _OF_JAX.items()}
 
 
+_TO_OURS = {id(original): substitute for substitute, original in _SUBSTITUTES.values()}
+_TO_ORIGINALS = {id(substitute): original for substitute, original in _SUBSTITUTES.values()}
+
+
+def _caller() -> str:
+    """The module whose code called a substitute."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        # What is redirected runs our code as a function of the library's.
+        if module.partition(".")[0] not in _KEPT and frame.f_code is not _forward.__code__:
+            return module
+        frame = frame.f_back
+    return "unknown"
+
+
 class _Importer(importlib.abc.MetaPathFinder):
-    """An import hook that patches modules imported under a patch."""
+    """An import hook that redirects functions of libraries imported under a patch."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _HOLDERS and fullname not in _OF_LIBRARIES:
+        if fullname not in _OF_LIBRARIES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -295,7 +365,7 @@ class _Importer(importlib.abc.MetaPathFinder):
                 execute(module)
                 with _LOCK:
                     if _users:
-                        _reach(module, _undo)
+                        _redirect_all(module, _undo)
 
             vars(spec.loader)["exec_module"] = exec_module
         return spec
@@ -310,9 +380,14 @@ def _begin() -> None:
                 importer = _Importer()
                 sys.meta_path.insert(0, importer)
                 undo.callback(sys.meta_path.remove, importer)
-                for name in (*_HOLDERS, *_OF_LIBRARIES):
-                    if name in sys.modules:
-                        _reach(sys.modules[name], undo)
+                for name, (substitute, original) in _SUBSTITUTES.items():
+                    module, _, attribute = name.rpartition(".")
+                    _put(sys.modules[module], attribute, substitute, original, undo)
+                for name in _OF_LIBRARIES.keys() & sys.modules.keys():
+                    _redirect_all(sys.modules[name], undo)
+                _replace(_TO_OURS)
+                # Modules that are imported under the patch find substitutes.
+                undo.callback(_replace, _TO_ORIGINALS)
                 _undo = undo.pop_all()
         _users += 1
 
@@ -326,25 +401,35 @@ def _end() -> None:
             _undo.close()
 
 
-def _reach(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
-    """Replaces the functions that a module holds."""
-    name = module.__name__
-    for function, (substitute, original) in _SUBSTITUTES.items():
-        origin, _, attribute = function.rpartition(".")
-        held = vars(module).get(attribute)
-        # Elsewhere a function of the same name may be another one.
-        if name == origin or (_HOLDERS.get(name) == origin and held in (original, substitute)):
-            # A module that was imported under the patch has found the substitute.
-            undo.callback(_put_back, module, attribute, original if held is substitute else held, substitute)
-            setattr(module, attribute, substitute)
-    for function, ours in _OF_LIBRARIES.get(name, {}).items():
+def _replace(by_id: dict[int, Function]) -> None:
+    """Replaces what modules hold as globals."""
+    for name, module in list(sys.modules.items()):
+        # By its type: a module that is imported lazily is imported by a question about it.
+        if name.partition(".")[0] not in _KEPT and issubclass(type(module), types.ModuleType):
+            held = object.__getattribute__(module, "__dict__")
+            if not by_id.keys().isdisjoint(map(id, list(held.values()))):
+                held |= {attribute: by_id[id(x)] for attribute, x in held.items() if id(x) in by_id}
+
+
+def _put(
+    module: types.ModuleType, attribute: str, substitute: Function, original: Function, undo: contextlib.ExitStack
+) -> None:
+    """Sets an attribute of a module of JAX's, whatever it is, and restores that unless someone else sets it since."""
+    held = getattr(module, attribute)
+    found = original if held is substitute else held  # someone else has put a substitute back
+
+    def restore() -> None:
+        if getattr(module, attribute) is substitute:
+            setattr(module, attribute, found)
+
+    undo.callback(restore)
+    setattr(module, attribute, substitute)
+
+
+def _redirect_all(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
+    """Redirects the functions that a module of a library defines."""
+    for function, ours in _OF_LIBRARIES[module.__name__].items():
         _redirect(getattr(module, function.rpartition(".")[2]), function, ours, undo)
-
-
-def _put_back(module: types.ModuleType, attribute: str, found: Any, substitute: Any) -> None:
-    """Restores an attribute, unless someone else has set it since."""
-    if vars(module).get(attribute) is substitute:
-        setattr(module, attribute, found)
 
 
 def _forward(*args: Any, _to: Function, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ TOPICS_BELOW: dict[str, set[str]] = {
     "_attention": {"_core"},
     "_explain": {"_core", "_softmax", "_cross_entropy", "_top_k", "_attention"},
     "_explain_linear": {"_softmax", "_cross_entropy", "_explain"},
-    "_patch": {"_softmax", "_cross_entropy", "_attention"},
+    "_patch": {"_core", "_softmax", "_cross_entropy", "_attention"},
 }
 
 # The exponential of a difference of maxima is `monoid.decay`; `fast_math` defines exponentials to hand to it.

@@ -2,16 +2,22 @@
 
 import copy
 import functools
+import importlib.util
 import inspect
 import pickle
+import pkgutil
 import re
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import equinox
+import equinox.nn
 import flax.core.nn
 import flax.linen as nn
 import jax
@@ -32,16 +38,8 @@ X = jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)
 Q = jnp.asarray(RNG.normal(size=(2, 5, 4, 8)), jnp.float32)
 LABELS = jnp.asarray([1, 5, -1, 0])
 WHERE = jnp.asarray(RNG.random((4, 6)) > 0.3).at[:, 0].set(True).at[3].set(False)
-ORIGINALS = {name: functools.reduce(getattr, name.split(".")[1:], jax) for name in list(jaxsoftmax.Calls())[:5]}
-ORIGINALS |= {name: getattr(optax, name[6:]) for name in jaxsoftmax.Calls() if name.startswith("optax")}
-ORIGINALS |= {"flax.linen.dot_product_attention": nn.dot_product_attention}
-
-
-def found(name: str) -> Callable[..., Any]:
-    """What a name means now."""
-    return functools.reduce(
-        getattr, name.split(".")[1:], {"jax": jax, "optax": optax, "flax": flax}[name.split(".")[0]]
-    )
+ORIGINALS = {name: pkgutil.resolve_name(name) for name in jaxsoftmax.Calls()}
+found = pkgutil.resolve_name  # what a name means now
 
 
 def bits(x: Any) -> Any:
@@ -58,6 +56,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert {name: f.__code__ for name, f in ORIGINALS.items() if name in code} == code
     assert (nn.softmax, flax.core.nn.softmax, nnx.log_softmax) == (jax.nn.softmax, jax.nn.softmax, jax.nn.log_softmax)
     assert not hasattr(nn.dot_product_attention, "__wrapped__")
+    assert not hasattr(nnx.dot_product_attention, "__wrapped__")
     assert sys.meta_path == importers
     assert _patch._ON.value is None
 
@@ -193,7 +192,11 @@ def of_rows(f: Any, mask: Any, *labels: Any, **more: Any) -> Any:
     return f(Q[..., 0], *labels, where=mask, **more)
 
 
-MASKED = {name: attending if "attention" in name else of_rows for name in ORIGINALS}
+MASKED = {
+    name: attending if "attention" in name else of_rows
+    for name, original in ORIGINALS.items()
+    if {"mask", "where"} & inspect.signature(original).parameters.keys()
+}
 LABELLED = {
     "optax.softmax_cross_entropy": (jnp.abs(Q[..., 1]),),
     "optax.softmax_cross_entropy_with_integer_labels": (jnp.ones((2, 5), int),),
@@ -225,14 +228,26 @@ def test_masks_are_taken_and_refused_as_by_the_original(name: str) -> None:
     assert not all(taken)
 
 
-def test_a_query_without_keys() -> None:
+@pytest.mark.parametrize("how", ["jax", "linen", "nnx"])
+def test_a_query_without_keys(how: str) -> None:
     mask = jnp.ones((1, 1, 5, 5), bool).at[..., 0, :].set(False)
-    mean = jax.nn.dot_product_attention(Q, Q, Q, mask=mask)
-    with jaxsoftmax.patch():
-        out = jax.nn.dot_product_attention(Q, Q, Q, mask=mask)
-    np.testing.assert_allclose(mean[:, 0], Q.mean(1), rtol=1e-5)
-    assert not out[:, 0].any()
-    np.testing.assert_allclose(out[:, 1:], mean[:, 1:], rtol=1e-4, atol=1e-5)
+    module = types.SimpleNamespace(sow=lambda *_: None)
+    dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
+    attention, ways = {
+        "jax": (lambda *args, **rest: jax.nn.dot_product_attention(*args, **rest), [{}]),
+        "linen": (nn.dot_product_attention, [{}, {"module": module}, dropout]),
+        "nnx": (nnx.dot_product_attention, [{}, {"module": module}, dropout]),
+    }[how]
+    call = jax.jit(lambda: [attention(Q, Q, Q, mask=mask, **way) for way in ways])
+    means = call()
+    with jaxsoftmax.patch() as calls:
+        outs = call()
+    assert sum(calls.values()) == len(ways)
+    np.testing.assert_allclose(means[0][:, 0], Q.mean(1), rtol=1e-5)
+    for out, mean in zip(outs, means, strict=True):
+        # One layer gives one answer, in training and in evaluation.
+        assert not out[:, 0].any()
+        np.testing.assert_allclose(out[:, 1:], mean[:, 1:], rtol=1e-4, atol=1e-5)
 
 
 def test_signatures_and_names_are_the_originals() -> None:
@@ -411,17 +426,139 @@ def test_what_someone_else_has_put_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert jax.nn.log_softmax is ORIGINALS["jax.nn.log_softmax"]
 
 
-def test_names_imported_before_and_inside() -> None:
-    early = jax.nn.softmax
-    with jaxsoftmax.patch() as calls:
-        from jax.nn import softmax as late
+SOMEONE_ELSES = """
+import jax
+from jax.nn import dot_product_attention, log_softmax, logmeanexp as mean, softmax as act
+from jax.scipy.special import log_softmax as log_act, logsumexp, softmax
 
-        early(X), late(X), nn.softmax(X), nnx.softmax(X), flax.core.nn.softmax(X)
-    outside = late(X)
+def model(x):
+    attended = dot_product_attention(*[x[None, :, None]] * 3).sum()
+    return act(x), softmax(x), log_softmax(x), log_act(x), logsumexp(x), mean(x), attended
+"""
+
+
+def test_names_imported_before_and_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new(name: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(SOMEONE_ELSES, vars(module))
+        return module
+
+    early = new("early")
+    names = [name for name, x in vars(early).items() if x in ORIGINALS.values()]
+    theirs = early.model(X)
+    with jaxsoftmax.patch() as calls:
+        late = new("late")
+        ours = early.model(X), late.model(X)
+        from jax.nn import softmax as local
+
+        local(X), nn.softmax(X), nnx.softmax(X), flax.core.nn.softmax(X)
+    counts = dict.fromkeys((name for name in ORIGINALS if name.startswith("jax")), 2)
+    # The two names of logsumexp are one function.
+    logsumexps = calls["jax.nn.logsumexp"] + calls["jax.scipy.special.logsumexp"]
+    assert dict(calls, **{"jax.nn.logsumexp": logsumexps, "jax.scipy.special.logsumexp": 2}) == (
+        dict.fromkeys(calls, 0) | counts | {"jax.nn.softmax": 6}
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), ours, (theirs, theirs))
+    assert len(names) == 7
+    for module in (early, late):
+        assert all(vars(module)[name] in ORIGINALS.values() for name in names)
+    outside = local(X)
     with jaxsoftmax.patch() as again:
-        late(X)
-    assert (calls["jax.nn.softmax"], again["jax.nn.softmax"]) == (4, 1)
-    assert bits(outside) == bits(early(X))
+        local(X)
+    assert again["jax.nn.softmax"] == 1
+    assert bits(outside) == bits(theirs[0])
+
+
+def test_a_module_that_is_imported_lazily_stays_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lazy.py").write_text("raise RuntimeError")
+    spec = importlib.util.spec_from_file_location("lazy", tmp_path / "lazy.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazy", module)
+    importlib.util.LazyLoader(spec.loader).exec_module(module)
+    with jaxsoftmax.patch():
+        pass
+    with pytest.raises(RuntimeError):
+        _ = module.anything
+
+
+def as_default(x: jax.Array, act: Callable[..., jax.Array] = jax.nn.softmax) -> jax.Array:
+    return act(x)
+
+
+def attended(x: jax.Array, attention: Callable[..., jax.Array]) -> jax.Array:
+    return attention(x[:, None], x[:, None], x[:, None])
+
+
+# What docs/patch.md says of each: a model that was built before the patch, and what of it is replaced.
+BUILT: dict[str, tuple[Callable[[jax.Array], jax.Array], set[str]]] = {
+    "functools.partial(jax.nn.softmax)": (functools.partial(jax.nn.softmax), set()),
+    "jax.jit(jax.nn.softmax)": (jax.jit(jax.nn.softmax), set()),
+    "jax.vmap(jax.nn.softmax)": (jax.vmap(jax.nn.softmax), set()),
+    "def f(x, act=jax.nn.softmax)": (as_default, set()),
+    "jax.random.categorical": (lambda x: jax.random.categorical(jax.random.key(0), x), set()),
+    "linen.softmax": (lambda x: nn.softmax(x), {"jax.nn.softmax"}),
+    "linen.Sequential([linen.softmax])": (functools.partial(nn.Sequential([nn.softmax]).apply, {}), set()),
+    "linen.dot_product_attention_weights": (
+        lambda x: nn.dot_product_attention_weights(x[:, None], x[:, None]),
+        {"jax.nn.softmax"},
+    ),
+    "linen.dot_product_attention": (
+        functools.partial(attended, attention=nn.dot_product_attention),
+        {"flax.linen.dot_product_attention"},
+    ),
+    "nnx.softmax": (lambda x: nnx.softmax(x), {"jax.nn.softmax"}),
+    "nnx.Sequential(nnx.softmax)": (nnx.Sequential(nnx.softmax), set()),
+    "nnx.dot_product_attention": (
+        functools.partial(attended, attention=nnx.dot_product_attention),
+        {"flax.nnx.dot_product_attention"},
+    ),
+    "optax.softmax_cross_entropy": (
+        functools.partial(optax.softmax_cross_entropy, labels=X),
+        {"optax.softmax_cross_entropy"},
+    ),
+    "optax.safe_softmax_cross_entropy": (
+        lambda x: optax.losses.safe_softmax_cross_entropy(x, x),
+        {"jax.nn.log_softmax"},
+    ),
+    "equinox.nn.Lambda(jax.nn.softmax)": (equinox.nn.Lambda(jax.nn.softmax), set()),
+    "equinox.nn.MultiheadAttention": (
+        functools.partial(lambda x, m: m(x, x, x), m=equinox.nn.MultiheadAttention(2, 6, key=jax.random.key(0))),
+        {"jax.nn.softmax"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BUILT)
+def test_what_is_replaced_in_models_built_before(what: str) -> None:
+    model, replaced = BUILT[what]
+    with jaxsoftmax.patch() as calls:
+        jax.eval_shape(model, X)
+    assert {name for name, n in calls.items() if n} == replaced
+    assert not calls.reasons
+    table = (Path(__file__).parents[2] / "docs" / "patch.md").read_text().partition("| library |")[2]
+    row = next(row for row in table.splitlines() if f"`{what}`" in row)
+    assert f"`{what}`" in row.split("|")[2 if replaced else 3]
+
+
+def test_the_report_says_where_softmax_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with jaxsoftmax.patch(report=True):
+        BUILT["equinox.nn.MultiheadAttention"][0](X)
+        jax.nn.dot_product_attention(Q, Q, Q)
+        with jaxsoftmax.patch(report=True):
+            jax.nn.dot_product_attention(Q, Q, Q, bias=jnp.ones((5, 5), bool))
+    inner, equinoxs, here, left = capsys.readouterr().err.splitlines()
+    reason = "left to jax.nn.dot_product_attention, 1: TypeError: flash_attention: bias has dtype bool"
+    assert inner.startswith(reason)
+    assert left.startswith(reason)
+    assert re.fullmatch(r"equinox.nn._attention: jax.nn.softmax \d \(softmax only: no attention, no loss\)", equinoxs)
+    assert here == f"{__name__}: jax.nn.dot_product_attention 1"
+    jaxsoftmax.install(report=True)
+    jaxsoftmax.uninstall()
+    assert capsys.readouterr().err == "jaxsoftmax.patch: no call\n"
+    program = "import jax, jaxsoftmax; jaxsoftmax.install(report=True); jax.nn.softmax(jax.numpy.ones(3))"
+    reported = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert reported == "__main__: jax.nn.softmax 1 (softmax only: no attention, no loss)\n"
 
 
 def test_libraries_imported_inside() -> None:
@@ -431,15 +568,19 @@ with jaxsoftmax.patch() as calls:
     assert not {"optax", "flax"} & {name.partition(".")[0] for name in sys.modules}
     import optax
     import flax.linen as nn
+    from flax import nnx
     optax.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones((2, 3)))
     nn.dot_product_attention(*[jnp.ones((2, 3, 4))] * 3)
+    nnx.dot_product_attention(*[jnp.ones((2, 3, 4))] * 3)
     nn.softmax(jnp.ones(3))
+assert not hasattr(nnx.dot_product_attention, "__wrapped__")
 assert nn.softmax is jax.nn.softmax and not hasattr(nn.dot_product_attention, "__wrapped__")
 optax.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones((2, 3)))
 print({name: n for name, n in calls.items() if n})
 """
     shown = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert eval(shown) == {"optax.softmax_cross_entropy": 1, "flax.linen.dot_product_attention": 1, "jax.nn.softmax": 1}
+    names = {"optax.softmax_cross_entropy", "flax.linen.dot_product_attention", "flax.nnx.dot_product_attention"}
+    assert eval(shown) == dict.fromkeys({*names, "jax.nn.softmax"}, 1)
 
 
 def test_a_library_that_cannot_be_reached_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,13 @@
 """Each substitute of `patch` beside its original: what one refuses the other refuses, for every argument."""
 
-import functools
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax
-import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
-import jax.scipy.special
 import numpy as np
-import optax
 import pytest
 
 import jaxsoftmax
@@ -96,12 +91,16 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         | {"qk_attn_weights_einsum": [jnp.einsum], "attn_weights_value_einsum": [jnp.einsum]},
     ),
 }
-TABLE["jax.scipy.special.logsumexp"] = TABLE["jax.nn.logsumexp"]
-
-
-def found(name: str) -> Callable[..., Any]:
-    libraries = {"jax": jax, "optax": optax, "flax": flax}
-    return functools.reduce(getattr, name.split(".")[1:], libraries[name.split(".")[0]])
+TABLE |= {
+    "flax.nnx.dot_product_attention": (
+        TABLE["flax.linen.dot_product_attention"][0],
+        FLAX | {"is_causal": FLAGS, "promote_dtype": [None, 1], "force_fp32_for_softmax": [True]},
+    ),
+    "jax.nn.logmeanexp": ({"x": X}, {"x": arrays(ROWS), "axis": AXES, "keepdims": FLAGS, "where": masks(ROWS)}),
+    "jax.scipy.special.softmax": ({"x": X}, {"x": arrays(ROWS), "axis": AXES, "where": [None]}),
+    "jax.scipy.special.log_softmax": ({"x": X}, {"x": arrays(ROWS), "axis": AXES, "scale": [2.0]}),
+    "jax.scipy.special.logsumexp": TABLE["jax.nn.logsumexp"],
+}
 
 
 def outcome(function: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -132,14 +131,14 @@ def test_a_substitute_takes_what_its_original_takes(name: str, argument: str) ->
     taken = 0
     for value in values:
         given = base | {argument: value}
-        theirs = outcome(found(name), given)
+        theirs = outcome(pkgutil.resolve_name(name), given)
         with jaxsoftmax.patch() as calls:
-            ours = outcome(found(name), given)
+            ours = outcome(pkgutil.resolve_name(name), given)
         assert ours == theirs, value
         # A call that works nowhere counts nowhere.
         assert calls[name] + calls.fallbacks[name] == (not isinstance(theirs, type))
         taken += calls[name]
-    known = argument in inspect.signature(found(name)).parameters
+    known = argument in inspect.signature(pkgutil.resolve_name(name)).parameters
     assert known or not taken
     # Products that someone else computes are the original's.
     assert taken or not known or argument.endswith("_einsum")
@@ -148,4 +147,4 @@ def test_a_substitute_takes_what_its_original_takes(name: str, argument: str) ->
 def test_the_table_has_every_substitute_and_argument() -> None:
     assert {*TABLE} == {*jaxsoftmax.Calls()}
     for name, (_, arguments) in TABLE.items():
-        assert {*inspect.signature(found(name)).parameters} <= {*arguments}, name
+        assert {*inspect.signature(pkgutil.resolve_name(name)).parameters} <= {*arguments}, name

@@ -108,7 +108,7 @@ MODELS: dict[str, tuple[Callable[[], Model], set[str]]] = {
         linen_subclass,
         {"flax.linen.dot_product_attention", "optax.softmax_cross_entropy", "jax.nn.softmax"},
     ),
-    "nnx": (nnx_attention, {"jax.nn.dot_product_attention", "optax.softmax_cross_entropy", "jax.nn.softmax"}),
+    "nnx": (nnx_attention, {"flax.nnx.dot_product_attention", "optax.softmax_cross_entropy", "jax.nn.softmax"}),
     "equinox": (equinox, {"jax.nn.softmax"}),
     "rlax": (rlax, {"jax.nn.softmax", "jax.nn.log_softmax"}),
     "keras": (
