@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxsoftmax
 
@@ -19,6 +20,7 @@ DTYPES = ("bool", "int8", "uint8", "int64", "float16", jnp.bfloat16, "float32", 
 NO_ARRAYS = [None, "a", 2, 1.5, True, 1j, np.float64(1.5), np.bool_(True), object(), {"a": 1}, slice(None)]
 AXES = [-1, 0, (0, 1), [0, 1], (1, 0), None, 5, 1.0, True, np.int64(1), jnp.int32(1), "0", (0, 0), (), (0.0,), (5,)]
 FLAGS = [None, 0, 1, True, np.bool_(False), jnp.bool_(True), 1.5, "a", "", []]
+PROMOTE = inspect.signature(nnx.dot_product_attention).parameters["promote_dtype"].default
 ROWS = (4, 6)
 SCORES = (2, 4, 5, 5)
 X = RNG.normal(size=ROWS).astype("float32")
@@ -94,7 +96,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 TABLE |= {
     "flax.nnx.dot_product_attention": (
         TABLE["flax.linen.dot_product_attention"][0],
-        FLAX | {"is_causal": FLAGS, "promote_dtype": [None, 1], "force_fp32_for_softmax": [True]},
+        FLAX | {"is_causal": FLAGS, "promote_dtype": [None, 1, PROMOTE], "force_fp32_for_softmax": [True]},
     ),
     "jax.nn.logmeanexp": ({"x": X}, {"x": arrays(ROWS), "axis": AXES, "keepdims": FLAGS, "where": masks(ROWS)}),
     "jax.scipy.special.softmax": ({"x": X}, {"x": arrays(ROWS), "axis": AXES, "where": [None]}),
