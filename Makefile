@@ -12,8 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check venvs lint type test-new test-old aot aot-new aot-old clean
 
+# Such as `make demo DEMO='--steps 3'`.
 demo: .venv-new/ready
-	.venv-new/bin/python examples/char_model.py
+	.venv-new/bin/python examples/char_model.py $(DEMO)
 
 test: venvs lint type test-new test-old aot
 

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import jax
@@ -54,6 +55,31 @@ def run(monkeypatch, capsys):
         return printed
 
     return run
+
+
+@pytest.mark.slow
+def test_the_source_distribution_runs_the_demo(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / sdist.name.removesuffix(".tar.gz")
+    # What `make test` needs beside the sources.
+    for needed in (".ci/run", ".ci/venv", "benchmarks/results", "tests/test_examples.py"):
+        assert (folder / needed).exists(), needed
+    # In the place of an environment that takes minutes, the one that this test runs in.
+    python = folder / ".venv-new" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (folder / ".venv-new" / "ready").touch()
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder)}
+    command = ["make", "demo", "DEMO=--steps 3 --sample 4"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ".ci/venv" not in done.stdout
+    assert "The loss fell; the curves agree." in done.stdout
 
 
 @pytest.mark.parametrize("example", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - READ_CLOSELY))
