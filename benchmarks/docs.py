@@ -219,16 +219,27 @@ def line_of(case: Mapping[str, Any]) -> str | None:
     return next((label for label, line in LINES.items() if is_in(*line) and "extended" not in case["tags"]), None)
 
 
-def summary(results: Results) -> str:
-    """One row for each operation, and where the figures come from."""
-    rows, shown = [], []
+class Line(NamedTuple):
+    """Measurements of an operation: of each record our share of the floor, and how many times faster ours is."""
+
+    label: str
+    card: str
+    records: list[Record]
+    shares: list[float | None]
+    xla: list[float | None]
+    others: list[float | None]  # against the best other library
+
+
+def measured_lines(results: Results) -> list[Line]:
+    """What was measured of each operation, on each card."""
+    lines: list[Line] = []
     for label, (op, *_) in LINES.items():
         records = [record for record in results.records() if line_of(record["case"]) == label]
-        shown += records
         shares = [None if op == "top_k" else r["impls"]["ours"].get("fraction_of_copy") for r in records]
         peers = [[measured.ratio(record, peer) for peer in measured.ROW_LIBRARIES] for record in records]
         others = [min(filter(None, ratios), default=None) for ratios in peers]
-        rows.append((label, records, shares, [measured.ratio(record, "xla") for record in records], others))
+        xla = [measured.ratio(record, "xla") for record in records]
+        lines.append(Line(label, measured.CARD.upper(), records, shares, xla, others))
     newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}  # of JAX, on each card
     for run in reversed(newest.values()):
         for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
@@ -236,21 +247,30 @@ def summary(results: Results) -> str:
             rates = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
             shares = [ours / product if ours else None for ours, product in rates]
             ratios = [measured.against_best(record)["ratio"] for record in records]
-            rows.append((f"{label}, {run.label}", records, shares, [], ratios))
+            none = [None] * len(records)
+            lines.append(Line(f"{label}, {run.label}", run.card.upper(), records, shares, none, ratios))
     few = report.few_queries(results)
     for card in dict.fromkeys(label.split()[0] for label in few):
         records = [record for label, record in few.items() if label.split()[0] == card]
-        one = [report.share_of_read(record) for record in records if record["case"]["queries"] == 1]
+        one = [report.share_of_read(record) if record["case"]["queries"] == 1 else None for record in records]
         ratios = [measured.ratio(record, "cudnn") for record in records]
-        rows.append((f"1 to 512 queries of many keys, {card}", records, one, [], ratios))
+        none = [None] * len(records)
+        lines.append(Line(f"1 to 512 queries of many keys, {card}", card.upper(), records, one, none, ratios))
     for card, records in report.linear_records(results).items():
         of_products = [r["impls"]["ours"].get("x_products") for r in records]
         ratios = {peer: [report.linear_ratio(record, peer) for record in records] for peer in report.LINEAR_PEERS}
         optax = ratios.pop("optax")
         others = [min(filter(None, of_case), default=None) for of_case in zip(*ratios.values(), strict=True)]
         shares = [1 / x if x else None for x in of_products]
-        rows.append((f"`linear_cross_entropy`, {card}", records, shares, optax, others))
-    cells = [[label, _count(records), *map(_spread, values)] for label, records, *values in rows if records]
+        lines.append(Line(f"`linear_cross_entropy`, {card}", card.upper(), records, shares, optax, others))
+    return [line for line in lines if line.records]
+
+
+def summary(results: Results) -> str:
+    """One row for each operation, and where the figures come from."""
+    lines = measured_lines(results)
+    shown = [record for line in lines if line.label in LINES for record in line.records]
+    cells = [[line.label, _count(line.records), *map(_spread, line[3:])] for line in lines]
     where = f" on one {report.setting(shown)}" if shown else ""
     text = (
         f"\n\nMedian (worst ... best case){where}, for attention on the card and with "
@@ -261,6 +281,26 @@ def summary(results: Results) -> str:
         "attention cuDNN, which gets packed documents as a dense mask." + report.linear_memory(results)
     )
     return markdown(["operation", "cases", "of the floor", "x XLA", "x best other"], cells) + (text if cells else "")
+
+
+def limits(results: Results) -> str:
+    """Of each operation the cards, what is furthest from the floor, and what is slower than XLA or another library."""
+    rows = []
+    for line in measured_lines(results):
+        names = [record["case"]["name"] for record in line.records]
+        best = [min(filter(None, ratios), default=None) for ratios in zip(line.xla, line.others, strict=True)]
+        worst = [min(pairs, default=None) for pairs in (_known(line.shares, names), _known(best, names))]
+        cells = [
+            text for found in worst for text in (("-", "-") if found is None else (f"{found[0]:.2f}", f"`{found[1]}`"))
+        ]
+        slower = [ratio for ratio, _ in _known(best, names) if ratio < 0.97]
+        rows.append([line.label, line.card, _count(line.records), *cells, str(len(slower))])
+    heads = ["operation", "card", "cases", "least of the floor", "at", "least x XLA or other", "at", "below 0.97"]
+    return markdown(heads, rows)
+
+
+def _known(values: Iterable[float | None], names: Iterable[str]) -> list[tuple[float, str]]:
+    return [(value, name) for value, name in zip(values, names, strict=True) if value is not None]
 
 
 def _count(records: Sequence[Record]) -> str:
@@ -325,6 +365,7 @@ def _error(peer: str, record: Record) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
+    "limits": limits,
     "everything": of_ops(
         ("softmax", "log_softmax", "logsumexp"),
         {
