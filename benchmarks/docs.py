@@ -224,10 +224,10 @@ class Line(NamedTuple):
 
     label: str
     card: str
-    records: list[Record]
-    shares: list[float | None]
-    xla: list[float | None]
-    others: list[float | None]  # against the best other library
+    records: Sequence[Record]
+    shares: Sequence[float | None]
+    xla: Sequence[float | None]
+    others: Sequence[float | None]  # against the best other library
 
 
 def measured_lines(results: Results) -> list[Line]:

@@ -410,3 +410,17 @@ def test_memory_grows_with_the_length(order: str) -> None:
     short, long = temporary(4096), temporary(16384)
     assert long < 4.5 * short
     assert long < 16384**2 * 4 / 16
+
+
+def test_the_cotangent_of_the_logsumexp_has_its_dtype() -> None:
+    x = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
+    (out, lse), pull = jax.vjp(lambda x: jaxsoftmax.flash_attention(x, x, x, return_residual=True), x)
+    assert lse.dtype == jnp.float32
+    # JAX's own rule, which no function is asked about.
+    with pytest.raises(ValueError, match="expected float32"):
+        pull((out, lse.astype(x.dtype)))
+    assert pull((out, lse))[0].dtype == x.dtype
+    with jaxsoftmax.patch():
+        (out, lse), pull = jax.vjp(lambda x: jax.nn.dot_product_attention(x, x, x, return_residual=True), x)
+    assert lse.dtype == x.dtype
+    assert pull((out, lse))[0].dtype == x.dtype

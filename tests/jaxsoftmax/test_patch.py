@@ -173,6 +173,15 @@ def test_stock_calls_work_unchanged(case: str) -> None:
         np.testing.assert_allclose(got.astype(jnp.float32) / size, want.astype(jnp.float32) / size, rtol=tol, atol=tol)
 
 
+@pytest.mark.parametrize("axis", [0, (0, 1), (0, 2), (1, 2), None])
+def test_sums_over_several_axes_differ_in_the_last_place(axis: Any) -> None:
+    x = X.reshape(4, 2, 3)
+    theirs = optax.softmax_cross_entropy(x, abs(x), axis)
+    with jaxsoftmax.patch():
+        ours = optax.softmax_cross_entropy(x, abs(x), axis)
+    np.testing.assert_allclose(ours, theirs, rtol=4 * float(jnp.finfo(x.dtype).eps))
+
+
 def test_the_implementation_of_attention() -> None:
     with jaxsoftmax.patch() as calls:
         named = [jax.nn.dot_product_attention(Q, Q, Q, implementation=name) for name in (None, "xla", "cudnn")]
