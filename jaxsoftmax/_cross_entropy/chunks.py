@@ -248,7 +248,8 @@ def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> A
         return None
     if "where" not in operands:
         return parts.vocabulary.extent
-    counts = jnp.broadcast_to(operands["where"], (operands["where"].shape[0], vocabulary)).sum(1, dtype=jnp.float32)
+    wide = accumulator_dtype(operands["hidden"].dtype)
+    counts = jnp.broadcast_to(operands["where"], (operands["where"].shape[0], vocabulary)).sum(1, dtype=wide)
     return (jax.lax.psum(counts, names) if names else counts)[:, None]
 
 
@@ -256,6 +257,7 @@ class _Pull(NamedTuple):
     """What gradients are wanted, and how they are computed.
 
     `by_kernel`: a kernel computes the weights of logits. `sum_dtype`: that of a chunk's part of the weight's gradient.
+    `unit`: what cotangents were divided by, and all gradients are to be multiplied by.
     """
 
     rules: Rules
@@ -264,6 +266,7 @@ class _Pull(NamedTuple):
     gives_loss: bool
     by_kernel: bool
     sum_dtype: Any
+    unit: jax.Array | None
 
 
 def _pulled(
@@ -276,7 +279,8 @@ def _pulled(
 ) -> tuple[Operands, Operands]:
     """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not.
 
-    `of_rows`: factors of the rows of `g`, which then goes into the products as it is.
+    What is summed is not multiplied by the unit yet. `of_rows`: factors of the rows of `g`, which then goes into the
+    products as it is. `counts`: the tokens that have a cotangent; the rows of the others are 0, or have a factor of 0.
     """
     rules, moving = pull.rules, pull.moving
     hidden, weight = operands["hidden"], operands["weight"]
@@ -285,13 +289,13 @@ def _pulled(
         g, of_cap = jax.vjp(numbers.capped, _scaled(raw, operands), _column(operands, "cap"))[1](g)
         rows |= {"cap": of_cap[:, 0]} if "cap" in moving else {}
     if "scale" in moving and raw is not None:
-        rows["scale"] = _dot(g, raw)
+        x = _dot(g, raw)
+        rows["scale"] = x if pull.unit is None else x * pull.unit
     g = _scaled(g, operands)
     narrow = g.astype(hidden.dtype)
     if "bias" in moving:
         sums["bias"] = g.sum(0)
     if "weight" in moving:
-        # The gradient of a token without a cotangent is 0, whatever its hidden state is.
         hidden = jnp.where(counts[:, None], hidden, jnp.zeros_like(hidden))
         if of_rows is not None:
             hidden = (hidden * of_rows[:, None]).astype(hidden.dtype)
@@ -302,11 +306,10 @@ def _pulled(
     if "hidden" in moving:
         # Parts of a sum over devices are not rounded yet.
         dtype = wide if pull.parts.vocabulary.names else hidden.dtype
-        product = functools.partial(_product, rules, f"tv,{rules.axes('weight')}->te", narrow, weight)
-        if of_rows is None:
-            rows["hidden"] = product(dtype)
-        else:
-            rows["hidden"] = jnp.where(of_rows[:, None] == 0, 0.0, product(wide) * of_rows[:, None]).astype(dtype)
+        rounds = of_rows is None and pull.unit is None
+        x = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype if rounds else wide)
+        x = x if of_rows is None else jnp.where(of_rows[:, None] == 0, 0.0, x * of_rows[:, None])
+        rows["hidden"] = (x if pull.unit is None else x * pull.unit).astype(dtype)
     return sums, rows
 
 
@@ -315,32 +318,34 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
     rules, parts, _, gives_loss, *_ = pull
     vocabulary = rules.vocabulary(chunk["weight"].shape)
     local = _local_labels(chunk["labels"], vocabulary, parts)
-    exists = jnp.ones(local.shape, bool) if rules.all_rows else chunk["labels"] != IGNORED
     if pull.by_kernel:
         raw = None
         numbers, weights = linear_kernel.numbers_and_weights(rules, chunk, local)
 
-        def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
+        def slopes(chunk: Operands, cotangents: Operands, counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
             known, of_p, of_q = jax.tree.map(lambda x: x[:, 0], _factors(rules, chunk, cotangents))
             here = jnp.where(local < vocabulary, local, IGNORED)
-            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, here, exists)
+            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, here, counts)
             return slope[: len(local), :vocabulary], of_rows
     else:
         raw = _raw(rules, chunk)
         x = _capped(_scaled(raw, chunk), chunk)
         numbers = _numbers(rules, x, chunk, local) if gives_loss else {}
 
-        def slopes(chunk: Operands, cotangents: Operands) -> tuple[jax.Array, jax.Array | None]:
-            return _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary)), None
+        def slopes(chunk: Operands, cotangents: Operands, counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            g = _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary))
+            return jnp.where(counts[:, None], g, 0.0), None
 
     if gives_loss:
         found = losses_of(rules, merged(numbers, parts), chunk["labels"])
         chunk, cotangents = chunk | {n: found[n] for n in rules.states}, {"loss": chunk["weights"]}
     else:
         found, cotangents = {}, _cotangents(chunk)
-    counts = functools.reduce(jnp.logical_or, [ct != 0 for ct in cotangents.values()])
-    g, of_rows = slopes(chunk, cotangents)
-    sums, rows = _pulled(pull, chunk, g, of_rows, raw, counts & exists)
+    # The gradient of a token without a cotangent is 0, whatever its hidden state is.
+    reads = {"loss": chunk["labels"] != IGNORED}
+    counts = functools.reduce(jnp.logical_or, [(ct != 0) & reads.get(n, True) for n, ct in cotangents.items()])
+    g, of_rows = slopes(chunk, cotangents, counts)
+    sums, rows = _pulled(pull, chunk, g, of_rows, raw, counts)
     return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
 
 
@@ -390,14 +395,14 @@ def gradient(
         size = _chunk_size_of(rules, operands, hidden.dtype.itemsize + wide.itemsize)
     is_sum = parts.token_names or size != operands["labels"].shape[0]
     sum_dtype = wide if is_sum or unit is not None else hidden.dtype
-    pull = _Pull(rules, parts, moving, gives_loss, by_kernel, sum_dtype)
+    pull = _Pull(rules, parts, moving, gives_loss, by_kernel, sum_dtype, unit)
     sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, size)
     found = sums | rows
     for name in moving:
-        names = parts.vocabulary.names if rules.axes(name)[0] == "t" else parts.token_names
-        whole = jax.lax.psum(found[name], names) if names else found[name]
-        whole = whole if unit is None else whole * unit.astype(whole.dtype)
-        found[name] = whole.astype(operands[name].dtype)
+        names = parts.vocabulary.names if name in rows else parts.token_names
+        # The unit is this device's own.
+        part = found[name] if name in rows or unit is None else found[name] * unit
+        found[name] = (jax.lax.psum(part, names) if names else part).astype(operands[name].dtype)
     return found
 
 

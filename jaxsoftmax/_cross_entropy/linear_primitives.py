@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
@@ -273,19 +274,28 @@ def _weighted_jvp(
 def _linear_jvp(
     primitive: Primitive, primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: Names, **params: Any
 ) -> tuple[Any, Any]:
-    """The JVP of a primitive that is linear in the (co)tangents, its last operands."""
+    """The JVP of a primitive that is linear in the (co)tangents, its last operands.
+
+    Of these it is its own derivative, that of a cotangent of 0 too, whose token the plain function leaves out.
+    """
     linear = sum(name.startswith((TANGENT, COTANGENT)) for name in names)
+    first = len(names) - linear
     # What is saved is not an operand of the function, only of its transposition.
     kept = [i for i, name in enumerate(names) if not name.startswith(SAVED)]
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and i in kept]
-    if len(kept) == len(names) or (moving and moving[0] >= len(names) - linear):
-        still = [
-            t if i in kept else ad.Zero(jax.typeof(x)) for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
-        ]
-        plain = functools.partial(_plain, primitive)
-        return higher_jvp(primitive, plain, linear, primals, still, names=names, **params)
-    only = lambda of: [of[i] for i in kept]
-    return _linear_jvp(primitive, only(primals), only(tangents), names=tuple(only(names)), **params)
+    zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    of_rest = [
+        t if i < first and i in kept else zero(x) for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
+    ]
+    moves = any(type(t) is not ad.Zero for t in of_rest)
+    only = lambda of: [of[i] for i in kept] if moves else of
+    plain = functools.partial(_plain, primitive)
+    params["names"] = tuple(only(names))
+    out, slopes = higher_jvp(primitive, plain, linear, only(primals), only(of_rest), **params)
+    if any(type(t) is not ad.Zero for t in tangents[first:]):
+        moved = map(ad.instantiate_zeros, tangents[first:])
+        more = primitive.bind(*unify_varying(*primals[:first], *moved), **(params | {"names": names}))
+        slopes = list(map(ad.add_tangents, slopes, more))
+    return out, slopes
 
 
 def _gradient_jvp(
@@ -345,9 +355,33 @@ def _pulled_by_saved(
             found |= again()
         elif summed:
             same = ct.max()
-            scaled = lambda: {n: (saved[n].astype(ct.dtype) * same).astype(saved[n].dtype) for n in summed}
+            scaled = lambda: _sums_times_same(rules, known, {n: saved[n] for n in summed}, ct, same)
             found |= jax.lax.cond((ct == same).all(), scaled, again)
         return found
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sums_times_same(rules: Rules, known: Operands, saved: Operands, ct: jax.Array, same: jax.Array) -> Operands:
+    """Gradients that are summed over tokens, from those for cotangents of 1, for cotangents that are all the same."""
+    return {n: of_gradient(x, same.reshape((1,) * x.ndim), ()).astype(x.dtype) for n, x in saved.items()}
+
+
+def _sums_times_same_jvp(rules: Rules, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Operands, Operands]:
+    """The derivative, for tangents of the cotangents that need not be the same."""
+    known, saved, _, same = primals
+    _, of_saved, of_ct, _ = tangents
+    out = _sums_times_same(rules, *primals)
+    slopes = {n: jnp.zeros_like(x) for n, x in out.items()}
+    for n, t in of_saved.items():
+        if type(t) is not SymbolicZero:
+            slopes[n] = of_gradient(same.reshape((1,) * t.ndim), t, ()).astype(t.dtype)
+    if type(of_ct) is not SymbolicZero:
+        more = bind(OF_COTANGENT, known | {COTANGENT + "loss": of_ct}, rules=rules, moving=tuple(saved))
+        slopes = {n: x + more[n] for n, x in slopes.items()}
+    return out, slopes
+
+
+_sums_times_same.defjvp(_sums_times_same_jvp, symbolic_zeros=True)
 
 
 def _cotangent_transpose(cts: Sequence[Any], *operands: Any, names: Names, rules: Rules, moving: Names) -> list[Any]:

@@ -264,6 +264,49 @@ def test_rows_that_do_not_count() -> None:
         )
 
 
+EVERYTHING: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 0.1, "logits_soft_cap": 2.0, "ignore_index": -1}
+EVERYTHING |= {"return_lse": True, "return_entropy": True}
+UNUSED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": {"weights": 0.5},
+    "chunks": {"chunk_size": 5, "bias": RNG.normal(size=VOCABULARY)},
+    "everything": EVERYTHING | {"bias": RNG.normal(size=VOCABULARY), "scale": RNG.uniform(0.5, 2.0, (TOKENS, 1))},
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_token_that_is_not_used(name: str) -> None:
+    """One of NaN, inf or overflow moves no gradient where its results are thrown away, or those of all tokens."""
+    arguments, options = case(), dict(UNUSED[name])
+    arguments["labels"][9] = -1 if "ignore_index" in options else 0
+    moving = {n: arguments.pop(n) for n in ("hidden", "weight")}
+    moving |= {n: np.float32(options.pop(n)) for n in MOVING if n in options}
+    used, given = np.arange(TOKENS) != 4, np.cos(np.arange(TOKENS))
+
+    @jax.jit
+    def gradients(moving: Any) -> Any:
+        call = lambda moving: jax.tree.leaves(ours(**moving, **arguments, **options))
+        of_used = lambda moving: sum(jnp.where(used, x * given, 0.0).sum() for x in call(moving))
+        of_finite = lambda moving: sum(jnp.where(jnp.isfinite(x), x, 0.0) for x in (y.sum() for y in call(moving)))
+        # The losses alone, of which an ignored token has none.
+        of_losses = lambda moving: jnp.where(used, call(moving)[0], 0.0).sum()
+        return jax.grad(of_used)(moving), jax.grad(of_losses)(moving), jax.grad(of_finite)(moving)
+
+    want, of_losses, _ = gradients(moving)
+    assert not np.any(want["hidden"][4])
+    for bad in (np.nan, np.inf, 3e38):
+        hidden = moving["hidden"].copy()
+        hidden[4] = bad
+        got, _, of_finite = gradients(moving | {"hidden": hidden})
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+        # A soft cap makes finite logits of infinite ones.
+        assert "logits_soft_cap" in options or not any(np.any(x) for x in of_finite.values())
+        hidden[9] = bad
+        ignored = gradients(moving | {"hidden": hidden})[1]
+        if "ignore_index" in options:
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ignored, of_losses)
+
+
 def test_labels_that_are_no_columns() -> None:
     arguments = case()
     bad = arguments["labels"].copy()
@@ -347,6 +390,28 @@ def test_transformations(name: str, op: str) -> None:
 @pytest.mark.parametrize("op", CASES)
 def test_checks_on(op: str) -> None:
     CASES[op].check_under_debugging()
+
+
+@pytest.mark.parametrize("factors", [0.0, 1.0])
+def test_second_derivatives_by_the_factors_of_tokens(factors: float) -> None:
+    """Where all factors are 0 or the same, their tangents are not."""
+    k, of_k = jnp.full(5, factors), jnp.arange(5.0)
+
+    def found(total: Any) -> Any:
+        of_all = lambda *of: sum(
+            jnp.vdot(x, t) for x, t in zip(jax.grad(total, (0, 1, 2))(*of), (H, W, of_k), strict=True)
+        )
+        forward = jax.jvp(jax.grad(total, (0, 1, 2)), (H, W, k), (H, W, of_k))[1]
+        return forward, jax.grad(of_all, (0, 1, 2))(H, W, k)
+
+    want = found(lambda h, w, k: (k * optax.softmax_cross_entropy_with_integer_labels(h @ w, jnp.asarray(Y))).sum())
+    for total in (
+        lambda h, w, k: ours(h, w, Y, weights=k).sum(),
+        lambda h, w, k: (k * ours(h, w, Y, weights=1.0)).sum(),
+        lambda h, w, k: (k * ours(h, w, Y, chunk_size=2)).sum(),
+    ):
+        got = jax.jit(functools.partial(found, total))()
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
 def test_scan_and_export() -> None:
@@ -454,10 +519,11 @@ def test_what_devices_exchange(kind: AxisType) -> None:
     assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 1), *cols) == [("all-gather", 8 * 3 * 64)]
 
 
-def test_vocabularies_and_tokens_that_do_not_divide() -> None:
+@pytest.mark.parametrize("tokens, cols", [(13, 11), (8, 12)])
+def test_vocabularies_and_tokens_that_divide_or_not(tokens: int, cols: int) -> None:
     on = mesh()
-    h, w = (np.float32(RNG.normal(size=shape)) for shape in ((13, 6), (6, 11)))
-    labels = RNG.integers(0, 11, 13).astype(np.int32)
+    h, w = (np.float32(RNG.normal(size=shape)) for shape in ((tokens, 6), (6, cols)))
+    labels = RNG.integers(0, cols, tokens).astype(np.int32)
     cut = lambda x, spec: jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(on, spec))
 
     def total(h: jax.Array, w: jax.Array, sharded: bool, **options: Any) -> jax.Array:

@@ -1,6 +1,7 @@
 """From primitive to program: how operands become what kernels see, which kernels run, and the plain custom_vjp."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.attention.problem import Operands, Rules
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
+from tests.jaxsoftmax.calls import CALLS, MORE_CALLS
 from tests.jaxsoftmax.sharded import mesh
 
 RNG = np.random.default_rng(0)
@@ -561,3 +563,15 @@ def test_integers_of_any_width(argument: str, stand_ins: Any) -> None:
             for got in found:
                 np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=f"{dtype}, {name}")
     assert stand_ins.problems
+
+
+@pytest.mark.parametrize("name", CALLS | MORE_CALLS)
+def test_float64_passes_through_nothing_smaller(name: str) -> None:
+    """Neither in values nor in gradients or their tangents."""
+    call, given = (CALLS | MORE_CALLS)[name]
+    with jax.enable_x64(True):
+        operands = {n: x.astype(jnp.float64) if x.dtype == jnp.float32 else x for n, x in given.items()}
+        moving = {n: x for n, x in operands.items() if x.dtype == jnp.float64}
+        total = lambda moving: sum(y.sum() for y in jax.tree.leaves(call(**operands | moving)))
+        program = jax.jit(lambda moving: jax.jvp(jax.value_and_grad(total), (moving,), (moving,))).lower(moving)
+    assert set(re.findall(r"\bb?f\d+", program.as_text())) == {"f64"}
