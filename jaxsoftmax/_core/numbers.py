@@ -122,12 +122,6 @@ def soft_cap(function: str, value: Any, dtype: Any) -> float | jax.Array | None:
     return cap
 
 
-def product(number: jax.Array, term: jax.Array) -> jax.Array:
-    """`number * term`, in which 0 times infinity is 0, as where the number is a constant."""
-    vanishes = (number == 0) & ~jnp.isfinite(term)
-    return jnp.where(vanishes, jnp.zeros_like(term), number * jnp.where(vanishes, jnp.zeros_like(term), term))
-
-
 @jax.custom_jvp
 def capped(x: jax.Array, cap: jax.Array) -> jax.Array:
     """`cap * tanh(x / cap)`, whose derivatives have nothing of elements that are NaN, as in `times`."""

@@ -289,8 +289,7 @@ def _pulled(
         g, of_cap = jax.vjp(numbers.capped, _scaled(raw, operands), _column(operands, "cap"))[1](g)
         rows |= {"cap": of_cap[:, 0]} if "cap" in moving else {}
     if "scale" in moving and raw is not None:
-        x = _dot(g, raw)
-        rows["scale"] = x if pull.unit is None else x * pull.unit
+        rows["scale"] = _dot(g, raw)
     g = _scaled(g, operands)
     narrow = g.astype(hidden.dtype)
     if "bias" in moving:
@@ -306,10 +305,12 @@ def _pulled(
     if "hidden" in moving:
         # Parts of a sum over devices are not rounded yet.
         dtype = wide if pull.parts.vocabulary.names else hidden.dtype
-        rounds = of_rows is None and pull.unit is None
-        x = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype if rounds else wide)
+        rounded = of_rows is None and pull.unit is None
+        x = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype if rounded else wide)
         x = x if of_rows is None else jnp.where(of_rows[:, None] == 0, 0.0, x * of_rows[:, None])
         rows["hidden"] = (x if pull.unit is None else x * pull.unit).astype(dtype)
+    if pull.unit is not None:
+        rows |= {name: x * pull.unit for name, x in rows.items() if name != "hidden"}
     return sums, rows
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core.numbers import product
+from jaxsoftmax._cross_entropy.primitives import of_gradient
 
 # The loss, the logsumexp if it is asked for, and other results, for `(smoothing, z_loss, with_lse)` that are constants.
 Compute = Callable[[float, float, bool], Sequence[Any]]
@@ -28,10 +28,16 @@ def mixed(compute: Compute, ignored: jax.Array, smoothing: Any, z_loss: Any, wit
     if isinstance(smoothing, jax.Array):
         loss, *rest = compute(0.0, constant, with_lse or z_is_data)
         even = compute(1.0, constant, False)[0]
-        loss = product(1 - smoothing, loss) + product(smoothing, even)
+        loss = _times(1 - smoothing, loss) + _times(smoothing, even)
     else:
         loss, *rest = compute(smoothing, constant, with_lse or z_is_data)
     if z_is_data:
         lse = rest[0] if with_lse else rest.pop(0)
-        loss = loss + product(z_loss, jnp.square(jnp.where(ignored, jnp.zeros_like(lse), lse)))
+        lse = jnp.where(ignored, jnp.zeros_like(lse), lse)
+        loss = loss + _times(z_loss, of_gradient(lse, lse, ()))
     return [loss, *rest]
+
+
+def _times(number: jax.Array, term: jax.Array) -> jax.Array:
+    """A number times one of each row, in which 0 times NaN or infinity is 0, in derivatives too."""
+    return of_gradient(number.reshape((1,) * term.ndim), term, ())

@@ -270,6 +270,7 @@ UNUSED: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights": {"weights": 0.5},
     "chunks": {"chunk_size": 5, "bias": RNG.normal(size=VOCABULARY)},
+    "numbers": {n: jnp.float32(EVERYTHING[n]) for n in ("label_smoothing", "z_loss", "logits_soft_cap")},
     "everything": EVERYTHING | {"bias": RNG.normal(size=VOCABULARY), "scale": RNG.uniform(0.5, 2.0, (TOKENS, 1))},
 }
 
