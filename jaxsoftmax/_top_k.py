@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers, primitives, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
-from jaxsoftmax._core.primitives import batch_leading, define, typed, zeros
+from jaxsoftmax._core.primitives import batch_leading, checked, define, typed, zeros
 from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_varying
 from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
@@ -124,7 +124,7 @@ def top_k_softmax(
         by_kernel = functools.partial(bind, Op.SOFTMAX, scale=1.0, **how)
         among = by_kernel if k and "batch_invariant" in how else reference.softmax
         y = among(values, axes=(x.ndim - 1,)) * jnp.where(jnp.isnan(total), total, 1)[..., None]
-    return jnp.moveaxis(y.astype(dtype), -1, along), jnp.moveaxis(indices, -1, along)
+    return checked(jnp.moveaxis(y.astype(dtype), -1, along)), jnp.moveaxis(indices, -1, along)
 
 
 def _checked_k(k: int, n: Any, axis: int) -> int:

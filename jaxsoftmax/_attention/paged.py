@@ -17,7 +17,7 @@ from jaxsoftmax._attention import checks
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
-from jaxsoftmax._core.primitives import Plan, define, lower, lower_plain, register, typed, zeros
+from jaxsoftmax._core.primitives import Plan, checked, define, lower, lower_plain, register, typed, zeros
 from jaxsoftmax._core.sharding import (
     Entry,
     Shape,
@@ -166,7 +166,7 @@ def paged_attention(
     named = core_checks.implementation(_NAME, implementation)
     arrays = unify_varying(q, k, v, tables, lengths, *extras.values())
     out, lse = PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
-    out = out[:, 0] if is_one else out
+    out = checked(out[:, 0] if is_one else out)
     # No operation on what was not asked for: debug_infs would see that it is -inf where a query sees no key.
     return (out, lse[..., 0] if is_one else jnp.swapaxes(lse, 1, 2)) if return_residual else out
 

@@ -28,6 +28,7 @@ from jaxsoftmax._attention.layout import Heads, Shape, kernel_gradients, plan, s
 from jaxsoftmax._core.primitives import (
     Plan,
     batch_leading,
+    checked,
     define,
     higher_jvp,
     is_local,
@@ -70,7 +71,7 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     found = FORWARD.bind(*(jax.lax.stop_gradient(x) for x in arrays), **params)
     named = [checkpoint_name(x, name) for x, name in zip(found, SAVED_NAMES.values(), strict=True)]
     out, lse = RESIDUALS.bind(*arrays, *named, **params)
-    return out, lse
+    return checked(out), lse
 
 
 OPS = {Part.FORWARD: Op.FORWARD, Part.GRADIENTS: Op.BACKWARD}
@@ -243,7 +244,7 @@ def _tangent_transpose(
     full = jax.typeof(known_and_cts[-2]).shape[:-3]
     kept = tuple(tuple(d for d, n in enumerate(full) if t.aval.shape[d] == n) for t in linear)
     found = GRADIENTS.bind(*known_and_cts, names=names, wrt=moving, kept=kept, **params)
-    return [None] * len(known) + list(found)
+    return [None] * len(known) + [checked(x) for x in found]
 
 
 def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:

@@ -8,13 +8,18 @@ call, so the rule does: Auto mesh axes go through `custom_partitioning` with a S
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
+from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,6 +43,8 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 
 Results = Callable[..., Sequence[Result]]
 
+PRIMITIVES: list[Primitive] = []  # all of them
+
 # Parameters that say how a primitive is lowered; references do not take them.
 _LOWERING = ("implementation", "batch_invariant")
 
@@ -50,7 +57,7 @@ def define(
     many: bool = True,
     states: Collection[int] = (),
 ) -> None:
-    """Registers a primitive's rules for types, vmap and eager evaluation, which compiles it.
+    """Registers a primitive's rules for types, vmap, Taylor series and eager evaluation, which compiles it.
 
     `states` are the numbers of results, if it gives them, that are states of rows, which no caller sees as they are.
     """
@@ -58,6 +65,8 @@ def define(
     primitive.def_abstract_eval(avals)
     primitive.def_impl(functools.partial(_evaluate, primitive, states))
     batching.fancy_primitive_batchers[primitive] = batch
+    jet.jet_rules[primitive] = functools.partial(_taylor, primitive)
+    PRIMITIVES.append(primitive)
 
 
 def _evaluate(primitive: Primitive, states: Collection[int], *operands: jax.Array, **params: Any) -> Any:
@@ -70,6 +79,53 @@ def _evaluate(primitive: Primitive, states: Collection[int], *operands: jax.Arra
         if any(jnp.isinf(x).any() for x in results):
             raise FloatingPointError(f"invalid value (inf) encountered in {primitive.name}")
     return out
+
+
+def _taylor(
+    primitive: Primitive, primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: Any
+) -> tuple[Any, Any]:
+    """The rule for `jax.experimental.jet`: the derivatives along a curve, by JVPs of JVPs, over factorials."""
+    moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in primals]
+    order = max(map(len, series))
+
+    def on_curve(t: jax.Array) -> list[Any]:
+        def at(x: jax.Array, terms: Sequence[jax.Array]) -> jax.Array:
+            return x + functools.reduce(lambda after, term: (term + after) * t.astype(x.dtype), terms[::-1], 0)
+
+        out = primitive.bind(
+            *(at(x, s) if moves else x for x, s, moves in zip(primals, series, moving, strict=True)), **params
+        )
+        return [out if primitive.multiple_results else [out]]
+
+    def one_more(derivatives: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def with_next(t: jax.Array) -> list[Any]:
+            known, slopes = jax.jvp(derivatives, (t,), (jnp.ones_like(t),))
+            return [known[0], *slopes]
+
+        return with_next
+
+    start = jnp.zeros((), jnp.result_type(jnp.float32, *itertools.compress([x.dtype for x in primals], moving)))
+    derivatives = functools.reduce(lambda f, _: one_more(f), range(order), on_curve)
+    with settings_for(*primals):
+        out, *slopes = derivatives(start)
+    terms = [
+        [jnp.zeros_like(y) if s.dtype == jax.dtypes.float0 else s / math.factorial(k) for k, s in enumerate(of, 1)]
+        for y, *of in zip(out, *slopes, strict=True)
+    ]
+    return (out, terms) if primitive.multiple_results else (out[0], terms[0])
+
+
+# JAX's own rules lack the names that `jax.checkpoint` saves by, which derivatives give their results.
+jet.jet_rules.setdefault(name_p, lambda primals, series, **params: (name_p.bind(*primals, **params), *series))
+
+
+def checked(x: jax.Array) -> jax.Array:
+    """A result in whose place `jax.experimental.checkify` finds a NaN.
+
+    It looks at results of JAX's own operations alone, and has no table in which others could be entered. While a
+    function is traced, the result is multiplied by 1, which XLA removes.
+    """
+    return x * 1 if isinstance(x, Tracer) else x
 
 
 def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Iterable[Any], dtype: Any) -> Any:

@@ -25,7 +25,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core.primitives import define, higher_jvp, lower, run_shards, typed, zeros
+from jaxsoftmax._core.primitives import checked, define, higher_jvp, lower, run_shards, typed, zeros
 from jaxsoftmax._core.sharding import (
     AxisSharding,
     Entry,
@@ -62,7 +62,8 @@ LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT = (
 def bind(primitive: Primitive, operands: Mapping[str, jax.Array], **params: Any) -> Operands:
     """Applies a primitive to operands by name; the results by name."""
     found = primitive.bind(*unify_varying(*operands.values()), names=tuple(operands), **params)
-    return dict(zip(_results(primitive, **params), found, strict=True))
+    results = zip(_results(primitive, **params), found, strict=True)
+    return {name: x if name in ("max", "sum") else checked(x) for name, x in results}
 
 
 def _results(primitive: Primitive, rules: Rules, moving: Names = ()) -> Names:

@@ -18,13 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.primitives import higher_jvp, lower_plain, zeros
+from jaxsoftmax._core.primitives import checked, higher_jvp, lower_plain, zeros
 from jaxsoftmax._core.sharding import Columns, on_mesh_of, settings_for, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement
@@ -49,6 +48,7 @@ Pull = Callable[..., jax.Array]
 
 _OF_LOGITS = Primitive("cross_entropy_tangent")
 _OF_GRADIENT = Primitive("row_dot")
+_WEIGH = Primitive("weigh")
 
 
 def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
@@ -69,22 +69,20 @@ def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
     return out
 
 
-@jax.custom_jvp
 def weigh(weights: jax.Array, loss: jax.Array) -> jax.Array:
     """The loss times its weight; the weight is NaN where the label is no column."""
-    return weights * loss
+    (out,) = _WEIGH.bind(*unify_varying(weights, loss), axes=())
+    return checked(out)
 
 
-def _weigh_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+def _weigh_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
     weights, loss = primals
     of_weights, of_loss = tangents
-    slopes = [] if type(of_loss) is SymbolicZero else [of_gradient(weights, of_loss, ())]
-    if type(of_weights) is not SymbolicZero:
+    out = _WEIGH.bind(weights, loss, axes=axes)
+    slopes = [] if type(of_loss) is ad.Zero else [of_gradient(weights, of_loss, axes)]
+    if type(of_weights) is not ad.Zero:
         slopes.append(of_weight(weights, loss, of_weights))
-    return weigh(weights, loss), sum(slopes[1:], slopes[0])
-
-
-weigh.defjvp(_weigh_jvp, symbolic_zeros=True)
+    return out, [sum(slopes[1:], slopes[0])] if slopes else zeros(out)
 
 
 def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
@@ -210,7 +208,7 @@ def _transpose(
         shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
         broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])
         out = _pulled(numbers, residuals, primitive=primitive, broadcast=broadcast, dtype=t.aval.dtype, params=params)
-    return [*still, out]
+    return [*still, checked(out)]
 
 
 def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array, **row: Any) -> jax.Array:
@@ -230,7 +228,8 @@ def _without_states(operands: Sequence[Any]) -> list[Any]:
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Each row's loss and, with `stats`, its state, from logits, labels, weights if `weighted`, and perhaps a mask."""
-    return bind(Op.CROSS_ENTROPY, *operands, **params)
+    loss, *states = bind(Op.CROSS_ENTROPY, *operands, **params)
+    return [checked(loss), *states]
 
 
 def _loss_jvp(
@@ -351,3 +350,7 @@ for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
 ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, 1)
 ad.primitive_jvps[_OF_GRADIENT] = _products_jvp
+
+define_over_rows(_WEIGH, lambda **_: ("reduced",))
+mlir.register_lowering(_WEIGH, functools.partial(lower_plain, lambda weights, loss, axes: [weights * loss]))
+ad.primitive_jvps[_WEIGH] = _weigh_jvp

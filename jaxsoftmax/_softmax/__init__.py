@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.primitives import checked
 from jaxsoftmax._core.sharding import unify_shardings
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, combine, log_normalizer
@@ -295,7 +296,7 @@ def _row_op(
         operand = operand.astype(accumulator_dtype(dtype))  # the derivatives take -inf for an excluded element
     operand, factor = scaled(operand, factor)
     y = bind(op, operand, *mask, axes=axes, scale=factor, implementation=implementation, **checks.batch_invariance())
-    return y if operand.dtype == dtype else y.astype(dtype)
+    return checked(y if operand.dtype == dtype else y.astype(dtype))
 
 
 def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:

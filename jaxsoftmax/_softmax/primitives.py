@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.primitives import Plan, define_over_rows, higher_jvp, lower_plain, register, zeros
+from jaxsoftmax._core.primitives import Plan, checked, define_over_rows, higher_jvp, lower_plain, register, zeros
 from jaxsoftmax._core.sharding import (
     Columns,
     Names,
@@ -378,7 +378,7 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
         return None, ad.Zero(t.aval)
     out = bind(TRANSPOSE[op], residual, ct, **params)
     broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != out.shape[d])
-    return None, out.sum(broadcast, keepdims=True) if broadcast else out
+    return None, out.sum(broadcast, keepdims=True) if broadcast else checked(out)
 
 
 def _computation(op: Op, name: str) -> Computation:

@@ -1,0 +1,144 @@
+"""JAX's tools that walk programs: each knows every primitive of the package, beside the plain functions of JAX."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify, sparse
+from jax.experimental.jet import jet, jet_rules
+from jax.extend.core import Jaxpr, Primitive, jaxprs_in_params
+from jax.interpreters import ad
+
+import jaxsoftmax
+from jaxsoftmax._core.primitives import PRIMITIVES
+from tests.jaxsoftmax.calls import CALLS, LABELS, MORE_CALLS, QKV, X, of_floats
+
+NAMED = CALLS | MORE_CALLS
+close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+cross_entropy = jaxsoftmax.softmax_cross_entropy_with_integer_labels
+
+
+def gradient(call: Callable[..., Any], *xs: jax.Array) -> Any:
+    return jax.grad(lambda *xs: sum(jnp.sin(y).sum() for y in jax.tree.leaves(call(*xs))), range(len(xs)))(*xs)
+
+
+def primitives_of(jaxpr: Jaxpr) -> Iterator[Primitive]:
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive
+        for inner in jaxprs_in_params(eqn.params):
+            yield from primitives_of(inner)
+
+
+@functools.cache
+def found_in(name: str) -> set[Primitive]:
+    """The package's primitives in a call, its gradient and its tangent, and in the tangent and gradient of these."""
+    call, xs = of_floats(name)
+    moved = lambda f: lambda *xs: jax.jvp(f, xs, xs)
+    pulled = functools.partial(gradient, call)
+    each = (call, moved(call), pulled, moved(pulled), functools.partial(gradient, pulled))
+    return {p for f in each for p in primitives_of(jax.make_jaxpr(f)(*xs).jaxpr)} & set(PRIMITIVES)
+
+
+def test_the_calls_reach_every_primitive() -> None:
+    reached = set().union(*map(found_in, NAMED))
+    assert {p.name for p in PRIMITIVES} == {p.name for p in reached}
+
+
+def test_every_primitive_has_rules() -> None:
+    for primitive in PRIMITIVES:
+        assert primitive in jet_rules, primitive
+        # Another primitive carries the derivative of attention, whose operands have no tangents.
+        assert (primitive in ad.primitive_jvps) == (primitive.name != "flash_attention"), primitive
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_sparsify_runs_every_call(name: str) -> None:
+    """It has no rule for any operation on dense arrays and needs none; what it cannot run is a custom_jvp."""
+    call, xs = of_floats(name)
+    for function in (call, functools.partial(gradient, call)):
+        assert jax.eval_shape(sparse.sparsify(function), *xs) == jax.eval_shape(function, *xs)
+
+
+def stock_loss(x: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, LABELS[..., None], -1)[..., 0]
+
+
+def stock_attention(q: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, QKV["key"], QKV["value"], is_causal=True)
+
+
+Q = QKV["query"]
+paired = functools.partial(jaxsoftmax.flash_attention, key=QKV["key"], value=QKV["value"], is_causal=True)
+IN_A_PAGE = {"block_tables": jnp.arange(8)[:, None], "lengths": jnp.full(8, 6)}
+POOLS = [jnp.pad(QKV[n], [(0, 0), (0, 2), (0, 0), (0, 0)]) for n in ("key", "value")]
+paged = lambda q: jaxsoftmax.paged_attention(q, *POOLS, layout="pages_first", **IN_A_PAGE)
+# Ours, JAX's own, and the operand.
+STOCK: dict[str, tuple[Callable[..., Any], Callable[..., Any], jax.Array]] = {
+    "softmax": (jaxsoftmax.softmax, jax.nn.softmax, X),
+    "log_softmax": (jaxsoftmax.log_softmax, jax.nn.log_softmax, X),
+    "logsumexp": (lambda x: jaxsoftmax.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1), X),
+    "loss": (lambda x: cross_entropy(x, LABELS), stock_loss, X),
+    "weighted loss": (lambda x: cross_entropy(x, LABELS, weights=0.5), lambda x: 0.5 * stock_loss(x), X),
+    "linear": (lambda x: jaxsoftmax.linear_cross_entropy(x, jnp.eye(16), LABELS), stock_loss, X),
+    "attention": (paired, stock_attention, Q),
+    "pages": (paged, stock_attention, Q),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_taylor_series(name: str) -> None:
+    ours, theirs, x = STOCK[name]
+    series = [jnp.cos(x), jnp.sin(x)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def expanded(f: Callable[..., Any]) -> Any:
+        return jet(f, (x,), (series,)), jet(lambda x: gradient(f, x)[0], (x,), (series,))
+
+    jax.tree.map(close, expanded(ours), expanded(theirs))
+
+
+def test_taylor_series_of_indices_and_under_patch() -> None:
+    (values, _), (terms, of_indices) = jet(lambda x: jaxsoftmax.top_k_softmax(x, 16), (X,), ([X, jnp.cos(X)],))
+    want = jet(lambda x: jax.nn.softmax(jnp.take_along_axis(x, jax.lax.top_k(X, 16)[1], -1)), (X,), ([X, jnp.cos(X)],))
+    jax.tree.map(close, (values, terms), want)
+    assert not np.any(of_indices)
+    want = jet(lambda x: jax.nn.softmax(x).sum(), (X,), ([X, X],))
+    with jaxsoftmax.patch():
+        jax.tree.map(close, jet(lambda x: jax.nn.softmax(x).sum(), (X,), ([X, X],)), want)
+
+
+@pytest.mark.parametrize("name", [*STOCK, "top_k"])
+def test_checkify_reports_a_nan(name: str) -> None:
+    top_k = functools.partial(jaxsoftmax.top_k_softmax, k=3)
+    ours, _, x = STOCK[name] if name != "top_k" else (lambda x: top_k(x)[0], None, X)
+    wrong = x.at[(0,) * x.ndim].set(jnp.nan)
+
+    @jax.jit
+    @functools.partial(checkify.checkify, errors=checkify.float_checks)
+    def run(x: jax.Array) -> Any:
+        return ours(x)
+
+    assert "nan generated by primitive" in run(wrong)[0].get()
+    assert run(x)[0].get() is None
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "loss", "weighted loss", "linear", "attention"])
+def test_checkify_reports_a_nan_that_a_gradient_makes(name: str) -> None:
+    """Of finite operands, by a cotangent that is NaN and that no operation of JAX's own has made."""
+    ours, _, x = STOCK[name]
+    out = jax.eval_shape(ours, x)
+    pulled = checkify.checkify(lambda x, ct: jax.vjp(ours, x)[1](ct)[0], errors=checkify.float_checks)
+    run = jax.jit(pulled)
+    assert "nan generated by primitive" in run(x, jnp.full(out.shape, jnp.nan))[0].get()
+    assert run(x, jnp.ones(out.shape))[0].get() is None
+
+
+def test_checkify_under_patch() -> None:
+    with jaxsoftmax.patch():
+        checked = checkify.checkify(jax.nn.softmax, errors=checkify.float_checks)
+        assert "nan generated by primitive" in checked(jnp.array([jnp.nan, 1.0]))[0].get()
+        assert checked(jnp.ones(2))[0].get() is None
