@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers, primitives, sharding
 from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import batch_leading, checked, define, typed, zeros
 from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_varying
 from jaxsoftmax._softmax import scaled
@@ -51,6 +52,7 @@ TOP_K = Primitive("softmax_top_k")
 _RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
 
 
+@in_device_memory
 def top_k_softmax(
     logits: ArrayLike,
     k: int,

@@ -11,6 +11,7 @@ from jaxsoftmax._attention.layout import unify_shardings
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.memory import in_device_memory
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import Operands, Rules
 
@@ -80,6 +81,7 @@ def flash_attention(
     return_residual: bool,
     **rest: Unpack[_Keywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@in_device_memory
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,

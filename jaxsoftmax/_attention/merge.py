@@ -11,6 +11,7 @@ import numpy as np
 from jaxsoftmax._attention.checks import DTYPES
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike
+from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import unify_shardings
 from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -18,6 +19,7 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 _NAME = "merge_attention"
 
 
+@in_device_memory
 def merge_attention(
     outs: Sequence[ArrayLike] | jax.Array | np.ndarray,
     lses: Sequence[ArrayLike] | jax.Array | np.ndarray,

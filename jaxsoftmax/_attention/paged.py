@@ -17,6 +17,7 @@ from jaxsoftmax._attention import checks
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import Plan, checked, define, lower, lower_plain, register, typed, zeros
 from jaxsoftmax._core.sharding import (
     Entry,
@@ -80,6 +81,7 @@ def paged_attention(
     return_residual: Literal[True],
     **rest: Unpack[_Keywords],
 ) -> tuple[jax.Array, jax.Array]: ...
+@in_device_memory
 def paged_attention(
     query: ArrayLike,
     key_pages: ArrayLike,

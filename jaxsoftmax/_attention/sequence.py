@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import Names, Shape
 from pallas_kernels.attention.problem import OPERANDS, RANK, Operands, Rules
 from pallas_kernels.monoid import Stats, combine, log_normalizer
@@ -36,6 +37,7 @@ ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None a
 Arrays = Mapping[str, Any]
 
 
+@in_device_memory
 def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """Reorders a sequence so that devices which share it have equal work under a causal rule.
 
@@ -73,6 +75,7 @@ def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     return jnp.moveaxis(both, axis + 2, axis).reshape(array.shape)
 
 
+@in_device_memory
 def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """The inverse of `zigzag`.
 

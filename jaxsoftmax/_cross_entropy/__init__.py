@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import settings_for
 from jaxsoftmax._cross_entropy import linear_primitives, mixture
 from jaxsoftmax._cross_entropy.linear_kernel import Rules
@@ -79,6 +80,7 @@ def softmax_cross_entropy_with_integer_labels(
     return_lse: bool,
     **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@in_device_memory
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -204,6 +206,7 @@ def _smoothing_and_z_loss(function: str, smoothing: Any, z_loss: Any, dtype: Any
     )
 
 
+@in_device_memory
 def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -307,6 +310,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     **options: Unpack[_LinearOptions],
 ) -> Any: ...
+@in_device_memory
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import checked
 from jaxsoftmax._core.sharding import unify_shardings
 from jaxsoftmax._softmax.primitives import bind
@@ -24,6 +25,7 @@ _JAX_LOGSUMEXP = jax.scipy.special.logsumexp
 _WITH_WEIGHTS = "the kernels take no weights b; pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
 
 
+@in_device_memory
 def softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -72,6 +74,7 @@ def softmax(
     return _row_op(Op.SOFTMAX, x, axis, where, scale, implementation)
 
 
+@in_device_memory
 def log_softmax(
     x: ArrayLike,
     axis: Axis = -1,
@@ -158,6 +161,7 @@ def logsumexp(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@in_device_memory
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -224,6 +228,7 @@ def logsumexp(
     return out, jnp.where(jnp.isnan(out), out, (out > -jnp.inf).astype(out.dtype))
 
 
+@in_device_memory
 def merge(*states: Stats) -> Stats:
     """Merges the states of parts of a row into the state of the row, in any order and grouping.
 
