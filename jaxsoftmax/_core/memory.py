@@ -22,8 +22,8 @@ def in_device_memory[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         arrays = _arrays((*args, *kwargs.values()))
         if not any(map(_is_in_host, arrays)):
             return function(*args, **kwargs)
-        moved: Any = [_moved(x) for x in args], {name: _moved(x) for name, x in kwargs.items()}
-        out = function(*moved[0], **moved[1])
+        run: Callable[..., R] = function
+        out = run(*map(_moved, args), **{name: _moved(x) for name, x in kwargs.items()})
         first = next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), arrays[0])
         return jax.device_put(out, HOST, src=DEVICE) if _is_in_host(first) else out
 
