@@ -217,19 +217,22 @@ class Sharding:
     keys: Entry = None
 
     def spec(self, kind: str, shape: Shape, kept: Sequence[int] | None = None) -> P:
-        """The sharding of an operand, or of a result that keeps only some of the leading axes."""
-        rank = len(shape) - RANK[kind]
+        """The sharding of an operand, or of a result that keeps only some of the leading axes.
+
+        An extent of 1 that is not broadcast has its axis' sharding too, over a mesh axis of extent 1.
+        """
         lead = tuple(
-            entry if shape[d] != 1 and (kept is None or d in kept) else None for d, entry in enumerate(self.lead)
+            entry if shape[d] == self.full[d] and (kept is None or d in kept) else None
+            for d, entry in enumerate(self.lead)
         )
         core: list[Entry] = [None] * RANK[kind]
-        if kind in QUERY_HEADS and shape[rank + QUERY_HEADS[kind]] != 1:
+        if kind in QUERY_HEADS and sequence.has_heads(kind, shape):
             core[QUERY_HEADS[kind]] = self.heads
         if kind in KEY_HEADS:
             core[KEY_HEADS[kind]] = self.key_heads
         operand = OPERANDS[kind]
         if operand.query_axis is not None:
-            core[operand.query_axis] = self.queries if shape[operand.query_axis] != 1 else None
+            core[operand.query_axis] = self.queries if sequence.has_queries(kind, shape) else None
         elif operand.key_axis is not None:
             core[operand.key_axis] = self.keys
         return P(*lead, *core)
@@ -371,10 +374,9 @@ class Heads:
         if kept is None:
             return ()
         names = [name for d, entry in enumerate(sharded.lead) if d not in kept for name in mesh_axes(entry)]
-        operand = OPERANDS[kind]
         is_shared = sharded.shares if kind in KEY_HEADS else not sequence.has_heads(kind, shape)
         has_all = in_ring and kind in sequence.ORDERED
-        if not has_all and (operand.query_axis is None or shape[operand.query_axis] == 1):
+        if not has_all and not sequence.has_queries(kind, shape):
             names += mesh_axes(sharded.queries)
         return (*names, *(mesh_axes(sharded.heads) if is_shared else ()))
 
@@ -401,9 +403,12 @@ class Heads:
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """A factor for each leading axis, and one for heads, queries and keys; other axes are not sharded."""
-        lead = tuple(f"lead{d}" for d in range(len(shapes[0]) - RANK[self.kinds[0]]))
+        leads = [shape[: len(shape) - RANK[kind]] for kind, shape in zip(self.kinds, shapes, strict=True)]
+        lead = tuple(f"lead{d}" for d in range(len(leads[0])))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]
-        factors = Sharding((), lead, "heads", "heads" if same else "key_heads", False, "queries", "keys").spec
+        factors = Sharding(
+            jnp.broadcast_shapes(*leads), lead, "heads", "heads" if same else "key_heads", False, "queries", "keys"
+        ).spec
         operands = map(factors, self.kinds, shapes)
         return sharding_rule(list(operands), list(map(factors, self.results, self.result_shapes, self.kept)))
 

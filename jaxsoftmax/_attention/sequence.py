@@ -188,9 +188,14 @@ def part_of(
         arrays |= of_indices(arrays, rules, firsts, counts)
         rules = dataclasses.replace(rules, align_ends=False)
     if "query_lengths" in arrays:
-        arrays["query_lengths"] = jnp.clip(arrays["query_lengths"] - first, 0, local)
+        arrays["query_lengths"] = _counted(arrays["query_lengths"], first, local)
     present = tuple(name for name in Operands._fields if name in arrays)
     return Part((*present, *of_rest), [*(arrays[name] for name in present), *rest], present, rules, places)
+
+
+def _counted(lengths: jax.Array, first: Any, size: int) -> jax.Array:
+    """How many of `size` positions from `first` on are within lengths, of which a negative one counts as 0."""
+    return jnp.clip(jnp.maximum(lengths, 0) - first, 0, size)
 
 
 def _places(arrays: Arrays) -> jax.Array | None:
@@ -205,7 +210,7 @@ def _places(arrays: Arrays) -> jax.Array | None:
     by = [arrays[name][..., ::run] for name in ("key_segments", "key_positions") if name in arrays]
     if "key_lengths" in arrays:
         # Keys past the length have to be the last.
-        by.insert(0, -jnp.clip(arrays["key_lengths"][..., None] - jnp.arange(0, keys[-3], run), 0, run))
+        by.insert(0, -_counted(arrays["key_lengths"][..., None], jnp.arange(0, keys[-3], run), run))
     *lead, runs = jnp.broadcast_shapes(*(x.shape for x in by))
     if any(n not in (1, own) for n, own in zip(lead, keys[:-3], strict=True)):
         return None
@@ -280,6 +285,12 @@ def has_heads(kind: str, shape: Shape) -> bool:
     return kind in HEADS and not (OPERANDS[kind].broadcasts and shape[HEADS[kind]] == 1)
 
 
+def has_queries(kind: str, shape: Shape) -> bool:
+    """Whether an operand has an axis of queries that is not broadcast."""
+    axis, broadcasts = OPERANDS[kind].query_axis, OPERANDS[kind].broadcasts
+    return axis is not None and not (broadcasts and shape[axis] == 1)
+
+
 def _heads_of(groups: int, i: Any, kind: str, x: jax.Array) -> jax.Array:
     """An operand's heads of one group."""
     if not has_heads(kind, x.shape):
@@ -302,7 +313,7 @@ def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axe
         here = arrays | block
         if "key_lengths" in here:
             first = (me + step) % devices * keys
-            here["key_lengths"] = jnp.clip(here["key_lengths"] - first, 0, keys)
+            here["key_lengths"] = _counted(here["key_lengths"], first, keys)
         sums = over.travelled(sums)
         return over.added(sums, run(*here.values(), *rest, names=tuple(here), rules=part.rules))
 

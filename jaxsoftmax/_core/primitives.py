@@ -351,9 +351,10 @@ def lower(ctx: mlir.LoweringRuleContext, op: Partitionable, *operands: Any) -> A
     """Lowers `op` shard by shard, by the operands' shardings."""
 
     def pieces(*xs: jax.Array) -> list[jax.Array]:
-        if is_local(ctx):
-            return op.whole(*xs)
-        return run_shards(op, *xs) if is_explicit([jax.typeof(x) for x in xs]) else _partitioned(op)(*xs)
+        # On a mesh of one device too: what computes a whole problem may mix axes whose types are sharded.
+        if is_explicit([jax.typeof(x) for x in xs]):
+            return run_shards(op, *xs)
+        return op.whole(*xs) if is_local(ctx) else _partitioned(op)(*xs)
 
     return lower_plain(pieces, _with_mesh(ctx), *operands)
 

@@ -432,6 +432,18 @@ def test_planted_faults_are_rejected(stand_ins: Any, fault: str, monkeypatch: py
     assert calls
 
 
+@pytest.mark.parametrize("most", [GATHERED, IN_A_RING])
+@pytest.mark.parametrize("length", [-(2**31), 2**31 - 1])
+def test_lengths_at_the_ends_of_int32(most: int, length: int, stand_ins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first query and key of the last device are far enough from 0 to wrap them."""
+    pass_round(monkeypatch, most, "ends")
+    lengths = np.array([length, 20], np.int32)
+    both = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths[::-1]}
+    want = attention_oracle.forward(*QKV.values(), **{name: np.clip(x, 0, T) for name, x in both.items()})
+    call = jax.jit(lambda operands: flash_attention(**operands))
+    np.testing.assert_allclose(call(placed(QKV | both, SPECS["sequence"], EXPLICIT)), want.out, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("devices, axis, shape", [(1, 0, (6,)), (2, 1, (3, 8)), (4, -2, (16, 5)), (3, 1, (2, 12, 2))])
 def test_zigzag_and_back(devices: int, axis: int, shape: tuple[int, ...]) -> None:
     x = np.arange(math.prod(shape)).reshape(shape)

@@ -486,3 +486,69 @@ def test_wide_segment_ids_cut_over_explicit_meshes(spec: P) -> None:
     for context in (jax.set_mesh(on), contextlib.nullcontext()):
         with jax.enable_x64(True), context:
             agree(call(put(Q, D, on), put(K, P(), on), put(jnp.asarray(ids), spec, on)), want)
+
+
+BY_BATCH, BY_LENGTH = P("d", None, "m"), P(None, "d", "m")
+# Extents of batch, queries, keys, query heads and key heads, of which some are 1 over a mesh axis of extent 1.
+OF_ONE = (
+    ((1, 4, 4, 4, 2), BY_BATCH, (1, 2)),
+    ((2, 1, 4, 4, 2), BY_LENGTH, (1, 2)),
+    ((2, 4, 1, 4, 2), BY_LENGTH, (1, 2)),
+    ((2, 4, 4, 1, 1), BY_BATCH, (2, 1)),
+    ((2, 4, 4, 4, 1), BY_LENGTH, (2, 1)),
+    ((1, 1, 4, 1, 1), BY_LENGTH, (1, 1)),
+    ((2, 4, 4, 4, 2), BY_BATCH, (1, 1)),
+)
+
+
+def on_explicit(f: Any, operands: Any, specs: Any, shape: tuple[int, ...], names: tuple[str, ...] = ("d", "m")) -> None:
+    """Values and gradients on a mesh of explicit axes are those without; gradients have their operands' types."""
+
+    def total(moving: Any, rest: Any) -> Any:
+        found = f(**moving, **rest)
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(found) if x.dtype == jnp.float32), found
+
+    def compute(operands: Any) -> Any:
+        moving = {n: x for n, x in operands.items() if x.dtype == jnp.float32}
+        rest = {n: x for n, x in operands.items() if n not in moving}
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(moving, rest)
+
+    want, on = compute(operands), mesh(EXPLICIT, shape, names)
+    placed = {name: put(x, specs[name], on) for name, x in operands.items()}
+    got = compute(placed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    for name, x in got[1].items():
+        assert jax.typeof(x) == jax.typeof(placed[name])
+
+
+@pytest.mark.parametrize("extents, spec, shape", OF_ONE, ids=str)
+@pytest.mark.parametrize("kernels", ["reference", "stand-in"], indirect=True)
+def test_extents_of_1_of_attention(extents: Any, spec: P, shape: tuple[int, int], kernels: Any) -> None:
+    kernels()
+    (b, t, s, n, k), rng = extents, np.random.default_rng(0)
+    shapes = {"query": (b, t, n, 8), "key": (b, s, k, 8), "value": (b, s, k, 8), "bias": (b, n, t, s), "sinks": (n,)}
+    operands = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    fits = lambda name, spec: P(
+        *(x if x and shapes[name][i] % shape["dm".index(x)] == 0 else None for i, x in enumerate(spec))
+    )
+    given = dict.fromkeys(("query", "key", "value"), spec) | {"bias": P(spec[0], "m", spec[1]), "sinks": P("m")}
+    specs = {name: fits(name, x) for name, x in given.items()}
+    on_explicit(functools.partial(jaxsoftmax.flash_attention, return_residual=True), operands, specs, shape)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 1)], ids=str)
+def test_extents_of_1_of_rows(shape: tuple[int, int], stand_ins: Any) -> None:
+    rng, rows = np.random.default_rng(0), P("d", "m")
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 8), (8, 6)))
+    labels = jnp.array([3])
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        one = {"a" if name == "logsumexp" else "x": x}
+        on_explicit(functools.partial(getattr(jaxsoftmax, name), axis=-1), one, dict.fromkeys(one, rows), shape)
+    of_loss = {"logits": x, "labels": labels}
+    on_explicit(
+        jaxsoftmax.softmax_cross_entropy_with_integer_labels, of_loss, {"logits": rows, "labels": P("d")}, shape
+    )
+    linear = {"hidden": x, "weight": w, "labels": labels}
+    on_explicit(
+        jaxsoftmax.linear_cross_entropy, linear, {"hidden": P("d"), "weight": P(None, "m"), "labels": P("d")}, shape
+    )
