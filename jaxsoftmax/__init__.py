@@ -1,6 +1,7 @@
 """Softmax, cross entropy, top-k softmax and flash attention for JAX, by Pallas kernels on Hopper GPUs."""
 
 from jaxsoftmax._attention import flash_attention as flash_attention
+from jaxsoftmax._attention.checks import logits_memory as logits_memory
 from jaxsoftmax._attention.merge import merge_attention as merge_attention
 from jaxsoftmax._attention.paged import paged_attention as paged_attention
 from jaxsoftmax._attention.sequence import unzigzag as unzigzag
@@ -40,6 +41,7 @@ __all__ = [
     "install",
     "linear_cross_entropy",
     "log_softmax",
+    "logits_memory",
     "logsumexp",
     "merge",
     "merge_attention",

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxsoftmax import _softmax
 from jaxsoftmax._attention import flash_attention
 from jaxsoftmax._attention.layout import sequence_notes
-from jaxsoftmax._attention.primitives import BY_PART, Call, Part
+from jaxsoftmax._attention.primitives import BY_PART, Call, Part, tile_by_xla
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.primitives import Lowerable, Plan
@@ -39,7 +39,7 @@ class Explanation:
 
     Attributes:
         call: The operation, its operand and its axes.
-        implementation: What runs on `device`: "mosaic_gpu", "xla", or "error" where a named kernel declines.
+        implementation: What runs on `device`: "mosaic_gpu", "cudnn", "xla", or "error" where a named kernel declines.
         here: Whether `device` is a device of this process; if not, XLA's reference runs here.
         device: The GPU explained for.
         reason: Why this kernel, or why none.
@@ -69,6 +69,7 @@ class Explanation:
             lines.append("  here: no CUDA device, so XLA runs the reference")
         runs = {
             "mosaic_gpu": f"kernel {self.kernel}" + ("" if self.config is None else f", {self.config}"),
+            "cudnn": "cuDNN",
             "xla": "XLA runs the reference",
             "error": "an error, for the implementation was named",
         }
@@ -240,13 +241,18 @@ def _explanation(
     target: Target,
     notes: tuple[str, ...],
     invariant: bool,
-    why_xla: str = "implementation='xla'",
 ) -> tuple[Explanation, Plan | None]:
     """Explains one application of a primitive, and returns its plan if a kernel could take it."""
     avals, params = [var.aval for var in eqn.invars], dict(eqn.params)
     implementation, (device, here) = params.pop("implementation"), target
     by_xla = Explanation(
-        call, "xla", here, device, why_xla, bytes_of(*avals, *results), notes + (NOT_INVARIANT,) * invariant
+        call,
+        "xla",
+        here,
+        device,
+        "implementation='xla'",
+        bytes_of(*avals, *results),
+        notes + (NOT_INVARIANT,) * invariant,
     )
     if not computation.has_kernel:
         return dataclasses.replace(by_xla, reason="forward mode has no kernel"), None
@@ -259,7 +265,7 @@ def _explanation(
         return dataclasses.replace(by_xla, implementation=runs, reason=reason, declined=plan.declined), plan
     found = dataclasses.replace(
         by_xla,
-        implementation="mosaic_gpu",
+        implementation=decision.implementation,
         reason=decision.reason,
         notes=plan.notes + notes,
         declined=plan.declined,
@@ -391,6 +397,7 @@ def explain_attention(
     ...
         why: implementation='xla'
         moves: nothing can move less than 16.8 MB
+        besides: XLA holds all logits at a time
     """
     target, part = target_of("explain_attention", op, TRACED, device), _PARTS[op]
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
@@ -402,13 +409,14 @@ def explain_attention(
     operands = zip(eqn.params["names"], avals, strict=False)
     shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in operands)
     name = "flash_attention" if op == "forward" else f"{op} of flash_attention"
-    asked = static.get("implementation") == "xla"
-    why_xla = "implementation='xla'" if asked else "dropout and sown weights need all weights in memory"
     results, invariant = [var.aval for var in eqn.outvars], eqn.params["rules"].batch_invariant
     notes = _of_sequence(given, eqn.params["names"], part)
-    found, _ = _explanation(
-        f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, notes, invariant, why_xla
-    )
+    found, _ = _explanation(f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, notes, invariant)
+    if found.implementation == "xla":
+        tile = tile_by_xla(part, eqn.params["names"], eqn.params["rules"], avals, target[0])
+        whole = tile == (avals[0].shape[-3], avals[1].shape[-3])
+        held = "all logits" if whole else "the logits of {} queries and {} keys".format(*tile or ("all", "all"))
+        found = noting(found, f"XLA holds {held} at a time")
     return noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
 
 

@@ -30,6 +30,7 @@ class Kernel:
     configs: Callable[[Any, Device], tuple[Any, ...]]  # the heuristic's choice first
     run: Callable[..., Any]  # run(problem, config, *operands)
     reads: int = 1  # passes over each operand in global memory
+    implementation: str = "mosaic_gpu"  # or "cudnn": a library's kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Decision:
         """The kernel's name."""
         return self.chosen and self.chosen.name
 
+    @property
+    def implementation(self) -> str:
+        """What runs the problem: "mosaic_gpu", "cudnn" or "xla"."""
+        return "xla" if self.chosen is None else self.chosen.implementation
+
     def run(self, *operands: jax.Array) -> Any:
         """Runs the chosen kernel on operands in the order that `problem` gives."""
         assert self.chosen is not None, self.reason
@@ -57,8 +63,11 @@ class Decision:
 
 def refusals(kernels: Mapping[str, Kernel], problem: Any, device: Device) -> dict[str, str | None]:
     """Why each kernel declines a problem; None where it accepts."""
-    no_device = hardware.supports_kernels(device)
-    return {name: no_device or kernel.unsupported(problem, device) for name, kernel in kernels.items()}
+    no_hopper = hardware.supports_kernels(device)
+    return {
+        name: (no_hopper if kernel.implementation == "mosaic_gpu" else None) or kernel.unsupported(problem, device)
+        for name, kernel in kernels.items()
+    }
 
 
 def decision(

@@ -11,6 +11,7 @@ class Device:
     compute_capability: str
     sm_count: int
     smem_per_cta: int  # bytes of shared memory that a CTA may claim
+    memory: int = 60 * 2**30  # bytes that JAX may use
 
     @property
     def card(self) -> str:
@@ -18,7 +19,7 @@ class Device:
         return self.name.removeprefix("NVIDIA ").split(" ")[0]
 
 
-H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024)
+H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024, 100 * 2**30)
 
 
 def supports_kernels(device: Device) -> str | None:
@@ -38,7 +39,8 @@ def present() -> Device | None:
     except RuntimeError:
         return None
     smem = getattr(gpu, "shared_memory_per_block_optin", H200.smem_per_cta)  # as Mosaic reads it
-    return Device(gpu.device_kind, gpu.compute_capability, gpu.core_count, smem)
+    memory = (gpu.memory_stats() or {}).get("bytes_limit", Device.memory)
+    return Device(gpu.device_kind, gpu.compute_capability, gpu.core_count, smem, memory)
 
 
 def current() -> Device:

@@ -125,8 +125,12 @@ def flash_attention(
     K = N, multi-query for K = 1, grouped in between.
 
     16-bit inputs are multiplied as they are and accumulated in float32; weights are rounded to the inputs' dtype before
-    they meet the values. float32 is multiplied in full (no TF32) unless `precision` or JAX's default says otherwise;
-    it and float64 run as XLA programs, chunked over keys.
+    they meet the values. float32 is multiplied as `jax.nn` multiplies it: by `precision`, or by JAX's default, which is
+    TF32 on GPUs; "highest" is full float32.
+
+    On a GPU the first of these that takes a call runs it, and `explain_attention` says which: a kernel (Hopper), cuDNN
+    (16 bits, from Ampere on), XLA with all logits in memory, and XLA tile by tile. `logits_memory` bounds the memory of
+    the last two. Other platforms run XLA, in small tiles.
 
     Masking: a key takes part if `mask`, `is_causal`, the window, both lengths and the segment ids all allow it. A query
     that sees no key (beyond its length, fully masked, or with logits of only -inf) has output 0, logsumexp -inf and no
@@ -144,11 +148,13 @@ def flash_attention(
 
     Memory beyond inputs and outputs is the logsumexp, O(T), for every order of derivative: nothing is of size T * S,
     keys and values are not repeated for groups of heads or under `jax.vmap`, nor is a bias or mask broadcast along
-    heads, queries or keys. The exceptions are `module`, dropout, and the gradient of a bias by the kernel.
+    heads, queries or keys. The exceptions are XLA on a GPU, `module`, dropout, the gradient of a bias by the kernel,
+    and masks beside cuDNN, which become biases.
 
-    Flax: `nnx.MultiHeadAttention(..., attention_fn=flash_attention)`, and so for `linen`, work unchanged. With dropout
-    at work, or where the weights are to be sown in `module`, XLA computes them in memory of size T * S, and drops what
-    Flax's own function would for the same `dropout_rng`.
+    Flax: `nnx.MultiHeadAttention(..., attention_fn=flash_attention)`, and so for `linen`, work unchanged. Dropout drops
+    what Flax's own function would for the same `dropout_rng`: a boolean for each weight is in memory, or one for each
+    pair with `broadcast_dropout`, and the kernels run twice, with and without it as a mask. Where the weights are to be
+    sown in `module`, XLA computes them in memory of size T * S.
 
     Source: Dao et al. 2022, "FlashAttention", https://arxiv.org/abs/2205.14135; Dao 2023, "FlashAttention-2",
     https://arxiv.org/abs/2307.08691; Shah et al. 2024, "FlashAttention-3", https://arxiv.org/abs/2407.08608.
@@ -192,7 +198,8 @@ def flash_attention(
             sooner. Outputs, and all that XLA computes, repeat in any case.
         precision: Of XLA's matrix products, as in `jax.lax.dot`.
         dtype: Converts query, key and value.
-        dropout_rate: The share of the weights that is dropped unless `deterministic`.
+        dropout_rate: The share of the weights that is dropped unless `deterministic`. The logsumexp is that without
+            dropout.
         dropout_rng: A random key for dropout.
         broadcast_dropout: Whether batch and heads drop the same weights.
         deterministic: Whether nothing is dropped (Flax's name; see also `deterministic_gradients`).
@@ -226,7 +233,8 @@ def flash_attention(
     checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum, einsum_dot_general)
     q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
     checks.choice("causal_alignment", causal_alignment, get_args(CausalAlignment))
-    is_causal, module = checks.is_causal(is_causal), checks.sown_in(module)
+    implementation = core_checks.implementation(checks.NAME, implementation)
+    is_causal, module = checks.is_causal(is_causal), checks.sown_in(module, implementation)
     of_flax = (dropout_rng, module, einsum_dot_general, promote_dtype)
     flags_of_flax = deterministic or force_fp32_for_softmax or not broadcast_dropout
     dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
@@ -242,10 +250,8 @@ def flash_attention(
         "sinks": sinks,
     }
     others = checks.operands(given, q, k)
-    by_place, by_length = (
-        is_causal or local_window_size is not None,
-        "query_lengths" in others or "key_lengths" in others,
-    )
+    by_place = is_causal or local_window_size is not None
+    by_length = "query_lengths" in others or "key_lengths" in others
     align_ends = by_place and by_length and causal_alignment == "bottom_right"
     end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" and not align_ends else 0
     given_positions = {name: others.pop(name) for name in ("query_positions", "key_positions") if name in others}
@@ -264,40 +270,26 @@ def flash_attention(
         align_ends=align_ends,
         deterministic=deterministic_gradients,
         batch_invariant=core_checks.is_batch_invariant(),
+        logits_memory=checks.logits_memory_now(),
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
     )
-    operands = Operands(q, k, v, **others)
-    if dropout is None and module is None:
-        out, lse = attend(operands, rules, core_checks.implementation(checks.NAME, implementation))
-    elif implementation == "mosaic_gpu":
-        raise checks.no_kernel_shows_weights("there is dropout" if dropout else "the weights are to be sown")
-    else:
-        sown_dtype = jnp.float32 if force_fp32_for_softmax else q.dtype
-        out, lse = _with_weights_in_memory(operands, rules, dropout, module, sown_dtype)
+    out, lse = attend(checks.with_dropout(Operands(q, k, v, **others), dropout), rules, implementation)
+    out = out if dropout is None else (out / (1.0 - dropout.rate)).astype(out.dtype)
+    if module is not None:
+        sown = _weights_in_memory(Operands(q, k, v, **others), rules, lse)
+        # linen and nnx both have this collection; nnx's type for it has the same name.
+        module.sow(
+            "intermediates", "attention_weights", sown.astype(jnp.float32 if force_fp32_for_softmax else q.dtype)
+        )
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
 
 
-def _with_weights_in_memory(
-    operands: Operands, rules: Rules, dropout: checks.Dropout | None, module: Any, sown_dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Attention with its weights in memory, for dropout, which draws as Flax does, and to sow them in a Flax module.
-
-    Weights are sown in the dtype `sown_dtype`.
-    """
+def _weights_in_memory(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
+    """The weights, before any are dropped, `[*batch, N, T, S]`."""
     names = operands.present
     whole = unify_shardings(names, [getattr(operands, name) for name in names], in_parts=False)
-    operands = operands._replace(**dict(zip(names, whole, strict=True)))
-    _, lse = attend(operands, rules, "xla")
-    weights = _weights(operands, rules, lse)
-    if module is not None:
-        # linen and nnx both have this collection; nnx's type for it has the same name.
-        module.sow("intermediates", "attention_weights", weights.astype(sown_dtype))
-    if dropout is not None:
-        keep = 1.0 - dropout.rate
-        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if dropout.broadcast else weights.shape
-        weights = jnp.where(jax.random.bernoulli(dropout.rng, keep, shape), weights / keep, 0.0)
-    return reference.weigh(weights, operands, rules), lse
+    return _weights(Operands(**dict(zip(names, whole, strict=True))), rules, lse)
 
 
 # As one program, of which debug_infs does not see the logits that a mask excludes.

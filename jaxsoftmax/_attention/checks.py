@@ -1,8 +1,9 @@
 """Checks the arguments of `flash_attention` and converts them for the primitives; every error says what to do."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
-from pallas_kernels.attention.problem import OPERANDS
+from pallas_kernels.attention.problem import OPERANDS, Operands, leading
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -291,6 +292,17 @@ class Dropout(NamedTuple):
     broadcast: bool
 
 
+def with_dropout(operands: Operands, dropout: Dropout | None) -> Operands:
+    """The operands with the weights that stay, drawn as Flax does: `[*batch, N, T, S]`, or 1 for those before T."""
+    if dropout is None:
+        return operands
+    lead = jnp.broadcast_shapes(*(leading(getattr(operands, name), name) for name in operands.present))
+    of_pair = operands.query.shape[-3], operands.key.shape[-3]
+    each = (*lead, operands.query.shape[-2])
+    shape = ((1,) * len(each) if dropout.broadcast else each) + of_pair
+    return operands._replace(keep=jax.random.bernoulli(dropout.rng, 1.0 - dropout.rate, shape))
+
+
 def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None:
     """What to drop, or None for nothing."""
     number = _number("dropout_rate", rate)
@@ -326,10 +338,16 @@ def mask_of_flax(mask: Any) -> Any:
     return array != 0
 
 
-def sown_in(module: Any) -> Any:
-    """A Flax module, or None."""
+def sown_in(module: Any, implementation: str | None) -> Any:
+    """A Flax module, or None; raises for one beside a kernel that is asked for, as none has the weights in memory."""
     if module is not None and not callable(getattr(module, "sow", None)):
         raise TypeError(f"{NAME}: module={module!r}, expected a Flax module in which to sow the weights, or None.")
+    if module is not None and implementation == "mosaic_gpu":
+        raise checks.no_kernel(
+            NAME,
+            "the weights are to be sown, and no kernel has the weights in memory. Pass implementation=None: XLA then "
+            "computes them, in memory that grows with the product of the lengths.",
+        )
     return module
 
 
@@ -366,15 +384,6 @@ def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -
             "Convert them before the call, pass dtype=, or use flax.nnx.dot_product_attention."
         )
     return promote_dtype((query, key, value), dtype=dtype)
-
-
-def no_kernel_shows_weights(why: str) -> NotImplementedError:
-    """The error for a call that asks for a kernel and needs the matrix of weights."""
-    return checks.no_kernel(
-        NAME,
-        f"{why}, and no kernel has the weights in memory. Pass implementation=None: XLA then computes them, in memory "
-        "that grows with the product of the lengths.",
-    )
 
 
 def _number(name: str, x: Any) -> float | None:
@@ -417,3 +426,55 @@ def _shape(name: str, x: jax.Array, want: tuple[Any, ...], why: str) -> None:
     if x.ndim != len(want) or any(not isinstance(n, str) and n != got for n, got in zip(want, x.shape, strict=True)):
         shown = f"({', '.join(map(str, want))})"
         raise ValueError(f"{NAME}: {name} has shape {x.shape}, expected {shown}: {why}.")
+
+
+_LOGITS_MEMORY = jax.make_user_context(None)
+
+
+def logits_memory(most: int | None) -> contextlib.AbstractContextManager[None]:
+    """Within this context attention by XLA on a GPU holds at most so many bytes of logits at a time.
+
+    Where neither a kernel nor cuDNN takes a call, XLA computes attention with all logits in memory, which is fastest,
+    while two arrays of them in float32, or three for derivatives, take at most a sixth of the memory that JAX may use.
+    Beyond that XLA computes tile by tile. This context sets another bound. A tile has at least 512 queries and 512
+    keys, or all there are, of every head. On platforms other than GPUs tiles are small in any case.
+
+    The context is part of the key of `jax.jit`'s caches. A call reads it when it is traced; what is derived from the
+    call later, such as its gradient, keeps it.
+
+    Args:
+        most: Bytes, or None for the default.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        TypeError: `most` is neither an integer nor None.
+        ValueError: `most` is negative.
+
+    >>> import jax
+    >>> from jaxsoftmax import explain_attention, logits_memory
+    >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "float32")
+    >>> with logits_memory(2**28):
+    ...     print(explain_attention(x, x, x))  # doctest: +ELLIPSIS
+    flash_attention of float32: query [1,4096,8,64], key [1,4096,8,64], value [1,4096,8,64]
+    ...
+        besides: XLA holds the logits of 1024 queries and 4096 keys at a time
+    ...
+    """
+    if most is not None and (isinstance(most, bool) or not isinstance(most, (int, np.integer))):
+        raise TypeError(f"logits_memory: most is {most!r}, expected a number of bytes, an integer, or None.")
+    if most is not None and most < 0:
+        raise ValueError(f"logits_memory: most is {most}, expected a number of bytes that is not negative, or None.")
+    return _within(None if most is None else int(most))
+
+
+@contextlib.contextmanager
+def _within(most: int | None) -> Iterator[None]:
+    with _LOGITS_MEMORY(most):
+        yield
+
+
+def logits_memory_now() -> int | None:
+    """The bound for calls that are traced now."""
+    return _LOGITS_MEMORY.value

@@ -36,7 +36,7 @@ from jaxsoftmax._core.sharding import (
     sharding_rule,
     spec_of,
 )
-from pallas_kernels.attention.problem import DIFFERENTIABLE, OPERANDS, RANK, Op, Rules, problem_of
+from pallas_kernels.attention.problem import DIFFERENTIABLE, OPERANDS, PAIRS, RANK, Op, Rules, problem_of
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -159,8 +159,8 @@ def plan(
     dtypes: Mapping[str, Any],
     rules: Rules,
     device: Device,
-    bias_gradient: bool,
     named: bool = False,
+    **gradients: bool,
 ) -> Plan:
     """Asks `dispatch.decide` about the folded call."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
@@ -177,7 +177,7 @@ def plan(
         name: (*shape[:-1], shape[-1] + -shape[-1] % _DIM_MULTIPLE) if OPERANDS[name].padded else shape
         for name, shape in found.items()
     }
-    problem = problem_of(op, in_kernel, dtypes, rules, bias_gradient=bias_gradient)
+    problem = problem_of(op, in_kernel, dtypes, rules, **gradients)
     decision = dispatch.decide(problem, device, named=named)
     if decision.kernel is None:
         return Plan(decision.declined)
@@ -244,7 +244,7 @@ class Sharding:
 
     def ring_reason(self, kinds: Sequence[str], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> str | None:
         """Why a device passes its keys on and does not gather those of all, in words, or None."""
-        of_pairs = [s for kind, s in zip(kinds, shapes, strict=True) if kind in ("bias", "mask") and s[-1] != 1]
+        of_pairs = [s for kind, s in zip(kinds, shapes, strict=True) if kind in PAIRS and s[-1] != 1]
         if self.keys is None or of_pairs:
             return None
         numbers = 0

@@ -14,6 +14,7 @@ A `Call` is lowered to the chunked reference on every platform, and on CUDA to a
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def _tangent(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, moving: t
     return reference.tangent(operands, rules, out, lse, dict(zip(moving, tangents, strict=True)))
 
 
-def _gradients(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, **wanted: Any) -> Any:
+def _gradients(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, lse_cotangent: bool, **wanted: Any) -> Any:
     operands = Operands(**dict(zip(names, arrays, strict=False)))
     shapes = gradient_shapes(names, arrays, **wanted)
     return reference.backward(operands, rules, *arrays[len(names) :], shapes=shapes)
@@ -121,6 +122,24 @@ REFERENCE: dict[Part, Callable[..., Any]] = {
     Part.TANGENT: _tangent,
     Part.GRADIENTS: _gradients,
 }
+
+
+# Arrays of the size of the logits that a part has in memory at a time, if one tile is everything.
+_LOGITS_ARRAYS = {Part.FORWARD: 2, Part.TANGENT: 3, Part.GRADIENTS: 3}
+
+
+def tile_by_xla(
+    part: Part, names: Sequence[str], rules: Rules, avals: Sequence[Any], device: Device
+) -> tuple[int, int] | None:
+    """How many queries and keys XLA multiplies at a time on a GPU; None where a length is symbolic."""
+    from pallas_kernels.attention import dispatch
+
+    shapes = dict(zip(names, (x.shape for x in avals), strict=False))
+    heads = *leading_extents(names, avals[: len(names)]), shapes["query"][-2]
+    lengths = shapes["query"][-3], shapes["key"][-3]
+    if not all(isinstance(n, int) for n in (*heads, *lengths)):
+        return None
+    return dispatch.xla_tile(math.prod(heads) * _LOGITS_ARRAYS[part], *lengths, device, rules.logits_memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +163,17 @@ class Call:
         if self.part is Part.GRADIENTS:
             out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
             shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
-        facts = {"bias_gradient": "bias" in params.get("wrt", ()), "named": named is not None}
-        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, **facts)
+        facts = {"bias_gradient": "bias" in params.get("wrt", ()), "lse_gradient": params.get("lse_cotangent", False)}
+        return plan(OPS[self.part], shapes, dtypes, params["rules"], device, named is not None, **facts)
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to plain XLA operations."""
-        params["rules"] = dataclasses.replace(params["rules"], is_local=is_local(ctx))
+        rules = dataclasses.replace(params["rules"], is_local=is_local(ctx))
+        if tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",):
+            rules = dataclasses.replace(
+                rules, tile=tile_by_xla(self.part, params["names"], rules, ctx.avals_in, hardware.current())
+            )
+        params["rules"] = rules
         run = functools.partial(REFERENCE[self.part], **params)
         if is_explicit(ctx.avals_in):
             return lower(ctx, self._sharded(ctx, run, **params), *operands)
@@ -171,7 +195,10 @@ def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> 
     part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
     fold = chosen.layout
     if fold is None:
-        return REFERENCE[part](*operands, **params)
+        rules = dataclasses.replace(
+            params["rules"], tile=tile_by_xla(part, params["names"], params["rules"], operands, hardware.current())
+        )
+        return REFERENCE[part](*operands, **params | {"rules": rules})
     names = params["names"]
     wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}
     # Operands that broadcast along a batch axis which their gradient keeps are broadcast before the kernel.
@@ -243,6 +270,7 @@ def _tangent_transpose(
     known_and_cts = unify_varying(*known, *(jnp.zeros_like(x) if type(ct) is ad.Zero else ct for x, ct in likes))
     full = jax.typeof(known_and_cts[-2]).shape[:-3]
     kept = tuple(tuple(d for d, n in enumerate(full) if t.aval.shape[d] == n) for t in linear)
+    params["lse_cotangent"] = type(cts[1]) is not ad.Zero
     found = GRADIENTS.bind(*known_and_cts, names=names, wrt=moving, kept=kept, **params)
     return [None] * len(known) + [checked(x) for x in found]
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import Names, Shape
-from pallas_kernels.attention.problem import OPERANDS, RANK, Operands, Rules
+from pallas_kernels.attention.problem import OPERANDS, PAIRS, RANK, Operands, Rules
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -204,7 +204,7 @@ def _places(arrays: Arrays) -> jax.Array | None:
     Each run is compared with each. XLA does that in one kernel, and a sort of so few in many.
     """
     keys = arrays["key"].shape
-    if any(name in arrays and arrays[name].shape[-1] > 1 for name in ("bias", "mask")):
+    if any(name in arrays and arrays[name].shape[-1] > 1 for name in PAIRS):
         return None  # which would have to be copied
     run = math.gcd(keys[-3], RUN)
     by = [arrays[name][..., ::run] for name in ("key_segments", "key_positions") if name in arrays]
@@ -307,7 +307,7 @@ def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axe
     names, rest = part.names, part.operands[len(part.names) :]
     arrays = dict(zip(names, part.operands, strict=False))
     over = _Outputs(arrays.pop("sinks", None)) if results == ("out", "lse") else _Gradients(tuple(results), pass_on)
-    keys = arrays["key"].shape[-3]
+    keys, rules = arrays["key"].shape[-3], dataclasses.replace(part.rules, is_block=True)
 
     def compute(step: Any, block: dict[str, jax.Array], sums: Sums) -> Sums:
         here = arrays | block
@@ -315,7 +315,7 @@ def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axe
             first = (me + step) % devices * keys
             here["key_lengths"] = _counted(here["key_lengths"], first, keys)
         sums = over.travelled(sums)
-        return over.added(sums, run(*here.values(), *rest, names=tuple(here), rules=part.rules))
+        return over.added(sums, run(*here.values(), *rest, names=tuple(here), rules=rules))
 
     def advance(carry: Any, step: Any) -> tuple[Any, None]:
         block, sums = carry

@@ -4,12 +4,13 @@ The sizes and the card decide, by a model of waves of tiles and by figures that 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pallas_kernels.attention import backward, backward_common, backward_wide, combine, forward, mask
+from pallas_kernels.attention import backward, backward_common, backward_wide, combine, cudnn, dropout, forward, mask
 from pallas_kernels.attention.problem import (
     WARPGROUP_ROWS,
     AnyBackwardConfig,
@@ -413,15 +414,50 @@ def _kernel(name: str, module: Any, configs: Callable[[Attention, Device], tuple
     return Kernel(name, module.unsupported, configs, lambda *arguments: module.run(*arguments))
 
 
+def _cudnn(name: str, run: Callable[..., Any]) -> Kernel:
+    return Kernel(name, cudnn.unsupported, lambda problem, device: (None,), run, implementation="cudnn")
+
+
+def _dropout(name: str, run: Callable[..., Any]) -> Kernel:
+    choose = lambda problem, device: decide(problem, device, named=True)
+    return Kernel(
+        name,
+        functools.partial(dropout.unsupported, choose),
+        lambda problem, device: (dropout.passes(choose, problem, device),),
+        run,
+    )
+
+
 # The first that accepts a problem runs it.
 _ALL = {
-    Op.FORWARD: [_kernel("attention", forward, forward_configs)],
+    Op.FORWARD: [_kernel("attention", forward, forward_configs), _cudnn("cudnn", cudnn.forward)],
     Op.BACKWARD: [
         _kernel("attention_gradients", backward, backward_configs),
         _kernel("attention_gradients_wide", backward_wide, backward_wide_configs),
+        _cudnn("cudnn_gradients", cudnn.backward),
     ],
 }
 KERNELS = {op: {kernel.name: kernel for kernel in kernels} for op, kernels in _ALL.items()}
+WITH_DROPOUT = {
+    Op.FORWARD: {"attention_twice": _dropout("attention_twice", dropout.forward)},
+    Op.BACKWARD: {"attention_gradients_twice": _dropout("attention_gradients_twice", dropout.backward)},
+}
+
+
+LOGITS_SHARE = 6  # XLA's logits take at most one part in so many of the device's memory
+LEAST_TILE = 512  # queries, or keys, of XLA's tiles
+
+
+def xla_tile(heads: int, queries: int, keys: int, device: Device, memory: int | None = None) -> tuple[int, int]:
+    """The queries and keys of a tile by XLA: all, while float32 logits of so many heads fit in so many bytes.
+
+    Those are a share of the device's by default. A tile has at least `LEAST_TILE` of each.
+    """
+    pairs = (device.memory // LOGITS_SHARE if memory is None else memory) // (4 * max(heads, 1))
+    if queries * keys <= pairs:
+        return queries, keys
+    rows = min(queries, max(pairs // keys, LEAST_TILE))
+    return rows, min(keys, max(pairs // rows, LEAST_TILE))
 
 
 def decide(problem: Attention, device: Device, *, config: Any = None, named: bool = False) -> Decision:
@@ -429,8 +465,14 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
 
     If kernels are `named`, the user asked for one, even where XLA is faster.
     """
-    kernels = KERNELS[problem.op]
-    xla = None if named or config is not None else _xla_is_faster(problem, device)
+    known = KERNELS if problem.keep is None else WITH_DROPOUT
+    insists = named or config is not None
+    kernels = {
+        name: kernel
+        for name, kernel in known[problem.op].items()
+        if kernel.implementation == "mosaic_gpu" or not insists
+    }
+    xla = None if insists else _xla_is_faster(problem, device)
     refused: list[tuple[str, Any]] = [(name, why or xla) for name, why in refusals(kernels, problem, device).items()]
     invariant = problem.batch_invariant and problem.op is Op.FORWARD
     found = decision(
@@ -442,7 +484,7 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
         reason="it takes the problem",
         invariant="chosen by the heads' sizes and the kind of call alone" if invariant else None,
     )
-    if found.config is None or problem.op is Op.BACKWARD or found.config.splits == 1:
+    if not isinstance(found.config, ForwardConfig) or found.config.splits == 1:
         return found
     splits, ctas = found.config.splits, device.sm_count * found.config.ctas_per_sm
     tiles = _tiles(problem, dataclasses.replace(found.config, splits=1))

@@ -57,6 +57,7 @@ _KEY = Operand(3, "key", 1, key_axis=-3, padded="head_dim", is_differentiable=Tr
 _PAIRS = Operand(3, "query", query_axis=-2, key_axis=-1, broadcasts=True, field_is_shape=True)
 _BIAS = _PAIRS._replace(is_differentiable=True, problem_field="bias", gradient_on_request=True)
 _MASK = _PAIRS._replace(dtype=jnp.int8, problem_field="mask")
+_KEEP = _PAIRS._replace(dtype=jnp.int8, problem_field="keep")
 _QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_lengths")
 _KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths")
 _QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids")
@@ -85,6 +86,7 @@ class Operands(NamedTuple):
     query_positions: Annotated[Any, _QUERY_POSITIONS] = None
     key_positions: Annotated[Any, _KEY_POSITIONS] = None
     sinks: Annotated[Any, _SINKS] = None
+    keep: Annotated[Any, _KEEP] = None  # the weights that dropout keeps; their sum stays that of all
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -97,6 +99,7 @@ OPERANDS: dict[str, Operand] = {
     "out": Operand(3, "query", 1, query_axis=-3, padded="value_dim"),
     "lse": Operand(2, "query", query_axis=-1),
 }
+PAIRS = {name for name, x in OPERANDS.items() if x.query_axis is not None and x.key_axis is not None}
 RANK = {name: operand.rank for name, operand in OPERANDS.items()}
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.is_differentiable)
 
@@ -130,12 +133,18 @@ class KernelRules:
 class Rules(KernelRules):
     """What is static of a call, with what concerns the references alone.
 
-    `precision` is of their matrix products, in JAX's terms; None: as exact as the dtype. `is_local` says that one
-    device holds the operands, so that they may mix heads that a partitioner keeps apart.
+    `precision` is of their matrix products, in JAX's terms; None: JAX's default. `is_local` says that one device holds
+    the operands, so that they may mix heads that a partitioner keeps apart. `tile` has the most queries and keys that
+    are multiplied at a time; None: as many as suit a CPU. `logits_memory` is the most bytes of logits that XLA may hold
+    on a GPU, from which a tile follows; None: a share of the device's. `is_block` says that the keys are a block of
+    those that the queries see: their logsumexp is then that over all blocks.
     """
 
     precision: Any = None
     is_local: bool = False
+    tile: tuple[int, int] | None = None
+    logits_memory: int | None = None
+    is_block: bool = False
 
 
 def leading(x: Any, name: str) -> tuple[int, ...]:
@@ -173,12 +182,14 @@ class Attention(KernelRules):
     bias: tuple[int, int, int, int] | None = None  # its shape
     bias_dtype: jnp.dtype | None = None
     bias_gradient: bool = False  # whether BACKWARD returns `d_bias`
+    lse_gradient: bool = True  # whether the logsumexp may have a cotangent
     mask: tuple[int, int, int, int] | None = None  # its shape
     query_lengths: bool = False
     key_lengths: bool = False
     segments: bool = False
     positions: bool = False
     sinks: bool = False
+    keep: tuple[int, int, int, int] | None = None  # its shape
     page_size: int = 0  # positions of a page; 0: keys and values are contiguous
     pages_first: bool = False  # whether pages come before heads
 
@@ -218,7 +229,7 @@ def operand_names(problem: Attention) -> tuple[str, ...]:
 
 
 def problem_of(
-    op: Op, shapes: Mapping[str, Any], dtypes: Mapping[str, Any], rules: Rules, *, bias_gradient: bool
+    op: Op, shapes: Mapping[str, Any], dtypes: Mapping[str, Any], rules: Rules, **gradients: bool
 ) -> Attention:
     """The problem of operands with these shapes in the kernel, and these dtypes."""
     batch, length, heads, dim = shapes["query"]
@@ -238,8 +249,8 @@ def problem_of(
         value_dim,
         jnp.dtype(dtypes["query"]),
         bias_dtype=jnp.dtype(dtypes["bias"]) if "bias" in dtypes else None,
-        bias_gradient=bias_gradient,
         **fields,
+        **gradients,
         **rules.of_kernels,
     )
 
@@ -255,6 +266,8 @@ def unsupported_reason(problem: Attention, *, widest: int) -> str | None:
         size = getattr(problem, name)
         if not 0 < size <= widest or size % 8:
             return f"the kernel takes {name} up to {widest} in multiples of 8; it is {size}"
+    if problem.keep is not None:
+        return "the kernels have no dropout"
     if 0 in (problem.batch, problem.query_heads, problem.query_length, problem.key_length):
         return "there is nothing to do"
     return None

@@ -29,16 +29,55 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
             ops = _tile_operands(arrays, rows, cols)
             z = tiles.logits(ops, rules, rows, cols).z
-            m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
-            weights = decay_to_finite(z, m)
-            o = weighted(weights.astype(ops.value.dtype), ops.value, rules)
-            return (m, weights.sum(-1, keepdims=True), o), None
+            m, total, weights = _softmax_state(z)
+            if _is_whole_row(rules, cols):
+                # XLA computes a softmax in one pass over the logits, if nothing else reads its sums.
+                p = _kept(ops, weights / _at_least_tiny(total)).astype(ops.value.dtype)
+                alive = jnp.ones_like(total) if operands.sinks is None else (total != 0).astype(total.dtype)
+                return (log_normalizer(Stats(m, total)), alive, weighted(p, ops.value, rules)), None
+            o = weighted(_kept(ops, weights).astype(ops.value.dtype), ops.value, rules)
+            return (m, total, o), None
 
-        state, _ = tiles.over_keys(tile, arrays, tiles.SOFTMAX)
+        state, _ = tiles.over_keys(tile, arrays, rules, tiles.SOFTMAX)
         return None, _finish(state, operands, rows.size)
 
-    _, (out, lse) = tiles.over_queries(rows_of, _arrays(operands), tiles.SUM)
+    _, (out, lse) = tiles.over_queries(rows_of, _arrays(operands), rules, tiles.SUM)
     return tiles.joined(out, -3, length), tiles.joined(lse, -1, length)
+
+
+def _softmax_state(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The maximum of each row of a tile, the sum of its weights `exp(z - maximum)`, and the weights."""
+    m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
+    weights = decay_to_finite(z, m)
+    return m, weights.sum(-1, keepdims=True), weights
+
+
+def _is_whole_row(rules: Rules, cols: Chunk) -> bool:
+    """Whether a tile on a GPU has all keys."""
+    return rules.tile is not None and cols.size == cols.length
+
+
+def _see_a_key(operands: Operands, rules: Rules, shape: tuple[int, ...]) -> jax.Array:
+    """Which queries see a key, of a shape like `[*batch, N, T]`."""
+    unmasked = operands.present == ("query", "key", "value") and rules.window == (None, None) and not rules.align_ends
+    if unmasked and (rules.causal_offset is None or rules.causal_offset >= 0):
+        return jnp.ones(shape, bool)
+    rows, cols = (Chunk(0, n, n) for n in (operands.query.shape[-3], operands.key.shape[-3]))
+    seen = tiles.visible(operands, rules, rows, cols)
+    return jnp.broadcast_to(True if seen is None else seen.any(-1), shape)
+
+
+def _kept(ops: Operands, weights: jax.Array) -> jax.Array:
+    """A tile's weights, `[*batch, K, R, s]`, or their cotangents, without those that dropout drops."""
+    if ops.keep is None:
+        return weights
+    keep = spread(ops.keep.astype(bool), _groups(ops), weights.shape[-2] // _groups(ops))
+    return jnp.where(keep, weights, jnp.zeros((), weights.dtype))
+
+
+def _at_least_tiny(total: jax.Array) -> jax.Array:
+    """The sum of a row's weights, or a positive number where there are none."""
+    return jnp.maximum(total, jnp.finfo(total.dtype).tiny)
 
 
 def _finish(state: Any, operands: Operands, length: Any) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +111,9 @@ def backward(
     leads = [leading(getattr(operands, name), name) for name in operands.present]
     full = jnp.broadcast_shapes(*leads, leading(d_out, "out"), leading(d_lse, "lse"))
     d_out, d_lse = (jnp.broadcast_to(x, (*full, *x.shape[-RANK[of] :])) for x, of in ((d_out, "out"), (d_lse, "lse")))
-    alive = lse != -jnp.inf
+    whole_rows = rules.tile is not None and rules.tile[1] >= operands.key.shape[-3]
+    by_row = whole_rows and operands.sinks is None and not rules.is_block
+    alive = _see_a_key(operands, rules, lse.shape) if by_row and operands.bias is None else lse != -jnp.inf
     d_out = jnp.where(jnp.swapaxes(alive, -1, -2)[..., None], d_out, jnp.zeros((), d_out.dtype))
     inner = jnp.swapaxes((out.astype(wide) * d_out.astype(wide)).sum(-1), -1, -2)
     delta = jnp.where(alive, inner - d_lse.astype(wide), 0)
@@ -80,16 +121,17 @@ def backward(
 
     def rows_of(arrays: Arrays, rows: Chunk) -> tuple[Any, Any]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, Any]:
-            gradients = _tile_gradients(arrays, rules, rows, cols, {name: shapes[name] for name in looped})
+            wanted = {name: shapes[name] for name in looped}
+            gradients = _tile_gradients(arrays, rules, rows, cols, wanted, by_row=by_row)
             return _parted(gradients, operands, tiles.KEY_AXIS)
 
-        added, stacked = tiles.over_keys(tile, arrays, tiles.SUM)
+        added, stacked = tiles.over_keys(tile, arrays, rules, tiles.SUM)
         return _parted(added | stacked, operands, tiles.QUERY_AXIS)
 
     sums: Arrays = {}
     if looped:
         arrays = _arrays(operands) | dict(lse=lse, d_out=d_out, delta=delta)
-        added, stacked = tiles.over_queries(rows_of, arrays, tiles.SUM)
+        added, stacked = tiles.over_queries(rows_of, arrays, rules, tiles.SUM)
         sums = {name: _joined(name, x, operands) for name, x in (added | stacked).items()}
     if "sinks" in shapes:
         of_each = _sink_weights(operands, _by_row(lse, operands), lse.shape[-1]) * -_by_row(delta, operands)
@@ -97,13 +139,24 @@ def backward(
     return tuple(sums[name].astype(getattr(operands, name).dtype) for name in shapes)
 
 
-def _tile_gradients(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, Any]) -> Arrays:
-    """A tile's contributions to the gradients, each with the leading extents and heads of its shape in `shapes`."""
+def _tile_gradients(
+    arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, Any], *, by_row: bool
+) -> Arrays:
+    """A tile's contributions to the gradients, each with the leading extents and heads of its shape in `shapes`.
+
+    `by_row` says that a row's weights follow from the tile alone.
+    """
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.query.dtype
     z, slope = tiles.logits(ops, rules, rows, cols)
-    p = _weights(z, _by_row(arrays["lse"], ops))
-    d_z = p * (scores(by_rows(arrays["d_out"], groups), ops.value, rules) - _by_row(arrays["delta"], ops))
+    if by_row:
+        # The logsumexp is not read: XLA then computes the forward pass' softmax in one pass over the logits.
+        _, total, p = _softmax_state(z)
+        p = p / _at_least_tiny(total)
+    else:
+        p = _weights(z, _by_row(arrays["lse"], ops))
+    d_p = _kept(ops, scores(by_rows(arrays["d_out"], groups), ops.value, rules))
+    d_z = p * (d_p - _by_row(arrays["delta"], ops))
     d_scores = ((d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)).astype(narrow)
     found: Arrays = {}
     if "query" in shapes:
@@ -111,7 +164,7 @@ def _tile_gradients(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shap
     if "key" in shapes:
         found["key"] = by_key(d_scores, ops.query, rules)
     if "value" in shapes:
-        found["value"] = by_key(p.astype(narrow), arrays["d_out"], rules)
+        found["value"] = by_key(_kept(ops, p).astype(narrow), arrays["d_out"], rules)
     if "bias" in shapes:
         found["bias"] = by_head(d_z, groups)
     return {name: _summed(x, shapes[name], name) for name, x in found.items()}
@@ -129,7 +182,7 @@ def tangent(
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
             return _tile_tangents(arrays, rules, rows, cols), None
 
-        (d_lse, d_sum), _ = tiles.over_keys(tile, arrays, tiles.SUM)
+        (d_lse, d_sum), _ = tiles.over_keys(tile, arrays, rules, tiles.SUM)
         lse, out = _by_row(arrays["lse"], operands), by_rows(arrays["out"].astype(d_sum.dtype), groups)
         if "sinks" in tangents:
             d_sinks = _sink_rows(operands._replace(sinks=tangents["sinks"]), rows.size)
@@ -139,7 +192,7 @@ def tangent(
         return None, (of_rows(d_out, groups), by_head(jnp.broadcast_to(d_lse, shape), groups)[..., 0])
 
     arrays = _arrays(operands) | dict(out=out, lse=lse) | moving
-    _, (d_out, d_lse) = tiles.over_queries(rows_of, arrays, tiles.SUM)
+    _, (d_out, d_lse) = tiles.over_queries(rows_of, arrays, rules, tiles.SUM)
     return tiles.joined(d_out, -3, length).astype(out.dtype), tiles.joined(d_lse, -1, length).astype(lse.dtype)
 
 
@@ -159,9 +212,9 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
     if "bias" in moved:
         d_z = d_z + spread(moved["bias"], groups, rows.size).astype(p.dtype)
     of_each = p * d_z
-    d_sum = weighted(of_each.astype(narrow), ops.value, rules)
+    d_sum = weighted(_kept(ops, of_each).astype(narrow), ops.value, rules)
     if "value" in moved:
-        d_sum = d_sum + weighted(p.astype(narrow), moved["value"], rules)
+        d_sum = d_sum + weighted(_kept(ops, p).astype(narrow), moved["value"], rules)
     return of_each.sum(-1, keepdims=True), d_sum
 
 
@@ -170,14 +223,6 @@ def weights(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
     ops, rows, cols = _whole(operands)
     z = tiles.logits(ops, rules, rows, cols).z
     return by_head(_weights(z, _by_row(lse, ops)), _groups(ops))
-
-
-def weigh(weights: jax.Array, operands: Operands, rules: Rules) -> jax.Array:
-    """The values' sums by given weights, `[*batch, T, N, D]`."""
-    ops, rows, _ = _whole(operands)
-    groups = _groups(ops)
-    p = spread(weights.astype(ops.value.dtype), groups, rows.size)
-    return of_rows(weighted(p, ops.value, rules), groups).astype(ops.value.dtype)
 
 
 def _whole(operands: Operands) -> tuple[Operands, Chunk, Chunk]:

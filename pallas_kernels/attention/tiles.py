@@ -47,11 +47,7 @@ class Chunk(NamedTuple):
 
 def einsum(formula: str, a: jax.Array, b: jax.Array, rules: Rules) -> jax.Array:
     """A product accumulated, and returned, in the dtype of accumulation."""
-    precision = rules.precision
-    if precision is None and a.dtype.itemsize >= 4:
-        precision = jax.lax.Precision.HIGHEST
-    wide = accumulator_dtype(a.dtype)
-    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=wide)
+    return jnp.einsum(formula, a, b, precision=rules.precision, preferred_element_type=accumulator_dtype(a.dtype))
 
 
 def scores(rows: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
@@ -220,18 +216,22 @@ Arrays = dict[str, jax.Array]
 Tile = Callable[[Arrays, Chunk], tuple[Any, Any]]
 
 
-def over_queries(tile: Tile, arrays: Arrays, monoid: Monoid) -> tuple[Any, Any]:
+def over_queries(tile: Tile, arrays: Arrays, rules: Rules, monoid: Monoid) -> tuple[Any, Any]:
     """`tile(arrays, chunk)` for each chunk of queries: its states merged, and its other results stacked in front."""
-    return _over(tile, arrays, monoid, QUERY_AXIS, arrays["query"].shape[-3], CHUNK)
+    most = CHUNK if rules.tile is None else rules.tile[0]
+    return _over(tile, arrays, monoid, QUERY_AXIS, arrays["query"].shape[-3], most)
 
 
-def over_keys(tile: Tile, arrays: Arrays, monoid: Monoid) -> tuple[Any, Any]:
+def over_keys(tile: Tile, arrays: Arrays, rules: Rules, monoid: Monoid) -> tuple[Any, Any]:
     """`tile(arrays, chunk)` for each chunk of keys: its states merged, and its other results stacked in front.
 
-    Fewer queries meet more keys: one query of `CHUNK` squared keys is a single tile.
+    Without a `tile` in the rules, fewer queries meet more keys: one query of `CHUNK` squared keys is a single tile.
     """
     queries = arrays["query"].shape[-3]
-    most = CHUNK * CHUNK // max(queries, 1) if isinstance(queries, int) else CHUNK
+    if rules.tile is not None:
+        most = rules.tile[1]
+    else:
+        most = CHUNK * CHUNK // max(queries, 1) if isinstance(queries, int) else CHUNK
     return _over(tile, arrays, monoid, KEY_AXIS, arrays["key"].shape[-3], most)
 
 

@@ -37,6 +37,7 @@ class StandIn:
     problem: Problem
     kernel: str | None = "stand-in"
     declined: tuple[tuple[str, str], ...] = ()
+    implementation: str = "mosaic_gpu"
 
     def run(self, *operands: jax.Array) -> Any:
         problem = self.problem
@@ -63,6 +64,7 @@ class AttentionStandIn:
     declined: tuple[tuple[str, str], ...] = ()
     config: Any = None
     reason: str = "it is the only one"
+    implementation: str = "mosaic_gpu"
 
     def run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         if self.problem.page_size:
@@ -81,11 +83,12 @@ class AttentionStandIn:
             "query_positions": (p.batch, p.query_length) if p.positions else None,
             "key_positions": (p.batch, p.key_length) if p.positions else None,
             "sinks": (p.query_heads,) if p.sinks else None,
+            "keep": p.keep,
         }
         present = {name: shape for name, shape in shapes.items() if shape is not None}
         operands = dict(zip(present, arrays, strict=False))
         assert {name: x.shape for name, x in operands.items()} == present
-        assert "mask" not in operands or operands["mask"].dtype == jnp.int8
+        assert all(operands[name].dtype == jnp.int8 for name in ("mask", "keep") if name in operands)
         assert p.head_dim % 8 == p.value_dim % 8 == 0
         if p.sinks:
             operands["sinks"] = operands["sinks"][None]

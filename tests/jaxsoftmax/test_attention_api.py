@@ -362,11 +362,13 @@ def test_segment_ids_of_any_width(ids: np.ndarray, key_ids: np.ndarray) -> None:
 def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
     text = lambda *a, **kw: str(jax.jit(lambda *x: jaxsoftmax.flash_attention(*x, **kw)).lower(*a).as_text())
-    assert set(re.findall(r"precision = \[(\w+), \w+\]", text(q, k, v))) == {"HIGHEST"}
-    assert "HIGHEST" not in text(q, k, v, precision="default")
-    with jax.default_matmul_precision("default"):
-        assert "HIGHEST" not in text(q, k, v)
-    assert "HIGHEST" not in text(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)))
+    found = lambda *a, **kw: set(re.findall(r"precision = \[(\w+), \w+\]", text(*a, **kw)))
+    stock = jax.jit(jax.nn.dot_product_attention).lower(q, k, v).as_text()
+    assert found(q, k, v) == set(re.findall(r"precision = \[(\w+), \w+\]", str(stock))) == {"DEFAULT"}
+    assert found(q, k, v, precision="highest") == {"HIGHEST"}
+    with jax.default_matmul_precision("highest"):
+        assert found(q, k, v) == {"HIGHEST"}
+        assert found(q, k, v, precision="default") == {"DEFAULT"}
 
 
 def test_types_for_people() -> None:

@@ -243,9 +243,14 @@ def test_it_takes_what_the_call_takes(stand_ins: Any) -> None:
     assert not stand_ins.problems[-1].bias_gradient
 
 
-def test_why_dropout_is_xlas(stand_ins: Any) -> None:
-    found = jaxsoftmax.explain_attention(Q, K, V, dropout_rate=0.1, dropout_rng=jax.random.key(0))
-    assert (found.implementation, found.reason) == ("xla", "dropout and sown weights need all weights in memory")
+def test_what_runs_dropout() -> None:
+    dropout = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    found = jaxsoftmax.explain_attention(*HALF, **dropout)
+    assert (found.implementation, found.kernel) == ("mosaic_gpu", "attention_twice")
+    assert str(found.config).startswith("Passes(kept=ForwardConfig(")
+    found = jaxsoftmax.explain_attention(*HALF, op="vjp", **dropout, device=A100)
+    assert found.implementation == "xla"
+    assert "XLA holds all logits at a time" in found.notes
 
 
 def test_the_real_kernels_of_attention() -> None:

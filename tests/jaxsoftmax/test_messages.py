@@ -86,8 +86,8 @@ OF_LABELS = [
     (ValueError, "implementation='cuda', expected one of None", {"implementation": "cuda"}),
 ]  # fmt: skip
 OF_ATTENTION = [
-    (NotImplementedError, "but there is dropout, and no kernel has the weights in memory",
-     {"dropout_rate": 0.5, "dropout_rng": KEY, "implementation": "mosaic_gpu"}),
+    (NotImplementedError, "but the weights are to be sown, and no kernel has the weights in memory",
+     {"module": types.SimpleNamespace(sow=print), "implementation": "mosaic_gpu"}),
     (TypeError, "query has dtype int32, expected one of bfloat16, float16, float32, float64. Pass dtype=",
      {"query": Q.astype(np.int32)}),
     (TypeError, "dtype=int32, expected one of bfloat16, float16, float32, float64.", {"dtype": "int32"}),
@@ -319,6 +319,7 @@ def test_a_missing_kernel_of_a_derivative(stand_ins: Any) -> None:
 
 def test_every_operand_has_a_row_a_check_and_an_argument() -> None:
     assert set(OPERANDS) == set(RANK) == {*Operands._fields, "out", "lse"}
-    assert set(CHECKS) == {*Operands._fields} - {"query", "key", "value"}
-    arguments = {OPERANDS[name].argument or name for name in Operands._fields}
+    drawn = {"keep"}  # by `flash_attention`, for dropout
+    assert set(CHECKS) == {*Operands._fields} - {"query", "key", "value"} - drawn
+    arguments = {OPERANDS[name].argument or name for name in Operands._fields if name not in drawn}
     assert arguments <= set(inspect.signature(jaxsoftmax.flash_attention).parameters)

@@ -96,7 +96,7 @@ def known(p: Attention, **patterns: str) -> tuple[dict[str, Any], dict[str, Any]
     qkvb = [arrays[name] for name in QKV] + [arrays.get("bias")]
     truth = attention_oracle.forward(*qkvb, **rules)
     d_out = rng.standard_normal(truth.out.shape).astype(p.dtype)
-    d_lse = rng.standard_normal(truth.lse.shape).astype(np.float32)
+    d_lse = rng.standard_normal(truth.lse.shape).astype(np.float32) * p.lse_gradient
     expected = attention_oracle.gradients(*qkvb, d_out=d_out, d_lse=d_lse, **rules)
     if not p.bias_gradient:
         expected.pop("bias", None)
