@@ -80,6 +80,7 @@ flags.DEFINE_multi_string("tree", [], "NAME=FOLDER: a source tree whose kernels 
 flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
 flags.DEFINE_integer("count", 60, "How many random calls --tag=sample has.", lower_bound=1)
 flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
+flags.DEFINE_string("capability", None, "Of attention: what ours runs on a GPU of this compute capability, as 8.0.")
 flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
 
 
@@ -184,6 +185,7 @@ def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     words += [tag for tag in attention_cases.TABLE.apart if tag in tags]
     words += ["trees"] * any(impls.is_tree(name, options.trees) for name in options.impls)
     words += ["configs"] * bool(options.of_case)
+    words += [f"capability {options.capability}"] * bool(options.capability)
     return " ".join(words) or None
 
 
@@ -219,7 +221,8 @@ def main() -> None:
         print("No GPU: every case runs small on the CPU, by wall clock. Times say nothing about the kernels.")
     theirs = [name for name in FLAGS.impl if name in topic.libraries]
     ours = tuple(impls.expand([name for name in FLAGS.impl if name not in theirs]))
-    options = impls.Options(ours, FLAGS.rounds, FLAGS.seed, _trees() if topic is HEADS else {})
+    trees = _trees() if topic is HEADS else {}
+    options = impls.Options(ours, FLAGS.rounds, FLAGS.seed, trees, capability=FLAGS.capability)
     process = Peers(theirs, FLAGS.rounds, FLAGS.peers_path) if theirs else None
     limits = {"budget_s": FLAGS.budget_s, "processes": FLAGS.processes}
     records = measure(chosen, options, process=process, path=FLAGS.json, commit=FLAGS.commit, **limits)

@@ -1,10 +1,11 @@
 """What is measured of attention: named cases, what each computes, and its arithmetic.
 
-Tags: `core` (the cells that decide, a few minutes on an H200), `grid` (forward and backward of every length, head
+Tags: `core` (the cells that decide, a few minutes on an H100), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
 `standard` (everything). Others are measured only where they are asked for: `odd` (lengths that are one less), `sample`
 (random calls), `short` (short sequences), `decode` (few queries, many keys), `caches` (few queries, from few keys to
-many), `cpu` (small calls, which the XLA program is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()`
+many), `fallbacks` (what no kernel takes, and with `--capability` what other GPUs run), `cpu` (small calls, which the
+XLA program is measured on) and `invariance` (what `jaxsoftmax.batch_invariant()`
 costs). A call that no table has is named in the same form.
 """
 
@@ -57,6 +58,17 @@ _RAGGED = "lengths_d128_t1_s8192_b64_h32g8"
 _FOR_CPU = (
     *("d32_s256_b8_h4", "d64_s512_b2_h8", "d64_s512_b2_h8g2"),
     *("d64_t1_s4096_b8_h8", "d64_t1_s4096_b8_h8g2", "d64_s2048_b1_h4"),
+)
+_FALLBACKS = (
+    *("causal_d64_s5803_b11_h1_f32", "causal_d64_s2048_b4_h16_f32", "full_d80_t200_s3910_b16_h2_f32"),
+    *(
+        "causal_d64_s8044_b2_h16g2_f32",
+        "causal_d512_s2048_b2_h8",
+        "causal_d128_s2048_b2_h16",
+        "causal_d128_s2048_b2_h16g4",
+    ),
+    *("full_d64_s512_b8_h16", "causal_d64_s8192_b1_h16", "full_d64_s197_b32_h12", "lengths_d64_s1024_b8_h16"),
+    *("mask_d128_s2048_b2_h16", "full_d64_t4_s4096_b1_h8"),
 )
 _ENDS = {"bfloat16": "", "float16": "_f16", "float32": "_f32"}
 _NAME = re.compile(
@@ -330,6 +342,7 @@ TABLE = Table(
         "short": lambda *_: _cases(_SHORT, ("fwd", "value_and_vjp"), "short"),
         "decode": lambda *_: _cases([_RAGGED, *(f"full_{x}" for x in _DECODE)], ("fwd",), "decode"),
         "caches": lambda *_: _cases(_GROWING, ("fwd",), "caches"),
+        "fallbacks": lambda *_: _cases(_FALLBACKS, ("fwd", "value_and_vjp"), "fallbacks"),
         "cpu": _for_cpu,
         "invariance": lambda *_: _cases(_INVARIANT, ("fwd",), "invariance"),
     },

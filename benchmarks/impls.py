@@ -49,6 +49,7 @@ class Options:
     seed: int = 0
     trees: Mapping[str, str] = dataclasses.field(default_factory=dict)
     of_case: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    capability: str | None = None  # that the GPU is said to have, of which ours takes what runs there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict
     A backward pass of attention is the difference of two, or "direct", from the residuals of a forward pass; "loop" has
     one small call many times. An implementation that does not take the case raises `Declined`.
     """
+    hardware.pretend(options.capability)
     if isinstance(case, RowCase):
         program = build(case, name)
         loop = lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: program.function(y), x)

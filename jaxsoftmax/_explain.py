@@ -414,8 +414,9 @@ def explain_attention(
     found, _ = _explanation(f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, notes, invariant)
     if found.implementation == "xla":
         tile = tile_by_xla(part, eqn.params["names"], eqn.params["rules"], avals, target[0])
-        whole = tile == (avals[0].shape[-3], avals[1].shape[-3])
-        held = "all logits" if whole else "the logits of {} queries and {} keys".format(*tile or ("all", "all"))
+        # None: a length is symbolic.
+        of_all = tile is None or tile == (avals[0].shape[-3], avals[1].shape[-3])
+        held = "all logits" if tile is None or of_all else f"the logits of {tile[0]} queries and {tile[1]} keys"
         found = noting(found, f"XLA holds {held} at a time")
     return noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
 

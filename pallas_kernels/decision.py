@@ -31,6 +31,7 @@ class Kernel:
     run: Callable[..., Any]  # run(problem, config, *operands)
     reads: int = 1  # passes over each operand in global memory
     implementation: str = "mosaic_gpu"  # or "cudnn": a library's kernel
+    needs: Callable[[Device], str | None] = hardware.supports_kernels  # why a device cannot run it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +64,7 @@ class Decision:
 
 def refusals(kernels: Mapping[str, Kernel], problem: Any, device: Device) -> dict[str, str | None]:
     """Why each kernel declines a problem; None where it accepts."""
-    no_hopper = hardware.supports_kernels(device)
-    return {
-        name: (no_hopper if kernel.implementation == "mosaic_gpu" else None) or kernel.unsupported(problem, device)
-        for name, kernel in kernels.items()
-    }
+    return {name: kernel.needs(device) or kernel.unsupported(problem, device) for name, kernel in kernels.items()}
 
 
 def decision(

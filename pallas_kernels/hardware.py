@@ -30,6 +30,15 @@ def supports_kernels(device: Device) -> str | None:
     return None
 
 
+_pretended: str | None = None
+
+
+def pretend(capability: str | None) -> None:
+    """Makes `present` give the device another compute capability, for tests and benchmarks; None for its own."""
+    global _pretended
+    _pretended = capability
+
+
 def present() -> Device | None:
     """The first CUDA device of this process, or None."""
     import jax
@@ -40,7 +49,7 @@ def present() -> Device | None:
         return None
     smem = getattr(gpu, "shared_memory_per_block_optin", H200.smem_per_cta)  # as Mosaic reads it
     memory = (gpu.memory_stats() or {}).get("bytes_limit", Device.memory)
-    return Device(gpu.device_kind, gpu.compute_capability, gpu.core_count, smem, memory)
+    return Device(gpu.device_kind, _pretended or gpu.compute_capability, gpu.core_count, smem, memory)
 
 
 def current() -> Device:

@@ -8,7 +8,7 @@ JVP rules in turn (the chunked reference's), every mode and order exists.
 The operands have any number of leading dimensions, the same for all, that broadcast against each other: vmap adds one,
 of extent 1 where an operand is not mapped, so that keys and values shared by a batch are never copied.
 
-A `Call` is lowered to the chunked reference on every platform, and on CUDA to a kernel between two reshapes.
+A `Call` is lowered to the reference on every platform, and on CUDA to a kernel, or to cuDNN, between two reshapes.
 """
 
 import dataclasses
@@ -142,6 +142,11 @@ def tile_by_xla(
     return dispatch.xla_tile(math.prod(heads) * _LOGITS_ARRAYS[part], *lengths, device, rules.logits_memory)
 
 
+def _on_gpu(part: Part, names: Sequence[str], rules: Rules, avals: Sequence[Any]) -> Rules:
+    """The rules, with the tile by which XLA computes a call on a GPU."""
+    return dataclasses.replace(rules, tile=tile_by_xla(part, names, rules, avals, hardware.current()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A part of an attention call, as `lowering` needs it."""
@@ -170,9 +175,7 @@ class Call:
         """Lowers to plain XLA operations."""
         rules = dataclasses.replace(params["rules"], is_local=is_local(ctx))
         if tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",):
-            rules = dataclasses.replace(
-                rules, tile=tile_by_xla(self.part, params["names"], rules, ctx.avals_in, hardware.current())
-            )
+            rules = _on_gpu(self.part, params["names"], rules, ctx.avals_in)
         params["rules"] = rules
         run = functools.partial(REFERENCE[self.part], **params)
         if is_explicit(ctx.avals_in):
@@ -195,9 +198,7 @@ def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> 
     part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
     fold = chosen.layout
     if fold is None:
-        rules = dataclasses.replace(
-            params["rules"], tile=tile_by_xla(part, params["names"], params["rules"], operands, hardware.current())
-        )
+        rules = _on_gpu(part, params["names"], params["rules"], operands)
         return REFERENCE[part](*operands, **params | {"rules": rules})
     names = params["names"]
     wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}

@@ -42,12 +42,17 @@ _TILE_KEYS = 128
 _LEAST_LSE = -64.0  # below it exp(-lse) might overflow
 
 
+def unsupported_device(device: Device) -> str | None:
+    """Why a device does not run cuDNN's attention."""
+    if _capability(device) < (8, 0):
+        return f"cuDNN's attention needs compute capability 8.0; {device.name} has {device.compute_capability}"
+    return None
+
+
 def unsupported(problem: Attention, device: Device) -> str | None:
     """Why cuDNN does not take the problem, or cannot give it our semantics."""
     hopper = _capability(device) >= (9, 0)
     widest = 256 if hopper else 128
-    if _capability(device) < (8, 0):
-        return f"cuDNN's attention needs compute capability 8.0; {device.name} has {device.compute_capability}"
     if others := [name for name in operand_names(problem) if name not in _TAKEN]:
         return f"cuDNN is not given {', '.join(others)}"
     if problem.dtype.name not in DTYPES:
@@ -110,7 +115,8 @@ def _has_lengths(problem: Attention) -> bool:
 def forward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the forward pass: the output `[B, T, N, D]` and the logsumexp `[B, N, T]`."""
     ops = _named(problem, operands)
-    ready = _prepare(problem, ops)
+    # Of a key or query past its length cuDNN reads the logits, and hides them, but a weight of 0 hides no NaN.
+    ready = _prepare(problem, ops, cleared=("value",))
     rows = problem.batch, problem.query_heads, problem.query_length
     results = [((*rows, problem.value_dim), problem.dtype), (rows, jnp.float32)]
     given = [ready.query, ready.key, ready.value, *ready.bias, *ready.lengths]
@@ -130,7 +136,7 @@ def forward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax
 def backward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the backward pass: the gradients of query, key, value, of a bias where it is asked for, and of sinks."""
     ops, (out, lse, d_out, _) = _named(problem, operands[:-4]), operands[-4:]
-    ready = _prepare(problem, ops)
+    ready = _prepare(problem, ops, cleared=("query", "key", "value"))
     nothing = lse == -jnp.inf
     if mask.may_see_nothing(problem):
         by_query = jnp.swapaxes(nothing, 1, 2)[..., None]
@@ -178,10 +184,15 @@ class _Ready(NamedTuple):
     alive: jax.Array | None  # [B|1, N|1, T]
 
 
-def _prepare(problem: Attention, ops: Operands) -> _Ready:
+def _prepare(problem: Attention, ops: Operands, *, cleared: tuple[str, ...]) -> _Ready:
+    """Makes cuDNN's operands. Those that are `cleared` are 0 past their lengths, where the caller may have NaN."""
     queries, keys = (Chunk(0, n, n) for n in (problem.query_length, problem.key_length))
-    query = tiles.without_padding(ops.query, ops.query_lengths, queries)
-    key, value = (tiles.without_padding(x, ops.key_lengths, keys) for x in (ops.key, ops.value))
+    cleared = cleared if _is_native(problem) else ("query", "key", "value")  # a bias hides no NaN of the logits
+    sides = {"query": (ops.query_lengths, queries), "key": (ops.key_lengths, keys), "value": (ops.key_lengths, keys)}
+    query, key, value = (
+        tiles.without_padding(getattr(ops, name), *side) if name in cleared else getattr(ops, name)
+        for name, side in sides.items()
+    )
     bias, hidden, lengths = [], None, []
     alive = _alive_by_index(problem, ops) if mask.may_see_nothing(problem) else None
     if _has_bias(problem):

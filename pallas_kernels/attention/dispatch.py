@@ -24,6 +24,7 @@ from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusal
 from pallas_kernels.hardware import Device
 
 KIB, MIB = 2**10, 2**20
+_FEW_QUERIES, _MANY_KEYS = 16, 2048  # of cuDNN: 4 queries of 4096 keys and 8 heads took 38 us, XLA 13 (H100)
 _MOST_SPLITS = 256
 
 
@@ -89,6 +90,14 @@ def _xla_is_faster(problem: Attention, device: Device) -> str | None:
     short = problem.op is Op.BACKWARD and longest <= thresholds(device).short_gradient
     if short and problem.head_dim > 128 and problem.batch * problem.key_heads > device.sm_count:
         return "a tile of 64 keys and 64 queries is mostly padding, and XLA computes such short gradients faster"
+    return None
+
+
+def _xla_beats_cudnn(problem: Attention, device: Device) -> str | None:
+    """Why cuDNN should not take a problem that it could take, or None."""
+    heads = problem.batch * problem.query_heads
+    if problem.query_length <= _FEW_QUERIES and problem.key_length >= _MANY_KEYS and 4 * heads <= device.sm_count:
+        return "few CTAs would read many keys one after another, which XLA's products share among SMs"
     return None
 
 
@@ -415,7 +424,9 @@ def _kernel(name: str, module: Any, configs: Callable[[Attention, Device], tuple
 
 
 def _cudnn(name: str, run: Callable[..., Any]) -> Kernel:
-    return Kernel(name, cudnn.unsupported, lambda problem, device: (None,), run, implementation="cudnn")
+    unsupported = lambda problem, device: cudnn.unsupported(problem, device) or _xla_beats_cudnn(problem, device)
+    configs = lambda problem, device: (None,)
+    return Kernel(name, unsupported, configs, run, implementation="cudnn", needs=cudnn.unsupported_device)
 
 
 def _dropout(name: str, run: Callable[..., Any]) -> Kernel:
@@ -437,11 +448,14 @@ _ALL = {
         _cudnn("cudnn_gradients", cudnn.backward),
     ],
 }
-KERNELS = {op: {kernel.name: kernel for kernel in kernels} for op, kernels in _ALL.items()}
-WITH_DROPOUT = {
-    Op.FORWARD: {"attention_twice": _dropout("attention_twice", dropout.forward)},
-    Op.BACKWARD: {"attention_gradients_twice": _dropout("attention_gradients_twice", dropout.backward)},
+_ALL_WITH_DROPOUT = {
+    Op.FORWARD: [_dropout("attention_twice", dropout.forward)],
+    Op.BACKWARD: [_dropout("attention_gradients_twice", dropout.backward)],
 }
+KERNELS, WITH_DROPOUT = (
+    {op: {kernel.name: kernel for kernel in kernels} for op, kernels in known.items()}
+    for known in (_ALL, _ALL_WITH_DROPOUT)
+)
 
 
 LOGITS_SHARE = 6  # XLA's logits take at most one part in so many of the device's memory

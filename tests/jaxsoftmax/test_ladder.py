@@ -1,11 +1,9 @@
 """What runs attention on each kind of GPU: a kernel, cuDNN, XLA with all logits, or XLA tile by tile."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxsoftmax
@@ -28,6 +26,11 @@ def shapes(dtype: str = "bfloat16", batch: int = 2, length: int = 1024, heads: i
     return [of(heads), of(max(heads // 4, 1)), of(max(heads // 4, 1))]
 
 
+def few_of_many() -> list[Any]:
+    of = lambda length, heads: jax.ShapeDtypeStruct((1, length, heads, 64), "bfloat16")
+    return [of(4, 8), of(4096, 2), of(4096, 2)]
+
+
 def table(**arrays: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((2, 1, 1024, 1024), arrays.get("dtype", bool))
 
@@ -44,6 +47,7 @@ CALLS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "bias": ("XCCKC", shapes(), {"bias": table(dtype=jnp.bfloat16)}),
     "bias in float32": ("XXXKX", shapes(), {"bias": table(dtype=jnp.float32)}),
     "sinks": ("XCCKC", shapes(), {"sinks": jax.ShapeDtypeStruct((8,), jnp.float32), "op": "vjp"}),
+    "few queries, many keys": ("XXXKX", few_of_many(), {}),
     "soft cap": ("XXXKX", shapes(), {"logits_soft_cap": 30.0}),
     "gradients that repeat": ("XXXKX", shapes(), {"deterministic_gradients": True, "op": "vjp"}),
     "gradient of the logsumexp": ("XXXKX", shapes(), {"return_residual": True, "op": "vjp"}),
@@ -119,9 +123,3 @@ def test_dropout_on_hopper_is_two_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     text = lowered(loss, shapes(length=64))
     assert text.count("custom_call @mosaic_gpu_v2") == 2
     assert "dot_general" not in text
-
-
-def test_memory_of_devices() -> None:
-    assert hardware.H200.memory > DEVICES["A100"].memory > Device.memory // 2
-    assert dataclasses.replace(hardware.H200, memory=1) != hardware.H200
-    assert np.isfinite(hardware.current().memory)
