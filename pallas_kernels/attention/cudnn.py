@@ -37,9 +37,9 @@ _BY_LENGTH = (0, 2, 1, 3)  # [batch, heads, length, dim], in memory as [batch, l
 # The logit of a hidden pair. cuDNN subtracts two of them, and the difference may not overflow.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
-# cuDNN's gradient computes exp(-lse) for keys past the last one, up to a multiple of this many, and drops it times 0.
-_TILE_KEYS = 128
-_LEAST_LSE = -64.0  # below it exp(-lse) might overflow
+# Without lengths, cuDNN's gradient takes exp(-lse) in a half tile past the last key, and drops it by a product with 0:
+# NaN where a row's logits are all below -88.
+_TILE_KEYS, _HALF_TILE_KEYS = 128, 64
 
 
 def unsupported_device(device: Device) -> str | None:
@@ -109,7 +109,9 @@ def _has_bias(problem: Attention) -> bool:
 
 
 def _has_lengths(problem: Attention) -> bool:
-    return _is_native(problem) and (problem.query_lengths or problem.key_lengths)
+    """Whether cuDNN is given lengths: the caller's, or, lest it reads a half tile past the last key, all there are."""
+    of_caller = _is_native(problem) and (problem.query_lengths or problem.key_lengths)
+    return of_caller or (problem.op is Op.BACKWARD and problem.key_length % _TILE_KEYS == _HALF_TILE_KEYS)
 
 
 def forward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -142,10 +144,6 @@ def backward(problem: Attention, config: None, *operands: jax.Array) -> tuple[ja
         by_query = jnp.swapaxes(nothing, 1, 2)[..., None]
         d_out, out = (jnp.where(by_query, jnp.zeros((), x.dtype), x) for x in (d_out, out))
     stats, bias = jnp.where(nothing, 0.0, lse), ready.bias
-    if bias and problem.key_length % _TILE_KEYS:
-        highest = bias[0].max(-1, keepdims=True)
-        shift = jnp.where(highest < _LEAST_LSE, highest, jnp.zeros((), highest.dtype))
-        bias, stats = [bias[0] - shift], stats - jnp.where(nothing, 0.0, shift[..., 0].astype(jnp.float32))
     batch, queries, keys = problem.batch, problem.query_length, problem.key_length
     results: list[tuple[tuple[int, ...], Any]] = [
         ((batch, problem.query_heads, queries, problem.head_dim), problem.dtype),
