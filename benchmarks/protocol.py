@@ -78,7 +78,8 @@ def judge(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, tr
     if isinstance(case, AttentionCase):
         named = dict(zip(NAMES[len(got)], got, strict=True))
         errors = jax.device_get(_head_errors(case.shape, named, {name: truths[name] for name in named}))
-        return measured.worst_head({name: found.tolist() for name, found in errors.items()}, case.shape.dtype)
+        dtype = "tf32" if case.shape.dtype == "float32" and jax.default_backend() == "gpu" else case.shape.dtype
+        return measured.worst_head({name: found.tolist() for name, found in errors.items()}, dtype)
     check, xla = truths
     if "axis" in case.options:
         got, xla = jax.tree.map(jnp.transpose, (got, xla))
