@@ -14,7 +14,8 @@ from jaxsoftmax._cross_entropy import (
 )
 from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
-from jaxsoftmax._explain import explain_attention as explain_attention
+from jaxsoftmax._explain_attention import explain_attention as explain_attention
+from jaxsoftmax._explain_attention import explain_paged_attention as explain_paged_attention
 from jaxsoftmax._explain_linear import explain_linear_cross_entropy as explain_linear_cross_entropy
 from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "explain_attention",
     "explain_linear_cross_entropy",
+    "explain_paged_attention",
     "flash_attention",
     "install",
     "linear_cross_entropy",

@@ -4,28 +4,23 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding
 
 from jaxsoftmax import _softmax
-from jaxsoftmax._attention import flash_attention
-from jaxsoftmax._attention.layout import sequence_notes
-from jaxsoftmax._attention.primitives import BY_PART, Call, Part, tile_by_xla
 from jaxsoftmax._core import checks
+from jaxsoftmax._core.calls import meant_operation, public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.primitives import Lowerable, Plan
-from jaxsoftmax._core.sharding import spec_of
 from jaxsoftmax._cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxsoftmax._softmax.primitives import BY_OP, COMPUTATIONS
 from jaxsoftmax._top_k import TOP_K, chunk_size, select, top_k_softmax
 from pallas_kernels import hardware
-from pallas_kernels.attention.problem import DIFFERENTIABLE
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import RULES, Op
 
@@ -75,16 +70,19 @@ class Explanation:
         }
         lines.append(f"  on {self.device.name}: {runs[self.implementation]}")
         lines.append(f"    why: {self.reason}")
-        least = _size(self.least_bytes)
+        least = size_in_words(self.least_bytes)
         if self.bytes_moved is None:
             lines.append(f"    moves: nothing can move less than {least}")
         else:
-            lines.append(f"    moves: {_size(self.bytes_moved)} by the kernel; the whole call no less than {least}")
+            lines.append(
+                f"    moves: {size_in_words(self.bytes_moved)} by the kernel; the whole call no less than {least}"
+            )
         lines += [f"    besides: {note}" for note in self.notes]
         lines += [f"    not {name}: {why}" for name, why in self.declined]
         return "\n".join(lines)
 
 
+@public
 def explain(
     x: Abstract,
     axis: Axis = -1,
@@ -93,7 +91,7 @@ def explain(
     scale: Abstract = 1.0,
     op: str = "softmax",
     implementation: Implementation | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     **options: Any,
 ) -> Explanation:
     """Says which kernel and config a call gets on which device, what it will move, and why others were declined.
@@ -112,14 +110,15 @@ def explain(
             logits `x` and some labels; which form that is depends on whether `weights` are among the options. "top_k"
             is `top_k_softmax`.
         implementation: The call's implementation.
-        device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
+        device: "H100", "H200", or a `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200
+            where there is none.
         **options: What else the call is given by name, such as `label_smoothing` or `k`.
 
     Returns:
         An `Explanation`, whose `str()` is meant to be read.
 
     Raises:
-        TypeError: as the call itself would, or `device` is no `Device`.
+        TypeError: as the call itself would, or `device` is none.
         ValueError: as the call itself would, or `op` is not one of the above.
 
     >>> import jax, jax.numpy as jnp
@@ -129,11 +128,12 @@ def explain(
         why: implementation='xla'
         moves: nothing can move less than 32.0 kB
     """
-    target = target_of("explain", op, _CALLS, device, " is {!r}, expected a pallas_kernels.hardware.Device or None.")
+    target = target_of("explain", op, _CALLS, device)
     found, call = _CALLS[op]
-    arrays: dict[str, Any] = {} if where is None else {"where": where}
+    x = abstract("explain", "x", x)
+    arrays: dict[str, Any] = {} if where is None else {"where": abstract("explain", "where", where)}
     if op == "logsumexp" and options.get("b") is not None:
-        arrays["b"] = options.pop("b")
+        arrays["b"] = abstract("explain", "b", options.pop("b"))
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
     notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
     if op == "logsumexp":
@@ -141,7 +141,7 @@ def explain(
             raise TypeError(f"explain: scale is {scale}, but logsumexp has no scale. Multiply x by it beforehand.")
     else:
         is_number = checks.is_number(scale)
-        (static if is_number else arrays)["scale"] = scale
+        (static if is_number else arrays)["scale"] = scale if is_number else abstract("explain", "scale", scale)
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
     jaxpr = jax.make_jaxpr(lambda x, arrays: call(x, **static, **arrays))(x, arrays)
@@ -166,18 +166,30 @@ def explain(
     return of_rows(op, eqn, results, target, notes)
 
 
-_NO_DEVICE = "={!r}, expected a pallas_kernels.hardware.Device, or None for the first CUDA device."
-
-
-def target_of(function: str, op: Any, known: Iterable[str], device: Any, expected: str = _NO_DEVICE) -> Target:
+def target_of(function: str, op: Any, known: Collection[str], device: Any) -> Target:
     """Checks an operation and a device; the device to explain for, and whether this process has it."""
     if not isinstance(op, str) or op not in known:
-        raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(known)}.")
-    if not isinstance(device, Device | None):
-        raise TypeError(f"{function}: device{expected.format(device)}")
+        hint = meant_operation(op, known) if isinstance(op, str) else ""
+        raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(known)}.{hint}")
+    given = hardware.NAMED.get(device.upper().removeprefix("NVIDIA ")) if isinstance(device, str) else device
+    if not isinstance(given, Device | None) or (given is None and device is not None):
+        raise TypeError(
+            f"{function}: device={device!r}, expected {', '.join(map(repr, hardware.NAMED))}, a "
+            "pallas_kernels.hardware.Device, or None for the first CUDA device."
+        )
     present = hardware.present()
-    target = device or present or hardware.H200
+    target = given or present or hardware.H200
     return target, target == present
+
+
+def abstract(function: str, name: str, x: Any) -> Any:
+    """An operand to explain, which has a shape and a dtype."""
+    if isinstance(x, (tuple, list)):
+        raise TypeError(
+            f"{function}: {name} is a {type(x).__name__}, expected an array or a jax.ShapeDtypeStruct. Pass "
+            f"jax.ShapeDtypeStruct(shape, dtype) for a shape."
+        )
+    return x if isinstance(x, jax.ShapeDtypeStruct) else checks.as_array(function, name, x)
 
 
 def eqn_of(jaxpr: Any, *primitives: Primitive) -> Any:
@@ -217,7 +229,7 @@ def of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: 
     """Explains one application of a primitive over rows, from which come the call's `results`."""
     computation, avals = COMPUTATIONS[eqn.primitive], [var.aval for var in eqn.invars]
     call, invariant = _call(name, avals[0], eqn.params["axes"]), eqn.params.get("batch_invariant", False)
-    found, plan = _explanation(call, eqn, computation, results, target, notes, invariant)
+    found, plan = explanation(call, eqn, computation, results, target, notes, invariant)
     if plan is None:
         return found
     if plan.decision is None:
@@ -233,7 +245,7 @@ def of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: 
     return dataclasses.replace(found, bytes_moved=moved)
 
 
-def _explanation(
+def explanation(
     call: str,
     eqn: Any,
     computation: Lowerable,
@@ -317,7 +329,7 @@ def _labelled_gradient(x: jax.Array, **arguments: Any) -> jax.Array:
     return jax.grad(lambda x: jax.tree.leaves(_labelled(x, **arguments))[0].sum())(x)
 
 
-def _size(count: Any) -> str:
+def size_in_words(count: Any) -> str:
     """Bytes in words; of symbolic shapes their number is symbolic too."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if isinstance(count, int) and count >= factor:
@@ -353,72 +365,6 @@ _CALLS: dict[str, tuple[Op, Callable[..., Any]]] = {
 
 
 TRACED: dict[str, Callable[..., Any]] = {"forward": lambda call: call, "vjp": pulled_back, "jvp": pushed_forward}
-_PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
-
-
-def explain_attention(
-    query: Abstract,
-    key: Abstract,
-    value: Abstract,
-    bias: Abstract | None = None,
-    mask: Abstract | None = None,
-    *,
-    op: str = "forward",
-    device: Device | None = None,
-    **arguments: Any,
-) -> Explanation:
-    """Says which kernel and config a call of `flash_attention` gets on which device, or why none.
-
-    The call is traced, not run; nothing is computed. It is explained for one device and whole operands: of sharded
-    ones each device gets the same explanation for its part. A note says whether devices that share the query's
-    sequence gather the keys or pass them round.
-
-    Args:
-        query: The call's query, an array or a `jax.ShapeDtypeStruct`, as the next ones.
-        key: The call's key.
-        value: The call's value.
-        bias: The call's bias.
-        mask: The call's mask.
-        op: "forward", or what its derivative runs: "vjp" (with respect to every float operand) or "jvp".
-        device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
-        **arguments: The call's other arguments.
-
-    Returns:
-        An `Explanation`, whose `str()` is meant to be read.
-
-    Raises:
-        TypeError: as the call itself would, or `device` is no `Device`.
-        ValueError: as the call itself would, or `op` is not one of the above.
-
-    >>> import jax, jax.numpy as jnp
-    >>> x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.float32)
-    >>> print(explain_attention(x, x, x, implementation="xla"))  # doctest: +ELLIPSIS
-    flash_attention of float32: query [2,1024,8,64], key [2,1024,8,64], value [2,1024,8,64]
-    ...
-        why: implementation='xla'
-        moves: nothing can move less than 16.8 MB
-        besides: XLA holds all logits at a time
-    """
-    target, part = target_of("explain_attention", op, TRACED, device), _PARTS[op]
-    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
-    floats, rest, static = split({name: x for name, x in arrays.items() if x is not None} | arguments, DIFFERENTIABLE)
-    given = floats | rest
-    call = lambda floats, rest: flash_attention(**floats, **rest, **static)
-    eqn = eqn_of(jax.make_jaxpr(TRACED[op](call))(floats, rest), BY_PART[part])
-    avals = [var.aval for var in eqn.invars]
-    operands = zip(eqn.params["names"], avals, strict=False)
-    shown = ", ".join(f"{name} [{','.join(map(str, x.shape))}]" for name, x in operands)
-    name = "flash_attention" if op == "forward" else f"{op} of flash_attention"
-    results, invariant = [var.aval for var in eqn.outvars], eqn.params["rules"].batch_invariant
-    notes = _of_sequence(given, eqn.params["names"], part)
-    found, _ = _explanation(f"{name} of {avals[0].dtype}: {shown}", eqn, Call(part), results, target, notes, invariant)
-    if found.implementation == "xla":
-        tile = tile_by_xla(part, eqn.params["names"], eqn.params["rules"], avals, target[0])
-        # None: a length is symbolic.
-        of_all = tile is None or tile == (avals[0].shape[-3], avals[1].shape[-3])
-        held = "all logits" if tile is None or of_all else f"the logits of {tile[0]} queries and {tile[1]} keys"
-        found = noting(found, f"XLA holds {held} at a time")
-    return noting(found, _GRADIENTS_VARY) if invariant and found.kernel and part is not Part.FORWARD else found
 
 
 def split(
@@ -432,27 +378,3 @@ def split(
     floats = {name: x for name, x in arrays.items() if name in differentiable and is_float(x)}
     rest = {name: x for name, x in arrays.items() if name not in floats}
     return floats, rest, {name: x for name, x in arguments.items() if name not in arrays}
-
-
-def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tuple[str, ...]:
-    """Describes what devices do that share the sequence of these operands."""
-    arrays = {name: x for name, x in given.items() if name in names and x.ndim >= 3}
-    placed = {name: getattr(x, "sharding", None) for name, x in arrays.items()}
-    on = placed["query"]
-    if not isinstance(on, NamedSharding):
-        return ()
-    spec = lambda x, to: spec_of(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to))
-    specs = [
-        spec(x, to) if isinstance(to, NamedSharding) else (None,) * x.ndim
-        for x, to in zip(arrays.values(), placed.values(), strict=True)
-    ]
-    shapes = [tuple(x.shape) for x in arrays.values()]
-    moving = [name for name in arrays if name in DIFFERENTIABLE]
-    results = {Part.FORWARD: (), Part.GRADIENTS: moving, Part.TANGENT: None}[part]
-    return sequence_notes(list(arrays), shapes, specs, on.mesh.shape, results)
-
-
-_GRADIENTS_VARY = (
-    "batch invariance is promised of the output and the logsumexp alone; deterministic_gradients=True makes gradients "
-    "repeat"
-)

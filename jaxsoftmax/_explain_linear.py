@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._cross_entropy import chunks as of_chunks
 from jaxsoftmax._cross_entropy import linear_cross_entropy
 from jaxsoftmax._cross_entropy.linear_kernel import MOVING, kernel_reason
@@ -18,6 +19,7 @@ from jaxsoftmax._explain import (
     Abstract,
     Explanation,
     Target,
+    abstract,
     bytes_of,
     eqn_of,
     noting,
@@ -29,13 +31,14 @@ from jaxsoftmax._softmax.primitives import COMPUTATIONS
 from pallas_kernels.hardware import Device
 
 
+@public
 def explain_linear_cross_entropy(
     hidden: Abstract,
     weight: Abstract,
     labels: Abstract,
     *,
     op: str = "forward",
-    device: Device | None = None,
+    device: Device | str | None = None,
     **arguments: Any,
 ) -> Explanation:
     """Says whether the losses of a call of `linear_cross_entropy` are a kernel's, or in chunks of how many tokens.
@@ -49,14 +52,15 @@ def explain_linear_cross_entropy(
         weight: The call's weight.
         labels: The call's labels.
         op: "forward", or with its derivative: "vjp" (with respect to every float operand but `weights`) or "jvp".
-        device: A `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200 where there is none.
+        device: "H100", "H200", or a `pallas_kernels.hardware.Device`; the first CUDA device by default, or an H200
+            where there is none.
         **arguments: The call's other arguments.
 
     Returns:
         An `Explanation`, whose `str()` is meant to be read.
 
     Raises:
-        TypeError: as the call itself would, or `device` is no `Device`.
+        TypeError: as the call itself would, or `device` is none.
         ValueError: as the call itself would, or `op` is not one of the above.
 
     >>> import jax, jax.numpy as jnp
@@ -70,8 +74,9 @@ def explain_linear_cross_entropy(
         not linear_cross_entropy: implementation='xla'
     """
     target = target_of("explain_linear_cross_entropy", op, TRACED, device)
-    given = {"hidden": hidden, "weight": weight, "labels": labels} | arguments
-    floats, rest, static = split({name: x for name, x in given.items() if x is not None}, MOVING)
+    given = {"hidden": hidden, "weight": weight, "labels": labels}
+    given = {name: abstract("explain_linear_cross_entropy", name, x) for name, x in given.items()} | arguments
+    floats, rest, static = split(given, MOVING)
     call = lambda floats, rest: jax.tree.leaves(linear_cross_entropy(**floats, **rest, **static))
     jaxpr = jax.make_jaxpr(TRACED[op](call))(floats, rest)
     found = _of_losses(eqn_of(jaxpr, LOSS, GRADIENT), target)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import jax.scipy.special
 
 from jaxsoftmax import _attention, _cross_entropy, _softmax
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike
 
 Function = Callable[..., Any]
@@ -164,6 +165,7 @@ _installed: Calls | None = None
 _reports = False  # whether its end prints what it counted
 
 
+@public
 @contextlib.contextmanager
 def patch(*, report: bool = False) -> Iterator[Calls]:
     """Puts our functions in the place of JAX's, optax's and Flax's, in this thread, until the block ends.
@@ -222,6 +224,7 @@ def patch(*, report: bool = False) -> Iterator[Calls]:
             print(calls.report(), file=sys.stderr)
 
 
+@public
 def install(*, report: bool = False) -> Calls:
     """Does what `patch` does, in every thread, until `uninstall` is called or the program ends.
 
@@ -251,6 +254,7 @@ def install(*, report: bool = False) -> Calls:
         return _installed
 
 
+@public
 def uninstall() -> None:
     """Undoes `install`, as the end of a block undoes `patch`; without an `install` it does nothing.
 

@@ -32,6 +32,7 @@ from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers, primitives, sharding
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import batch_leading, checked, define, typed, zeros
@@ -52,6 +53,7 @@ TOP_K = Primitive("softmax_top_k")
 _RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
 
 
+@public
 @in_device_memory
 def top_k_softmax(
     logits: ArrayLike,
@@ -108,8 +110,7 @@ def top_k_softmax(
         raise ValueError(f"{NAME}: logits is a scalar, expected at least one axis to select along.")
     (along,) = checks.axes(NAME, checks.integer(NAME, "axis", axis), x.ndim, "logits")
     k = _checked_k(k, x.shape[along], along)
-    if normalize not in get_args(Normalize):
-        raise ValueError(f"{NAME}: normalize={normalize!r}, expected 'all' or 'top_k'.")
+    checks.choice(NAME, "normalize", normalize, get_args(Normalize))
     factor = numbers.scale_factor(NAME, scale, x.shape, accumulator_dtype(x.dtype), "the logits'")
     implementation = checks.implementation(NAME, implementation)
     dtype = x.dtype

@@ -19,7 +19,9 @@ class Device:
         return self.name.removeprefix("NVIDIA ").split(" ")[0]
 
 
+H100 = Device("NVIDIA H100", "9.0", 132, 227 * 1024)
 H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024, 100 * 2**30)
+NAMED = {"H100": H100, "H200": H200}
 
 
 def supports_kernels(device: Device) -> str | None:

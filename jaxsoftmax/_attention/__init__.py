@@ -10,6 +10,7 @@ from jaxsoftmax._attention.checks import CausalAlignment
 from jaxsoftmax._attention.layout import unify_shardings
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from pallas_kernels.attention import reference
@@ -81,6 +82,7 @@ def flash_attention(
     return_residual: bool,
     **rest: Unpack[_Keywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@public
 @in_device_memory
 def flash_attention(
     query: ArrayLike,
@@ -232,7 +234,7 @@ def flash_attention(
     """
     checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum, einsum_dot_general)
     q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
-    checks.choice("causal_alignment", causal_alignment, get_args(CausalAlignment))
+    core_checks.choice(checks.NAME, "causal_alignment", causal_alignment, get_args(CausalAlignment))
     implementation = core_checks.implementation(checks.NAME, implementation)
     is_causal, module = checks.is_causal(is_causal), checks.sown_in(module, implementation)
     of_flax = (dropout_rng, module, einsum_dot_general, promote_dtype)
@@ -272,7 +274,7 @@ def flash_attention(
         batch_invariant=core_checks.is_batch_invariant(),
         logits_memory=checks.logits_memory_now(),
         # Lowering runs outside the caller's default_matmul_precision context.
-        precision=precision if precision is not None else jax.config.jax_default_matmul_precision,
+        precision=core_checks.precision(checks.NAME, precision) or jax.config.jax_default_matmul_precision,
     )
     out, lse = attend(checks.with_dropout(Operands(q, k, v, **others), dropout), rules, implementation)
     out = out if dropout is None else (out / (1.0 - dropout.rate)).astype(out.dtype)

@@ -30,8 +30,8 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
     given = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     if dtype is not None:
         try:
-            wanted = jnp.dtype(dtype).name
-        except TypeError:
+            wanted = repr(dtype) if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype).name
+        except (TypeError, ValueError):
             wanted = repr(dtype)
         if wanted not in DTYPES:
             raise TypeError(f"{NAME}: dtype={wanted}, expected one of {', '.join(DTYPES)}.")
@@ -218,7 +218,10 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
     """The query and the logits' factor: a number as it is, anything else multiplied into the query, and 1."""
     if x is None:
-        return q, float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
+        width = q.shape[-1]
+        if isinstance(width, int):
+            return q, float(width) ** -0.5 if width else 1.0
+        x = jnp.asarray(width, accumulator_dtype(q.dtype)) ** -0.5  # a dimension that is symbolic is data
     number = _number("scale", x)
     if number is not None:
         if math.isnan(number):
@@ -275,13 +278,6 @@ def is_causal(x: Any) -> bool:
         f"{NAME}: is_causal{shown}, expected True or False, known when the call is traced. Make it a static argument "
         "of jax.jit, or pass mask=jnp.tri(T, S, dtype=bool) | ~is_causal."
     )
-
-
-def choice(name: str, x: Any, among: tuple[Any, ...]) -> Any:
-    """One of a few values."""
-    if not isinstance(x, str) or x not in among:
-        raise ValueError(f"{NAME}: {name}={x!r}, expected one of {', '.join(map(repr, among))}.")
-    return x
 
 
 class Dropout(NamedTuple):
@@ -404,9 +400,8 @@ _array = functools.partial(checks.as_array, NAME, **_WORDS)
 
 
 def integers(function: str, name: str, x: Any) -> Any:
-    """Integers with all their bits: values that are known stay in NumPy, because an array of JAX may have fewer."""
-    on_host = all(isinstance(leaf, (int, np.ndarray, np.generic)) for leaf in jax.tree.leaves(x))
-    array = np.asarray(x) if on_host else checks.as_array(function, name, x, **_WORDS)
+    """Integers with all their bits."""
+    array = checks.on_host(function, name, x, **_WORDS)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected integers.")
     return array

@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 
 from jaxsoftmax._attention.checks import DTYPES
 from jaxsoftmax._core import checks
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import unify_shardings
@@ -19,6 +21,7 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 _NAME = "merge_attention"
 
 
+@public
 @in_device_memory
 def merge_attention(
     outs: Sequence[ArrayLike] | jax.Array | np.ndarray,
@@ -66,7 +69,8 @@ def merge_attention(
     >>> bool(jnp.allclose(lse, flash_attention(x, x, x, return_residual=True)[1]))
     True
     """
-    outs, lses = _checked(list(outs), list(lses))
+    outs, lses = _checked(_parts("outs", outs), _parts("lses", lses))
+    _check_axes(axis_name)
     wide = max((accumulator_dtype(x.dtype) for x in (*outs, *lses)), key=lambda dtype: dtype.itemsize)
     narrow = outs[0].dtype
     arrays = unify_shardings(*(x.astype(wide) for x in outs), *(x.astype(wide)[..., None] for x in lses))
@@ -109,3 +113,27 @@ def _checked(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[list[jax.Arr
                 "another axis than the first are moved there by jnp.moveaxis."
             )
     return arrays, numbers
+
+
+def _parts(name: str, given: Any) -> list[ArrayLike]:
+    try:
+        return list(given)
+    except TypeError:
+        raise TypeError(
+            f"{_NAME}: {name} is {given!r}, expected a sequence of arrays, one for each part. Pass one part as [out], "
+            "[lse]."
+        ) from None
+
+
+def _check_axes(names: Any) -> None:
+    """Raises unless these are names of axes that the call is mapped over."""
+    for name in names if isinstance(names, tuple) else [] if names is None else [names]:
+        try:
+            if isinstance(name, (int, list)):
+                raise TypeError
+            jax.lax.axis_size(name)
+        except (TypeError, NameError):
+            raise ValueError(
+                f"{_NAME}: axis_name is {names!r}, expected the name of an axis of the mesh, or several, in "
+                "jax.shard_map or jax.vmap."
+            ) from None

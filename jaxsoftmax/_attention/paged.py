@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax._attention import checks
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import Plan, checked, define, lower, lower_plain, register, typed, zeros
@@ -81,6 +82,7 @@ def paged_attention(
     return_residual: Literal[True],
     **rest: Unpack[_Keywords],
 ) -> tuple[jax.Array, jax.Array]: ...
+@public
 @in_device_memory
 def paged_attention(
     query: ArrayLike,
@@ -152,9 +154,9 @@ def paged_attention(
         raise ValueError(
             f"{_NAME}: local_window_size={local_window_size!r}, expected one number of positions (0 or more), or None."
         )
+    q, factor = checks.scaled(q, scale)
     is_one = q.ndim == 3
     q = q[:, None] if is_one else q
-    q, factor = checks.scaled(q, scale)
     rules = Rules(
         scale=factor,
         soft_cap=checks.soft_cap(logits_soft_cap),
@@ -184,8 +186,7 @@ def _checked(
     """The arrays, of shapes that fit; what `flash_attention` checks of them is left to it."""
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     q, k, v = (core_checks.as_array(_NAME, name, x) for name, x in given.items())
-    if layout not in _AXES:
-        raise ValueError(f"{_NAME}: layout={layout!r}, expected one of {', '.join(map(repr, _AXES))}.")
+    core_checks.choice(_NAME, "layout", layout, _AXES)
     if q.ndim not in (3, 4):
         raise ValueError(
             f"{_NAME}: query has shape {q.shape}, expected (batch, heads, head_dim), or (batch, length, heads, "
@@ -196,6 +197,9 @@ def _checked(
             f"{_NAME}: key_pages has shape {k.shape}, expected {_AXES[layout]}, with the query's head_dim of "
             f"{q.shape[-1]}. Pass layout= for pages in another order."
         )
+    pages, size = k.shape[1:3] if layout == "heads_first" else k.shape[:2]
+    if pages == 0 or size == 0:
+        raise ValueError(f"{_NAME}: key_pages has {pages} pages of {size} positions, expected at least one of each.")
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"{_NAME}: value_pages has shape {v.shape}, expected key_pages', {k.shape}, but for the last axis."
@@ -240,7 +244,7 @@ def _gathered(pages: jax.Array, tables: jax.Array, lengths: jax.Array, layout: P
         return jax.lax.collapse(found, 1, 3)
 
 
-def _by_gathering(
+def by_gathering(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -289,8 +293,8 @@ class Call:
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to the gathering of pages."""
         if not is_explicit(ctx.avals_in):
-            return lower_plain(functools.partial(_by_gathering, **params), ctx, *operands)
-        return lower(ctx, self._sharded(ctx, functools.partial(_by_gathering, **params), **params), *operands)
+            return lower_plain(functools.partial(by_gathering, **params), ctx, *operands)
+        return lower(ctx, self._sharded(ctx, functools.partial(by_gathering, **params), **params), *operands)
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> "_Paged":
         return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
@@ -303,7 +307,7 @@ def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> 
     """Runs the kernel on one device's operands, or gathers where it does not take this shard."""
     chosen = call.plan(operands, hardware.current(), named, **params).required_by(named)
     if chosen.decision is None:
-        return _by_gathering(*operands, **params)
+        return by_gathering(*operands, **params)
     q, k, v, tables, lengths, *sinks = operands
     return chosen.launch(q, k, v, lengths, *(x.reshape(-1) for x in sinks), tables)
 
@@ -370,7 +374,7 @@ def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **
     if not any(mapped):
         return PAGED.bind(*operands, **params), [None, None]
     if any(mapped[1:3]) or any(mapped[5:]) or is_explicit([jax.typeof(x) for x in operands]):
-        return jax.vmap(functools.partial(_by_gathering, **params), tuple(dims))(*operands), [0, 0]
+        return jax.vmap(functools.partial(by_gathering, **params), tuple(dims))(*operands), [0, 0]
     count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
 
     def joined(x: jax.Array, d: int | None) -> jax.Array:
@@ -391,7 +395,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
 
     def compute(*moved: jax.Array) -> Any:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return list(_by_gathering(*operands.values(), **params))
+        return list(by_gathering(*operands.values(), **params))
 
     return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
 

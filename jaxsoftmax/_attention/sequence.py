@@ -13,13 +13,14 @@ Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:231
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core import checks
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import Names, Shape
 from pallas_kernels.attention.problem import OPERANDS, PAIRS, RANK, Operands, Rules
@@ -37,6 +38,7 @@ ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None a
 Arrays = Mapping[str, Any]
 
 
+@public
 @in_device_memory
 def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """Reorders a sequence so that devices which share it have equal work under a causal rule.
@@ -75,6 +77,7 @@ def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     return jnp.moveaxis(both, axis + 2, axis).reshape(array.shape)
 
 
+@public
 @in_device_memory
 def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """The inverse of `zigzag`.
@@ -104,10 +107,11 @@ def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
 
 def _pieces(function: str, x: Any, axis: int, devices: int, rounds: int) -> tuple[jax.Array, int, int]:
     """`x` as an array, its axis, and how many tokens a piece has."""
-    array, count = jnp.asarray(x), 2 * operator.index(devices) * operator.index(rounds)
-    if not -array.ndim <= axis < array.ndim:
-        raise ValueError(f"{function}: axis={axis}, expected one of the axes of x, which has shape {array.shape}.")
-    at = operator.index(axis) % array.ndim
+    array = x if isinstance(x, jax.Array) else checks.as_array(function, "x", x)
+    at = checks.integer(function, "axis", axis)
+    (at,) = checks.axes(function, at, array.ndim)
+    devices, rounds = (checks.integer(function, *each) for each in (("devices", devices), ("rounds", rounds)))
+    count = 2 * devices * rounds
     if min(devices, rounds) < 1 or array.shape[at] % count:
         raise ValueError(
             f"{function}: axis {axis} of x has extent {array.shape[at]}, devices={devices} and rounds={rounds}; "

@@ -8,14 +8,16 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeGuard, get_args
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.sharding import settings_for
 from pallas_kernels.softmax.problem import IGNORED
 
@@ -41,7 +43,12 @@ def as_array(
     try:
         # Some strings JAX takes for dtypes.
         array = jnp.asarray(np.asarray(x) if isinstance(x, str) else x)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:
+        raise TypeError(
+            f"{function}: {name} is or has an integer that JAX's integers cannot hold, expected smaller ones. Pass "
+            "floats, or enable jax_enable_x64."
+        ) from error
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{function}: {name} is of type {type(x).__name__}{no_array}") from error
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
         hint = on_key if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else ""
@@ -77,7 +84,7 @@ def integer(function: str, name: str, value: Any) -> int:
     """Returns one integer, which must be known when the call is traced."""
     try:
         return operator.index(value)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
+    except TypeError:  # of which JAX's for a traced integer is one
         advice = "If it is traced, make it a static argument of jax.jit."
         raise TypeError(f"{function}: {name} is {value!r}, expected one integer. {advice}") from None
 
@@ -157,6 +164,37 @@ def as_float(
         return float(number)
     except OverflowError:
         raise ValueError(f"{function}: {name} is an integer {beyond}") from None
+
+
+def choice[Name: str](function: str, name: str, x: Name, among: Iterable[Name]) -> Name:
+    """One of a few names."""
+    if not isinstance(x, str) or x not in among:
+        raise ValueError(f"{function}: {name}={x!r}, expected one of {', '.join(map(repr, among))}.")
+    return x
+
+
+def precision(function: str, x: Any) -> Any:
+    """The precision of a matrix product, as JAX takes it."""
+    if x is not None:
+        matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        try:
+            hash(x)
+            jax.eval_shape(lambda a: jax.lax.dot(a, a, precision=x), matrix)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{function}: precision is {x!r}, expected None, 'default', 'high', 'highest', or another that "
+                "jax.lax.dot takes."
+            ) from error
+    return x
+
+
+def common_dtype(function: str, **given: Any) -> Any:
+    """The dtype that the arrays are promoted to."""
+    try:
+        return jnp.result_type(*given.values())
+    except ValueError as error:
+        dtypes = " and ".join(f"{name} {jnp.asarray(x).dtype}" for name, x in given.items())
+        raise TypeError(f"{function}: got {dtypes}, which JAX promotes to no common dtype. Convert one.") from error
 
 
 def implementation(function: str, name: Any) -> Implementation | None:
@@ -245,8 +283,7 @@ def labels_of(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> t
 
     Values that are known stay in NumPy, because an array of JAX may have fewer than their 64 bits.
     """
-    traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
-    array = jnp.asarray(given) if traced else np.asarray(given)
+    array = on_host(function, "labels", given)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{function}: labels has dtype {array.dtype}, expected integers. Pass labels.astype(int), or use "
@@ -265,6 +302,15 @@ def labels_of(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> t
     if isinstance(cols, int) and cols >= 2**31:
         raise ValueError(f"{function}: logits has {cols} columns along axis, expected fewer than 2^31.")
     return array, full
+
+
+def on_host(function: str, name: str, x: Any, **words: str) -> Any:
+    """Numbers with all their bits: values that are known stay in NumPy, because an array of JAX may have fewer."""
+    leaves = jax.tree.leaves(x)
+    if leaves and all(isinstance(leaf, (int, np.ndarray, np.generic)) for leaf in leaves):
+        with contextlib.suppress(ValueError):
+            return np.asarray(x)
+    return as_array(function, name, x, **words)
 
 
 def probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
@@ -327,17 +373,25 @@ def _default() -> bool:
     return _SETTINGS[given.lower()]
 
 
-class _Context(contextlib.AbstractContextManager[None, bool | None], Protocol):
-    """A context manager that is a decorator too."""
+class _Context(contextlib.ContextDecorator):
+    """A context manager that is a decorator too, and may be entered again, inside of itself too."""
 
-    def __call__[F: Callable[..., Any]](self, func: F, /) -> F:
-        """`func`, within the context."""
-        ...
+    def __init__(self, enabled: bool) -> None:
+        self._enabled, self._here = enabled, threading.local()
+
+    def __enter__(self) -> None:
+        context = _BATCH_INVARIANT(self._enabled)
+        context.__enter__()
+        vars(self._here).setdefault("entered", []).append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._here.entered.pop().__exit__(*error)
 
 
 _BATCH_INVARIANT = jax.make_user_context(_default())
 
 
+@public
 def batch_invariant(enabled: bool = True) -> _Context:
     """Within this context a row's result on a Hopper GPU is the same, bit for bit, whatever else is in the batch.
 
@@ -376,13 +430,7 @@ def batch_invariant(enabled: bool = True) -> _Context:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"batch_invariant: enabled is {enabled!r}, expected a bool.")
-    return _within(enabled)
-
-
-@contextlib.contextmanager
-def _within(enabled: bool) -> Iterator[None]:
-    with _BATCH_INVARIANT(enabled):
-        yield
+    return _Context(enabled)
 
 
 def is_batch_invariant() -> bool:

@@ -65,7 +65,7 @@ def is_constant(function: str, argument: str, value: Any) -> bool:
 
 def as_data(value: float, dtype: Any) -> jax.Array:
     """A number as an array."""
-    with jax.enable_x64(jnp.dtype(dtype).itemsize == 8):
+    with jax.enable_x64(jnp.dtype(dtype).itemsize == 8), np.errstate(over="ignore"):  # beyond the dtype it is infinite
         return jnp.asarray(value, dtype)
 
 

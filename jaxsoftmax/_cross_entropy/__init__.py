@@ -8,8 +8,10 @@ from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoftmax._core import checks, numbers
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import settings_for
@@ -80,6 +82,7 @@ def softmax_cross_entropy_with_integer_labels(
     return_lse: bool,
     **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@public
 @in_device_memory
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
@@ -206,6 +209,7 @@ def _smoothing_and_z_loss(function: str, smoothing: Any, z_loss: Any, dtype: Any
     )
 
 
+@public
 @in_device_memory
 def softmax_cross_entropy(
     logits: ArrayLike,
@@ -310,6 +314,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     **options: Unpack[_LinearOptions],
 ) -> Any: ...
+@public
 @in_device_memory
 def linear_cross_entropy(
     hidden: ArrayLike,
@@ -423,7 +428,7 @@ def linear_cross_entropy(
     }
     rules = Rules(
         transposed=weight_layout == "VE",
-        precision=precision,
+        precision=checks.precision(LINEAR, precision),
         scale=1.0 if isinstance(factor, jax.Array) else factor,
         soft_cap=None if isinstance(cap, jax.Array) else cap,
         all_rows=return_lse or return_entropy,
@@ -449,8 +454,7 @@ def _checked_matrices(
     hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None, layout: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The hidden states and the weight in one dtype, and the bias."""
-    if layout not in get_args(WeightLayout):
-        raise ValueError(f"{LINEAR}: weight_layout={layout!r}, expected 'EV' or 'VE'.")
+    checks.choice(LINEAR, "weight_layout", layout, get_args(WeightLayout))
     h, w = (
         checks.floating(LINEAR, "hidden", hidden),
         checks.floating(LINEAR, "weight", weight),
@@ -461,7 +465,7 @@ def _checked_matrices(
             f"{LINEAR}: hidden has shape {h.shape} and weight {w.shape}, expected [..., E] and {want}, by "
             "weight_layout."
         )
-    dtype = jnp.result_type(h, w)
+    dtype = checks.common_dtype(LINEAR, hidden=h, weight=w)
     h, w = h.astype(dtype), w.astype(dtype)
     if bias is None:
         return h, w, None
@@ -472,6 +476,6 @@ def _checked_matrices(
 
 
 def _checked_chunk_size(size: Any) -> int | None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1):
         raise ValueError(f"{LINEAR}: chunk_size is {size!r}, expected a positive integer or None.")
-    return size
+    return None if size is None else int(size)

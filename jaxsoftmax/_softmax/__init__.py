@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core import checks, numbers
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import checked
@@ -25,6 +26,7 @@ _JAX_LOGSUMEXP = jax.scipy.special.logsumexp
 _WITH_WEIGHTS = "the kernels take no weights b; pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
 
 
+@public
 @in_device_memory
 def softmax(
     x: ArrayLike,
@@ -74,6 +76,7 @@ def softmax(
     return _row_op(Op.SOFTMAX, x, axis, where, scale, implementation)
 
 
+@public
 @in_device_memory
 def log_softmax(
     x: ArrayLike,
@@ -161,6 +164,7 @@ def logsumexp(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@public
 @in_device_memory
 def logsumexp(
     a: ArrayLike,
@@ -228,6 +232,7 @@ def logsumexp(
     return out, jnp.where(jnp.isnan(out), out, (out > -jnp.inf).astype(out.dtype))
 
 
+@public
 @in_device_memory
 def merge(*states: Stats) -> Stats:
     """Merges the states of parts of a row into the state of the row, in any order and grouping.
@@ -323,7 +328,7 @@ def _has_infinity(dtype: jnp.dtype) -> bool:
 def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
     """The common inexact dtype of exponents and weights; `otherwise` if both are integers."""
     given = [x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b)]
-    dtype = jnp.result_type(*given)
+    dtype = checks.common_dtype("logsumexp", **dict(zip("ab", given, strict=True)))
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise
 
 
