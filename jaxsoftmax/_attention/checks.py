@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers
+from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
 from pallas_kernels.attention.problem import OPERANDS, Operands, leading
 from pallas_kernels.softmax.reference import accumulator_dtype
@@ -426,6 +427,7 @@ def _shape(name: str, x: jax.Array, want: tuple[Any, ...], why: str) -> None:
 _LOGITS_MEMORY = jax.make_user_context(None)
 
 
+@public
 def logits_memory(most: int | None) -> contextlib.AbstractContextManager[None]:
     """Within this context attention by XLA on a GPU holds at most so many bytes of logits at a time.
 

@@ -22,6 +22,7 @@ LINEAR = {"hidden": X, "weight": X.T @ X, "labels": LABELS}
 PAGED = {"query": Q[:, 0], "key_pages": PAGES, "value_pages": PAGES, "block_tables": TABLES, "lengths": LABELS}
 USUAL: dict[str, dict[str, Any]] = {
     "batch_invariant": {},
+    "logits_memory": {"most": None},
     "explain": {"x": X},
     "explain_attention": QKV,
     "explain_linear_cross_entropy": LINEAR,
