@@ -40,7 +40,7 @@ def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp, less: Less = ope
 
     Zero, not NaN, where `to` is -inf, so that the identity merges with itself. +inf and NaN give NaN.
     """
-    return exp(less(frm, jnp.where(to == -jnp.inf, jnp.zeros_like(to), to)))
+    return exp(less(frm, jax.lax.select(to == -jnp.inf, jnp.zeros_like(to), to)))
 
 
 def decay_to_finite(frm: jax.Array, to: jax.Array) -> jax.Array:

@@ -140,9 +140,9 @@ def _place(tile: Tile, j: Any) -> _StageCoord:
     """The coordinates of the tile's stage `j`."""
     h, i = 0, jnp.int32(j)
     if tile.group > 1:
-        queries = jnp.maximum(tile.span.end - tile.span.first, 1)
+        queries = lax.max(tile.span.end - tile.span.first, 1)
         h, i = lax.div(i, queries), lax.rem(i, queries)
-    i = jnp.where(j < tile.steps, tile.visited(tile.span.first + i), -1)
+    i = ptx.where(j < tile.steps, tile.visited(tile.span.first + i), -1)
     return _StageCoord(tile.batch, tile.key_head * tile.group + h, i, tile.first_key)
 
 
@@ -159,7 +159,7 @@ def _place_behind(tile: Tile, n: Any) -> _StageCoord:
     """The coordinates of stage `n`, which is behind the tile's last step."""
     following = tile.following()
     place, spare = _place(following, n - following.first_stage), n < following.first_stage
-    return place._replace(batch=jnp.where(spare, 0, place.batch), i=jnp.where(spare, -1, place.i))
+    return place._replace(batch=ptx.where(spare, 0, place.batch), i=ptx.where(spare, -1, place.i))
 
 
 def _copy_stage(tile: Tile, place: _StageCoord, n: Any) -> None:
@@ -198,7 +198,7 @@ def _copy_step(tile: Tile, place: _StageCoord, n: Any) -> None:
             backward_common.zero_rows(to, refs.lse.at[batch, head, rows])
         pipeline.issue(full, *statistics)
 
-    @pipeline.when(jnp.logical_not(nothing))
+    @pipeline.when(~nothing)
     def _():
         pipeline.issue(full, *parts, *statistics)
         pipeline.expect(partial_full, 0)  # a phase to each of the stage's
@@ -230,7 +230,7 @@ def _release_stage(tile: Tile, step: Step) -> jax.Array:
     n, released = step.n + stages, pipeline.arrive(tile.refs.empty.at[pipeline.stage(step.n, stages)])
     within = n < tile.first_stage + tile.steps
 
-    @pl.when(jnp.logical_not(within))
+    @pl.when(~within)
     def _():
         pipeline.when(released)(lambda: _copy_stage(tile, _place_behind(tile, n), n))
 
@@ -463,7 +463,7 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]
     else:
         last = backward_common.is_last(tile, part.step.i)
         pl.when(last)(lambda: _write_last(part, square))
-        pl.when(jnp.logical_not(last))(lambda: _add_square(part, square, earlier, ended))
+        pl.when(~last)(lambda: _add_square(part, square, earlier, ended))
     return issued, dk
 
 
@@ -590,8 +590,8 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
     def publish(t: Any, number: jax.Array, first_stage: Any) -> None:
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            batch, *rest = Tile.of(problem, config, refs, jnp.minimum(number, tiles - 1), first_stage).record
-            tile_scheduler.publish(refs.tile_smem, t, (jnp.where(number < tiles, batch, -1), *rest))
+            batch, *rest = Tile.of(problem, config, refs, lax.min(number, tiles - 1), first_stage).record
+            tile_scheduler.publish(refs.tile_smem, t, (ptx.where(number < tiles, batch, -1), *rest))
 
     def prologue(tile: Tile) -> None:
         """The first copies of the CTA."""

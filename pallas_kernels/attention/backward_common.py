@@ -148,7 +148,7 @@ class Tile:
     @property
     def stages(self) -> Any:
         """Steps, and as many stages without one as make a pipeline's depth, so that refills look one tile ahead."""
-        return jnp.maximum(self.steps, self.config.stages)
+        return lax.max(self.steps, self.config.stages)
 
     def step(self, h: Any, i: jax.Array) -> Step:
         """Head `h` of the group, the `i`th tile of queries."""
@@ -160,9 +160,9 @@ class Tile:
         if not self.config.staggered:
             return i
         _, first, end, _ = self.span
-        later = i + lax.rem(self.index, jnp.maximum(end - first, 1))
-        later = jnp.where(later >= end, later - (end - first), later)
-        return jnp.where((first <= i) & (i < end), later, i)
+        later = i + lax.rem(self.index, lax.max(end - first, 1))
+        later = ptx.where(later >= end, later - (end - first), later)
+        return ptx.where((first <= i) & (i < end), later, i)
 
     def each_head[Carry](self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         """`carry = visit(h, carry)` for each head of the group."""
@@ -416,7 +416,7 @@ def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
     """Releases the semaphore of the step before, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(jnp.logical_not(step.starts))
+    @pl.when(~step.starts)
     def _():
         new_head = (step.i == tile.span.first).astype(jnp.int32)
         i = step.i - 1 + new_head * (tile.span.end - tile.span.first)

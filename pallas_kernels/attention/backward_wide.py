@@ -178,8 +178,8 @@ def _copy_seen(tile: Tile, step: Step, name: str, rows: pipeline.Copy, statistic
         return pipeline.issue(full, rows, statistic)
     nothing, partial_full = refs.without_keys[tile.batch, step.head, step.i] != 0, getattr(refs, f"{name}_partial_full")
     # A phase of `partial_full` ends at each step, so that the step's number is the phase's.
-    pl.when(jnp.logical_not(nothing))(lambda: pipeline.expect(partial_full.at[0], 0))
-    pl.when(jnp.logical_not(nothing))(lambda: pipeline.issue(full, rows, statistic))
+    pl.when(~nothing)(lambda: pipeline.expect(partial_full.at[0], 0))
+    pl.when(~nothing)(lambda: pipeline.issue(full, rows, statistic))
 
     @pl.when(nothing)
     def _():

@@ -160,8 +160,8 @@ def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
     """The index of the CTA's tile `t`: from its row of the table, or, with a dynamic scheduler, by `tile_number`."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
-        return jnp.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + jnp.minimum(t, last)], _NO_TILE)
-    return cta.tiles[jnp.minimum(tile_number, cta.tiles.shape[0] - 1)]
+        return ptx.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + lax.min(t, last)], _NO_TILE)
+    return cta.tiles[lax.min(tile_number, cta.tiles.shape[0] - 1)]
 
 
 def _draw(cta: Cta) -> jax.Array:
@@ -176,16 +176,16 @@ def _draw(cta: Cta) -> jax.Array:
 def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     """Publishes the record of the CTA's tile `t` to its warpgroups: where its queries are, and what they see."""
     problem, config = cta.problem, cta.config
-    exists, tile = (tile != _NO_TILE).astype(jnp.int32), jnp.maximum(tile, 0)
+    exists, tile = (tile != _NO_TILE).astype(jnp.int32), lax.max(tile, 0)
     per_head = -(-problem.query_length // config.queries) * config.splits
     packs = problem.query_heads // config.packed_heads
     head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
     batch, head = lax.div(head, jnp.int32(packs)), lax.rem(head, jnp.int32(packs))
     queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
     if problem.query_lengths:
-        queries = jnp.clip(cta.query_lengths[batch], 0, queries)
+        queries = mask.clip(cta.query_lengths[batch], 0, queries)
     if problem.key_lengths:
-        keys = jnp.clip(cta.key_lengths[batch], 0, keys)
+        keys = mask.clip(cta.key_lengths[batch], 0, keys)
 
     def load_span() -> TileRange:
         of_head = index if config.splits == 1 else lax.div(index, jnp.int32(config.splits))
@@ -195,7 +195,7 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     load = load_span if problem.has_data_mask else None
     span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, load)
     if config.splits > 1:
-        keys = jnp.where(sees_any, keys, 0)
+        keys = ptx.where(sees_any, keys, 0)
     key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
@@ -234,7 +234,8 @@ def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
 def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
     """The step before the tile's step `i`; before its first step, the last one of the tile `before`."""
     steps = _step_of(cta, tile, i - 1), _step_of(cta, before, before.steps - 1)
-    return _Step(*(jnp.where(i > 0, x, y) for x, y in zip(*steps, strict=True)))
+    is_within = i > 0
+    return _Step(*(x if x is y else ptx.where(is_within, x, y) for x, y in zip(*steps, strict=True)))
 
 
 def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
@@ -306,12 +307,12 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
             pipeline.when(value.exists)(lambda: copy(key, value))
 
         pipeline.when(is_next)(copy_next)
-        pipeline.when(jnp.logical_not(is_next))(copy_any)
+        pipeline.when(~is_next)(copy_any)
 
     # Most steps are within the tile: their copies do not wait for the records of others.
     within = i < tile.steps
     pipeline.when(within)(lambda: copy(_step_of(cta, tile, i), _step_of(cta, tile, i - 1)))
-    pipeline.when(jnp.logical_not(within))(copy_later)
+    pipeline.when(~within)(copy_later)
 
 
 def _tile_with_step(cta: Cta, tile: _Tile, i: Any) -> tuple[_Tile, Any]:
@@ -351,7 +352,7 @@ def _copy_keys(cta: Cta, source: jax.Ref, step: _Step, to: Any, full: jax.Ref) -
         at = step.batch, step.key, step.key_head
         return pipeline.copy_pages(source, cta.block_tables, at, to, full, pages_first=problem.pages_first)
     # The last tile may go on behind the table.
-    entry = jnp.minimum(lax.div(step.key, jnp.int32(problem.page_size)), cta.block_tables.shape[1] - 1)
+    entry = lax.min(lax.div(step.key, jnp.int32(problem.page_size)), cta.block_tables.shape[1] - 1)
     page, at = cta.block_tables[step.batch, entry], pl.ds(lax.rem(step.key, jnp.int32(problem.page_size)), rows)
     place = (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
     return pipeline.copy_rows(source, place, to, full)
@@ -374,7 +375,7 @@ def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
 
     within = i < tile.steps
     pipeline.when(within)(lambda: copy(_step_of(cta, tile, i)))
-    pipeline.when(jnp.logical_not(within))(copy_later)
+    pipeline.when(~within)(copy_later)
 
 
 def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
@@ -419,7 +420,7 @@ def _tiles(cta: Cta) -> None:
         state, following = _mainloop(cta, tile, place, own, index)
         _skip(cta, tile, stop, tile.steps)
         if lacks_page is not None:
-            lost = jnp.where(lacks_page, jnp.nan, 0.0)
+            lost = lax.select(lacks_page, np.float32(np.nan), np.float32(0))
             state = state._replace(max=state.max + lost, sum=state.sum + lost)
         _epilogue(cta, place, tile.split, state)
         # The load overlaps with the next tile's start, which needs it in its first step.
@@ -436,7 +437,7 @@ def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
     size, (first, end) = cta.problem.page_size, (i * cta.config.block_kv for i in (tile.span.first, tile.span.end))
     first = lax.div(first, jnp.int32(size))
     # `pl.cdiv` would divide by a number of 64 bits under jax_enable_x64.
-    end = lax.div(jnp.minimum(end, tile.place.keys) + (size - 1), jnp.int32(size))
+    end = lax.div(lax.min(end, tile.place.keys) + (size - 1), jnp.int32(size))
     pages = cta.key.shape[0 if cta.problem.pages_first else 1]
     return gather.lacks_page(cta.block_tables, tile.place.batch, first, end, pages)
 
@@ -560,7 +561,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     wgmma.store_rows(cta.lse, lse, place, queries_first=cta.config.splits > 1)
 
     def hide(out: jax.Array) -> jax.Array:
-        return jnp.where(by_row(unseen, out), jnp.zeros_like(out), out)
+        return ptx.where(by_row(unseen, out), jnp.zeros_like(out), out)
 
     columns = cta.out_smem.shape[1] * PANEL
     for start in range(0, problem.value_dim, columns):

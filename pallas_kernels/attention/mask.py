@@ -111,17 +111,15 @@ def tile_kv_range(
 
 def clamp(span: TileRange, own: TileRange) -> TileRange:
     """`own` within `span`: at least one tile."""
-    first = jnp.minimum(own.first, span.end - 1)
-    return own._replace(first=first, end=jnp.clip(own.end, first + 1, span.end))
+    first = _min(own.first, span.end - 1)
+    return own._replace(first=first, end=clip(own.end, first + 1, span.end))
 
 
 def intersect(span: TileRange, by: TileRange) -> TileRange:
     """The tiles of both, at least one, which need no mask if they need none in either."""
-    first = jnp.clip(by.first, span.first, span.end - 1)
-    end = jnp.clip(by.end, first + 1, span.end)
-    return TileRange(
-        first, jnp.maximum(span.inner_first, by.inner_first), jnp.minimum(span.inner_end, by.inner_end), end
-    )
+    first = clip(by.first, span.first, span.end - 1)
+    end = clip(by.end, first + 1, span.end)
+    return TileRange(first, _max(span.inner_first, by.inner_first), _min(span.inner_end, by.inner_end), end)
 
 
 def needs_mask(problem: Attention, span: TileRange, tile: jax.Array) -> jax.Array | None:
@@ -133,15 +131,20 @@ def needs_mask(problem: Attention, span: TileRange, tile: jax.Array) -> jax.Arra
 
 
 def _div(x: Int, y: int) -> Int:
-    return x // y if isinstance(x, int) else lax.div(x, jnp.int32(y))
+    return x // y if isinstance(x, int) else lax.div(x, y)
 
 
 def _min(x: Int, y: Int) -> Int:
-    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else lax.min(x, y)
 
 
 def _max(x: Int, y: Int) -> Int:
-    return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
+    return max(x, y) if isinstance(x, int) and isinstance(y, int) else lax.max(x, y)
+
+
+def clip(x: Int, low: Int, high: Int) -> Int:
+    """`x`, but `low` at least, and `high` at most."""
+    return _min(high, _max(low, x))
 
 
 class BlockMask(NamedTuple):

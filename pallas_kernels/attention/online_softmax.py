@@ -1,6 +1,7 @@
 """The online softmax of a warpgroup's rows: logits from products, a tile's update of the state, and the result."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,11 +9,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import monoid
 from pallas_kernels.attention import gather, mask
 from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig
-from pallas_kernels.mosaic import fast_math
+from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
@@ -161,7 +163,7 @@ def update(
     """
     factor = LOG2E * (problem.scale if folds_scale(problem) else 1.0)
     # With fewer columns than here, heads of 256 spill 8 bytes.
-    highest = _fold_columns(jnp.maximum, x, PARTIAL_COLUMNS if config.early_exp_columns else 32)
+    highest = _fold_columns(mgpu.FragmentedArray.max, x, PARTIAL_COLUMNS if config.early_exp_columns else 32)
 
     def exp_and_sum(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         if problem.batch_invariant:
@@ -171,17 +173,17 @@ def update(
             weights = monoid.decay(x, by_row(maximum, x), exp=jnp.exp2, less=less)
         else:
             weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
-        return total + _fold_columns(jnp.add, weights, PARTIAL_COLUMNS), weights
+        return total + _fold_columns(operator.add, weights, PARTIAL_COLUMNS), weights
 
     def full_update(x: jax.Array) -> tuple[jax.Array, ...]:
         maximum = highest.max(axis=1) * factor
         if problem.bias is not None:
-            maximum = jnp.where(maximum < _HIDDEN, -jnp.inf, maximum)
+            maximum = ptx.where(maximum < _HIDDEN, -jnp.inf, maximum)
         if config.rescale_threshold_log2:
             # NaN is not below anything, and stays.
-            maximum = jnp.where(maximum <= state.max + float(config.rescale_threshold_log2), state.max, maximum)
+            maximum = ptx.where(maximum <= state.max + float(config.rescale_threshold_log2), state.max, maximum)
         else:
-            maximum = jnp.maximum(state.max, maximum)
+            maximum = lax.max(state.max, maximum)
         decay = monoid.decay(state.max, maximum, exp=jnp.exp2)
         return maximum, decay, *exp_and_sum(x, maximum, state.sum * by_row(decay, state.sum))
 
@@ -229,7 +231,7 @@ def finalize(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> 
         m, total, factor = monoid.combine((m, total, factor), of_sink, exp=jnp.exp2)
     if hidden is not None:
         unseen |= hidden
-    lse = jnp.where(unseen, jnp.full_like(m, -jnp.inf), m / LOG2E + fast_math.log(total))
+    lse = ptx.where(unseen, jnp.full_like(m, -jnp.inf), m / LOG2E + fast_math.log(total))
     return unseen, factor / total, lse
 
 
@@ -238,9 +240,13 @@ def by_row(x: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def _fold_columns(operation: Callable[..., jax.Array], x: jax.Array, columns: int) -> jax.Array:
+def _fold_columns(operation: Callable[..., Any], x: jax.Array, columns: int) -> jax.Array:
     """A tree over groups of `columns` columns, where a reduction of Mosaic's is one long chain."""
-    parts = [x[:, start : start + columns] for start in range(0, x.shape[1], columns)]
-    while len(parts) > 1:
-        parts = [operation(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-    return parts[0]
+
+    def fold_groups(ctx, x):
+        parts = [x[:, start : start + columns] for start in range(0, x.shape[1], columns)]
+        while len(parts) > 1:
+            parts = [operation(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+        return parts[0]
+
+    return ptx.inline(fold_groups, (x, WGMMA), result=((x.shape[0], columns), x.dtype, WGMMA))

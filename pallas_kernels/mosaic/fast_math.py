@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 LOG2E = math.log2(math.e)
 
@@ -50,7 +51,7 @@ def tanh_32bit(x: jax.Array) -> jax.Array:
     s = x * x
     series = -0.33333314 + s * (0.13332474 + s * (-0.05384005 + s * (0.02101913 + s * -0.00619716)))
     near = x + x * (s * series)
-    return jnp.where(size < 0.55, near, jnp.where(x < 0.0, -far, far))
+    return lax.select(size < 0.55, near, lax.select(x < 0.0, -far, far))
 
 
 def tanh_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
@@ -68,12 +69,12 @@ def log(x: jax.Array) -> jax.Array:
 
     `x = 2^k f` with `f` near 1, and `log(f) = 2 atanh((f - 1) / (f + 1))` as a polynomial.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
     k = (bits - 0x3F3504F3) >> 23
-    f = jax.lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
+    f = lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
     s = (f - 1.0) / (f + 1.0)
     z = s * s
     series = z * (2.0 / 3 + z * (2.0 / 5 + z * (2.0 / 7 + z * (2.0 / 9))))
     result = k.astype(jnp.float32) * 0.693147180559945 + (s * 2.0 + s * series)
-    result = jnp.where(x == 0.0, jnp.full_like(x, -jnp.inf), result)
-    return jnp.where(x < jnp.inf, result, x)
+    result = lax.select(x == 0.0, jnp.full_like(x, -jnp.inf), result)
+    return lax.select(x < jnp.inf, result, x)

@@ -237,6 +237,13 @@ class Part:
         return ref
 
 
+def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
+    """`jnp.where` of an array and another, or a number, which does not open a `jit` for it: tracing takes a third."""
+    shape, dtype = next((v.shape, v.dtype) for v in (x, y) if isinstance(v, jax.Array))
+    number = (lambda v: lax.full(shape, v, dtype)) if shape else dtype.type
+    return lax.select(condition, *(v if isinstance(v, jax.Array) else number(v) for v in (x, y)))
+
+
 def no_unroll[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """`lax.fori_loop` that stays a loop.
 

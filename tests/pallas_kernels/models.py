@@ -5,6 +5,7 @@ A model is found by the operation's name; what is static in it comes from the va
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -231,6 +232,14 @@ def _load_record(machine: Any, static: Any, words: Any, t: Any) -> list[Any]:
     row, column = np.indices((static.rows, static.columns)).reshape(2, -1)
     found = machine.gather(words, (t % tile_scheduler.RECORDS * static.rows + row, column), True, 0)
     return [found[i] for i in range(row.size)]
+
+
+def _fold_groups(machine: Any, static: Any, x: Any) -> list[Any]:
+    operation = jnp.add if static.operation is operator.add else jnp.maximum
+    parts = [x[:, start : start + static.columns] for start in range(0, x.shape[1], static.columns)]
+    while len(parts) > 1:
+        parts = [*map(operation, parts[:-1:2], parts[1::2]), *parts[len(parts) // 2 * 2 :]]
+    return parts
 
 
 def _publish_words(machine: Any, static: Any, words: Any, row: Any, rank: Any, *values: Any) -> None:
