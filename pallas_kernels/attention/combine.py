@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels import monoid
 from pallas_kernels.attention import gather
 from pallas_kernels.attention.problem import WARPGROUP_ROWS
-from pallas_kernels.mosaic import fast_math
+from pallas_kernels.mosaic import fast_math, ptx
 
 COLUMNS = 8
 MOST_AT_ONCE = 32  # states of a row that a thread has registers for; more merge in two launches
@@ -45,12 +45,12 @@ def _body(*refs: jax.Ref, count: int, sinks: bool) -> None:
     total = functools.reduce(jnp.add, weights)
     unseen = functools.reduce(jnp.maximum, lses) == -jnp.inf
     summed = functools.reduce(jnp.add, [x * weight for x, weight in zip(parts, weights, strict=False)])
-    merged = jnp.where(unseen, jnp.zeros_like(summed), summed / total)
+    merged = ptx.where(unseen, jnp.zeros_like(summed), summed / total)
     gather.store_tile(out, merged.astype(out.dtype), (group, row, column))
 
     @pl.when(column == 0)
     def _():
-        of_rows = jnp.where(unseen, jnp.full_like(total, -jnp.inf), highest + fast_math.log(total))
+        of_rows = ptx.where(unseen, jnp.full_like(total, -jnp.inf), highest + fast_math.log(total))
         gather.store_tile(lse, of_rows, (group, row, 0))
 
 

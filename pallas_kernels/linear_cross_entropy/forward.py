@@ -28,7 +28,7 @@ from pallas_kernels import hardware, monoid
 from pallas_kernels.attention import gather
 from pallas_kernels.attention.wgmma import tiled
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import fast_math, reduce
+from pallas_kernels.mosaic import fast_math, ptx, reduce
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
 WARPGROUPS = 2
@@ -165,7 +165,7 @@ def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: A
 def _own_columns(z: jax.Array, last: jax.Array) -> jax.Array:
     """A tile's logits, and -inf past its column `last`."""
     at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA)
-    return jnp.where(at <= last, z, jnp.full_like(z, -jnp.inf))
+    return ptx.where(at <= last, z, jnp.full_like(z, -jnp.inf))
 
 
 def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
         for start, part in parts.items():
             at = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=WGMMA) + start
             is_label = at == lax.broadcast_in_dim(label, part.shape, [0])
-            total += jnp.where(is_label, part, jnp.zeros_like(part))
+            total += ptx.where(is_label, part, jnp.zeros_like(part))
         return total.sum(axis=1)
 
     # Few tiles have a label of any of a warp's rows.
@@ -198,7 +198,7 @@ def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Ar
     last = problem.vocabulary - 1 - first if problem.vocabulary % (config.group * config.columns) else None
     label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
     if last is not None:
-        label = jnp.where(label <= last, label, jnp.full_like(label, -1))
+        label = ptx.where(label <= last, label, jnp.full_like(label, -1))
         z = lax.cond(last < config.columns - 1, lambda z: _own_columns(z, last), lambda z: z, z)
     # In parts, of which few are in registers beside the logits.
     parts = {start: z[:, start : start + _PART] for start in range(0, config.columns, _PART)}
@@ -215,7 +215,7 @@ def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Ar
             _store(refs, static, row, first + start, weights, part)
         terms = [weights]
         if problem.entropy:
-            terms.append(jnp.where(weights == 0.0, jnp.zeros_like(part), weights * part))
+            terms.append(ptx.where(weights == 0.0, jnp.zeros_like(part), weights * part))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
     if problem.weights == "tiles":
         refs["maxima"].at[column, _tokens(config, row)][...] = maximum
@@ -258,7 +258,7 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
     me, steps = lax.axis_index("cta"), problem.embedding // config.depth
     groups = lax.div(shape[0] * shape[1] - me + ctas - 1, jnp.int32(ctas))
     if problem.weights == "tiles":
-        groups = jnp.where(of["needed"][0] != 0, groups, 0)
+        groups = ptx.where(of["needed"][0] != 0, groups, 0)
     total = groups * (config.group * steps)
 
     @pl.when(lax.axis_index("warpgroup") == 0)

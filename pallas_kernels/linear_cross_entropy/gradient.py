@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.wgmma import tiled
-from pallas_kernels.mosaic import reduce
+from pallas_kernels.mosaic import ptx, reduce
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
 ROWS = 64
@@ -43,9 +43,9 @@ def _write(
         x = plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
         by_row = lambda value, x=x: lax.broadcast_in_dim(value, x.shape, [0])
         # A row with a factor of 0 may have weights that are NaN.
-        probability = jnp.where(by_row(factor) == 0, jnp.zeros_like(x), x * by_row(factor))
+        probability = ptx.where(by_row(factor) == 0, jnp.zeros_like(x), x * by_row(factor))
         at = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=WGMMA) + (tile * columns + start)
-        of_column = jnp.where(at == by_row(label), by_row(of_label), jnp.zeros_like(x))
+        of_column = ptx.where(at == by_row(label), by_row(of_label), jnp.zeros_like(x))
         part[...] = (probability - of_column).astype(part.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, here)

@@ -9,6 +9,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -238,9 +239,10 @@ class Part:
 
 
 def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
-    """`jnp.where` of an array and another, or a number, which does not open a `jit` for it: tracing takes a third."""
-    shape, dtype = next((v.shape, v.dtype) for v in (x, y) if isinstance(v, jax.Array))
-    number = (lambda v: lax.full(shape, v, dtype)) if shape else dtype.type
+    """`jnp.where` of arrays of the condition's shape and of numbers, which opens no `jit`: tracing takes a third."""
+    of_numbers = jnp.result_type(*(np.int32 if isinstance(v, int) else np.float32 for v in (x, y)))
+    dtype = next((v.dtype for v in (x, y) if isinstance(v, jax.Array)), of_numbers)
+    number = lambda v: lax.full(condition.shape, v, dtype) if condition.shape else dtype.type(v)
     return lax.select(condition, *(v if isinstance(v, jax.Array) else number(v) for v in (x, y)))
 
 

@@ -335,7 +335,7 @@ def select_by_mask(
 ) -> jax.Array:
     """Selects `z` where the mask holds and `other` elsewhere; `ref` is `[rows, cols]` or, for all rows, `[1, cols]`."""
     held = _load_mask(ref, rows, row, first, tile)
-    return jnp.where(held != 0.0, z, jnp.full_like(z, other))
+    return ptx.where(held != 0.0, z, jnp.full_like(z, other))
 
 
 def select_inside(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, reduce
+from pallas_kernels.mosaic import mbarrier, ptx, reduce
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import row_ops
@@ -91,10 +91,10 @@ def _assign(problem: Problem, config: GridConfig, counter: jax.Array) -> tuple[j
     is_ahead, is_after = late < 0, after >= 0
     consumes = jnp.logical_or(is_after, jnp.logical_and(jnp.logical_not(is_ahead), of_pair >= producers))
     pair = lax.div(late, producers + consumers)
-    row = jnp.where(is_ahead, lax.div(counter, producers), pair + jnp.where(of_pair >= producers, 0, lookahead))
-    row = jnp.where(is_after, pairs + lax.div(after, consumers), row)
-    rank = jnp.where(is_ahead, lax.rem(counter, producers), of_pair - jnp.where(of_pair >= producers, producers, 0))
-    return consumes, row, jnp.where(is_after, lax.rem(after, consumers), rank)
+    row = ptx.where(is_ahead, lax.div(counter, producers), pair + ptx.where(of_pair >= producers, 0, lookahead))
+    row = ptx.where(is_after, pairs + lax.div(after, consumers), row)
+    rank = ptx.where(is_ahead, lax.rem(counter, producers), of_pair - ptx.where(of_pair >= producers, producers, 0))
+    return consumes, row, ptx.where(is_after, lax.rem(after, consumers), rank)
 
 
 def _body(

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.monoid import Stats
-from pallas_kernels.mosaic import fast_math, reduce, row_scalars, vectors
+from pallas_kernels.mosaic import fast_math, ptx, reduce, row_scalars, vectors
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.softmax import row_ops
 from pallas_kernels.softmax.problem import IGNORED, Problem
@@ -101,7 +101,7 @@ class Operands:
         weights = row_scalars.load(self.of_rows[1], row, tile, fill=0)
         columns = labels
         if self.problem.op.takes_stats:
-            columns = jnp.where(labels < self.problem.cols, labels, jnp.full_like(labels, IGNORED))
+            columns = ptx.where(labels < self.problem.cols, labels, jnp.full_like(labels, IGNORED))
         logits = self.soft_capped(self._scaled(row_scalars.load_element(self.inputs[0], row, columns, tile)))
         held = None if self.mask is None else row_scalars.load_element(self.mask, row, columns, tile)
         return LabelOperands(labels, weights, logits, held, columns)

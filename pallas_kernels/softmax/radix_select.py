@@ -155,7 +155,7 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
 
 def _count(held: jax.Array) -> jax.Array:
     """How many hold in each row."""
-    return jnp.where(held, 1.0, 0.0).sum(axis=1)
+    return ptx.where(held, 1.0, 0.0).sum(axis=1)
 
 
 def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns: jax.Ref, staged_keys: jax.Ref | None = None, *, k: int) -> None:
@@ -169,12 +169,12 @@ def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns: jax.Ref, staged_keys: ja
 
     def add_bit(i: jax.Array, found: jax.Array) -> jax.Array:
         larger = found + lax.shift_left(jnp.int32(1), bits - 1 - i)
-        return jnp.where(_count(keys >= over_row(larger)) >= k, larger, found)
+        return ptx.where(_count(keys >= over_row(larger)) >= k, larger, found)
 
     smallest = plgpu.layout_cast(jnp.full((WARPS,), -(1 << (bits - 1)), jnp.int32), _LAYOUT.reduce(1))
     kth = over_row(ptx.no_unroll(0, bits, add_bit, smallest))
     left = (k - _count(keys > kth)).astype(jnp.int32)
-    order = jnp.where(keys > kth, 1, jnp.where(keys == kth, 0, -1))
+    order = ptx.where(keys > kth, 1, ptx.where(keys == kth, 0, -1))
     _stage(columns, staged_keys, keys, order, left)
     _store(out_ref, columns, staged_keys, first)
 

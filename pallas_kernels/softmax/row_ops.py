@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import monoid
 from pallas_kernels.monoid import Exp, decay
-from pallas_kernels.mosaic import fast_math, vectors
+from pallas_kernels.mosaic import fast_math, ptx, vectors
 from pallas_kernels.mosaic.row_scalars import of_first_lane
 from pallas_kernels.softmax.problem import Op, Problem
 
@@ -150,7 +150,7 @@ def neutral_if_ignored(stats: RowStats, label_operands: LabelOperands | None) ->
     if label_operands is None:
         return own
     neutral = zip(own, (0.0, 1.0, 0.0)[: len(own)], strict=True)
-    return tuple(jnp.where(label_operands.labels >= 0, x, jnp.full_like(x, other)) for x, other in neutral)
+    return tuple(ptx.where(label_operands.labels >= 0, x, jnp.full_like(x, other)) for x, other in neutral)
 
 
 def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperands | None) -> RowStats:
@@ -162,7 +162,7 @@ def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperand
         return stats
     maximum, total, *_ = neutral_if_ignored(stats, label_operands)
     weights = label_operands.weights * problem.scale
-    weights = jnp.where(label_operands.labels >= 0, weights, jnp.zeros_like(weights))
+    weights = ptx.where(label_operands.labels >= 0, weights, jnp.zeros_like(weights))
     slope = weights
     if problem.z_loss:
         lse = _times_unit(problem, maximum) + fast_math.log(total)
@@ -181,7 +181,7 @@ def given(problem: Problem, label_operands: LabelOperands, rest: Sequence[jax.Ar
     if problem.smoothing:
         factors.append(weights * (problem.scale * problem.smoothing) * (1.0 / count))
     maximum = maximum if problem.unit == 1.0 else maximum * (1.0 / problem.unit)
-    maximum, *factors = (jnp.where(read, x, jnp.zeros_like(x)) for x in (maximum, *factors))
+    maximum, *factors = (ptx.where(read, x, jnp.zeros_like(x)) for x in (maximum, *factors))
     return RowStats(maximum, (), tuple(factors))
 
 
@@ -218,7 +218,7 @@ def at_labels(problem: Problem, stats: RowStats, label_operands: LabelOperands, 
     assert label_operands.logits is not None
     out = decay(label_operands.logits, stats.max, exp=exp) * stats.factors[0]
     if label_operands.held is not None:
-        out = jnp.where(label_operands.held != 0.0, out, jnp.zeros_like(out))
+        out = ptx.where(label_operands.held != 0.0, out, jnp.zeros_like(out))
     for factor in stats.factors[1:]:
         out = out - factor
     out = out - label_operands.weights * (problem.scale * (1.0 - problem.smoothing))
