@@ -238,7 +238,7 @@ class Part:
         return ref
 
 
-def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
+def where(condition: Any, x: Any, y: Any) -> jax.Array:
     """`jnp.where` of arrays of the condition's shape and of numbers, which opens no `jit`: tracing takes a third."""
     of_numbers = jnp.result_type(*(np.int32 if isinstance(v, int) else np.float32 for v in (x, y)))
     dtype = next((v.dtype for v in (x, y) if isinstance(v, jax.Array)), of_numbers)
