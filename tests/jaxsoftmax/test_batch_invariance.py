@@ -215,7 +215,7 @@ def test_inside_of_a_jitted_function_and_as_a_decorator() -> None:
 
 
 def test_a_value_that_is_no_bool() -> None:
-    with pytest.raises(TypeError, match=r"batch_invariant: enabled is .*, expected a bool"):
+    with pytest.raises(TypeError, match=r"batch_invariant: enabled is .*, expected True or False"):
         batch_invariant(jaxsoftmax.softmax)  # pyright: ignore[reportArgumentType]
 
 
