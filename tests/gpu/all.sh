@@ -42,6 +42,7 @@ do_part() {
   cross-entropy) share "$1" $here/test_conformance.py::test_losses_on_gpu $here/test_linear_cross_entropy.py ;;
   attention)
     share "$1" $here/test_attention_forward.py $here/test_attention_backward.py $here/test_attention_masks.py \
+      $here/test_attention_fallbacks.py \
       tests/jaxsoftmax/test_paged_attention.py
     ;;
   library) share "$1" tests/jaxsoftmax/test_*gpu.py $here/test_gpu_harness.py ;;

@@ -76,6 +76,7 @@ def test_what_runs_nothing_is_the_same_inside() -> None:
     run = lambda: (
         str(jaxsoftmax.explain(X)),
         str(jaxsoftmax.explain_attention(Q, Q, Q)),
+        str(jaxsoftmax.explain_paged_attention(**MORE_CALLS["pages"][1])),
         str(jaxsoftmax.explain_linear_cross_entropy(X, X.T, jnp.arange(len(X)))),
         bits(jaxsoftmax.unzigzag(jaxsoftmax.zigzag(X[:, :4], 1, 2), 1, 2)),
         bits(jaxsoftmax.merge(jaxsoftmax.Stats(X, X), jaxsoftmax.Stats(X, 2 * X))),
@@ -90,7 +91,7 @@ def test_what_runs_nothing_is_the_same_inside() -> None:
 def test_every_public_function_is_compared_inside() -> None:
     source = inspect.getsource(table) + inspect.getsource(test_what_runs_nothing_is_the_same_inside)
     public = {name for name in jaxsoftmax.__all__ if name[0].islower()}
-    public -= {"batch_invariant", "install", "patch", "uninstall"}
+    public -= {"batch_invariant", "install", "logits_memory", "patch", "uninstall"}
     assert not [name for name in public if not re.search(rf"jaxsoftmax\.{name}\b", source)]
 
 

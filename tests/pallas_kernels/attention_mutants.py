@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import Op
-from pallas_kernels.mosaic import fast_math, reduce
+from pallas_kernels.mosaic import fast_math, ptx, reduce
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import WGMMA
 
@@ -112,8 +113,8 @@ def _references(run: types.FrameType) -> types.SimpleNamespace:
 
 def _is_part(ref: Any, of: Any) -> bool:
     """Whether a reference is another, or a part of it."""
-    common = [x for x, y in zip(ref.transforms, of.transforms, strict=False) if x is y]
-    return ref.ref is of.ref and len(common) == len(of.transforms)
+    cuts, cuts_of = (x.places if isinstance(x, ptx.Part) else x.transforms for x in (ref, of))
+    return ref.ref is of.ref and all(map(operator.is_, cuts, cuts_of)) and len(cuts) >= len(cuts_of)
 
 
 def _mutant(op, words, original, fault, kind="full", rejected_by=NUMBERS, inside=None, barrier="", nth=None, **facts):
@@ -242,9 +243,9 @@ def _full_for_any(of_group, pairs, group):
 
 def _stale_pages(copy_pages, source, tables, at, to, *arguments, **keywords):
     """The second half of a tile is the first once more."""
-    half = to.shape[1] // 2
-    for first in (0, half):
-        copy_pages(source, tables, at, to.at[:, pl.ds(first, half)], *arguments, **keywords)
+    panels, rows, _ = to.shape
+    for first in (0, rows // 2):
+        copy_pages(source, tables, at, to.at[pl.ds(0, panels), pl.ds(first, rows // 2)], *arguments, **keywords)
 
 
 def _last_once_more(fetch_tile, tile_counter):
@@ -353,7 +354,7 @@ MUTANTS = (
            lambda run, parts, lses, sinks, dtype: run(parts, lses, None, dtype), "sinks"),
     _split("the last tile of keys is in no split", mask.tile_kv_range, _one_tile_less, inside=forward._publish),
     _split("a split without keys takes part", mask.tile_kv_range,
-           lambda span, *a: (span(*a)[0], True), "causal-earlier", inside=forward._publish),
+           lambda span, *a: (span(*a)[0], np.bool_(True)), "causal-earlier", inside=forward._publish),
     _split("splits of a mask's keys are those of all keys", mask.tile_kv_range,
            lambda span, *a: span(*a[:-1], None), "segments", inside=forward._publish, rejected_by=UNORDERED),
     _split("all rows of a tile are queries of one head", TileCoord.queries_of_rows,
