@@ -540,7 +540,7 @@ def test_vocabularies_and_tokens_that_divide_or_not(tokens: int, cols: int) -> N
 
 MESSAGES: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "layout": (ValueError, {"weight_layout": "VE"}, r"hidden has shape \(13, 6\) and weight \(6, 11\).*\[V, E\]"),
-    "no layout": (ValueError, {"weight_layout": "HV"}, "weight_layout='HV', expected 'EV' or 'VE'"),
+    "no layout": (ValueError, {"weight_layout": "HV"}, "weight_layout='HV', expected one of 'EV', 'VE'"),
     "bias": (ValueError, {"bias": np.zeros(6)}, r"bias has shape \(6,\), expected \(11,\)"),
     "chunk": (ValueError, {"chunk_size": 0}, "chunk_size is 0, expected a positive integer"),
     "scale": (ValueError, {"scale": np.ones((13, 11))}, r"scale has shape \(13, 11\), expected"),

@@ -209,11 +209,12 @@ def test_a_tile_of_keys_beyond_the_length_visits_nothing():
 def test_staggered_tiles_visit_each_step_once():
     config = BackwardConfig(block_q=64, warpgroups=2, stages=2, staggered=True)
     spans = np.array([s for s in itertools.product(range(7), repeat=4) if list(s) == sorted(s)], np.int32)
-    index, i = np.arange(5)[:, None, None], np.arange(7)[None, None, :]
+    of_each = lambda x: jnp.broadcast_to(jnp.asarray(x), (5, len(spans), 7))
     p = attention_cases.problem_of(Op.BACKWARD, {}, (448, 640), (64, 64), "bfloat16", (1, 1))
-    whole = TileRange(*(jnp.asarray(spans[:, x])[None, :, None] for x in range(4)))
-    tile = Tile(p, config, SimpleNamespace(), 0, 0, jnp.asarray(index), Sequence(640, 7, None, None), whole, 0)
-    visited = np.broadcast_to(tile.visited(jnp.asarray(i)), (5, len(spans), 7))
+    whole = TileRange(*(of_each(spans[:, x, None]) for x in range(4)))
+    index = of_each(np.arange(5)[:, None, None])
+    tile = Tile(p, config, SimpleNamespace(), 0, 0, index, Sequence(640, 7, None, None), whole, 0)
+    visited = np.asarray(tile.visited(of_each(np.arange(7))))
     for n, s in np.ndindex(5, len(spans)):
         first, inner_first, inner_end, end = spans[s]
         own = visited[n, s].tolist()
