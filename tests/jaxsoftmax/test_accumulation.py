@@ -24,7 +24,9 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 def test_sums_over_chunks(dtype: jnp.dtype) -> None:
     ones, two_keys = numbers(dtype), jnp.zeros((1, 2, 1, 1), dtype)
     long_key, signs = jnp.zeros((1, LENGTH, 1, 1), dtype), jnp.sign(ones)
-    for out in jax.jvp(lambda value: attention(two_keys, long_key, value), (ones,), (ones,)):
+    # As many queries as a tile has, beside which keys come in chunks of as many.
+    query = jnp.zeros((1, tiles.CHUNK, 1, 1), dtype)
+    for out in jax.jvp(lambda value: attention(query, long_key, value), (ones,), (ones,)):
         np.testing.assert_array_equal(np.float64(out), 0.25 / LENGTH)
     # Over chunks of queries. Of two keys whose values are 1 and -1, a query's cotangent is 1/2 and -1/2.
     value = jnp.asarray([1.0, -1.0], dtype)[None, :, None, None]
@@ -34,6 +36,5 @@ def test_sums_over_chunks(dtype: jnp.dtype) -> None:
     np.testing.assert_array_equal(np.float64(d_value), 0.0)
     np.testing.assert_array_equal(np.float64(pull(ones)[1]), 0.125)
     # Over chunks of keys. The mean of the values is 0, so that a key's cotangent is its value over the length.
-    query = jnp.zeros((1, 1, 1, 1), dtype)
     _, pull = jax.vjp(lambda query: attention(query, jnp.abs(ones), signs), query)
     np.testing.assert_array_equal(np.float64(pull(jnp.ones_like(query))[0]), 0.25 / LENGTH)

@@ -14,6 +14,7 @@ from jax import export
 from mutants import RADIX_SELECT_FAULTS
 
 from jaxsoftmax import _top_k
+from pallas_kernels import hardware
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import radix_select
 from tests import top_k_oracle
@@ -115,6 +116,23 @@ def test_top_k_by_the_kernel(scale: float, k: int) -> None:
         return y, indices
 
     top_k_oracle.check(select, top_k_oracle.rows(4096, np.float32), k, normalize="all", scale=scale)
+
+
+def test_more_than_the_kernel_sorts_are_sorted_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, asked = keys_of("bfloat16", (4, 1024)), []
+    order = np.argsort(-np.asarray(keys, np.float64), axis=-1, kind="stable")
+
+    def select(_: jax.Array, k: int, *, sorts: bool = False) -> jax.Array:
+        asked.append(sorts)
+        return jnp.asarray(order[:, :k] if sorts else np.sort(order[:, :k], -1))
+
+    monkeypatch.setattr(radix_select, "run", select)
+    monkeypatch.setattr(hardware, "current", lambda: H200)
+    for k in (_top_k.MOST_SORTED, _top_k.MOST_SORTED + 1, 256):
+        values, places = _top_k.largest(keys, k, by_kernel=True)
+        np.testing.assert_array_equal(places, order[:, :k])
+        np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(keys), order[:, :k], -1))
+    assert asked == [True, False, False]
 
 
 def test_what_the_kernel_declines() -> None:
