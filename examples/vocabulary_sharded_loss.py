@@ -45,7 +45,7 @@ def loss_by_hand(logits: jax.Array, labels: jax.Array) -> jax.Array:
     own = jnp.where(jnp.arange(DEVICES)[:, None] == device, normalizer, 0.0)
     normalizers, label_logit = jax.lax.psum((own, jnp.where(is_here, picked, 0.0)), "vocabulary")
     row = jaxsoftmax.merge(*(jaxsoftmax.Stats(each, jnp.ones_like(each)) for each in normalizers))
-    return (row.max + jnp.log(row.sum) - label_logit).sum() / max(len(labels), 1)
+    return (jaxsoftmax.log_normalizer(row) - label_logit).sum() / max(len(labels), 1)
 
 
 def collectives(function: Callable[..., Any], *operands: jax.Array) -> list[tuple[str, int]]:

@@ -21,6 +21,7 @@ from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
 from jaxsoftmax._patch import patch as patch
 from jaxsoftmax._patch import uninstall as uninstall
+from jaxsoftmax._softmax import log_normalizer as log_normalizer
 from jaxsoftmax._softmax import log_softmax as log_softmax
 from jaxsoftmax._softmax import logsumexp as logsumexp
 from jaxsoftmax._softmax import merge as merge
@@ -42,6 +43,7 @@ __all__ = [
     "flash_attention",
     "install",
     "linear_cross_entropy",
+    "log_normalizer",
     "log_softmax",
     "logits_memory",
     "logsumexp",

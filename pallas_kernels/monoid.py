@@ -48,6 +48,20 @@ def decay_to_finite(frm: jax.Array, to: jax.Array) -> jax.Array:
     return jnp.exp(frm - to)
 
 
+def finite(maximum: jax.Array) -> jax.Array:
+    """`maximum`, or 0 where it is infinite: relative to it +inf adds +inf to a sum, and NaN adds NaN."""
+    return jnp.where(jnp.isinf(maximum), jnp.zeros_like(maximum), maximum)
+
+
+def nan_or_infinite(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A state whose sum is relative to `finite(maximum)`, as other states are: of +inf the sum is NaN.
+
+    Devices' maximum of NaN and +inf may be +inf, as collectives compare. The sum then says that it is NaN.
+    """
+    infinite, nan = maximum == jnp.inf, jnp.full_like(maximum, jnp.nan)
+    return jnp.where(infinite & jnp.isnan(total), nan, maximum), jnp.where(infinite, nan, total)
+
+
 def exp_in(unit: float) -> Exp:
     """`exp` of numbers in multiples of `unit`."""
     return jnp.exp if unit == 1.0 else lambda d: jnp.exp(d * unit)

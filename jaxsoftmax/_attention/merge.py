@@ -15,7 +15,7 @@ from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import unify_shardings
-from pallas_kernels.monoid import Stats, decay, log_normalizer
+from pallas_kernels.monoid import Stats, decay, finite, log_normalizer, nan_or_infinite
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 _NAME = "merge_attention"
@@ -77,15 +77,15 @@ def merge_attention(
     outs, lses = arrays[: len(outs)], arrays[len(outs) :]
     maximum = functools.reduce(jnp.maximum, map(jax.lax.stop_gradient, lses))
     maximum = maximum if axis_name is None else jax.lax.pmax(maximum, axis_name)
-    weights = [decay(lse, maximum) for lse in lses]
+    weights = [decay(lse, finite(maximum)) for lse in lses]
     # The output of a part without keys may be NaN.
     counted = [jnp.where(lse == -jnp.inf, 0.0, out) for lse, out in zip(lses, outs, strict=True)]
     weighted = map(operator.mul, counted, weights)
     total, out = (functools.reduce(operator.add, parts) for parts in (weights, weighted))
     total, out = (total, out) if axis_name is None else jax.lax.psum((total, out), axis_name)
-    unseen = maximum == -jnp.inf
+    unseen = (maximum == -jnp.inf) & ~jnp.isnan(total)  # devices' maximum may drop a NaN
     total = jnp.where(unseen, 1.0, total)
-    lse = jnp.where(unseen, -jnp.inf, log_normalizer(Stats(maximum, total)))
+    lse = jnp.where(unseen, -jnp.inf, log_normalizer(Stats(*nan_or_infinite(maximum, total))))
     return (out / total).astype(narrow), lse[..., 0]
 
 

@@ -15,7 +15,8 @@ from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import checked
 from jaxsoftmax._core.sharding import unify_shardings
 from jaxsoftmax._softmax.primitives import bind
-from pallas_kernels.monoid import Stats, combine, log_normalizer
+from pallas_kernels import monoid
+from pallas_kernels.monoid import Stats, combine
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -225,7 +226,7 @@ def logsumexp(
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
         has_any, total = unify_shardings(operands[1].any(axes), stats.sum)
         stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
-    out = log_normalizer(stats).astype(x.dtype)
+    out = monoid.log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
         return out
@@ -238,7 +239,9 @@ def merge(*states: Stats) -> Stats:
     """Merges the states of parts of a row into the state of the row, in any order and grouping.
 
     The state `Stats(max, sum)` stands for `exp(max) * sum`, the sum of the exponentials seen, in a form that cannot
-    overflow; `max + log(sum)` is their logsumexp. `Stats(-inf, 0)` has seen nothing, and merging it changes nothing.
+    overflow; `log_normalizer` gives their logsumexp. `Stats(-inf, 0)` has seen nothing, and merging it changes nothing.
+    A state of +inf makes +inf of the whole, with a sum that is NaN, and one of NaN makes NaN.
+
     For those who split rows themselves: over a stream, over devices, over a cache of keys.
 
     Source: as `softmax`.
@@ -257,29 +260,62 @@ def merge(*states: Stats) -> Stats:
     >>> row = jnp.array([1.0, 2.0, 3.0, 4.0])
     >>> left, right = (Stats(part.max(), jnp.exp(part - part.max()).sum()) for part in jnp.split(row, 2))
     >>> whole = merge(left, right)
-    >>> jnp.allclose(whole.max + jnp.log(whole.sum), logsumexp(row))
+    >>> jnp.allclose(log_normalizer(whole), logsumexp(row))
     Array(True, dtype=bool)
     """
-    return functools.reduce(combine, _states(states))
-
-
-def _states(given: Sequence[Any]) -> list[Stats]:
-    """States to merge, as arrays of one shape, in the dtype of accumulation."""
-    if not given:
+    if not states:
         raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
+    # Beside +inf, whose sum is NaN too, the maximum says which it is.
+    return functools.reduce(
+        combine, [Stats(jnp.where(jnp.isnan(s) & (m < jnp.inf), jnp.nan, m), s) for m, s in _states("merge", states)]
+    )
+
+
+@public
+@in_device_memory
+def log_normalizer(state: Stats) -> jax.Array:
+    """The logarithm of the sum of exponentials that a state stands for: the logsumexp of the logits that it has seen.
+
+    It is `max + log(sum)`, and right where that is not: the state of a row with +inf has a sum that is NaN, and +inf
+    is its logarithm. `Stats(-inf, 0)` gives -inf, and NaN gives NaN. Derivatives of every order exist, in forward and
+    reverse mode; where the sum is 0 they are infinite or NaN.
+
+    Source: as `softmax`.
+
+    Args:
+        state: A state, of real arrays that broadcast against each other, as `merge` returns it.
+
+    Returns:
+        The logarithm, float64 if any part of the state is and float32 otherwise.
+
+    Raises:
+        TypeError: the state is not a pair of real arrays.
+        ValueError: their shapes do not broadcast.
+
+    >>> import jax.numpy as jnp
+    >>> log_normalizer(Stats(jnp.array([1000.0, jnp.inf, -jnp.inf]), jnp.array([1.0, jnp.nan, 0.0])))
+    Array([1000.,   inf,  -inf], dtype=float32)
+    """
+    return monoid.log_normalizer(*_states("log_normalizer", [state]))
+
+
+def _states(function: str, given: Sequence[Any]) -> list[Stats]:
+    """States as arrays of one shape, in the dtype of accumulation."""
     for state in given:
         if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
             raise TypeError(
-                f"merge: got a {type(state).__name__}, expected each argument to be a Stats(max, sum) of two arrays. "
-                "Pass a sequence of states as merge(*states)."
+                f"{function}: got a {type(state).__name__}, expected a Stats(max, sum) of two arrays. Pass a sequence "
+                "of states as merge(*states)."
             )
-    pairs = [[checks.floating("merge", name, part) for name, part in zip(Stats._fields, s, strict=True)] for s in given]
+    pairs = [
+        [checks.floating(function, name, part) for name, part in zip(Stats._fields, s, strict=True)] for s in given
+    ]
     parts = [part for pair in pairs for part in pair]
     try:
         shape = jnp.broadcast_shapes(*(part.shape for part in parts))
     except ValueError:
         raise ValueError(
-            f"merge: the states' arrays have the shapes {', '.join(str(part.shape) for part in parts)}, expected "
+            f"{function}: the states' arrays have the shapes {', '.join(str(part.shape) for part in parts)}, expected "
             "shapes that broadcast against each other."
         ) from None
     wide = max((accumulator_dtype(part.dtype) for part in parts), key=lambda dtype: dtype.itemsize)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.problem import RANK, Operands, Rules, leading, sum_to
 from pallas_kernels.attention.tiles import Arrays, Chunk, by_head, by_key, by_rows, of_rows, scores, spread, weighted
-from pallas_kernels.monoid import Stats, combine, decay, decay_to_finite, log_normalizer
+from pallas_kernels.monoid import Stats, combine, decay, decay_to_finite, finite, log_normalizer, nan_or_infinite
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 
@@ -29,8 +29,9 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
             ops = _tile_operands(arrays, rows, cols)
             z = tiles.logits(ops, rules, rows, cols).z
-            m, total, weights = _softmax_state(z)
-            if _is_whole_row(rules, cols):
+            whole = _is_whole_row(rules, cols)
+            m, total, weights = _softmax_state(z) if whole else _state(z)
+            if whole:
                 # XLA computes a softmax in one pass over the logits, if nothing else reads its sums.
                 p = _kept(ops, weights / _at_least_tiny(total)).astype(ops.value.dtype)
                 alive = jnp.ones_like(total) if operands.sinks is None else (total != 0).astype(total.dtype)
@@ -50,6 +51,13 @@ def _softmax_state(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
     weights = decay_to_finite(z, m)
     return m, weights.sum(-1, keepdims=True), weights
+
+
+def _state(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_softmax_state`, whose maximum is NaN if any is, also where XLA takes it over devices."""
+    m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
+    weights = decay_to_finite(z, finite(m))
+    return *nan_or_infinite(m, weights.sum(-1, keepdims=True)), weights
 
 
 def _is_whole_row(rules: Rules, cols: Chunk) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.monoid import Stats, decay, exp_in, log_normalizer, scaled
+from pallas_kernels.monoid import Stats, decay, exp_in, finite, log_normalizer, nan_or_infinite, scaled
 from pallas_kernels.softmax.problem import IGNORED
 
 Axes = tuple[int, ...]
@@ -65,11 +65,22 @@ def _times(x: jax.Array, unit: float) -> jax.Array:
     return x if unit == 1.0 else x * unit
 
 
+def _maximum(z: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
+
+
 def _lift(z: jax.Array, axes: Axes, unit: float) -> tuple[jax.Array, Stats]:
     """The weights relative to the row's maximum, and the row's state, for logits in a unit. Reduced axes are kept."""
-    m = jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
+    m = _maximum(z, axes)
     weights = decay(z, m, exp=exp_in(unit))
     return weights, Stats(m, weights.sum(axes, keepdims=True))
+
+
+def _state(z: jax.Array, axes: Axes, unit: float) -> Stats:
+    """The row's state for logits in a unit, right also where XLA takes the maximum over devices. Axes are kept."""
+    m = _maximum(z, axes)
+    total = decay(z, finite(m), exp=exp_in(unit)).sum(axes, keepdims=True)
+    return scaled(Stats(*nan_or_infinite(m, total)), unit)
 
 
 def _rows(
@@ -110,7 +121,7 @@ def log_softmax(
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
     """The rows' states, `axes` removed."""
     z, unit = _in_units(x, scale)
-    kept = scaled(_lift(_held(z, where), axes, unit)[1], unit)
+    kept = _state(_held(z, where), axes, unit)
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
 
 
@@ -196,7 +207,7 @@ def cross_entropy(
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
     read, (z, unit) = labels != IGNORED, _in_units(x, scale, soft_cap)
-    kept = scaled(_lift(_held(z, where), axes, unit)[1], unit)
+    kept = _state(_held(z, where), axes, unit)
     values = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
         total = _times((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True), unit)

@@ -1,6 +1,7 @@
 """Values: the semantics of `jax.nn` in every dtype, checked against NumPy float64 or against `jax.nn` itself."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -442,8 +443,25 @@ def test_merge() -> None:
         jaxsoftmax.merge(parts[2], jaxsoftmax.merge(parts[1], parts[0])),
         jaxsoftmax.merge(*parts, Stats(jnp.full(4, -INF), jnp.zeros(4))),
     ):
-        np.testing.assert_allclose(merged.max + jnp.log(merged.sum), oracle.logsumexp(x, 1), rtol=1e-6)
+        np.testing.assert_allclose(jaxsoftmax.log_normalizer(merged), oracle.logsumexp(x, 1), rtol=1e-6)
     np.testing.assert_array_equal(jaxsoftmax.merge(parts[0]).sum, parts[0].sum)
+
+
+def test_merge_of_special_states() -> None:
+    """Every pair of numbers, each a row of its own: the state of both, and its logsumexp, are those of the pair."""
+    pairs = np.array(list(itertools.product([INF, -INF, np.nan, 2.0, -1e30], repeat=2)), np.float32)
+    states = [Stats(jnp.max(x, 1), jnp.exp(x - jnp.max(x, 1)[:, None]).sum(1)) for x in (pairs[:, :1], pairs[:, 1:])]
+    states = [Stats(m, jnp.where(m == -INF, 0, total)) for m, total in states]
+    # Maximum instructions that drop NaN leave it in the sum.
+    dropped = [Stats(jnp.where(jnp.isnan(m), 1.0, m), total) for m, total in states]
+    want = oracle.logsumexp(pairs, 1)
+    for a, b in (states, states[::-1], dropped):
+        for merged in (jaxsoftmax.merge(a, b), jaxsoftmax.merge(jaxsoftmax.merge(a), jaxsoftmax.merge(b))):
+            np.testing.assert_allclose(jaxsoftmax.log_normalizer(merged), want, rtol=1e-6)
+    state = Stats(jnp.array([3.0, INF]), jnp.array([4.0, np.nan]))
+    gradient = jax.grad(lambda state: jaxsoftmax.log_normalizer(state).sum())(state)
+    np.testing.assert_array_equal(gradient.max, [1, 1])
+    np.testing.assert_array_equal(gradient.sum, [0.25, 0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn], ids=lambda d: d.__name__)
@@ -463,6 +481,6 @@ def test_merge_of_other_types_and_shapes() -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         merged = jaxsoftmax.merge(column, row, Stats(np.float16(1), 2))
     want = np.log(1 + np.exp(np.arange(3)) + 2 * np.e)
-    np.testing.assert_allclose(merged.max + jnp.log(merged.sum), np.broadcast_to(want, (2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(jaxsoftmax.log_normalizer(merged), np.broadcast_to(want, (2, 3)), rtol=1e-6)
     assert merged.max.dtype == jnp.float32
     assert jaxsoftmax.merge(row).sum.shape == (3,)

@@ -30,6 +30,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "flash_attention": QKV,
     "install": {},
     "linear_cross_entropy": LINEAR,
+    "log_normalizer": {"state": jaxsoftmax.Stats(X, X)},
     "log_softmax": {"x": X},
     "logsumexp": {"a": X},
     "merge": {},

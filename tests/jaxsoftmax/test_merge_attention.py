@@ -105,9 +105,16 @@ def test_dtypes() -> None:
 
 
 def test_infinities_and_nan_are_not_hidden() -> None:
-    out, lse = merge_attention(np.ones((2, 3, 4), np.float32), [[np.inf, np.nan, 1.0], [np.nan, -np.inf, np.inf]])
-    assert np.isnan(out).all()
-    np.testing.assert_array_equal(lse, [np.nan, np.nan, np.inf])
+    parts = np.ones((2, 3, 4), np.float32), np.float32([[np.inf, np.nan, 1.0], [np.nan, -np.inf, np.inf]])
+    over_devices = jax.shard_map(
+        functools.partial(merge_attention, axis_name="d"),
+        mesh=mesh(shape=(2,), names=("d",)),
+        in_specs=P("d"),
+        out_specs=P(),
+    )
+    for out, lse in (merge_attention(*parts), over_devices(*parts)):
+        assert np.isnan(out).all()
+        np.testing.assert_array_equal(lse, [np.nan, np.nan, np.inf])
 
 
 def test_a_prefix_that_sequences_share_and_pages_of_their_own() -> None:

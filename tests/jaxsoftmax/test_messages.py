@@ -261,6 +261,9 @@ def test_merge() -> None:
         jaxsoftmax.merge(state, (X, 1j * X))
     with pytest.raises(ValueError, match=r"merge: .* the shapes \(2, 3\), \(2, 3\), \(2,\), \(2,\), expected shapes"):
         jaxsoftmax.merge(state, (X[:, 0], X[:, 0]))
+    for wrong in (X, (X, X, X), [state]):
+        with pytest.raises(TypeError, match=f"^log_normalizer: got a {type(wrong).__name__}, expected a Stats"):
+            jaxsoftmax.log_normalizer(wrong)
 
 
 def test_lists_of_traced_numbers() -> None:

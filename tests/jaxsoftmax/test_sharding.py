@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -252,6 +253,39 @@ def test_cut_rows_far_from_zero(op: str) -> None:
     x = jnp.full((2, 1, 64), -1e10)
     got = jax.jit(functools.partial(ROWS[op], scale=0.3))(put(x, P(None, None, "d")))
     np.testing.assert_allclose(got, getattr(jax.nn, op)(0 * x), rtol=1e-6)
+
+
+@jax.jit
+def _of_special_rows(x: jax.Array) -> Any:
+    labels, cotangents = jnp.ones(len(x), jnp.int32), jnp.arange(1.0, 1 + len(x))
+    logsumexp = functools.partial(jaxsoftmax.logsumexp, axis=1)
+    losses = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, labels=labels)
+    gradient = lambda of: jax.grad(lambda x: (of(x) * cotangents).sum())(x)
+    linear = lambda row: jaxsoftmax.linear_cross_entropy(
+        jnp.ones((1, 1)), row[None], labels[:1], return_lse=True, return_entropy=True
+    )
+    query, key = jnp.ones((len(x), 1, 1, 1)), jnp.zeros((len(x), x.shape[1], 1, 1))
+    return {
+        "logsumexp": (logsumexp(x), gradient(logsumexp), jax.jvp(logsumexp, [x], [jnp.ones_like(x)])[1]),
+        "loss": (losses(x, return_lse=True), gradient(losses)),
+        "more losses": (losses(x, label_smoothing=0.1, z_loss=0.1), jaxsoftmax.softmax_cross_entropy(x, 0 * x + 0.25)),
+        "softmax": (jaxsoftmax.softmax(x), jaxsoftmax.log_softmax(x), jaxsoftmax.top_k_softmax(x, 2)[0]),
+        "linear": jax.lax.map(linear, x),
+        "attention": jaxsoftmax.flash_attention(query, key, key, bias=x[:, None, None], return_residual=True),
+    }
+
+
+@pytest.mark.parametrize("kernels", ["reference", "stand-in"], indirect=True)
+def test_special_numbers_over_devices(kernels: Any) -> None:
+    """+inf, -inf and NaN on one device, or on two."""
+    x = np.full((16, 4), 0.5, np.float32)
+    x[:, ::3] = list(itertools.product([np.inf, np.nan, -np.inf, 1.0], repeat=2))
+    kernels()
+    want = _of_special_rows(x)
+    for kind in (AUTO, EXPLICIT):
+        got = _of_special_rows(put(x, P(None, "m"), mesh(kind)))
+        for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize(
