@@ -58,8 +58,8 @@ def nan_or_infinite(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, ja
 
     Devices' maximum of NaN and +inf may be +inf, as collectives compare. The sum then says that it is NaN.
     """
-    infinite, nan = maximum == jnp.inf, jnp.full_like(maximum, jnp.nan)
-    return jnp.where(infinite & jnp.isnan(total), nan, maximum), jnp.where(infinite, nan, total)
+    infinite = maximum == jnp.inf
+    return jnp.where(infinite & jnp.isnan(total), total, maximum), jnp.where(infinite, total - total, total)
 
 
 def exp_in(unit: float) -> Exp:

@@ -267,7 +267,7 @@ def merge(*states: Stats) -> Stats:
         raise ValueError("merge: got no states, expected at least one Stats(max, sum).")
     # Beside +inf, whose sum is NaN too, the maximum says which it is.
     return functools.reduce(
-        combine, [Stats(jnp.where(jnp.isnan(s) & (m < jnp.inf), jnp.nan, m), s) for m, s in _states("merge", states)]
+        combine, [Stats(jnp.where(jnp.isnan(s) & (m < jnp.inf), s, m), s) for m, s in _states("merge", states)]
     )
 
 
