@@ -427,13 +427,15 @@ def _added(sharded: Sharding, kind: str, x: jax.Array, names: Names) -> jax.Arra
     Parts in 16 bits are added in float32.
     """
     operand, of_queries = OPERANDS[kind], mesh_axes(sharded.queries)
+    if not names:
+        return x
     dtype = x.dtype
-    if of_queries and set(of_queries) <= set(names):
-        x = x.astype(accumulator_dtype(dtype))
-        if sharded.keys is not None and operand.key_axis is not None and operand.query_axis is None:
-            axis = x.ndim + operand.key_axis
-            x = jax.lax.psum_scatter(x, of_queries, scatter_dimension=axis, tiled=True)
-            names = tuple(name for name in names if name not in of_queries)
+    x = x.astype(accumulator_dtype(dtype))
+    of_keys = sharded.keys is not None and operand.key_axis is not None and operand.query_axis is None
+    if of_keys and of_queries and set(of_queries) <= set(names):
+        axis = x.ndim + operand.key_axis
+        x = jax.lax.psum_scatter(x, of_queries, scatter_dimension=axis, tiled=True)
+        names = tuple(name for name in names if name not in of_queries)
     return (jax.lax.psum(x, names) if names else x).astype(dtype)
 
 

@@ -266,6 +266,24 @@ def test_kernels_align_by_lengths(op: str, kernel: str) -> None:
         assert (found.kernel, found.implementation, found.declined) == (kernel, "mosaic_gpu", ())
 
 
+@pytest.mark.parametrize(
+    "queries, keys, heads, words",
+    [
+        (1, 16384, (8, 8), "the keys go in 16 splits, because the queries are 8 tiles and 132 CTAs run"),
+        (300, 16384, (4, 4), "the keys go in 11 splits, because the queries are 12 tiles and 132 CTAs run"),
+        (1, 1024, (264, 264), "it takes the problem"),
+    ],
+)
+def test_why_keys_go_in_splits(queries: int, keys: int, heads: tuple[int, int], words: str) -> None:
+    """With the tiles that a call without splits has: 12 of 128 queries, of three for each of four heads."""
+    query, key = (
+        jax.ShapeDtypeStruct((1, n, h, 128), jnp.bfloat16) for n, h in zip((queries, keys), heads, strict=True)
+    )
+    reason = jaxsoftmax.explain_attention(query, key, key, device=H200).reason
+    assert words in reason
+    assert ("splits" in words) == ("splits" in reason)
+
+
 def test_attention_to_one_key_is_a_kernels_only_if_that_is_named():
     query, key = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (3, 1))
     explain = functools.partial(jaxsoftmax.explain_attention, query, key, key, device=H200)
@@ -341,6 +359,8 @@ def test_how_many_tokens_a_chunk_has(explained: Any, monkeypatch: pytest.MonkeyP
     found = explain_linear(weights=1.0, op="vjp", label_smoothing=0.1)
     assert found.reason == "5 chunks of 200 tokens, as the kernel does not smooth labels"
     assert explain_linear(op="vjp", return_lse=True, weights=1.0).kernel == "linear_cross_entropy"
+    # Hidden states, weight and labels are read, and gradients of the first two written.
+    assert explain_linear(op="vjp").least_bytes == 2 * 2 * (1000 * 512 + 512 * 32000) + 4 * 1000
     assert explain_linear(op="jvp").notes[0].startswith("the tangents are computed in 7 chunks of 150 tokens")
 
 

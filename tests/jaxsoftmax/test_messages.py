@@ -131,6 +131,8 @@ OF_ATTENTION = [
     (ValueError, "local_window_size=(1, 2, 3), expected", {"local_window_size": (1, 2, 3)}),
     (ValueError, "causal_alignment='top', expected one of 'top_left', 'bottom_right'", {"causal_alignment": "top"}),
     (ValueError, "logits_soft_cap=0, expected a positive number, or None for no cap", {"logits_soft_cap": 0}),
+    (ValueError, "logits_soft_cap=inf, expected a positive number, or None for no cap", {"logits_soft_cap": math.inf}),
+    (ValueError, "logits_soft_cap=nan, expected a positive number", {"logits_soft_cap": math.nan}),
     (ValueError, "sinks is float32 of shape (2,), expected a float for each query head, of shape (4,)",
      {"sinks": np.ones(2, np.float32)}),
     (ValueError, "got key_value_segment_ids alone; pass query_segment_ids too",

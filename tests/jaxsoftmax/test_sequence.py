@@ -207,6 +207,28 @@ def test_batch_sequence_and_heads_together(
     assert (B // 2, T // 2, S if most == GATHERED else S // 2, N // 2) in lengths
 
 
+@pytest.mark.parametrize("name, most", [("value", GATHERED), ("value", IN_A_RING), ("bias", GATHERED)])
+def test_parts_of_16_bits_are_added_in_32(
+    stand_ins: Any, name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four devices, which have parts of the queries, or of the sequences. In 16 bits the parts would add up to 0."""
+    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    parts = np.repeat([2.0**15, 1.0, -(2.0**15), 0.0], 2)
+    zeros = functools.partial(np.zeros, dtype=np.float16)
+    if name == "value":  # each query has an eighth of each key's value
+        operands, spec, want = {n: zeros((1, 8, 1, 1)) for n in QKV}, SEQUENCE, parts.sum() / 8 * np.ones(8)
+    else:  # and here a half of each of two values, 2 and 0
+        value = zeros((8, 2, 1, 1)) + np.array([2, 0], np.float16)[:, None, None]
+        operands = {"query": zeros((8, 1, 1, 1)), "key": zeros((8, 2, 1, 1)), "value": value}
+        spec, want = P("d"), parts.sum() / 2 * np.array([1, -1])
+    cut = {n: put(x, spec) for n, x in operands.items()}
+    if name == "bias":
+        cut["bias"] = jnp.zeros((1, 1, 1, 2), jnp.float16)
+    d_out = put(np.float16(parts.reshape(operands["query"].shape)), spec)
+    pull = lambda operands, d_out: jax.vjp(lambda operands: flash_attention(**operands), operands)[1](d_out)[0][name]
+    np.testing.assert_array_equal(np.asarray(jax.jit(pull)(cut, d_out)).ravel(), want)
+
+
 def exchanged(function: Callable[..., Any], *operands: Any) -> list[tuple[str, int]]:
     """Each collective of the compiled program, and how many numbers it gives to a device."""
     text = jax.jit(function).lower(*operands).compile().as_text()

@@ -119,6 +119,15 @@ def test_few_long_rows_are_not_walked_by_a_block_each():
     assert dispatch.decide(Problem(Op.SOFTMAX, 200, 2**28, DTYPES[1]), H200).kernel == "online"
 
 
+@pytest.mark.parametrize("op, again", [(Op.STATS, 0), (Op.SOFTMAX, 1), (Op.SOFTMAX_TANGENT, 2)])
+def test_what_a_kernel_of_two_passes_moves(op, again):
+    """It reads its operands twice, but where nothing is written."""
+    problem = Problem(op, 200, 2**28, DTYPES[1])
+    decision = dispatch.decide(problem, H200)
+    assert decision.kernel == "online"
+    assert decision.bytes_moved == problem.least_bytes + again * problem.elements * problem.dtype.itemsize
+
+
 def test_rows_up_to_256_mib_go_over_the_grid():
     for op in (op for op in Op if not op.takes_stats):
         for rows in (1, 200):
