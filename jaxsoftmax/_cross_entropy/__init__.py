@@ -380,7 +380,8 @@ def linear_cross_entropy(
             last axis of 1. An array is differentiable.
         weight_layout: "EV", or "VE" for the table of an embedding, which is not transposed for it.
         return_lse: Returns the logsumexps of the logits too, also of tokens that are ignored.
-        return_entropy: Returns the entropies of the softmax of the logits too, also of tokens that are ignored.
+        return_entropy: Returns the entropies of the softmax of the logits too, also of tokens that are ignored; never
+            negative.
         precision: The products' precision, as for `jax.lax.dot_general`.
         chunk_size: How many tokens have logits at a time; None for as many as fit, or for a kernel that writes none.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; of the kernel that reads a chunk's logits.

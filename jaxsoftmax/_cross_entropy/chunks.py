@@ -188,7 +188,9 @@ def losses_of(rules: Rules, numbers: Operands, labels: jax.Array) -> Operands:
     if "spread" in numbers:
         # The logarithm of an empty row is undefined; its entropy is 0.
         total = jnp.where(stats.sum == 0, 1.0, stats.sum)
-        found["entropy"] = jnp.log(total) - numbers["spread"] / total
+        negated = numbers["spread"] / total - jnp.log(total)
+        # Of logits far apart the terms cancel, and their rounded difference may be of the other sign.
+        found["entropy"] = 0.0 - reference.below(negated, jnp.zeros_like(negated))
     return found
 
 

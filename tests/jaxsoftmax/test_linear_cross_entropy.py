@@ -308,6 +308,40 @@ def test_a_token_that_is_not_used(name: str) -> None:
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ignored, of_losses)
 
 
+def test_entropies_are_never_negative() -> None:
+    """Of logits far apart the terms of the entropy cancel; its gradient is right all the same.
+
+    The last token's logits are NaN.
+    """
+    hidden = RNG.normal(size=(257, 16)).astype(np.float32)
+    hidden[-1] = np.nan
+    weight, labels = RNG.normal(size=(16, 64)).astype(np.float32), np.zeros(257, np.int32)
+    where = RNG.random(64) < 0.7
+
+    @functools.partial(jax.jit, static_argnames=("scale", "cut", "chunk"))
+    def both(h: jax.Array, scale: float, cut: bool, chunk: int | None) -> Any:
+        more = {"where": where[None]} if cut else {}
+        of = lambda h: ours(h, weight, labels, scale=scale, return_entropy=True, chunk_size=chunk, **more)[1]
+        found, pull = jax.vjp(of, h)
+        return found, jax.jvp(of, [h], [jnp.ones_like(h)])[1], pull(jnp.ones_like(found))[0]
+
+    for cut, chunk in ((False, None), (True, 100)):
+        for scale in (-1e2, 1e4):
+            found, tangent, gradient = map(np.asarray, both(hidden, scale, cut, chunk))
+            assert np.isnan([found[-1], tangent[-1]]).all()
+            assert (found[:-1] >= 0).all()
+            np.testing.assert_allclose(tangent[:-1], gradient[:-1].sum(1), rtol=1e-2, atol=1e-3 * abs(scale))
+            z = np.float64(scale) * (np.float64(hidden) @ weight)[:-1]
+            z = np.where(where | (not cut), z, -np.inf)
+            p = np.exp(z - z.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            log_p = np.where(p > 0, np.log(np.where(p > 0, p, 1)), 0)
+            entropy = -(p * log_p).sum(1)
+            np.testing.assert_allclose(found[:-1], entropy, atol=1e-6 * np.abs(z[np.isfinite(z)]).max())
+            want = np.float64(scale) * (-p * (log_p + entropy[:, None])) @ weight.T
+            np.testing.assert_allclose(gradient[:-1], want, atol=1e-5 * scale**2)
+
+
 def test_labels_that_are_no_columns() -> None:
     arguments = case()
     bad = arguments["labels"].copy()
