@@ -34,7 +34,6 @@ from pallas_kernels.mosaic.ptx import WGMMA
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
-_NO_TILE = -1
 ALIGNMENT = 1024  # of arrays in tiles; others need less
 _PAGED_QUERIES = 1024  # of more, gathering the pages first costs little beside the products
 
@@ -160,7 +159,7 @@ def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
     """The index of the CTA's tile `t`: from its row of the table, or, with a dynamic scheduler, by `tile_number`."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
-        return ptx.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + lax.min(t, last)], _NO_TILE)
+        return ptx.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + lax.min(t, last)], tile_scheduler.NO_TILE)
     return cta.tiles[lax.min(tile_number, cta.tiles.shape[0] - 1)]
 
 
@@ -176,7 +175,7 @@ def _draw(cta: Cta) -> jax.Array:
 def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     """Publishes the record of the CTA's tile `t` to its warpgroups: where its queries are, and what they see."""
     problem, config = cta.problem, cta.config
-    exists, tile = (tile != _NO_TILE).astype(jnp.int32), lax.max(tile, 0)
+    exists, tile = (tile != tile_scheduler.NO_TILE).astype(jnp.int32), lax.max(tile, 0)
     per_head = -(-problem.query_length // config.queries) * config.splits
     packs = problem.query_heads // config.packed_heads
     head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
@@ -616,13 +615,10 @@ def addressable(problem: Attention, config: ForwardConfig, arrays: dict[str, jax
     return arrays
 
 
-def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray]:
+def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray | jax.Array]:
     """How many CTAs there are, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count * config.ctas_per_sm
-    if config.scheduler == "static":
-        return ctas, tile_scheduler.assign(problem, config, ctas)
-    order, _ = tile_scheduler.order(problem, config)
-    return ctas, np.pad(order, (0, tile_scheduler.LOOKAHEAD * ctas), constant_values=_NO_TILE)
+    return ctas, tile_scheduler.table(problem, config, ctas)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

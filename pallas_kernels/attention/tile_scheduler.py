@@ -12,7 +12,7 @@ the warp that refills a stage after the last step of tile `t` knows that `t + 2`
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,6 +28,8 @@ from pallas_kernels.attention.problem import Attention, ForwardConfig
 from pallas_kernels.mosaic import ptx, reduce
 
 LOOKAHEAD = 2  # tiles
+NO_TILE = -1
+MOST_CONSTANT = 2**14  # tiles, of which a launch takes so long that computing their table beside it costs nothing
 RECORDS = 8  # a power of two; a warpgroup may still read the record of two tiles before
 
 
@@ -95,14 +97,35 @@ def _slot(t: Any) -> jax.Array:
     return lax.rem(jnp.int32(t), jnp.int32(RECORDS))
 
 
-@functools.lru_cache(maxsize=64)
-def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
+class _Order(NamedTuple):
+    """Of what the order of tiles is made.
 
-    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads, and a
-    tile of the head `tile of queries * splits + split`. The longest of a section of heads come first; a section is the
-    heads whose keys and values fit in L2 together.
+    The longest of a section of heads come first; a section is the heads whose keys and values fit in L2 together.
     """
+
+    longest_first: np.ndarray  # a head's tiles
+    length: np.ndarray  # how many tiles of keys each of them sees
+    heads: int
+    section: int
+    sequences: int  # whose heads of one number come together: they share its bias in L2. Else 1.
+
+    @property
+    def tiles(self) -> int:
+        return self.heads * len(self.length)
+
+    def tile[A: (np.ndarray, jax.Array)](self, n: A, longest_first: A) -> A:
+        """The tiles at the places `n`, by the same operations in NumPy and on the device."""
+        section = n // (self.section * len(self.length))
+        rest = n - section * (self.section * len(self.length))
+        last = (self.heads - 1) // self.section
+        width = self.section - (section == last).astype(n.dtype) * (self.section * (last + 1) - self.heads)
+        head = section * self.section + rest % width
+        head = head % self.sequences * (self.heads // self.sequences) + head // self.sequences
+        return longest_first[rest // width] + head * len(self.length)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(problem: Attention, config: ForwardConfig) -> _Order:
     per_head = -(-problem.query_length // config.queries) * config.splits
     group = problem.group // config.packed_heads
     head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
@@ -114,16 +137,20 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
     # positions do.
     backwards = slice(None, None, -1 if problem.mask or problem.positions else 1)
     longest_first = np.arange(per_head)[backwards][np.argsort(-length[backwards], kind="stable")]
-    in_turn = np.arange(heads)
-    if problem.bias is not None and problem.bias[0] == 1:
-        # The sequences of a head share its bias in L2.
-        in_turn = in_turn.reshape(problem.batch, -1).T.ravel()
-    sections = [
-        np.add.outer(longest_first, in_turn[start : start + section] * per_head).ravel()
-        for start in range(0, heads, section)
-    ]
-    tiles = np.concatenate(sections).astype(np.int32)
-    return tiles, length[tiles % per_head]
+    shares_bias = problem.bias is not None and problem.bias[0] == 1
+    return _Order(longest_first, length, heads, section, problem.batch if shares_bias else 1)
+
+
+@functools.lru_cache(maxsize=64)
+def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
+
+    A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads, and a
+    tile of the head `tile of queries * splits + split`.
+    """
+    of = _order(problem, config)
+    tiles = of.tile(np.arange(of.tiles), of.longest_first).astype(np.int32)
+    return tiles, of.length[tiles % len(of.length)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,3 +169,27 @@ def assign(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray:
     for row, mine in zip(table, assigned, strict=True):
         row[: 1 + len(mine)] = [len(mine), *mine]
     return table
+
+
+def table(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray | jax.Array:
+    """What the kernel reads: `assign`, or `order` and as many times `NO_TILE` as there is looked ahead.
+
+    Of more than `MOST_CONSTANT` tiles the device computes it, because a constant is 8 letters of the program for each
+    tile. Where tiles differ in length only the loop of `assign` can tell who is free, and the table stays a constant:
+    such tiles have many keys, and memory ends before there are millions.
+    """
+    of = _order(problem, config)
+    static, equal = config.scheduler == "static", np.ptp(of.length) == 0
+    if of.tiles <= MOST_CONSTANT or (static and not equal):
+        if static:
+            return assign(problem, config, ctas)
+        return np.pad(order(problem, config)[0], (0, LOOKAHEAD * ctas), constant_values=NO_TILE)
+    rounds = -(-of.tiles // ctas)
+    n = jnp.arange(rounds * ctas if static else of.tiles + LOOKAHEAD * ctas, dtype=jnp.int32)
+    tiles = of.tile(jnp.minimum(n, of.tiles - 1), jnp.asarray(of.longest_first, jnp.int32))
+    tiles = jnp.where(n < of.tiles, tiles, 0 if static else NO_TILE)
+    if not static:
+        return tiles
+    # Of equal tiles a CTA takes every `ctas`th.
+    counts = (of.tiles + ctas - 1 - jnp.arange(ctas, dtype=jnp.int32)) // ctas
+    return jnp.concatenate([counts[:, None], tiles.reshape(rounds, ctas).T], 1)

@@ -169,6 +169,15 @@ def lowered_for_cuda(name: str, *settings: str) -> str:
         return jax.jit(program).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_a_program_does_not_grow_with_its_tiles() -> None:
+    """Half a million short sequences, of which each head has a tile."""
+    shape = jax.ShapeDtypeStruct((2**19, 16, 8, 64), jnp.bfloat16)
+    lowered = jax.jit(jaxsoftmax.flash_attention).trace(shape, shape, shape).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "@mosaic_gpu" in text
+    assert len(text) < 2**20
+
+
 @pytest.mark.parametrize("name", [*ON_CUDA, *FORWARD_ON_CUDA])
 def test_every_call_lowers_for_cuda(name: str) -> None:
     """Under all settings at once; if that fails, the message says under which of them it does by itself."""

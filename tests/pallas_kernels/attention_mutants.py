@@ -375,7 +375,7 @@ MUTANTS = (
              lambda run, kernel, arrays, counter, *a: run(kernel, arrays, [counter[0] + 1], *a),
              inside=tile_scheduler.call),
     _dynamic("the counter's last number names no tile", tile_scheduler.order,
-             lambda order, *a: tuple(part[:-1] for part in order(*a)), inside=forward.tile_table),
+             lambda order, *a: tuple(part[:-1] for part in order(*a)), inside=tile_scheduler.table),
     _forward("a tile's record is written one tile before it, where its keys are asked for two tiles before",
              forward._publish, lambda publish, cta, t, index: publish(cta, t - 1, forward._index(cta, t - 1, 0)),
              "window-nothing", inside=forward._mainloop, rejected_by=UNORDERED, heads=(3, 1)),

@@ -54,6 +54,7 @@ def check_tiles(p: Attention) -> None:
     config = decided(p).config
     if p.op is Op.FORWARD:
         ctas, taken = forward.tile_table(p, config)
+        taken = np.asarray(taken)
         if config.scheduler == "static":
             taken = np.concatenate([row[1 : 1 + row[0]] for row in taken])
         else:
@@ -84,6 +85,50 @@ def check_tiles(p: Attention) -> None:
 def test_every_tile_is_taken_once(op, kind, shape):
     deterministic = (SHAPES.index(shape) + list(KINDS).index(kind)) % 2 > 0
     check_tiles(problem_of(op, KINDS[kind], shape, deterministic=deterministic))
+
+
+def in_order(p: Attention, config) -> np.ndarray:
+    """The order of `tile_scheduler.order`, by loops over sections and their longest tiles."""
+    found = tile_scheduler._order(p, config)
+    in_turn = np.arange(found.heads).reshape(found.sequences, -1).T.ravel()
+    starts = range(0, found.heads, found.section)
+    sections = [
+        np.add.outer(found.longest_first, in_turn[start : start + found.section] * len(found.length)).ravel()
+        for start in starts
+    ]
+    return np.concatenate(sections)
+
+
+# Heads whose tiles are of one length or of several, in one section or in several, the last of which may be shorter.
+ORDERS = [
+    (kind, shape, scheduler, l2)
+    for kind, shape, l2 in (
+        ("full", (7, 6, 3, 16, 16, 64), 16), ("full", (5, 3, 3, 300, 300, 64), 0),
+        ("bias", (6, 4, 2, 600, 600, 64), 1), ("causal", (3, 7, 7, 1000, 1000, 128), 1),
+        ("mask", (4, 5, 5, 700, 900, 64), 0), ("full", (2**14, 1, 1, 16, 16, 64), 16),
+        ("full", (2**14 + 1, 1, 1, 16, 16, 64), 16), ("causal", (2731, 3, 1, 256, 256, 64), 1),
+    )
+    for scheduler in ("static", "dynamic")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, shape, scheduler, l2", ORDERS, ids=str)
+def test_tables_of_the_device_are_those_of_numpy(kind, shape, scheduler, l2, monkeypatch):
+    p = problem_of(Op.FORWARD, KINDS[kind], shape)
+    config = forward.ForwardConfig(128, warpgroups=2, scheduler=scheduler, l2_budget_mib=l2)
+    order, length = tile_scheduler.order(p, config)
+    np.testing.assert_array_equal(order, in_order(p, config))
+    found = tile_scheduler.table(p, config, 132)
+    tables = [found]
+    for most in (len(order) - 1, len(order)):
+        monkeypatch.setattr(tile_scheduler, "MOST_CONSTANT", most)
+        with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+            tables.append(tile_scheduler.table(p, config, 132))
+    by_device = scheduler == "dynamic" or length.min() == length.max()
+    assert [isinstance(x, jax.Array) for x in tables] == [by_device and len(order) > 2**14, by_device, False]
+    for table in tables:
+        assert table.dtype == np.int32
+        np.testing.assert_array_equal(table, tables[-1])
 
 
 DIMS = [(n, n) for n in (8, 64, 72, 96, 128, 136, 192, 256)] + [(192, 128), (64, 256), (256, 64), (32, 200), (128, 40)]
