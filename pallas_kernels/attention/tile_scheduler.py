@@ -113,7 +113,7 @@ class _Order(NamedTuple):
     def tiles(self) -> int:
         return self.heads * len(self.length)
 
-    def tile[A: (np.ndarray, jax.Array)](self, n: A, longest_first: A) -> A:
+    def tile(self, n: Any, longest_first: Any) -> Any:
         """The tiles at the places `n`, by the same operations in NumPy and on the device."""
         section = n // (self.section * len(self.length))
         rest = n - section * (self.section * len(self.length))
