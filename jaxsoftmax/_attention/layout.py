@@ -431,9 +431,9 @@ def _added(sharded: Sharding, kind: str, x: jax.Array, names: Names) -> jax.Arra
         return x
     dtype = x.dtype
     x = x.astype(accumulator_dtype(dtype))
-    of_keys = sharded.keys is not None and operand.key_axis is not None and operand.query_axis is None
-    if of_keys and of_queries and set(of_queries) <= set(names):
-        axis = x.ndim + operand.key_axis
+    key_axis = operand.key_axis if sharded.keys is not None and operand.query_axis is None else None
+    if key_axis is not None and of_queries and set(of_queries) <= set(names):
+        axis = x.ndim + key_axis
         x = jax.lax.psum_scatter(x, of_queries, scatter_dimension=axis, tiled=True)
         names = tuple(name for name in names if name not in of_queries)
     return (jax.lax.psum(x, names) if names else x).astype(dtype)
