@@ -80,6 +80,7 @@ def test_what_runs_nothing_is_the_same_inside() -> None:
         str(jaxsoftmax.explain_linear_cross_entropy(X, X.T, jnp.arange(len(X)))),
         bits(jaxsoftmax.unzigzag(jaxsoftmax.zigzag(X[:, :4], 1, 2), 1, 2)),
         bits(jaxsoftmax.merge(jaxsoftmax.Stats(X, X), jaxsoftmax.Stats(X, 2 * X))),
+        bits(jaxsoftmax.log_normalizer(jaxsoftmax.Stats(X, X * X))),
         bits(jax.grad(lambda q: jnp.sin(jaxsoftmax.flash_attention(q, Q, Q)).sum())(Q)),
     )
     outside = run()
