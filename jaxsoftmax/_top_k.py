@@ -36,7 +36,7 @@ from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import batch_leading, checked, define, typed, zeros
-from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_varying
+from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_shardings, unify_varying
 from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels import hardware
@@ -115,6 +115,7 @@ def top_k_softmax(
     implementation = checks.implementation(NAME, implementation)
     dtype = x.dtype
     x = x.astype(accumulator_dtype(dtype)) if dtype.itemsize == 1 else x  # some 8-bit floats have no -inf for padding
+    (x,) = unify_shardings(x)  # an extent of 1 is sharded no more
     x, factor = scaled(x, factor)
     how = {"implementation": implementation, **checks.batch_invariance()}
     values, indices, _, total, *y = TOP_K.bind(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.calls import public
-from jaxsoftmax._core.sharding import common_spec, reshard, settings_for, spec_of
+from jaxsoftmax._core.sharding import broadcast_spec, common_spec, reshard, settings_for, spec_of
 from pallas_kernels.attention.problem import OPERANDS, Operands, leading
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -240,6 +240,7 @@ def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
         )
     wide = accumulator_dtype(q.dtype)
     factor = array.reshape((1,) * (q.ndim - array.ndim) + array.shape).astype(wide)
+    factor = reshard(factor, broadcast_spec(spec_of(jax.typeof(q)), factor.shape))
     return numbers.times(q.astype(wide), factor).astype(q.dtype), 1.0
 
 

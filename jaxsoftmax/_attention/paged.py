@@ -25,10 +25,12 @@ from jaxsoftmax._core.sharding import (
     Shape,
     Shard,
     Spec,
+    common_spec,
     is_explicit,
     mesh_axes,
     mesh_of,
     on_mesh_of,
+    reshard,
     settings_for,
     sharding_rule,
     spec_of,
@@ -168,7 +170,7 @@ def paged_attention(
     )
     extras = checks.operands({"sinks": sinks}, q, k)
     named = core_checks.implementation(_NAME, implementation)
-    arrays = unify_varying(q, k, v, tables, lengths, *extras.values())
+    arrays = unify_varying(*_unified(layout, q, k, v, tables, lengths, *extras.values()))
     out, lse = PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
     out = checked(out[:, 0] if is_one else out)
     # No operation on what was not asked for: debug_infs would see that it is -inf where a query sees no key.
@@ -261,6 +263,12 @@ def by_gathering(
     return attend(operands, rules, implementation)
 
 
+@functools.partial(jax.jit, static_argnames=("rules", "layout", "implementation"), inline=True)
+def _by_gathering(*operands: jax.Array, layout: PageLayout, **params: Any) -> list[jax.Array]:
+    """The same as one program: eagerly, indices of pages would not know the devices of a mesh."""
+    return list(by_gathering(*_unified(layout, *operands, everywhere=True), layout=layout, **params))
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The call, as `lowering` needs it."""
@@ -323,20 +331,15 @@ class _Paged:
         """Everything on one device."""
         return list(self.run(*operands))
 
-    def _specs(self, batch: Entry, heads: Entry, key_heads: Entry, count: int) -> tuple[list[P], list[P]]:
-        pages = P(None, None, key_heads, None) if self.layout == "pages_first" else P(key_heads, None, None, None)
-        ins = [P(batch, None, heads, None), pages, pages, P(batch, None), P(batch), P(None, heads)]
-        return ins[:count], [P(batch, None, heads, None), P(batch, heads, None)]
-
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
         """One device's part: heads stay sharded where each device has whole groups."""
         batch, heads = _sharded_axes(shapes, specs, sizes, self.layout)
-        return Shard(*self._specs(batch, heads, heads, len(shapes)), self.whole)
+        return Shard(*_specs(self.layout, batch, heads, heads, len(shapes)), self.whole)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
         """A factor for the sequences and one for the heads."""
         same = shapes[0][2] == shapes[1][2 if self.layout == "pages_first" else 0]
-        ins, outs = self._specs("batch", "heads", "heads" if same else "key_heads", len(shapes))
+        ins, outs = _specs(self.layout, "batch", "heads", "heads" if same else "key_heads", len(shapes))
         return sharding_rule(ins, outs)
 
     def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
@@ -346,15 +349,35 @@ class _Paged:
         return list(map(tuple, pieces)) == ins[: len(pieces)]
 
 
+def _specs(layout: PageLayout, batch: Entry, heads: Entry, key_heads: Entry, count: int) -> tuple[list[P], list[P]]:
+    """The partitions of `count` operands and of the results, for those of sequences and heads."""
+    pages = P(None, None, key_heads, None) if layout == "pages_first" else P(key_heads, None, None, None)
+    ins = [P(batch, None, heads, None), pages, pages, P(batch, None), P(batch), P(None, heads)]
+    return ins[:count], [P(batch, None, heads, None), P(batch, heads, None)]
+
+
 def _sharded_axes(
     shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int], layout: PageLayout
 ) -> tuple[Entry, Entry]:
-    """How sequences and heads are sharded: as the query's, heads only where each device has whole groups."""
-    batch, heads = specs[0][0], specs[0][2]
-    key_heads = shapes[1][2 if layout == "pages_first" else 0]
+    """How sequences and heads are sharded: by the first operand that is, heads where each device has whole groups."""
+    query, *pages, tables, lengths = specs[:5]
+    at = 2 if layout == "pages_first" else 0
+    of_batch = [(query[0], query[2]), (tables[0], None), (lengths[0], None)]
+    of_heads = [(None, spec[at]) for spec in pages] + [(None, spec[-1]) for spec in specs[5:]]
+    batch, heads = common_spec(of_batch + of_heads)
     parts = math.prod(sizes[name] for name in mesh_axes(heads))
-    apart = set(mesh_axes(batch)).isdisjoint(mesh_axes(heads))
-    return batch, heads if key_heads % parts == 0 and apart else None
+    return batch, heads if shapes[1][at] % parts == 0 else None
+
+
+def _unified(layout: PageLayout, *arrays: jax.Array, everywhere: bool = False) -> list[jax.Array]:
+    """The arrays, resharded alike where their types have shardings; `everywhere` those too whose types have no mesh."""
+    avals = [jax.typeof(x) for x in arrays]
+    if not is_explicit(avals):
+        return list(arrays)
+    mesh = mesh_of(avals)
+    batch, heads = _sharded_axes([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape, layout)
+    specs, _ = _specs(layout, batch, heads, heads, len(arrays))
+    return [reshard(x, spec, mesh if everywhere else None) for x, spec in zip(arrays, specs, strict=True)]
 
 
 def _avals(*avals: Any, layout: PageLayout, **_: Any) -> list[Any]:
@@ -395,7 +418,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
 
     def compute(*moved: jax.Array) -> Any:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return list(by_gathering(*operands.values(), **params))
+        return _by_gathering(*operands.values(), **params)
 
     return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
 

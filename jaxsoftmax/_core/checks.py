@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxsoftmax._core.calls import public
-from jaxsoftmax._core.sharding import settings_for
+from jaxsoftmax._core.sharding import settings_for, unify_shardings
 from pallas_kernels.softmax.problem import IGNORED
 
 type ArrayLike = jax.typing.ArrayLike  # an alias with a name of its own, which is what help() prints
@@ -237,9 +237,9 @@ def rows_to_read(
     """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
     known = jnp.iinfo(given.dtype)
     fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
-    skipped = [] if counts is None else [~counts]
     with settings_for(given):
         labels = jnp.broadcast_to(given, weights.shape)
+        labels, weights, *skipped = unify_shardings(labels, weights, *([] if counts is None else [~counts]))
         near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
         if ignored is not None and known.min <= ignored <= known.max:
             skipped.append(labels == jnp.asarray(ignored, labels.dtype))

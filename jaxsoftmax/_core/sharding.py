@@ -191,13 +191,29 @@ def mesh_of(avals: Sequence[Any]) -> AbstractMesh:
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
-def unify_shardings(*operands: jax.Array) -> Sequence[jax.Array]:
-    """Reshards operands that broadcast against each other to one sharding, where their types have shardings."""
+def unify_shardings(
+    *operands: jax.Array, axes: Sequence[Sequence[int]] | None = None, everywhere: bool = False
+) -> Sequence[jax.Array]:
+    """Reshards operands that broadcast against each other to one sharding, where their types have shardings.
+
+    `axes` says which axes of the whole each has, if some lack some. In a program, `everywhere`, operands whose types
+    name no mesh are resharded too.
+    """
     avals = [jax.typeof(x) for x in operands]
     if not is_explicit(avals):
         return operands
-    full = common_spec([spec_of(a) for a in avals])
-    return [reshard(x, broadcast_spec(full, a.shape)) for x, a in zip(operands, avals, strict=True)]
+    axes = axes or [range(len(a.shape)) for a in avals]
+    entries = [dict(zip(has, spec_of(a), strict=True)) for has, a in zip(axes, avals, strict=True)]
+    rank = 1 + max((d for has in axes for d in has), default=-1)
+    full = common_spec([tuple(of.get(d) for d in range(rank)) for of in entries])
+    specs = [broadcast_spec([full[d] for d in has], a.shape) for has, a in zip(axes, avals, strict=True)]
+    mesh = mesh_of(avals) if everywhere else None
+    return [reshard(x, spec, mesh) for x, spec in zip(operands, specs, strict=True)]
+
+
+def broadcast_to(x: jax.Array, shape: Shape) -> jax.Array:
+    """`jnp.broadcast_to`, which has no derivative where an extent of 1 is sharded, over a mesh axis of extent 1."""
+    return jnp.broadcast_to(*unify_shardings(x), shape)
 
 
 def reshard(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:

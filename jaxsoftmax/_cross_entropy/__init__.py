@@ -14,7 +14,7 @@ from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.memory import in_device_memory
-from jaxsoftmax._core.sharding import settings_for
+from jaxsoftmax._core.sharding import broadcast_to, settings_for, unify_shardings
 from jaxsoftmax._cross_entropy import linear_primitives, mixture
 from jaxsoftmax._cross_entropy.linear_kernel import Rules
 from jaxsoftmax._cross_entropy.linear_primitives import LOSS
@@ -176,8 +176,11 @@ def softmax_cross_entropy_with_integer_labels(
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
     factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights_of(NAME, weights, rows, wide)
     checks.check_range(NAME, given, cols, ignored, counts)
-    target, factors = checks.rows_to_read(given, jnp.broadcast_to(factors, rows), cols, ignored, counts)
+    target, factors = checks.rows_to_read(given, broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
+    of_logits, of_rows = range(x.ndim), [d for d in range(x.ndim) if d not in axes]
+    has = [of_logits, of_rows, of_rows, *(of_logits for _ in mask)]
+    x, target, factors, *mask = unify_shardings(x, target, factors, *mask, axes=has)
     cap = numbers.soft_cap(NAME, logits_soft_cap, wide)
     if isinstance(cap, jax.Array):
         x, factor, cap = numbers.capped(reference.logits(x, factor), cap), 1.0, None
@@ -258,8 +261,8 @@ def softmax_cross_entropy(
     target, shape = checks.probabilities(name, labels, x.shape, axes)
     mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = checks.implementation(name, implementation)
+    x, target, *mask = unify_shardings(x, jnp.expand_dims(target, range(x.ndim - target.ndim)), *mask)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
-    target = target.reshape((1,) * (x.ndim - target.ndim) + target.shape)
     return _of_probabilities(x, target, stats, mask, axes)
 
 
@@ -416,16 +419,16 @@ def linear_cross_entropy(
     ones = jnp.ones((1,) * len(tokens), wide)
     factors = ones if weights is None else checks.weights_of(LINEAR, weights, tokens, wide)
     checks.check_range(LINEAR, given, cols, ignored, counts)
-    target, factors = checks.rows_to_read(given, jnp.broadcast_to(factors, tokens), cols, ignored, counts)
+    target, factors = checks.rows_to_read(given, broadcast_to(factors, tokens), cols, ignored, counts)
     shares = _smoothing_and_z_loss(LINEAR, label_smoothing, z_loss, wide)
     weighted = weights is not None and not (return_lse or return_entropy or mixture.is_mixture(*shares))
-    of_tokens = lambda x: jnp.broadcast_to(x.astype(wide), tokens)
+    of_tokens = lambda x: broadcast_to(x.astype(wide), (*tokens, *x.shape[len(tokens) :]))
     optional = {
         "bias": b,
-        "scale": of_tokens(factor[..., 0]) if isinstance(factor, jax.Array) else None,
+        "scale": of_tokens(factor).squeeze(-1) if isinstance(factor, jax.Array) else None,
         "cap": of_tokens(cap) if isinstance(cap, jax.Array) else None,
         "where": mask,
-        "weights": factors if weighted else None,
+        "weights": factors,
     }
     rules = Rules(
         transposed=weight_layout == "VE",
@@ -437,6 +440,10 @@ def linear_cross_entropy(
         implementation=checks.implementation(LINEAR, implementation),
     )
     operands = {"hidden": h, "weight": w, "labels": target} | {n: x for n, x in optional.items() if x is not None}
+    operands = linear_primitives.unify_tokens(rules, operands)
+    target, factors = operands["labels"], operands["weights"]
+    if not weighted:
+        del operands["weights"]
 
     def compute(smoothing: float, z_loss: float, with_lse: bool) -> Sequence[jax.Array]:
         results = ("loss", *(["lse"] if with_lse else []), *(["entropy"] if return_entropy else []))

@@ -42,6 +42,7 @@ from jaxsoftmax._core.sharding import (
     settings_for,
     sharding_rule,
     spec_of,
+    unify_shardings,
     unify_varying,
 )
 from jaxsoftmax._cross_entropy import chunks
@@ -90,6 +91,14 @@ def _full_spec(rules: Rules, names: Names, shapes: Sequence[Shape], specs: Seque
         entries = dict(zip(_dims(rules, name, tokens), spec, strict=True))
         rows.append([entries.get(d) for d in range(tokens + 1)])
     return common_spec([tuple(row) for row in rows])
+
+
+def unify_tokens(rules: Rules, operands: Operands) -> Operands:
+    """Reshards the operands that tokens have so that the tokens of all are sharded alike."""
+    tokens = operands["labels"].ndim
+    of_tokens = {name: x for name, x in operands.items() if rules.axes(name)[0] == "t"}
+    axes = [[tokens + 1 if d is None else d for d in _dims(rules, name, tokens)] for name in of_tokens]
+    return operands | dict(zip(of_tokens, unify_shardings(*of_tokens.values(), axes=axes), strict=True))
 
 
 def _spec(rules: Rules, name: str, full: Sequence[Any], shape: Shape | None = None) -> list[Any]:

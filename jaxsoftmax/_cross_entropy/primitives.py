@@ -24,7 +24,7 @@ from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.primitives import checked, higher_jvp, lower_plain, zeros
-from jaxsoftmax._core.sharding import Columns, on_mesh_of, settings_for, unify_varying
+from jaxsoftmax._core.sharding import Columns, on_mesh_of, settings_for, unify_shardings, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement
 from pallas_kernels.monoid import Stats, log_normalizer
@@ -190,6 +190,7 @@ def _pulled(
 ) -> jax.Array:
     """The pullback of cotangents, rounded once; it is one program even if the backward pass is not compiled."""
     with on_mesh_of([jax.typeof(x) for x in residuals]):
+        residuals = unify_shardings(*residuals, everywhere=True)
         out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
     return (out.sum(broadcast, keepdims=True) if broadcast else out).astype(dtype)
 

@@ -13,7 +13,7 @@ from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.primitives import checked
-from jaxsoftmax._core.sharding import unify_shardings
+from jaxsoftmax._core.sharding import broadcast_to, unify_shardings
 from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels import monoid
 from pallas_kernels.monoid import Stats, combine
@@ -212,7 +212,7 @@ def logsumexp(
     implementation = checks.implementation(name, implementation)
     mask = {} if where is None else {"where": checks.boolean(name, where)}
     weights = {} if b is None else {"b": checks.inexact(name, "b", b)}
-    operands = checks.together(name, "a", x, **mask, **weights)
+    operands = unify_shardings(*checks.together(name, "a", x, **mask, **weights))
     axes = checks.axes(name, axis, operands[0].ndim, "a")
     if weights or jnp.iscomplexobj(x):
         if implementation == "mosaic_gpu":
@@ -224,8 +224,7 @@ def logsumexp(
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
-        has_any, total = unify_shardings(operands[1].any(axes), stats.sum)
-        stats = Stats(stats.max, jnp.where(has_any, total, jnp.ones_like(total)))
+        stats = Stats(stats.max, jnp.where(operands[1].any(axes), stats.sum, jnp.ones_like(stats.sum)))
     out = monoid.log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:
@@ -319,7 +318,8 @@ def _states(function: str, given: Sequence[Any]) -> list[Stats]:
             "shapes that broadcast against each other."
         ) from None
     wide = max((accumulator_dtype(part.dtype) for part in parts), key=lambda dtype: dtype.itemsize)
-    return [Stats(*(jnp.broadcast_to(part.astype(wide), shape) for part in pair)) for pair in pairs]
+    parts = unify_shardings(*(broadcast_to(part.astype(wide), shape) for part in parts))
+    return [Stats(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
 
 
 def _row_op(
@@ -337,7 +337,8 @@ def _row_op(
     if jnp.iscomplexobj(operand):
         if implementation == "mosaic_gpu":
             raise checks.no_kernel_for_complex(op, "x")
-        return _JAX_NN[op](jnp.broadcast_to(operand, shape) * jnp.asarray(factor, dtype), axes, *mask)
+        operand, factor, *mask = unify_shardings(operand, jnp.asarray(factor, dtype), *mask)
+        return _JAX_NN[op](jnp.broadcast_to(operand, shape) * factor, axes, *mask)
     if mask and not _has_infinity(dtype):
         operand = operand.astype(accumulator_dtype(dtype))  # the derivatives take -inf for an excluded element
     operand, factor = scaled(operand, factor)
@@ -353,7 +354,7 @@ def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
             # Some 8-bit floats have no sign.
             return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
         factor = math.copysign(math.inf, factor) if factor else 0.0
-    return numbers.times(x.astype(wide), jnp.asarray(factor, wide)), 1.0
+    return numbers.times(*unify_shardings(x.astype(wide), jnp.asarray(factor, wide))), 1.0
 
 
 def _has_infinity(dtype: jnp.dtype) -> bool:
