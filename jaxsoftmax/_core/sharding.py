@@ -213,7 +213,7 @@ def unify_shardings(
 
 def broadcast_to(x: jax.Array, shape: Shape) -> jax.Array:
     """`jnp.broadcast_to`, which has no derivative where an extent of 1 is sharded, over a mesh axis of extent 1."""
-    return jnp.broadcast_to(*unify_shardings(x), shape)
+    return jnp.broadcast_to(unify_shardings(x)[0], shape)
 
 
 def reshard(x: jax.Array, spec: P, mesh: AbstractMesh | None = None) -> jax.Array:
