@@ -417,8 +417,10 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
         return out, zeros(out)
 
     def compute(*moved: jax.Array) -> Any:
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return _by_gathering(*operands.values(), **params)
+        operands = list((dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))).values())
+        # One program only where it has to be: debug_infs would see its logsumexps.
+        gather = _by_gathering if is_explicit([jax.typeof(x) for x in operands]) else by_gathering
+        return list(gather(*operands, **params))
 
     return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
 
