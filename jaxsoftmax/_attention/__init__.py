@@ -16,18 +16,20 @@ from jaxsoftmax._core.memory import in_device_memory
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import Operands, Rules
 
+type WindowSize = ArrayLike | tuple[ArrayLike | None, ArrayLike | None]
+
 
 class _Keywords(TypedDict, total=False):
     """The keywords that every overload has."""
 
     scale: ArrayLike | None
-    is_causal: bool
+    is_causal: ArrayLike
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int | None, int | None] | None
+    local_window_size: WindowSize | None
     implementation: Implementation | None
     causal_alignment: CausalAlignment
-    logits_soft_cap: float | None
+    logits_soft_cap: ArrayLike | None
     sinks: ArrayLike | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
@@ -92,14 +94,14 @@ def flash_attention(
     mask: ArrayLike | None = None,
     *,
     scale: ArrayLike | None = None,
-    is_causal: bool = False,
+    is_causal: ArrayLike = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
+    local_window_size: WindowSize | None = None,
     return_residual: bool = False,
     implementation: Implementation | None = None,
     causal_alignment: CausalAlignment = "top_left",
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -143,10 +145,10 @@ def flash_attention(
     Under `batch_invariant()` a kernel's output and logsumexp of a query are the same bits in any batch, beside any
     other queries, and whatever keys there are beyond those that it sees.
 
-    Derivatives of every order exist, in forward and reverse mode, with respect to query, key, value, bias, sinks and an
-    array for scale; the logsumexp has its derivative too. The first reverse pass is one fused kernel, and forward mode
-    and higher orders are XLA programs. Under `jax.checkpoint` the results have the names `"flash_attention_out"` and
-    `"flash_attention_lse"`: a policy that saves both runs the forward kernel once.
+    Derivatives of every order exist, in forward and reverse mode, with respect to query, key, value, bias, sinks and
+    arrays for scale and soft cap; the logsumexp has its derivative too. The first reverse pass is one fused kernel, and
+    forward mode and higher orders are XLA programs. Under `jax.checkpoint` the results have the names
+    `"flash_attention_out"` and `"flash_attention_lse"`: a policy that saves both runs the forward kernel once.
 
     Memory beyond inputs and outputs is the logsumexp, O(T), for every order of derivative: nothing is of size T * S,
     keys and values are not repeated for groups of heads or under `jax.vmap`, nor is a bias or mask broadcast along
@@ -172,19 +174,22 @@ def flash_attention(
         scale: The logits' factor, `1 / sqrt(H)` by default. A number is fused in. An array that broadcasts to query
             (traced, or one factor per head) is multiplied into it beforehand, rounded to its dtype, and differentiable;
             as is, outside `jit`, a number after the first four (docs/numbers.md).
-        is_causal: Whether a query sees only keys up to its own position, as `causal_alignment` counts it.
+        is_causal: Whether a query sees only keys up to its own position, as `causal_alignment` counts it. An array of
+            one bool may be traced, as in a loop over layers; the call then has positions (docs/numbers.md).
         query_seq_lengths: Integers `[*batch]` of any width: how many queries count. More than T count as T, fewer than
             none as none.
         key_value_seq_lengths: Integers `[*batch]`: how many keys and values count.
         local_window_size: How many keys to each side of its position a query sees: one number, or `(left, right)`, in
-            which None is unbounded, as are 2^30 and more.
+            which None is unbounded, as are 2^30 and more. Either may be an array of one integer, which may be traced,
+            or both one array of two; one below 0 is unbounded.
         return_residual: Whether to return the logsumexp too.
         implementation: None for the fastest there is, "xla", or "mosaic_gpu", which raises rather than falls back
             (forward mode and higher orders excepted, which have no kernel).
         causal_alignment: Which key is at the position of query i, for `is_causal` and the window: "top_left" for key i,
             as in `jax.nn`, or "bottom_right" for key `i + S - T`, as in FlashAttention, which suits a cache of keys.
             There a sequence's lengths take the place of S and T.
-        logits_soft_cap: Bends logits before bias and mask, to `cap * tanh(logits / cap)`.
+        logits_soft_cap: Bends logits before bias and mask, to `cap * tanh(logits / cap)`. An array of one number may be
+            traced, is differentiable and not checked, and has no kernel.
         sinks: A logit for each query head, `[N]`, which joins the denominator only.
         query_segment_ids: Integers `[*batch, T]`; a query sees keys of its own segment. For packed sequences: the
             kernels skip the tiles of other documents than theirs, all of them if each document is in one piece. Ids of
@@ -221,7 +226,7 @@ def flash_attention(
 
     Raises:
         TypeError: a dtype is not one of the above, query, key and value differ in theirs, or an argument is of no type
-            that fits, as a traced `is_causal`.
+            that fits.
         ValueError: an argument's shape or value does not fit, or NumPy's segment ids do not fit into JAX's integers.
         NotImplementedError: `implementation="mosaic_gpu"` and no kernel takes the call, raised when it is compiled; or
             a Flax argument that attention in one kernel cannot honour.
@@ -236,7 +241,7 @@ def flash_attention(
     q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
     core_checks.choice(checks.NAME, "causal_alignment", causal_alignment, get_args(CausalAlignment))
     implementation = core_checks.implementation(checks.NAME, implementation)
-    is_causal, module = checks.is_causal(is_causal), checks.sown_in(module, implementation)
+    place, module = checks.by_place(is_causal, local_window_size), checks.sown_in(module, implementation)
     of_flax = (dropout_rng, module, einsum_dot_general, promote_dtype)
     flags_of_flax = deterministic or force_fp32_for_softmax or not broadcast_dropout
     dropout = None if deterministic else checks.dropout(dropout_rng, dropout_rate, broadcast_dropout)
@@ -252,23 +257,26 @@ def flash_attention(
         "sinks": sinks,
     }
     others = checks.operands(given, q, k)
-    by_place = is_causal or local_window_size is not None
     by_length = "query_lengths" in others or "key_lengths" in others
-    align_ends = by_place and by_length and causal_alignment == "bottom_right"
+    align_ends = place.matters and by_length and causal_alignment == "bottom_right"
     end = k.shape[-3] - q.shape[-3] if causal_alignment == "bottom_right" and not align_ends else 0
     given_positions = {name: others.pop(name) for name in ("query_positions", "key_positions") if name in others}
-    if given_positions and by_place:
+    if place.is_data or (given_positions and place.matters):
         arrays = {"query": q, "key": k} | others
         counts = q.shape[-3], k.shape[-3]
         others |= sequence.of_indices(arrays, Rules(align_ends=align_ends), (end, 0), counts) | given_positions
+        others |= place.operands(q, others["query_positions"]) if place.is_data else {}
         align_ends, end = False, 0
     q, factor = checks.scaled(q, scale)
+    soft_cap, cap = checks.soft_cap(logits_soft_cap, q)
+    window = place.constant_window
+    is_causal = place.is_causal is not False and "window_sizes" not in others
     rules = Rules(
         scale=factor,
-        soft_cap=checks.soft_cap(logits_soft_cap),
+        soft_cap=soft_cap,
         causal_offset=end if is_causal else None,
-        window=checks.window(local_window_size),
-        window_offset=end if local_window_size is not None else 0,
+        window=window,
+        window_offset=end if window != (None, None) else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
         batch_invariant=core_checks.is_batch_invariant(),
@@ -276,10 +284,11 @@ def flash_attention(
         # Lowering runs outside the caller's default_matmul_precision context.
         precision=core_checks.precision(checks.NAME, precision) or jax.config.jax_default_matmul_precision,
     )
-    out, lse = attend(checks.with_dropout(Operands(q, k, v, **others), dropout), rules, implementation)
+    operands = Operands(q, k, v, **others, **cap)
+    out, lse = attend(checks.with_dropout(operands, dropout), rules, implementation)
     out = out if dropout is None else (out / (1.0 - dropout.rate)).astype(out.dtype)
     if module is not None:
-        sown = _weights_in_memory(Operands(q, k, v, **others), rules, lse)
+        sown = _weights_in_memory(operands, rules, lse)
         # linen and nnx both have this collection; nnx's type for it has the same name.
         module.sow(
             "intermediates", "attention_weights", sown.astype(jnp.float32 if force_fp32_for_softmax else q.dtype)

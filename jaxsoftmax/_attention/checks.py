@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.sharding import broadcast_spec, common_spec, reshard, settings_for, spec_of
-from pallas_kernels.attention.problem import OPERANDS, Operands, leading
+from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, leading
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]
@@ -244,41 +244,112 @@ def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
     return numbers.times(q.astype(wide), factor).astype(q.dtype), 1.0
 
 
-def soft_cap(x: Any) -> float | None:
-    """A positive number."""
+def soft_cap(x: Any, q: jax.Array, function: str = NAME) -> tuple[float | None, dict[str, jax.Array]]:
+    """The soft cap as a constant, and as an operand if it is data."""
     if x is None:
-        return None
+        return None, {}
+    wide = accumulator_dtype(q.dtype)
+    if isinstance(x, jax.Array):
+        if x.ndim or not _is_real(x.dtype):
+            raise ValueError(f"{function}: logits_soft_cap is {jax.typeof(x)}, expected one positive number.")
+        return None, {"cap": _for_all(x.astype(wide), q)}
     cap = _number("logits_soft_cap", x)
     if cap is None or isinstance(x, bool) or not 0 < cap < math.inf:
-        raise ValueError(f"{NAME}: logits_soft_cap={x!r}, expected a positive number, or None for no cap.")
-    return cap
+        raise ValueError(f"{function}: logits_soft_cap={x!r}, expected a positive number, or None for no cap.")
+    if numbers.is_constant(function, "logits_soft_cap", cap):
+        return cap, {}
+    return None, {"cap": _for_all(numbers.as_data(cap, wide), q)}
 
 
-def window(x: Any) -> tuple[int | None, int | None]:
+def _for_all(x: jax.Array, q: jax.Array) -> jax.Array:
+    """An operand that is the same for the whole batch."""
+    return jnp.expand_dims(x, range(q.ndim - 3))
+
+
+Side = int | None | jax.Array
+
+
+class ByPlace(NamedTuple):
+    """Which keys a query sees by its place: up to its own if the call is causal, and those within a window."""
+
+    is_causal: bool | jax.Array
+    window: tuple[Side, Side]
+
+    @property
+    def is_data(self) -> bool:
+        return any(isinstance(x, jax.Array) for x in (self.is_causal, *self.window))
+
+    @property
+    def constant_window(self) -> tuple[int | None, int | None]:
+        """The window of a call in which nothing is data."""
+        left, right = (side if isinstance(side, int) and not self.is_data else None for side in self.window)
+        return left, right
+
+    @property
+    def matters(self) -> bool:
+        return self.is_data or self.is_causal is True or self.window != (None, None)
+
+    def operands(self, q: jax.Array, query_positions: jax.Array) -> dict[str, jax.Array]:
+        """What stands for both if any of them is data: a query that is at the last position sees every key."""
+        if self.window == (None, None):
+            return {"query_positions": jnp.where(self.is_causal, query_positions, 2**30)}
+        before, after = (jnp.int32(UNBOUNDED) if side is None else jnp.int32(side) for side in self.window)
+        after = jnp.where(self.is_causal, jnp.minimum(after, 0), after)
+        return {"window_sizes": _for_all(jnp.stack([before, after]), q)}
+
+
+def by_place(is_causal: Any, window: Any, function: str = NAME) -> ByPlace:
+    """The causal rule and the window, each a constant or data."""
+    found = ByPlace(_is_causal(function, is_causal), _window(function, window))
+    if (
+        found.is_data
+        or found.window == (None, None)
+        or numbers.is_constant(function, "local_window_size", found.window)
+    ):
+        return found
+    left, right = (None if side is None else jnp.int32(side) for side in found.window)
+    return found._replace(window=(left, right))
+
+
+def _window(function: str, x: Any) -> tuple[Side, Side]:
     """The window to the left and right of a query; a bound that overflows int32 when added to an index is dropped."""
     if x is None:
         return None, None
-    sides = tuple(x) if isinstance(x, Sequence) else (x, x)
-    if len(sides) != 2 or any(
-        side is not None and (not isinstance(side, (int, np.integer)) or isinstance(side, bool) or side < 0)
-        for side in sides
-    ):
+    x = x.tolist() if isinstance(x, np.ndarray) else x
+    pair = isinstance(x, Sequence) or (isinstance(x, jax.Array) and x.shape == (2,))
+    sides = tuple(x) if pair else (x, x)
+    if len(sides) != 2 or not all(map(_is_side, sides)):
+        shown = jax.typeof(x) if isinstance(x, jax.Array) else repr(x)
         raise ValueError(
-            f"{NAME}: local_window_size={x!r}, expected a number of positions (0 or more), or a pair (left, right) of "
-            "them, in which None is unbounded."
+            f"{function}: local_window_size={shown}, expected a number of positions (0 or more), or a pair (left, "
+            "right) of them, in which None is unbounded."
         )
-    left, right = (None if side is None or side >= 2**30 else int(side) for side in sides)
+    left, right = map(_side, sides)
     return left, right
 
 
-def is_causal(x: Any) -> bool:
-    """A bool that is known while the call is traced."""
+def _is_side(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+    return x is None or (isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 0))
+
+
+def _side(x: Any) -> Side:
+    if isinstance(x, jax.Array):
+        width = clipped(x, -1, UNBOUNDED)
+        return jnp.where(width < 0, UNBOUNDED, width)
+    return None if x is None or x >= UNBOUNDED else int(x)
+
+
+def _is_causal(function: str, x: Any) -> bool | jax.Array:
+    """A bool, or an array of one."""
     if isinstance(x, (bool, int, np.bool_)):
         return bool(x)
-    shown = f" is an array of {x.dtype}" if isinstance(x, (jax.Array, np.ndarray)) else f"={x!r}"
+    if isinstance(x, jax.Array) and x.ndim == 0 and x.dtype == jnp.bool_:
+        return x
+    shown = f" is {jax.typeof(x)}" if isinstance(x, (jax.Array, np.ndarray)) else f"={x!r}"
     raise TypeError(
-        f"{NAME}: is_causal{shown}, expected True or False, known when the call is traced. Make it a static argument "
-        "of jax.jit, or pass mask=jnp.tri(T, S, dtype=bool) | ~is_causal."
+        f"{function}: is_causal{shown}, expected True or False, or an array of one bool, which may be traced."
     )
 
 

@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._attention import checks
+from jaxsoftmax._attention import checks, sequence
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.calls import public
@@ -55,9 +55,9 @@ class _Keywords(TypedDict, total=False):
     """The keywords that every overload has."""
 
     scale: ArrayLike | None
-    logits_soft_cap: float | None
+    logits_soft_cap: ArrayLike | None
     sinks: ArrayLike | None
-    local_window_size: int | None
+    local_window_size: ArrayLike | None
     layout: PageLayout
     implementation: Implementation | None
 
@@ -94,9 +94,9 @@ def paged_attention(
     lengths: ArrayLike,
     *,
     scale: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    local_window_size: int | None = None,
+    local_window_size: ArrayLike | None = None,
     return_residual: bool = False,
     layout: PageLayout = "heads_first",
     implementation: Implementation | None = None,
@@ -130,7 +130,8 @@ def paged_attention(
         scale: As in `flash_attention`.
         logits_soft_cap: As in `flash_attention`.
         sinks: As in `flash_attention`.
-        local_window_size: How many keys before its own position a query sees.
+        local_window_size: How many keys before its own position a query sees. An array of one integer may be traced, as
+            may one number for the soft cap: the pages are then gathered first.
         return_residual: Whether to return the logsumexp too.
         layout: "heads_first", as in JAX's own `paged_attention`, or "pages_first" for pages `[pages, page_size, K, H]`
             and `[pages, page_size, K, D]`, as in vLLM and FlashInfer.
@@ -152,18 +153,20 @@ def paged_attention(
     (2, 4, 16)
     """
     q, k, v, tables, lengths = _checked(query, key_pages, value_pages, block_tables, lengths, layout)
-    if isinstance(local_window_size, Sequence):
+    if isinstance(local_window_size, (tuple, list)) or getattr(local_window_size, "ndim", 0):
         raise ValueError(
             f"{_NAME}: local_window_size={local_window_size!r}, expected one number of positions (0 or more), or None."
         )
     q, factor = checks.scaled(q, scale)
     is_one = q.ndim == 3
     q = q[:, None] if is_one else q
+    place = checks.by_place(not is_one, (local_window_size, None), _NAME)
+    soft_cap, data = checks.soft_cap(logits_soft_cap, q, _NAME)
     rules = Rules(
         scale=factor,
-        soft_cap=checks.soft_cap(logits_soft_cap),
-        causal_offset=None if is_one else 0,
-        window=(checks.window(local_window_size)[0], None),
+        soft_cap=soft_cap,
+        causal_offset=None if is_one or place.is_data else 0,
+        window=place.constant_window,
         align_ends=True,
         batch_invariant=core_checks.is_batch_invariant(),
         precision=jax.config.jax_default_matmul_precision,
@@ -171,7 +174,10 @@ def paged_attention(
     extras = checks.operands({"sinks": sinks}, q, k)
     named = core_checks.implementation(_NAME, implementation)
     arrays = unify_varying(*_unified(layout, q, k, v, tables, lengths, *extras.values()))
-    out, lse = PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
+    if data or place.is_data:
+        out, lse = by_gathering(*arrays, rules=rules, layout=layout, implementation=named, place=place, **data)
+    else:
+        out, lse = PAGED.bind(*arrays, rules=rules, layout=layout, implementation=named)
     out = checked(out[:, 0] if is_one else out)
     # No operation on what was not asked for: debug_infs would see that it is -inf where a query sees no key.
     return (out, lse[..., 0] if is_one else jnp.swapaxes(lse, 1, 2)) if return_residual else out
@@ -256,11 +262,18 @@ def by_gathering(
     rules: Rules,
     layout: PageLayout,
     implementation: str | None = None,
+    place: checks.ByPlace | None = None,
+    **data: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp, by attention to the pages that are gathered first."""
+    """Output and logsumexp, by attention to the pages that are gathered first; `rules` lack what is data."""
     keys, values = (_gathered(pages, tables, lengths, layout) for pages in (k, v))
-    operands = Operands(q, keys, values, key_lengths=lengths, sinks=sinks[0] if sinks else None)
-    return attend(operands, rules, implementation)
+    data |= {"key_lengths": lengths} | ({"sinks": sinks[0]} if sinks else {})
+    if place is not None and place.is_data:
+        arrays, counts = {"query": q, "key": keys} | data, (q.shape[1], keys.shape[1])
+        data |= sequence.of_indices(arrays, rules, (0, 0), counts)
+        data |= place.operands(q, data["query_positions"])
+        rules = dataclasses.replace(rules, align_ends=False)
+    return attend(Operands(q, keys, values, **data), rules, implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "layout", "implementation"), inline=True)

@@ -9,6 +9,7 @@ order, without those that the problem lacks:
     query_lengths [B] int32, key_lengths [B] int32
     query_segments [B, T] int32, key_segments [B, S] int32
     query_positions [B, T] int32, key_positions [B, S] int32
+    window_sizes [2] int32                        a window's widths, before and after a query's position
     sinks [N] float32                             a logit per query head that joins the denominator only
     block_tables [B, entries] int32               the pages of each sequence's keys and values, in order
 
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 WARPGROUP_ROWS = 64  # rows of a WGMMA
+UNBOUNDED = 2**30  # the widths of a window from which on it has no bound
 
 
 class Operand(NamedTuple):
@@ -64,6 +66,8 @@ _QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="
 _KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids")
 _QUERY_POSITIONS = Operand(1, query_axis=-1, problem_field="positions")
 _KEY_POSITIONS = Operand(1, key_axis=-1, problem_field="positions", argument="key_value_positions")
+_WINDOW_SIZES = Operand(1, has_batch=False, problem_field="window_sizes", argument="local_window_size")
+_CAP = Operand(0, is_differentiable=True, has_batch=False, problem_field="cap", argument="logits_soft_cap")
 _SINKS = Operand(1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks")
 
 
@@ -85,6 +89,8 @@ class Operands(NamedTuple):
     key_segments: Annotated[Any, _KEY_SEGMENTS] = None
     query_positions: Annotated[Any, _QUERY_POSITIONS] = None
     key_positions: Annotated[Any, _KEY_POSITIONS] = None
+    window_sizes: Annotated[Any, _WINDOW_SIZES] = None
+    cap: Annotated[Any, _CAP] = None
     sinks: Annotated[Any, _SINKS] = None
     keep: Annotated[Any, _KEEP] = None  # the weights that dropout keeps; their sum stays that of all
 
@@ -111,7 +117,8 @@ class KernelRules:
     Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
     `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
     `align_ends` both offsets grow by each sequence's count of keys less its count of queries. Where there are
-    positions, they take the place of i and j, and `align_ends` is False.
+    positions, they take the place of i and j, and `align_ends` is False. Beside them a window may be data, which is
+    `window_sizes`. So may be the soft cap.
     """
 
     scale: float = 1.0
@@ -188,6 +195,8 @@ class Attention(KernelRules):
     key_lengths: bool = False
     segments: bool = False
     positions: bool = False
+    window_sizes: bool = False
+    cap: bool = False  # whether the soft cap is data
     sinks: bool = False
     keep: tuple[int, int, int, int] | None = None  # its shape
     page_size: int = 0  # positions of a page; 0: keys and values are contiguous
@@ -262,6 +271,9 @@ def unsupported_reason(problem: Attention, *, widest: int) -> str | None:
     """Why a kernel for heads up to `widest` does not take the problem, whichever it is."""
     if problem.dtype.name not in DTYPES:
         return f"kernels take {' and '.join(DTYPES)}; the operands are {problem.dtype.name}"
+    for name, what in (("window_sizes", "a window"), ("cap", "a soft cap")):
+        if getattr(problem, name):
+            return f"kernels take {what} that is a constant of the program, and not data"
     for name in ("head_dim", "value_dim"):
         size = getattr(problem, name)
         if not 0 < size <= widest or size % 8:

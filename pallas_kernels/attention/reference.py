@@ -156,7 +156,7 @@ def _tile_gradients(
     """
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.query.dtype
-    z, slope = tiles.logits(ops, rules, rows, cols)
+    z, slope, of_cap = tiles.logits(ops, rules, rows, cols)
     if by_row:
         # The logsumexp is not read: XLA then computes the forward pass' softmax in one pass over the logits.
         _, total, p = _softmax_state(z)
@@ -175,7 +175,12 @@ def _tile_gradients(
         found["value"] = by_key(_kept(ops, p).astype(narrow), arrays["d_out"], rules)
     if "bias" in shapes:
         found["bias"] = by_head(d_z, groups)
-    return {name: _summed(x, shapes[name], name) for name, x in found.items()}
+    found = {name: _summed(x, shapes[name], name) for name, x in found.items()}
+    if "cap" in shapes:
+        # A logit that is not seen may be NaN.
+        of_each = jnp.where(d_z == 0, jnp.zeros_like(d_z), d_z * of_cap)
+        found["cap"] = sum_to(of_each.sum((-3, -2, -1)), shapes["cap"])
+    return found
 
 
 def tangent(
@@ -208,7 +213,7 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
     """`sum(p dz)` and `sum(p dz v + p dv)` over a tile's keys."""
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.value.dtype
-    z, slope = tiles.logits(ops, rules, rows, cols)
+    z, slope, of_cap = tiles.logits(ops, rules, rows, cols)
     p = _weights(z, _by_row(arrays["lse"], ops))
     moved = _moved(arrays, ops, rows, cols)
     d_z = jnp.zeros_like(p)
@@ -217,6 +222,9 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
     if "key" in moved:
         d_z = d_z + scores(by_rows(ops.query, groups), moved["key"], rules)
     d_z = (d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, p.dtype)
+    if "cap" in moved:
+        of_each = jnp.where(p == 0, jnp.zeros_like(p), of_cap)
+        d_z = d_z + of_each * moved["cap"][..., None, None, None].astype(p.dtype)
     if "bias" in moved:
         d_z = d_z + spread(moved["bias"], groups, rows.size).astype(p.dtype)
     of_each = p * d_z

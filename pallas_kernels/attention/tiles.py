@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.problem import OPERANDS, Operands, Rules
+from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, Rules
 from pallas_kernels.monoid import combine
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -25,10 +25,14 @@ KEY_AXIS = {name: x.key_axis for name, x in OPERANDS.items() if x.key_axis is no
 
 
 class Logits(NamedTuple):
-    """A tile's logits, -inf where the key is not seen, and their derivative by the scaled product (None: 1)."""
+    """A tile's logits, -inf where the key is not seen, and their derivatives.
+
+    `slope` is the derivative by the scaled product (None: 1), and `of_cap` that by a soft cap that is data.
+    """
 
     z: jax.Array
     slope: jax.Array | None
+    of_cap: jax.Array | float
 
 
 class Chunk(NamedTuple):
@@ -143,17 +147,20 @@ def logits(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> Logits:
     wide = accumulator_dtype(ops.query.dtype)
     groups = ops.query.shape[-2] // ops.key.shape[-2]
     z = scores(by_rows(ops.query, groups), ops.key, rules) * jnp.asarray(rules.scale, wide)
-    slope = None
-    if rules.soft_cap is not None:
-        cap = jnp.asarray(rules.soft_cap, wide)
+    slope, of_cap = None, 0.0
+    cap = rules.soft_cap if ops.cap is None else ops.cap[..., None, None, None]
+    if cap is not None:
+        cap = jnp.asarray(cap, wide)
         bent = jnp.tanh(z / cap)
-        z, slope = cap * bent, 1 - bent * bent
+        slope = 1 - bent * bent
+        of_cap = 0.0 if ops.cap is None else bent - jnp.where(slope == 0, jnp.zeros_like(z), z / cap * slope)
+        z = cap * bent
     if ops.bias is not None:
         z = z + spread(ops.bias, groups, rows.size).astype(wide)
     seen = visible(ops, rules, rows, cols)
     if seen is not None:
         z = jnp.where(spread(seen, groups, rows.size), z, jnp.asarray(-jnp.inf, wide))
-    return Logits(z, slope)
+    return Logits(z, slope, of_cap)
 
 
 def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array | None:
@@ -171,6 +178,9 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array 
         conditions.append(key_at >= at + (rules.window_offset - left))
     if right is not None:
         conditions.append(key_at <= at + (rules.window_offset + right))
+    if ops.window_sizes is not None:
+        before, after = (ops.window_sizes[..., side][..., None, None, None] for side in (0, 1))
+        conditions += [(before >= UNBOUNDED) | (key_at >= at - before), (after >= UNBOUNDED) | (key_at <= at + after)]
     for chunk, index in ((rows, i), (cols, j)):
         if chunk.size != chunk.length:
             conditions.append(index < chunk.length)

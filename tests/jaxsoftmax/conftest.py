@@ -82,6 +82,8 @@ class AttentionStandIn:
             "key_segments": (p.batch, p.key_length) if p.segments else None,
             "query_positions": (p.batch, p.query_length) if p.positions else None,
             "key_positions": (p.batch, p.key_length) if p.positions else None,
+            "window_sizes": (2,) if p.window_sizes else None,
+            "cap": () if p.cap else None,
             "sinks": (p.query_heads,) if p.sinks else None,
             "keep": p.keep,
         }
@@ -90,17 +92,18 @@ class AttentionStandIn:
         assert {name: x.shape for name, x in operands.items()} == present
         assert all(operands[name].dtype == jnp.int8 for name in ("mask", "keep") if name in operands)
         assert p.head_dim % 8 == p.value_dim % 8 == 0
-        if p.sinks:
-            operands["sinks"] = operands["sinks"][None]
+        of_all = [name for name in ("window_sizes", "cap", "sinks") if name in operands]
+        operands |= {name: operands[name][None] for name in of_all}
         rules = Rules(**p.of_kernels)
         if p.op is attention_problem.Op.FORWARD:
             return attention_reference.forward(Operands(**operands), rules)
-        wanted = ["query", "key", "value", *(["bias"] if p.bias_gradient else []), *(["sinks"] if p.sinks else [])]
+        optional = {"bias": p.bias_gradient, "cap": p.cap, "sinks": p.sinks}
+        wanted = ["query", "key", "value", *(name for name, is_there in optional.items() if is_there)]
         of = {name: operands[name].shape for name in wanted}
         rest = arrays[len(present) :]
         assert [x.shape[:2] for x in rest[1::2]] == [(p.batch, p.query_heads)] * 2
         found = attention_reference.backward(Operands(**operands), rules, *rest, shapes=of)
-        return tuple(x[0] if name == "sinks" else x for name, x in zip(wanted, found, strict=True))
+        return tuple(x[0] if name in of_all else x for name, x in zip(wanted, found, strict=True))
 
     def _with_pages_gathered(self, query: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         """The same on keys and values that a table names; a page that does not exist is NaN, but past the length."""

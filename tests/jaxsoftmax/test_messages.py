@@ -163,9 +163,11 @@ OF_ATTENTION = [
     (TypeError, "key_value_seq_lengths is of type str, expected an array", {"key_value_seq_lengths": "all"}),
     (TypeError, "key_value_seq_lengths has dtype object, expected integers", {"key_value_seq_lengths": [2**64, 1]}),
     (ValueError, "scale is an integer that no float holds, expected a smaller", {"scale": 10**400}),
-    (TypeError, "is_causal is an array of bool, expected True or False, known when",
-     {"is_causal": jnp.array(True)}),
-    (TypeError, "is_causal is an array of bool, expected True or False", {"is_causal": np.ones((5, 7), bool)}),
+    (TypeError, "is_causal is bool[5,7], expected True or False, or an array of one", {"is_causal": np.ones((5, 7), bool)}),
+    (TypeError, "is_causal is int32[], expected True or False", {"is_causal": jnp.array(1)}),
+    (ValueError, "local_window_size=int32[3], expected a number of positions", {"local_window_size": jnp.arange(3)}),
+    (ValueError, "local_window_size=float32[], expected a number of positions", {"local_window_size": jnp.ones(())}),
+    (ValueError, "logits_soft_cap is float32[2], expected one positive number", {"logits_soft_cap": jnp.ones(2)}),
     (TypeError, "is_causal='yes', expected True or False", {"is_causal": "yes"}),
     (TypeError, "module=3, expected a Flax module in which to sow the weights, or None", {"module": 3}),
     (TypeError, "dropout_rate='half', expected a number, 0 <= dropout_rate < 1", {"dropout_rate": "half"}),
@@ -243,10 +245,6 @@ def test_what_is_traced() -> None:
     for call, text in (
         (lambda n: jaxsoftmax.logsumexp(X, n), "logsumexp: axis is JitTracer"),
         (lambda n: jaxsoftmax.top_k_softmax(X, n), "top_k_softmax: k is JitTracer.*, expected one integer"),
-        (
-            lambda n: jaxsoftmax.flash_attention(Q, K, K, is_causal=n > 0),
-            "flash_attention: is_causal is an array of bool",
-        ),
     ):
         with pytest.raises(TypeError, match=f"^{text}.* static argument"):
             jax.jit(call)(1)
@@ -327,6 +325,7 @@ def test_a_missing_kernel_of_a_derivative(stand_ins: Any) -> None:
 def test_every_operand_has_a_row_a_check_and_an_argument() -> None:
     assert set(OPERANDS) == set(RANK) == {*Operands._fields, "out", "lse"}
     drawn = {"keep"}  # by `flash_attention`, for dropout
-    assert set(CHECKS) == {*Operands._fields} - {"query", "key", "value"} - drawn
+    instead_of_rules = {"window_sizes", "cap"}
+    assert set(CHECKS) == {*Operands._fields} - {"query", "key", "value"} - drawn - instead_of_rules
     arguments = {OPERANDS[name].argument or name for name in Operands._fields if name not in drawn}
     assert arguments <= set(inspect.signature(jaxsoftmax.flash_attention).parameters)

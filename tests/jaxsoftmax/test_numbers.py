@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core import numbers
-from tests import oracle
+from tests import attention_oracle, oracle
 from tests.errors import assert_accurate
 from tests.jaxsoftmax.sharded import mesh, put
 
@@ -37,6 +37,7 @@ def attend_to_pages(q: jax.Array, **number: Any) -> jax.Array:
     return jaxsoftmax.paged_attention(q, pages, pages, jnp.array([[2, 0]]), jnp.array([7]), **number)
 
 
+OF_ATTENTION = ("scale", "logits_soft_cap", "local_window_size")
 OF_LOSSES = ("scale", "label_smoothing", "z_loss", "logits_soft_cap")
 # Each function that takes numbers, of its first operand, and which.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], jax.Array, tuple[str, ...]]] = {
@@ -51,8 +52,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], jax.Array, tuple[str, ...]]] = {
         X,
         OF_LOSSES,
     ),
-    "flash_attention": (attend, QKV[0], ("scale",)),
-    "paged_attention": (attend_to_pages, QKV[0], ("scale",)),
+    "flash_attention": (attend, QKV[0], OF_ATTENTION),
+    "paged_attention": (attend_to_pages, QKV[0], OF_ATTENTION),
 }
 CASES = [(name, argument) for name, (_, _, arguments) in FUNCTIONS.items() for argument in arguments]
 cases = pytest.mark.parametrize("name, argument", CASES, ids=map(" ".join, CASES))
@@ -85,7 +86,7 @@ def test_a_number_that_changes_compiles_few_programs(
 ) -> None:
     monkeypatch.setattr(numbers, "MOST_CONSTANTS", 1)
     x = FUNCTIONS[name][1]
-    values = [0.04 * (1 + i) for i in range(20)]
+    values = range(20) if argument == "local_window_size" else [0.04 * (1 + i) for i in range(20)]
     found = [gradient(name, x, **{argument: value}) for value in values[:2]]
     compiled.clear()
     found += [gradient(name, x, **{argument: value}) for value in values[2:]]
@@ -123,7 +124,7 @@ def test_under_batch_invariant_each_number_is_a_constant() -> None:
     assert not numbers.is_constant("softmax", "scale", 9.5)
 
 
-@cases
+@pytest.mark.parametrize("name, argument", [case for case in CASES if case[1] != "local_window_size"])
 def test_the_derivative_in_a_number_that_is_traced(name: str, argument: str) -> None:
     """In float64 the gradient is that of a constant, and the number's derivative a quotient of differences."""
     with jax.enable_x64():
@@ -221,3 +222,105 @@ def test_traced_numbers_have_the_accuracy_of_constants() -> None:
     )(x, given)
     truth = oracle.cross_entropy(x, labels, scale=0.7, soft_cap=5.0, smoothing=0.1, z_loss=1e-2)
     assert_accurate(run(True), run(False), truth.gradient, magnitude=truth.gradient_terms)
+
+
+# What layers of a stack differ in: a causal rule, a window and a soft cap.
+LAYERS = [(True, (2, 0), 1.5), (False, (1, 3), 0.7), (True, (-1, -1), 9.0), (False, (-1, 2), 3.0)]
+
+
+@pytest.mark.parametrize("ends", [{}, {"causal_alignment": "bottom_right", "key_value_seq_lengths": np.array([5])}])
+def test_a_scan_over_layers(ends: dict[str, Any]) -> None:
+    """Each layer against float64, and the gradients of the whole stack against those of calls with constants."""
+    q, k, v = QKV
+    causal, windows, caps = (jnp.asarray(x) for x in zip(*LAYERS, strict=True))
+
+    def layer(q: jax.Array, rules: Any, k: jax.Array = k) -> tuple[jax.Array, jax.Array]:
+        given = dict(zip(("is_causal", "local_window_size", "logits_soft_cap"), rules, strict=True))
+        out = jaxsoftmax.flash_attention(q, k, v, **given, **ends)
+        return out + q, out
+
+    def of_constants(q: jax.Array, k: jax.Array, caps: jax.Array) -> tuple[jax.Array, Any]:
+        outs = []
+        for (is_causal, window, _), cap in zip(LAYERS, caps, strict=True):
+            left, right = (None if width < 0 else width for width in window)
+            q, out = layer(q, (is_causal, (left, right), cap), k)
+            outs.append(out)
+        return jnp.sin(q).sum(), jnp.stack(outs)
+
+    def scanned(q: jax.Array, k: jax.Array, caps: jax.Array) -> tuple[jax.Array, Any]:
+        q, outs = jax.lax.scan(lambda q, rules: layer(q, rules, k), q, (causal, windows, caps))
+        return jnp.sin(q).sum(), outs
+
+    found, want = (jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, caps) for f in (scanned, of_constants))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, want)
+    at = np.asarray(q)
+    for (is_causal, window, cap), out in zip(LAYERS, found[1], strict=True):
+        sides = [None if width < 0 else width for width in window]
+        truth = attention_oracle.forward(
+            at, k, v, is_causal=is_causal, local_window_size=sides, logits_soft_cap=cap, **ends
+        )
+        np.testing.assert_allclose(out, truth.out, rtol=1e-4, atol=1e-5)
+        at = at + np.asarray(out)
+
+
+def test_windows_that_are_data_at_their_bounds() -> None:
+    """A width of 2^30 or more, and one below 0, has no bound, wherever query and key are."""
+    q, k, v = QKV
+    far = jnp.array([-(2**30), -1, 0, 5, 2**30])
+    run = jax.jit(
+        lambda window, causal: jaxsoftmax.flash_attention(
+            q, k, v, is_causal=causal, local_window_size=window, query_positions=far, key_value_positions=far[::-1]
+        )
+    )
+    i, j = np.asarray(far, np.int64)[:, None], np.asarray(far[::-1], np.int64)
+    for left, right in ((2**30 - 1, 0), (0, 2**30 - 1), (2**30, 2**31 - 1), (-1, 3), (-(2**31), -5)):
+        for causal in (False, True):
+            seen = (left < 0) | (left >= 2**30) | (j >= i - left)
+            seen &= (right < 0) | (right >= 2**30) | (j <= i + right)
+            want = jaxsoftmax.flash_attention(q, k, v, mask=seen & (j <= i) if causal else seen)
+            np.testing.assert_allclose(run(jnp.array([left, right]), causal), want, rtol=1e-5, atol=1e-6)
+    alone = jax.jit(
+        lambda causal: jaxsoftmax.flash_attention(
+            q, k, v, is_causal=causal, query_positions=far, key_value_positions=far[::-1]
+        )
+    )
+    for causal in (False, True):
+        want = jaxsoftmax.flash_attention(q, k, v, mask=(j <= i) | (not causal))
+        np.testing.assert_allclose(alone(causal), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_for_each_call_that_is_mapped(stand_ins: Any) -> None:
+    qs = jnp.stack([QKV[0], 2 * QKV[0], QKV[0] - 1])
+    widths, causal = jnp.array([0, 2, -1]), jnp.array([True, False, False])
+    call = lambda q, width, causal, cap: jaxsoftmax.flash_attention(
+        q, *QKV[1:], local_window_size=width, is_causal=causal, logits_soft_cap=cap
+    )
+    caps = jnp.array([1.0, 2.0, 3.0])
+    mapped = jax.jit(jax.vmap(call))(qs, widths, causal, caps)
+    for i, (width, is_causal) in enumerate([(0, True), (2, False), (None, False)]):
+        want = call(qs[i], width, is_causal, float(caps[i]))
+        np.testing.assert_allclose(mapped[i], want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_cap_beside_sharded_operands() -> None:
+    of_cap = jax.jit(jax.grad(lambda q, k, v, cap: jnp.sin(attention(q, k, v, cap)).sum(), (0, 3)))
+    attention = lambda q, k, v, cap: jaxsoftmax.flash_attention(q, k, v, logits_soft_cap=cap, is_causal=True)
+    q, k, v = (jnp.asarray(RNG.normal(size=(4, 8, 2, 8)), jnp.float32) for _ in range(3))
+    want = of_cap(q, k, v, 1.3)
+    for kind, spec in (
+        (AxisType.Auto, P("d", "m")),
+        (AxisType.Explicit, P("d", "m")),
+        (AxisType.Explicit, P("m", None, None)),
+    ):
+        on = mesh(kind)
+        with jax.set_mesh(on):
+            got = of_cap(*(put(x, spec, on) for x in (q, k, v)), 1.3)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_explain_says_what_is_data() -> None:
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    explain = functools.partial(jaxsoftmax.explain_attention, x, x, x)
+    assert explain(is_causal=jnp.array(True)).kernel
+    assert "a soft cap that is a constant" in str(explain(logits_soft_cap=jnp.array(2.0)))
+    assert "a window that is a constant" in str(explain(local_window_size=jnp.array(2)))

@@ -64,6 +64,11 @@ CASES: dict[str, tuple[Arrays, dict[str, Any]]] = {
         },
         {"local_window_size": (7, 5)},
     ),
+    "window as data": (
+        {"query_positions": SHUFFLED, "key_value_positions": SHUFFLED[::-1]},
+        {"local_window_size": jnp.array([7, 5])},
+    ),
+    "causal as data": ({"query_segment_ids": SEGMENTS}, {"is_causal": jnp.array(True)}),
     "shuffled and masked": ({"query_positions": SHUFFLED, "mask": SEES}, CAUSAL),
 }
 FLOATS = ("query", "key", "value", "bias", "sinks")
