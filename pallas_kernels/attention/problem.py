@@ -66,8 +66,10 @@ _QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="
 _KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids")
 _QUERY_POSITIONS = Operand(1, query_axis=-1, problem_field="positions")
 _KEY_POSITIONS = Operand(1, key_axis=-1, problem_field="positions", argument="key_value_positions")
-_WINDOW_SIZES = Operand(1, has_batch=False, problem_field="window_sizes", argument="local_window_size")
-_CAP = Operand(0, is_differentiable=True, has_batch=False, problem_field="cap", argument="logits_soft_cap")
+_WINDOW_SIZES = Operand(1, broadcasts=True, has_batch=False, problem_field="window_sizes", argument="local_window_size")
+_CAP = Operand(
+    0, is_differentiable=True, broadcasts=True, has_batch=False, problem_field="cap", argument="logits_soft_cap"
+)
 _SINKS = Operand(1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks")
 
 

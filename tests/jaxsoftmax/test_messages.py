@@ -164,7 +164,7 @@ OF_ATTENTION = [
     (TypeError, "key_value_seq_lengths has dtype object, expected integers", {"key_value_seq_lengths": [2**64, 1]}),
     (ValueError, "scale is an integer that no float holds, expected a smaller", {"scale": 10**400}),
     (TypeError, "is_causal is bool[5,7], expected True or False, or an", {"is_causal": np.ones((5, 7), bool)}),
-    (TypeError, "is_causal is int32[], expected True or False", {"is_causal": jnp.array(1)}),
+    (TypeError, "is_causal is int32[], expected True or False", {"is_causal": jnp.int32(1)}),
     (ValueError, "local_window_size=int32[3], expected a number of positions", {"local_window_size": jnp.arange(3)}),
     (ValueError, "local_window_size=float32[], expected a number of positions", {"local_window_size": jnp.ones(())}),
     (ValueError, "logits_soft_cap is float32[2], expected one positive number", {"logits_soft_cap": jnp.ones(2)}),
