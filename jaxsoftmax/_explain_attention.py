@@ -156,20 +156,25 @@ def explain_paged_attention(
     )
     arrays, rest, static = split({key: abstract(name, key, x) for key, x in given.items()} | arguments, ())
     call = lambda arrays: paged_attention(**arrays, **static)
-    eqn = eqn_of(jax.make_jaxpr(call)(arrays | rest), paged.PAGED)
-    avals = [var.aval for var in eqn.invars]
-    shown = ", ".join(f"{key} [{','.join(map(str, x.shape))}]" for key, x in zip(given, avals, strict=False))
-    shown = f"paged_attention of {avals[0].dtype}: {shown}"
-    results, invariant = [var.aval for var in eqn.outvars], eqn.params["rules"].batch_invariant
-    found, _ = explanation(shown, eqn, paged.Call(), results, target, (), False)
-    if found.kernel or found.implementation == "error":
-        return found
-    inside = eqn_of(jax.make_jaxpr(functools.partial(paged.by_gathering, **eqn.params))(*avals), BY_PART[Part.FORWARD])
+    traced, attended_to = jax.make_jaxpr(call)(arrays | rest), BY_PART[Part.FORWARD]
+    eqn = eqn_of(traced, paged.PAGED, attended_to)
+    first, results = eqn.invars[0].aval, [var.aval for var in eqn.outvars]
+    shapes = [first.shape, *((arrays | rest)[key].shape for key in list(given)[1:])]
+    shown = ", ".join(f"{key} [{','.join(map(str, x))}]" for key, x in zip(given, shapes, strict=True))
+    shown, invariant = f"paged_attention of {first.dtype}: {shown}", eqn.params["rules"].batch_invariant
+    # Where the window or the soft cap is data, the pages are gathered outside of any primitive.
+    declined, inside, avals = (), eqn, traced.in_avals
+    if eqn.primitive is paged.PAGED:
+        found, _ = explanation(shown, eqn, paged.Call(), results, target, (), False)
+        if found.kernel or found.implementation == "error":
+            return found
+        declined, avals = found.declined, [var.aval for var in eqn.invars]
+        inside = eqn_of(jax.make_jaxpr(functools.partial(paged.by_gathering, **eqn.params))(*avals), attended_to)
     keys = [var.aval for var in inside.invars[1:3]]
     gathered = f"XLA gathers the pages first, {size_in_words(bytes_of(*keys))} of keys and values"
     attended, _ = explanation(shown, inside, Call(Part.FORWARD), results, target, (gathered,), invariant)
     least = bytes_of(*avals, *results)
-    return dataclasses.replace(attended, least_bytes=least, declined=(*found.declined, *attended.declined))
+    return dataclasses.replace(attended, least_bytes=least, declined=(*declined, *attended.declined))
 
 
 def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tuple[str, ...]:

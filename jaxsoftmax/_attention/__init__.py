@@ -269,14 +269,13 @@ def flash_attention(
         align_ends, end = False, 0
     q, factor = checks.scaled(q, scale)
     soft_cap, cap = checks.soft_cap(logits_soft_cap, q)
-    window = place.constant_window
     is_causal = place.is_causal is not False and "window_sizes" not in others
     rules = Rules(
         scale=factor,
         soft_cap=soft_cap,
         causal_offset=end if is_causal else None,
-        window=window,
-        window_offset=end if window != (None, None) else 0,
+        window=place.constant_window,
+        window_offset=end if place.constant_window != (None, None) else 0,
         align_ends=align_ends,
         deterministic=deterministic_gradients,
         batch_invariant=core_checks.is_batch_invariant(),
@@ -288,11 +287,9 @@ def flash_attention(
     out, lse = attend(checks.with_dropout(operands, dropout), rules, implementation)
     out = out if dropout is None else (out / (1.0 - dropout.rate)).astype(out.dtype)
     if module is not None:
-        sown = _weights_in_memory(operands, rules, lse)
+        sown = _weights_in_memory(operands, rules, lse).astype(jnp.float32 if force_fp32_for_softmax else q.dtype)
         # linen and nnx both have this collection; nnx's type for it has the same name.
-        module.sow(
-            "intermediates", "attention_weights", sown.astype(jnp.float32 if force_fp32_for_softmax else q.dtype)
-        )
+        module.sow("intermediates", "attention_weights", sown)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
 
 

@@ -21,7 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import mask, tiles
-from pallas_kernels.attention.problem import DTYPES, Attention, Op, Operands, Rules, operand_names, sum_to
+from pallas_kernels.attention.problem import (
+    DTYPES,
+    Attention,
+    Op,
+    Operands,
+    Rules,
+    operand_names,
+    rule_that_is_data,
+    sum_to,
+)
 from pallas_kernels.attention.tiles import Chunk
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, combine, decay, log_normalizer
@@ -53,6 +62,10 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     """Why cuDNN does not take the problem, or cannot give it our semantics."""
     hopper = _capability(device) >= (9, 0)
     widest = 256 if hopper else 128
+    if problem.cap or problem.soft_cap is not None:
+        return "cuDNN has no soft cap"
+    if reason := rule_that_is_data(problem, "cuDNN takes"):
+        return reason
     if others := [name for name in operand_names(problem) if name not in _TAKEN]:
         return f"cuDNN is not given {', '.join(others)}"
     if problem.dtype.name not in DTYPES:
@@ -64,8 +77,6 @@ def unsupported(problem: Attention, device: Device) -> str | None:
         return "cuDNN takes values of another width than keys from compute capability 9.0 on"
     if 0 in (problem.batch, problem.query_heads, problem.query_length, problem.key_length):
         return "there is nothing to do"
-    if problem.soft_cap is not None:
-        return "cuDNN has no soft cap"
     if problem.scale == 0:
         return "with a scale of 0 there is no product"
     if problem.bias is not None and problem.bias_dtype != problem.dtype:

@@ -269,13 +269,20 @@ def problem_of(
 DTYPES = ("float16", "bfloat16")
 
 
+def rule_that_is_data(problem: Attention, who: str) -> str | None:
+    """Why `who`, which takes constants alone, does not take a window or a soft cap that is data."""
+    for name, what in (("window_sizes", "a window"), ("cap", "a soft cap")):
+        if getattr(problem, name):
+            return f"{who} {what} that is a constant of the program, and not data"
+    return None
+
+
 def unsupported_reason(problem: Attention, *, widest: int) -> str | None:
     """Why a kernel for heads up to `widest` does not take the problem, whichever it is."""
     if problem.dtype.name not in DTYPES:
         return f"kernels take {' and '.join(DTYPES)}; the operands are {problem.dtype.name}"
-    for name, what in (("window_sizes", "a window"), ("cap", "a soft cap")):
-        if getattr(problem, name):
-            return f"kernels take {what} that is a constant of the program, and not data"
+    if reason := rule_that_is_data(problem, "kernels take"):
+        return reason
     for name in ("head_dim", "value_dim"):
         size = getattr(problem, name)
         if not 0 < size <= widest or size % 8:

@@ -18,6 +18,7 @@ DEVICES = {
     "H200": hardware.H200,
     "B200": Device("NVIDIA B200", "10.0", 148, 227 * 1024, 135 * GIB),
 }
+NUMBER, PAIR = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
 LENGTHS, IDS = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2,), (2, 1023)))
 
 
@@ -49,6 +50,13 @@ CALLS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "sinks": ("XCCKC", shapes(), {"sinks": jax.ShapeDtypeStruct((8,), jnp.float32), "op": "vjp"}),
     "few queries, many keys": ("XXXKX", few_of_many(), {}),
     "soft cap": ("XXXKX", shapes(), {"logits_soft_cap": 30.0}),
+    "causal as data": ("XCCKC", shapes(), {"is_causal": jax.ShapeDtypeStruct((), bool), "op": "vjp"}),
+    "window as data": ("XXXXX", shapes(), {"local_window_size": PAIR, "op": "vjp"}),
+    "window as data, long": ("TTTTT", shapes(length=65536, heads=16), {"local_window_size": PAIR}),
+    "soft cap as data": ("XXXXX", shapes(), {"logits_soft_cap": NUMBER, "op": "vjp"}),
+    "a kernel by name, soft cap as data": (
+        *("EEEEE", shapes()), {"logits_soft_cap": NUMBER, "implementation": "mosaic_gpu"},
+    ),
     "gradients that repeat": ("XXXKX", shapes(), {"deterministic_gradients": True, "op": "vjp"}),
     "gradient of the logsumexp": ("XXXKX", shapes(), {"return_residual": True, "op": "vjp"}),
     "heads of 128": ("XCCKC", shapes(dim=128), {}),

@@ -324,3 +324,15 @@ def test_explain_says_what_is_data() -> None:
     assert explain(is_causal=jnp.array(True)).kernel
     assert "a soft cap that is a constant" in str(explain(logits_soft_cap=jnp.array(2.0)))
     assert "a window that is a constant" in str(explain(local_window_size=jnp.array(2)))
+    pages, query = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 16, 64), (4, 8, 64)))
+    tables, lengths = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((4, 8), (4,)))
+    of_pages = functools.partial(jaxsoftmax.explain_paged_attention, query, pages, pages, tables, lengths)
+    assert of_pages(local_window_size=3).kernel
+    for what, number in (
+        ("window", {"local_window_size": jnp.array(2)}),
+        ("soft cap", {"logits_soft_cap": jnp.array(2.0)}),
+    ):
+        found = of_pages(**number)
+        assert not found.kernel
+        assert "XLA gathers the pages first" in str(found)
+        assert f"a {what} that is a constant" in str(found)

@@ -146,6 +146,8 @@ def test_what_cudnn_does_not_take() -> None:
         (dataclasses.replace(plain, scale=0.0), A100, "scale of 0"),
         (dataclasses.replace(plain, batch_invariant=True), A100, "batch invariant"),
         (dataclasses.replace(plain, keep=(1, 1, 64, 96)), A100, "not given keep"),
+        (dataclasses.replace(plain, cap=True), A100, "no soft cap"),
+        (dataclasses.replace(plain, window_sizes=True), A100, "cuDNN takes a window that is a constant"),
         (dataclasses.replace(plain, page_size=16), A100, "not given block_tables"),
         (dataclasses.replace(plain, bias=(1, 1, 64, 96), bias_dtype=jnp.dtype("float32")), A100, "operands' dtype"),
         (dataclasses.replace(back, deterministic=True), A100, "repeat bit by bit"),
@@ -196,6 +198,29 @@ def test_tiles_of_xla(kind: str, tile: tuple[int, int]) -> None:
     given, expected, _ = test_attention_backward.known(back)
     for (name, want), x in zip(expected.items(), run(*map(jnp.asarray, given.values())), strict=True):
         np.testing.assert_allclose(x, want, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("tile", [(10**9, 10**9), (17, 10**9), (17, 31)])
+def test_tiles_whose_window_and_soft_cap_are_data(tile: tuple[int, int]) -> None:
+    """They give what constants give; the cap's gradient is that of the whole formula."""
+    p = problem_of(Op.FORWARD, "positions-window", soft_cap=0.9, window_offset=0)
+    p = dataclasses.replace(p, dtype=jnp.dtype("float32"))
+    constants = Operands(**{name: jnp.asarray(x) for name, x in operands_of(p).items()})
+    data = constants._replace(window_sizes=jnp.array([p.window], jnp.int32), cap=jnp.array([p.soft_cap]))
+    rules = Rules(**p.of_kernels | {"soft_cap": None, "window": (None, None)}, tile=tile)
+    out, lse = want = reference.forward(constants, tiled(p, tile))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, reference.forward(data, rules), want)
+
+    d_out, d_lse = jnp.cos(out), jnp.where(jnp.isfinite(lse), 0.5, 0.0)
+    shapes = {name: getattr(data, name).shape for name in ("query", "key", "value")}
+    expected = reference.backward(constants, tiled(p, tile), *want, d_out, d_lse, shapes=shapes)
+    *found, of_cap = reference.backward(data, rules, *want, d_out, d_lse, shapes=shapes | {"cap": (1,)})
+    jax.tree.map(close, tuple(found), expected)
+    whole = lambda cap: reference.forward(data._replace(cap=cap), dataclasses.replace(rules, tile=None))
+    (pulled,) = jax.vjp(whole, data.cap)[1]((d_out, d_lse))
+    assert np.abs(pulled) > 0.1
+    np.testing.assert_allclose(of_cap, pulled, rtol=1e-4)
 
 
 def test_tiles_that_fit() -> None:
