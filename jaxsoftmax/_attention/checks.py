@@ -318,7 +318,7 @@ def _window(function: str, x: Any) -> tuple[Side, Side]:
     x = x.tolist() if isinstance(x, np.ndarray) else x
     pair = isinstance(x, Sequence) or (isinstance(x, jax.Array) and x.shape == (2,))
     sides = tuple(x) if pair else (x, x)
-    if len(sides) != 2 or not all(map(_is_side, sides)):
+    if len(sides) != 2 or not all(map(is_side, sides)):
         shown = jax.typeof(x) if isinstance(x, jax.Array) else repr(x)
         raise ValueError(
             f"{function}: local_window_size={shown}, expected a number of positions (0 or more), or a pair (left, "
@@ -328,7 +328,8 @@ def _window(function: str, x: Any) -> tuple[Side, Side]:
     return left, right
 
 
-def _is_side(x: Any) -> bool:
+def is_side(x: Any) -> bool:
+    """Whether it is a width of a window to one side, which may be data."""
     if isinstance(x, jax.Array):
         return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
     return x is None or (isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 0))
@@ -343,11 +344,12 @@ def _side(x: Any) -> Side:
 
 def _is_causal(function: str, x: Any) -> bool | jax.Array:
     """A bool, or an array of one."""
+    x = x[()] if isinstance(x, np.ndarray) and x.ndim == 0 else x
     if isinstance(x, (bool, int, np.bool_)):
         return bool(x)
     if isinstance(x, jax.Array) and x.ndim == 0 and x.dtype == jnp.bool_:
         return x
-    shown = f" is {jax.typeof(x)}" if isinstance(x, (jax.Array, np.ndarray)) else f"={x!r}"
+    shown = f" is {x.dtype}[{','.join(map(str, x.shape))}]" if isinstance(x, (jax.Array, np.ndarray)) else f"={x!r}"
     raise TypeError(
         f"{function}: is_causal{shown}, expected True or False, or an array of one bool, which may be traced."
     )

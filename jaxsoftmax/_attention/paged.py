@@ -153,10 +153,9 @@ def paged_attention(
     (2, 4, 16)
     """
     q, k, v, tables, lengths = _checked(query, key_pages, value_pages, block_tables, lengths, layout)
-    if isinstance(local_window_size, (tuple, list)) or getattr(local_window_size, "ndim", 0):
-        raise ValueError(
-            f"{_NAME}: local_window_size={local_window_size!r}, expected one number of positions (0 or more), or None."
-        )
+    if not checks.is_side(local_window_size):
+        shown = jax.typeof(local_window_size) if isinstance(local_window_size, jax.Array) else repr(local_window_size)
+        raise ValueError(f"{_NAME}: local_window_size={shown}, expected one number of positions (0 or more), or None.")
     q, factor = checks.scaled(q, scale)
     is_one = q.ndim == 3
     q = q[:, None] if is_one else q

@@ -322,6 +322,7 @@ def test_explain_says_what_is_data() -> None:
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     explain = functools.partial(jaxsoftmax.explain_attention, x, x, x)
     assert explain(is_causal=jnp.array(True)).kernel
+    assert str(explain(is_causal=np.array(True))) == str(explain(is_causal=True))
     assert "a soft cap that is a constant" in str(explain(logits_soft_cap=jnp.array(2.0)))
     assert "a window that is a constant" in str(explain(local_window_size=jnp.array(2)))
     pages, query = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 16, 64), (4, 8, 64)))
