@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "block_tables": ({"block_tables": np.ones((4, 5))}, TypeError, "block_tables has dtype float64, expected integers"),
     "rows": ({"block_tables": np.ones((3, 5), int)}, ValueError, "has shape (3, 5), expected (4, entries)"),
     "lengths": ({"lengths": np.ones(3, int)}, ValueError, "lengths has shape (3,), expected (4,), a length"),
-    "window": ({"local_window_size": -1}, ValueError, "local_window_size=-1, expected a number of positions"),
+    "window": ({"local_window_size": -1}, ValueError, "local_window_size=-1, expected one number of positions"),
     "dtype": ({"query": jnp.ones((4, 4, 16), jnp.bfloat16)}, TypeError, "expected one dtype for all three"),
     "kernel": ({"implementation": "mosaic_gpu"}, NotImplementedError, "mosaic_gpu"),
 }  # fmt: skip
