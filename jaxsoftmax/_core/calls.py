@@ -76,6 +76,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "k": ("top_k", "topk", "num", "n", "num_experts", "experts_per_token"),
     'normalize="top_k"': ("renormalize", "norm_topk_prob", "renorm"),
     "implementation": ("impl", "backend", "method", "attention_impl", "attn_implementation", "use_pallas", "kernel"),
+    "reduction": ("reduce", "size_average", "reduction_fn"),
     "precision": ("lax_precision", "matmul_precision"),
     "devices": ("num_devices", "n_devices", "shards", "num_shards", "world_size", "ring_size", "cp_size"),
     "device": ("gpu", "hardware", "card", "arch", "platform", "accelerator"),

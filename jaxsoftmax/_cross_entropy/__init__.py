@@ -28,6 +28,7 @@ from pallas_kernels.softmax.problem import IGNORED, Op
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 WeightLayout = Literal["EV", "VE"]
+Reduction = Literal["none", "mean", "sum"]
 
 
 class _Options(TypedDict, total=False):
@@ -39,6 +40,7 @@ class _Options(TypedDict, total=False):
     scale: ArrayLike
     ignore_index: int | None
     weights: ArrayLike | None
+    reduction: Reduction
     implementation: Implementation | None
 
 
@@ -96,6 +98,7 @@ def softmax_cross_entropy_with_integer_labels(
     scale: ArrayLike = 1.0,
     ignore_index: int | None = None,
     weights: ArrayLike | None = None,
+    reduction: Reduction = "none",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -106,14 +109,15 @@ def softmax_cross_entropy_with_integer_labels(
 
     It is float32, or float64 for float64 logits, as is all that is accumulated; the gradient has the logits' dtype and
     is rounded once. Differentiated, one kernel reads the logits, and another reads them again and writes the gradient
-    times whatever follows, as 1 / n in `.mean()`: three passes. With `weights`, the kernel writes the gradient times
-    them in the pass in which it reads the logits. If all that follows is a sum, that is all, so that
+    times whatever follows, as 1 / n in `.mean()`: three passes. With `weights` or a `reduction`, the kernel writes the
+    gradient in the pass in which it reads the logits. If all that follows is a sum, that is all, so that
 
-        softmax_cross_entropy_with_integer_labels(logits, labels, weights=1 / n).sum()
+        softmax_cross_entropy_with_integer_labels(logits, labels, reduction="mean")
 
     takes two passes; what else follows multiplies that gradient, in two more. What is kept for the backward pass is the
-    logits, or with `weights` the gradient, in the logits' dtype. Derivatives of every order in the logits and in
-    `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count must be finite.
+    logits, or with `weights` or a `reduction` the gradient, in the logits' dtype. Derivatives of every order in the
+    logits and in `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count
+    must be finite.
 
     Under `batch_invariant()` a kernel's loss and gradient of a row are the same bits in any batch.
 
@@ -142,14 +146,17 @@ def softmax_cross_entropy_with_integer_labels(
         ignore_index: A label whose rows have a loss of 0 and a gradient of 0, whatever their logits are.
         weights: A factor of each row's loss: a number, or an array that broadcasts to the rows; may be traced. Given
             any, even 1, the gradient is written when the loss is computed.
+        reduction: "none" for the rows' losses; "sum" for their sum; or "mean", for that over the sum of the `weights`
+            of the rows that count, or over how many count; it is 0 if none does. In `shard_map`, of a device's own
+            rows.
         return_lse: Returns the rows' `lse` too, also of those that are ignored. It is differentiable; its cotangent not
             being known in the forward pass, the gradient is then written afterwards, by XLA, even if there are weights.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`. No kernel computes the gradient of a logsumexp,
             or of logits that broadcast over labels: named, it is an error there.
 
     Returns:
-        The rows' losses, in the shape to which the logits without `axis`, `labels` and `where` broadcast; or a pair of
-        them and of `lse`, if `return_lse`.
+        The rows' losses, in the shape to which the logits without `axis`, `labels` and `where` broadcast, or one number
+        by a `reduction`; or a pair of that and of the rows' `lse`, if `return_lse`.
 
     Raises:
         TypeError: `logits` is complex, `labels` are not integers, `where` is not boolean, or an option is not a number.
@@ -176,7 +183,8 @@ def softmax_cross_entropy_with_integer_labels(
     counts = jnp.broadcast_to(mask[0].any(axes), rows) if mask else None
     factors = jnp.ones((1,) * len(rows), wide) if weights is None else checks.weights_of(NAME, weights, rows, wide)
     checks.check_range(NAME, given, cols, ignored, counts)
-    target, factors = checks.rows_to_read(given, broadcast_to(factors, rows), cols, ignored, counts)
+    checks.choice(NAME, "reduction", reduction, get_args(Reduction))
+    target, factors = _to_read(reduction, given, broadcast_to(factors, rows), cols, ignored, counts)
     x, factor = scaled(x, factor)
     of_logits, of_rows = range(x.ndim), [d for d in range(x.ndim) if d not in axes]
     has = [of_logits, of_rows, of_rows, *(of_logits for _ in mask)]
@@ -189,7 +197,7 @@ def softmax_cross_entropy_with_integer_labels(
     # The gradients of its parts are added before they are rounded.
     x = x.astype(wide) if is_mixture else x
     # With weights in the primitive, the gradient is written with the loss, before its cotangent is known.
-    weighted = weights is not None and not return_lse and not is_mixture
+    weighted = (weights is not None or reduction != "none") and not return_lse and not is_mixture
     columns = jnp.expand_dims(_in_order(target, listed, x.shape), axes)
     operands = [x, columns, *([jnp.expand_dims(factors, axes)] if weighted else []), *mask]
     how = {"implementation": checks.implementation(NAME, implementation), **checks.batch_invariance()}
@@ -200,8 +208,24 @@ def softmax_cross_entropy_with_integer_labels(
         return [loss, log_normalizer(Stats(*stats))] if with_lse else [loss]
 
     loss, *lse = mixture.mixed(compute, target == IGNORED, *shares, return_lse)
-    loss = loss if weighted else weigh(factors, loss)
+    loss = _reduced(reduction, loss if weighted else weigh(factors, loss))
     return (loss, *lse) if return_lse else loss
+
+
+def _to_read(reduction: Reduction, given: Any, weights: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+    """`rows_to_read`, where for a mean the weights are shares of their total."""
+    target, factors = checks.rows_to_read(given, weights, *rest)
+    if reduction == "mean":
+        with settings_for(target, factors):
+            # Not of the factors, which are NaN where a label is no column: other rows keep their gradient.
+            labels, weights = unify_shardings(target, weights)
+            total = jnp.where(labels == IGNORED, 0.0, weights).sum()
+            factors = factors / jnp.where(total == 0, 1.0, total)
+    return target, factors
+
+
+def _reduced(reduction: Reduction, loss: jax.Array) -> jax.Array:
+    return loss if reduction == "none" else loss.sum()
 
 
 def _smoothing_and_z_loss(function: str, smoothing: Any, z_loss: Any, dtype: Any) -> tuple[Any, Any]:
@@ -327,6 +351,7 @@ def linear_cross_entropy(
     bias: ArrayLike | None = None,
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
+    reduction: Reduction = "none",
     ignore_index: int | None = None,
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
@@ -346,11 +371,12 @@ def linear_cross_entropy(
     rounded to the operands' dtype for the two products that follow, which accumulate in float32, as does the sum over
     chunks. The log-probability of a label is minus its loss.
 
-    Differentiated, it computes a chunk's logits again when the cotangents are known: four products. With `weights`,
-    which are known beforehand, the gradients are computed with the loss: three products. That holds if what follows
-    treats all tokens alike, as in `linear_cross_entropy(..., weights=1 / n).sum()`; if it does not, the gradients of
-    `weight` and `bias` are computed again, with two more products. An operand that is not differentiated costs no
-    product.
+    Differentiated, it computes the gradients with the loss: three products. That holds if what follows treats all
+    tokens alike that count, as `.mean()` does; if it does not, the gradients of `weight` and `bias` are computed again,
+    with two more products. Factors of tokens that are known beforehand are `weights`, which cost no product. With
+    `return_lse`, `return_entropy`, and in float16 without `weights` and `reduction`, as a sum over tokens may be too
+    large there, a chunk's logits are computed again when the cotangents are known: four products. An operand that is
+    not differentiated costs no product.
 
     On Hopper the losses alone are one kernel where it takes the call, and no logits are written. For the gradients that
     kernel writes the weights of a chunk's logits, each rounded to the operands' dtype relative to its own size.
@@ -374,6 +400,9 @@ def linear_cross_entropy(
         bias: `[V]`, added to the logits before the scale.
         where: A boolean mask of logits, `[..., V]`, or of tokens, of the labels' rank; either broadcasts.
         weights: A factor of each token's loss: a number, or an array that broadcasts to the tokens; may be traced.
+        reduction: "none" for the tokens' losses; "sum" for their sum; or "mean", for that over the sum of the `weights`
+            of the tokens that count, or over how many count; it is 0 if none does. In `shard_map`, of a device's own
+            tokens.
         ignore_index: A label whose tokens have a loss of 0 and no gradient, whatever their hidden states are.
         label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the vocabulary. An
             array of one number may be traced, here and in the next two; the products are computed twice for one here.
@@ -390,8 +419,8 @@ def linear_cross_entropy(
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; of the kernel that reads a chunk's logits.
 
     Returns:
-        The tokens' losses, in the shape of `hidden` without its last axis; or a tuple of these and of what is asked
-        for, in the order `(loss, lse, entropy)`. With `return_lse` or `return_entropy`, `weights` save no product.
+        The tokens' losses, in the shape of `hidden` without its last axis, or one number by a `reduction`; or a tuple
+        of that and of what is asked for of the tokens, in the order `(loss, lse, entropy)`.
 
     Raises:
         TypeError: `hidden`, `weight` or `bias` is complex, `labels` are not integers, `where` is not boolean, or an
@@ -419,9 +448,11 @@ def linear_cross_entropy(
     ones = jnp.ones((1,) * len(tokens), wide)
     factors = ones if weights is None else checks.weights_of(LINEAR, weights, tokens, wide)
     checks.check_range(LINEAR, given, cols, ignored, counts)
-    target, factors = checks.rows_to_read(given, broadcast_to(factors, tokens), cols, ignored, counts)
+    checks.choice(LINEAR, "reduction", reduction, get_args(Reduction))
+    target, factors = _to_read(reduction, given, broadcast_to(factors, tokens), cols, ignored, counts)
     shares = _smoothing_and_z_loss(LINEAR, label_smoothing, z_loss, wide)
-    weighted = weights is not None and not (return_lse or return_entropy or mixture.is_mixture(*shares))
+    is_known = weights is not None or reduction != "none" or h.dtype != jnp.float16
+    weighted = is_known and not (return_lse or return_entropy or mixture.is_mixture(*shares))
     of_tokens = lambda x: broadcast_to(x.astype(wide), (*tokens, *x.shape[len(tokens) :]))
     optional = {
         "bias": b,
@@ -454,7 +485,7 @@ def linear_cross_entropy(
 
     with settings_for(*operands.values()):
         loss, *rest = mixture.mixed(compute, target == IGNORED, *shares, return_lse)
-        loss = loss if weighted else weigh(factors, loss)
+        loss = _reduced(reduction, loss if weighted else weigh(factors, loss))
         return (loss, *rest) if rest else loss
 
 

@@ -144,6 +144,7 @@ def shadowed(word: str, advice: str, known: Any) -> bool:
         ("flash_attention", "dropout_p", "Did you mean dropout_rate?"),
         ("explain", "temperature", "Did you mean scale=1 / temperature?"),
         ("softmax_cross_entropy", "reduction", "The result has a loss for each row: take its .mean() or .sum()."),
+        ("linear_cross_entropy", "size_average", "Did you mean reduction?"),
         ("linear_cross_entropy", "lse_square_scale", "Did you mean z_loss?"),
         ("logsumexp", "dim", "Did you mean axis?"),
         ("top_k_softmax", "norm_topk_prob", 'Did you mean normalize="top_k"?'),

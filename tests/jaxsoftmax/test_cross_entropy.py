@@ -396,6 +396,51 @@ def test_weights() -> None:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), got, want)
 
 
+REDUCED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignored": {"ignore_index": 2},
+    "weighted": {"weights": np.float32([0.5, 2.0, 0.0, 1.5, 1 / 3])},
+    "all": OPTIONS["all"],
+}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "options, where", [("plain", "none"), *((options, "rows") for options in REDUCED), ("weighted", "full")]
+)
+def test_reduction(reduction: str, options: str, where: str) -> None:
+    x, y, given, mask = logits((5, 7)), np.array([0, 2, 2, 1, 6], np.int32), REDUCED[options], WHERE[where]
+    want = truth(x, y, where=mask, **given)
+    counts = np.ones(5, bool) if mask is None else mask.reshape(5, -1).any(1)
+    counts &= y != given.get("ignore_index", -1)
+    weights = np.broadcast_to(given.get("weights", 1.0), 5).astype(np.float64)
+    total = weights[counts].sum() if reduction == "mean" else 1.0
+    for more in ({}, {"return_lse": True}):
+        call = lambda x, w, more=more: jax.tree.leaves(
+            ours(x, y, where=mask, reduction=reduction, **given | {"weights": w} | more)
+        )[0]
+        value, (gradient, of_weights) = jax.value_and_grad(call, (0, 1))(x, weights.astype(np.float32))
+        assert (value.shape, value.dtype) == ((), jnp.float32)
+        mean = want.loss.sum() / total
+        np.testing.assert_allclose(value, mean, rtol=1e-5)
+        np.testing.assert_allclose(gradient, want.gradient / total, rtol=1e-4, atol=1e-6)
+        each = truth(x, y, where=mask, **given | {"weights": 1.0}).loss
+        slope = (each - mean) / total if reduction == "mean" else each
+        np.testing.assert_allclose(of_weights, np.where(counts, slope, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_reduction_of_rows_that_do_not_count_or_have_no_label() -> None:
+    x, mean = jnp.asarray(logits((3, 5))), functools.partial(ours, reduction="mean")
+    for y, rows in ((np.full(3, -1), 3), (np.zeros(0, int), 0)):
+        value, gradient = jax.value_and_grad(lambda x, y=y: mean(x, y, ignore_index=-1))(x[:rows])
+        assert value == 0 and not gradient.any()
+    value, gradient = jax.jit(jax.value_and_grad(mean))(x, jnp.array([0, 7, 1]))
+    assert np.isnan(value) and np.isnan(gradient[1]).all()
+    np.testing.assert_allclose(gradient[::2], jax.grad(lambda x: mean(x, jnp.array([0, 0, 1])))(x)[::2], rtol=1e-6)
+    with pytest.raises(ValueError, match="reduction='avg', expected one of 'none', 'mean', 'sum'"):
+        ours(x, jnp.zeros(3, int), reduction="avg")  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("scale", [2, -0.5, 0, "array"])
 def test_scale(scale: Any) -> None:
     x, y = jnp.asarray(logits((3, 7)), jnp.bfloat16), labels((3,), 7)
@@ -503,6 +548,7 @@ def test_the_weights_say_which_primitives_run() -> None:
     # The loss is weighted even so, lest a label that is no column should go unnoticed.
     assert forward == ["cross_entropy", "cross_entropy_tangent", "row_dot"]
     assert primitives(jax.value_and_grad(total), x) == ["cross_entropy_gradient"]
+    assert primitives(jax.value_and_grad(lambda x: ours(x, y, reduction="mean")), x) == ["cross_entropy_gradient"]
     assert primitives(lambda x: jax.jvp(total, (x,), (x,)), x) == ["cross_entropy_gradient", "row_dot"]
     assert primitives(jax.grad(total, 1), x, 2.0) == ["cross_entropy"]
     assert primitives(jax.grad(total, (0, 1)), x, 2.0) == ["cross_entropy_gradient"]
