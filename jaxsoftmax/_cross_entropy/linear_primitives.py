@@ -364,10 +364,16 @@ def _pulled_by_saved(
         if summed and ct.size == 0:
             found |= again()
         elif summed:
-            counts = known["weights"] != 0  # the saved gradient of other tokens is 0
-            same = jnp.where(counts, ct, ct.min()).max()
-            scaled = lambda: _sums_times_same(rules, known, {n: saved[n] for n in summed}, ct, same)
-            found |= jax.lax.cond(((ct == same) | ~counts).all(), scaled, again)
+            scaled = lambda same: _sums_times_same(rules, known, {n: saved[n] for n in summed}, ct, same)
+
+            def unless_those_that_count_are() -> Operands:
+                counts = known["weights"] != 0  # the saved gradient of other tokens is 0
+                same = jnp.where(counts, ct, ct.min()).max()
+                return jax.lax.cond(((ct == same) | ~counts).all(), lambda: scaled(same), again)
+
+            # By itself, as XLA removes the other branch where the cotangent is a constant.
+            most = ct.max()
+            found |= jax.lax.cond((ct == most).all(), lambda: scaled(most), unless_those_that_count_are)
         return found
 
 

@@ -246,6 +246,21 @@ def test_float16_holds_small_gradients() -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-24)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_a_mean_of_losses_with_a_mask(dtype: Any) -> None:
+    """Tokens that do not count have another cotangent than those that do; or those that do have several."""
+    arguments = case()
+    h, w = (jnp.asarray(arguments[n], dtype) for n in ("hidden", "weight"))
+    labels = jnp.where(jnp.arange(TOKENS) % 3 == 0, -1, arguments["labels"])
+    some = labels >= 0
+    for cts in (some / some.sum(), jnp.where(some, 0.5, 3.0), jnp.where(some, jnp.arange(TOKENS) % 2, 1.0)):
+        run = lambda of, cts=cts: jax.jit(jax.grad(lambda h, w: (cts * of(h, w, labels)).sum(), (0, 1)))(h, w)
+        got = run(functools.partial(ours, ignore_index=-1, chunk_size=5))
+        want = run(lambda *a: jnp.where(some, of_products(*a)[0], 0))
+        tolerance = 1e-5 if dtype == jnp.float32 else 4e-3
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), got, want)
+
+
 def test_rows_that_do_not_count() -> None:
     arguments = case()
     hidden, labels = arguments["hidden"], arguments["labels"].copy()
@@ -542,18 +557,19 @@ def test_what_devices_exchange(kind: AxisType) -> None:
         for arrays in exchanges(jax.jit(function).lower(*operands).compile())
         for array in arrays
     )
-    # The gradient of the weight, a second time in a branch that is not taken; and whether it is.
-    whether = 2 * [("all-reduce", 1)] if kind is AxisType.Explicit else []
-    assert sizes(jax.grad(value, 1), *tokens) == [*whether, *2 * [("all-reduce", 16 * 48)]]
-    assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 1), *tokens) == [("all-reduce", 16 * 48)]
-    assert sizes(jax.grad(value, 0), *tokens) == []
+    # The gradient of the weight, a second time in a branch that is not taken; and whether all tokens are alike, and of
+    # those that count, in that branch, where JAX brings what says so to one sharding.
+    explicit = kind is AxisType.Explicit
+    whether = [*explicit * [("all-gather", 64)], *(2 + 3 * explicit) * [("all-reduce", 1)]]
+    unweighted = lambda *a: ours(*a, chunk_size=4).sum()
+    for function in (value, unweighted):
+        assert sizes(jax.grad(function, 1), *tokens) == [*whether, *2 * [("all-reduce", 16 * 48)]]
+        assert sizes(jax.grad(function, 0), *tokens) == []
     # Of each token the maximum, the sum and the label's logit of eight devices.
     assert sizes(forward, *cols) == [("all-gather", 8 * 3 * 64)]
-    assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 0), *cols) == [
-        ("all-gather", 8 * 3 * 64),
-        ("all-reduce", 64 * 16),
-    ]
-    assert sizes(jax.grad(lambda *a: ours(*a, chunk_size=4).sum(), 1), *cols) == [("all-gather", 8 * 3 * 64)]
+    # With their gradients, those of a chunk.
+    assert sizes(jax.grad(unweighted, 0), *cols) == [("all-gather", 8 * 3 * 4), ("all-reduce", 64 * 16)]
+    assert sizes(jax.grad(unweighted, 1), *cols) == [("all-gather", 8 * 3 * 4)]
 
 
 @pytest.mark.parametrize("tokens, cols", [(13, 11), (8, 12)])
