@@ -433,9 +433,11 @@ def test_reduction_of_rows_that_do_not_count_or_have_no_label() -> None:
     x, mean = jnp.asarray(logits((3, 5))), functools.partial(ours, reduction="mean")
     for y, rows in ((np.full(3, -1), 3), (np.zeros(0, int), 0)):
         value, gradient = jax.value_and_grad(lambda x, y=y: mean(x, y, ignore_index=-1))(x[:rows])
-        assert value == 0 and not gradient.any()
+        assert value == 0
+        assert not gradient.any()
     value, gradient = jax.jit(jax.value_and_grad(mean))(x, jnp.array([0, 7, 1]))
-    assert np.isnan(value) and np.isnan(gradient[1]).all()
+    assert np.isnan(value)
+    assert np.isnan(gradient[1]).all()
     np.testing.assert_allclose(gradient[::2], jax.grad(lambda x: mean(x, jnp.array([0, 0, 1])))(x)[::2], rtol=1e-6)
     with pytest.raises(ValueError, match="reduction='avg', expected one of 'none', 'mean', 'sum'"):
         ours(x, jnp.zeros(3, int), reduction="avg")  # type: ignore[call-overload]

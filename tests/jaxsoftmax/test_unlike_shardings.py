@@ -31,6 +31,10 @@ ALL = (
             functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, ignore_index=3),
             {"logits": X, "labels": LABELS[:, :1], "weights": LINE, "where": MASK, "scale": X[:, :, :1]},
         ),
+        "mean": (
+            functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, reduction="mean"),
+            {"logits": X, "labels": LABELS, "weights": LINE, "where": MASK},
+        ),
         "few tokens": (
             functools.partial(jaxsoftmax.linear_cross_entropy, logits_soft_cap=4.0, chunk_size=16),
             {"hidden": X, "weight": WEIGHT, "labels": LABELS, "weights": COLUMN, "where": MASK[:, :, :1]},
