@@ -7,6 +7,7 @@ Examples:
   python -m benchmarks --tag=ladder --impl=ladder,xla --json=benchmarks/results/h200/ladder.json
   python -m benchmarks --case=softmax_fwd_f16_4096x131072 --impl=ours,kernel:cluster:ctas=8:register_chunks=0
   python -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json=losses.json
+  python -m benchmarks --tag=chains --processes=16 --json=benchmarks/results/h100/chains.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
   python -m benchmarks --op=attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
@@ -33,12 +34,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, cases, impls, report, runner
+from benchmarks import attention_cases, calls, cases, impls, report, runner
 from benchmarks import results as measured
 from benchmarks.runner import Peers
 
 ATTENTION = "attention"
-OPS = tuple(dict.fromkeys(case.op for case in cases.TABLE.cases))
+OPS = tuple(dict.fromkeys((*(case.op for case in cases.TABLE.cases), *calls.FUNCTIONS)))
 
 
 class Topic(NamedTuple):
@@ -53,11 +54,11 @@ class Topic(NamedTuple):
 
 
 _ROW_FLAGS, _ATTENTION_FLAGS = ("dtype",), ("kind", "count", "tree")
-ROWS = Topic(cases, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS)
+ROWS = Topic(calls, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS)
 _OTHERS = "ours cudnn mgpu tokamax"
 HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS)
 # Implementations that tags ask for by themselves.
-_OF_TAG = {"invariance": f"ours {impls.INVARIANT}", "cpu": "ours xla"}
+_OF_TAG = {"invariance": f"ours {impls.INVARIANT}", "cpu": "ours xla", "chains": "ours xla"}
 _OF_TAG |= dict.fromkeys(("sample", "short"), "ours cudnn xla")
 
 FLAGS = flags.FLAGS
@@ -182,7 +183,7 @@ def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
     tags = {tag for case in chosen for tag in case.tags}
     words = [ATTENTION] * any(case.op == ATTENTION for case in chosen)
-    words += [tag for tag in attention_cases.TABLE.apart if tag in tags]
+    words += [tag for tag in {**calls.TABLE.apart, **attention_cases.TABLE.apart} if tag in tags]
     words += ["trees"] * any(impls.is_tree(name, options.trees) for name in options.impls)
     words += ["configs"] * bool(options.of_case)
     words += [f"capability {options.capability}"] * bool(options.capability)
@@ -228,8 +229,9 @@ def main() -> None:
     records = measure(chosen, options, process=process, path=FLAGS.json, commit=FLAGS.commit, **limits)
     if process is not None:
         process.close()
-    if any({"sample", "short"} & case.tags for case in chosen):
-        print(report.sample(records), flush=True)
+    tags = frozenset[str]().union(*(case.tags for case in chosen))
+    if summary := report.chains if "chains" in tags else report.sample if {"sample", "short"} & tags else None:
+        print(summary(records), flush=True)
     bad = {name: found for name in ours if (found := red(name, records, options.trees))}
     for name, found in bad.items():
         print(f"{name} is WRONG or failed in {len(found)} of {len(records)}: {', '.join(found)}", flush=True)

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
-from benchmarks import attention_cases
+from benchmarks import attention_cases, calls
 from benchmarks.attention_cases import AttentionCase, Shape
+from benchmarks.calls import CallCase, xla_loss
 from benchmarks.cases import RowCase
 from benchmarks.results import KERNEL
 from pallas_kernels import hardware
@@ -73,14 +74,14 @@ def is_tree(impl: str, trees: Mapping[str, str]) -> bool:
     return impl.partition(":")[0] in trees
 
 
-def programs(case: RowCase | AttentionCase, name: str, options: Options) -> dict[str, Program]:
+def programs(case: RowCase | CallCase | AttentionCase, name: str, options: Options) -> dict[str, Program]:
     """The programs in which a pass of an implementation is timed; those of attention take the operands by name.
 
     A backward pass of attention is the difference of two, or "direct", from the residuals of a forward pass; "loop" has
     one small call many times. An implementation that does not take the case raises `Declined`.
     """
     hardware.pretend(options.capability)
-    if isinstance(case, RowCase):
+    if not isinstance(case, AttentionCase):
         program = build(case, name)
         loop = lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: program.function(y), x)
         return {case.pass_: program} | ({"loop": Program(loop)} if case.pass_ == "call" else {})
@@ -124,11 +125,15 @@ def _passes(
     return {"fwd": Program(forward, prepare), "value_and_vjp": Program(value_and_vjp, prepare), "direct": direct}
 
 
-def build(case: RowCase, name: str) -> Program:
+def build(case: RowCase | CallCase, name: str) -> Program:
     """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME:FIELD=VALUE"."""
     if name == INVARIANT:
         program = build(case, "ours")
         return Program(invariant(program.function), program.prepare and invariant(program.prepare))
+    if isinstance(case, CallCase):
+        if name not in calls.LIBRARIES:
+            raise Declined(f"a call is measured by {' and '.join(calls.LIBRARIES)} alone")
+        return of_call(case, calls.LIBRARIES[name])
     if name.startswith(KERNEL):
         kernel, *replaced = name.removeprefix(KERNEL).split(":")
         return _kernel(case, kernel, dict(map(_field, replaced)))
@@ -144,6 +149,12 @@ def build(case: RowCase, name: str) -> Program:
         if "axis" in case.options:
             return dataclasses.replace(program, prepare=lambda x: (x.T,))
     return dataclasses.replace(program, facts={**program.facts, **_explained(case)}) if name == "ours" else program
+
+
+def of_call(case: CallCase, library: Any) -> Program:
+    """The pass of a call by a library."""
+    found = _passes(case.call(library), functools.partial(case.split, library))
+    return found["fwd" if case.pass_ == "fwd" else "value_and_vjp"]
 
 
 def _of_pass(case: RowCase, op: Callable[[jax.Array], jax.Array]) -> Program:
@@ -224,29 +235,6 @@ def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
     if case.pass_ == "fwd":
         return lambda x, y: loss(widened(x), y)
     return jax.value_and_grad(lambda x, y: loss(widened(x), y).mean())
-
-
-def xla_loss(
-    x: jax.Array,
-    y: jax.Array,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
-) -> jax.Array:
-    """In the logits' dtype, as `optax` has it; with what it has no option for written around it, in float32."""
-    if logits_soft_cap is not None:
-        x = logits_soft_cap * jnp.tanh(x.astype(jnp.float32) / logits_soft_cap)
-    ignored = None if ignore_index is None else y == ignore_index
-    column = y if ignored is None else jnp.where(ignored, 0, y)
-    lse = jax.nn.logsumexp(x, axis=-1)
-    loss = lse - jnp.take_along_axis(x, column[:, None], -1)[:, 0]
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - x.mean(-1))
-    if z_loss:
-        loss += z_loss * lse**2
-    return loss if ignored is None else jnp.where(ignored, 0, loss)
 
 
 def kernel_of_loss(case: RowCase, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:

@@ -46,9 +46,10 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks import impls
+from benchmarks import calls, impls
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
+from benchmarks.calls import CallCase
 from benchmarks.cases import RowCase
 from benchmarks.results import NAMES, Verdict
 
@@ -62,8 +63,12 @@ _ROUND_SECONDS = 1e-3  # of device time per variant and round
 _ASSUMED_BYTES_PER_SECOND = 3e12
 
 
-def compiled_truth(case: RowCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Any:
-    """What knows the truth of a case: the check of every row, or attention, with its gradients if `graded`."""
+def compiled_truth(case: RowCase | CallCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Any:
+    """What knows the truth of a case: the check of rows or of a call, or attention, with its gradients if `graded`."""
+    if isinstance(case, CallCase):
+        outputs = jax.eval_shape(impls.of_call(case, calls.STOCK).function, *specs)
+        check = jax.jit(functools.partial(_call_errors, case))
+        return check.lower(specs, outputs, outputs).compile(compiler_options=_UNTUNED)
     if isinstance(case, AttentionCase):
         program = functools.partial(attention, case.shape, gradients=graded)
         return jax.jit(program).lower(*specs).compile(compiler_options=_UNTUNED)
@@ -73,8 +78,13 @@ def compiled_truth(case: RowCase | AttentionCase, specs: tuple[Any, ...], graded
     return every_row(case).lower(specs, [specs[0]] if "axis" in case.options else outputs).compile()
 
 
-def judge(case: RowCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
-    """The verdict on outputs; `truths` are attention's, or `every_row(case)`, perhaps compiled, and XLA's outputs."""
+def judge(case: RowCase | CallCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
+    """The verdict on outputs; `truths` are attention's, or `compiled_truth(case)` and XLA's outputs."""
+    if isinstance(case, CallCase):
+        check, xla = truths
+        errors = {name: found.tolist() for name, found in jax.device_get(check(operands, got, xla)).items()}
+        multiplies = case.function.has_products and jax.default_backend() == "gpu"
+        return measured.worst_head(errors, "tf32" if multiplies and case.dtype == "float32" else case.dtype)
     if isinstance(case, AttentionCase):
         named = dict(zip(NAMES[len(got)], got, strict=True))
         errors = jax.device_get(_head_errors(case.shape, named, {name: truths[name] for name in named}))
@@ -143,7 +153,7 @@ def _row_in_float32(case: RowCase, x: jax.Array, *rest: jax.Array) -> tuple[jax.
         return nothing, [(p, p), (best, nothing)]
     x = x.astype(jnp.float32)
     if case.op == "cross_entropy":
-        one = lambda x: impls.xla_loss(x[None], rest[0][None], **case.options)[0]
+        one = lambda x: calls.xla_loss(x[None], rest[0][None], **case.options)[0]
         loss, gradient = jax.value_and_grad(one)(x)
         if case.pass_ == "fwd":
             return loss, [(loss, jnp.abs(x).max() + math.log(case.cols) + case.options.get("logits_soft_cap", 0.0))]
@@ -166,6 +176,29 @@ def _off(got: jax.Array, want: jax.Array, size: jax.Array, dtype: str) -> jax.Ar
     allowed = jnp.maximum(_LOOSE[dtype] * size, jnp.finfo(jnp.float32).tiny)
     off = jnp.abs(got.astype(jnp.float32) - want) / allowed
     return jnp.where(jnp.isnan(off), jnp.inf, off).max()
+
+
+def _call_errors(case: CallCase, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> dict[str, jax.Array]:
+    """Of each output, `[2, 1, 1]`: the errors of what is judged and of XLA's, by the rows of its last axis.
+
+    The truth is what `jax.nn` computes in float32.
+    """
+    widened = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands]
+    with jax.default_matmul_precision("highest"):
+        true = impls.of_call(case, calls.STOCK).function(*widened)
+
+    def error(found: jax.Array, want: jax.Array) -> jax.Array:
+        if jnp.issubdtype(want.dtype, jnp.integer):
+            return jnp.where((found == want).all(), 0.0, jnp.inf)
+        found, want = (x.astype(jnp.float32).reshape(-1, x.shape[-1] if x.ndim else 1) for x in (found, want))
+        return _head_error(found, want)
+
+    found = {}
+    for i, (mine, want, theirs) in enumerate(zip(*map(jax.tree.leaves, (got, true, xla)), strict=True)):
+        known = error(theirs, want)  # not finite where XLA overflows, or takes another of two that it rounds alike
+        both = error(mine, want), jnp.where(jnp.isfinite(known), known, 0.0)
+        found[f"output {i}"] = jnp.stack(both)[:, None, None]
+    return found
 
 
 def attention(

@@ -27,7 +27,7 @@ _FACTS = {
 }
 PASSES = {"fwd": "forward", "bwd": "backward"}
 LIBRARIES = {"cudnn": "cuDNN", "xla": "XLA"}  # that random and short calls are measured beside
-SLOW = 0.95  # calls below this ratio are counted
+SLOW, VERY_SLOW = 0.95, 0.85  # calls below these ratios are counted
 CELLS = "standard"  # the benchmark's 32 of each pass of attention
 _NO_WORST = 10  # random calls that are shown
 
@@ -65,8 +65,18 @@ def sample(records: Sequence[Record]) -> str:
         return f"none of {len(records)} calls was timed by both ours and another library"
     mean, slow = _mean_and_slow(found)
     head = f"{len(found)} of {len(records)} calls, against the better of cuDNN and XLA: geometric mean {mean:.3f}, "
-    head += f"{slow} below {SLOW} ({100 * slow / len(found):.1f} %); the worst:"
+    head += f"{slow} below {SLOW} ({100 * slow / len(found):.1f} %), "
+    head += f"{sum(ratio < VERY_SLOW for ratio, _ in found)} below {VERY_SLOW}; the worst:"
     return "\n".join([head, *(f"  {ratio:.3f}  {record['case']['name']}" for ratio, record in found[:_NO_WORST])])
+
+
+def chains(records: Sequence[Record]) -> str:
+    """How many times faster ours is than XLA and both times, a line for each call, the worst first; then `sample`."""
+    lines = []
+    for ratio, record in against_libraries(records):
+        ours, xla = (record["impls"][name]["us"] for name in ("ours", "xla"))
+        lines.append(f"{ratio:6.3f} {ours:8.1f} {xla:8.1f}  {record['case']['name']}")
+    return "\n".join(["x XLA  ours, us  XLA, us  call", *lines, sample(records).partition("; the worst:")[0]])
 
 
 def against_libraries(records: Iterable[Record]) -> list[tuple[float, Record]]:

@@ -38,10 +38,11 @@ from jax import lax
 from benchmarks import impls, protocol, torch_peers
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase
+from benchmarks.calls import CallCase
 from benchmarks.cases import PASSES, RowCase
 from benchmarks.impls import Declined, NotInstalled, Options, Program
 
-Case = RowCase | AttentionCase
+Case = RowCase | CallCase | AttentionCase
 _CALLS = 200  # of one small call in a round
 _LAUNCHES = 4  # of each program of attention in a round
 READ_BLOCKS = 32  # rows of the read probe for each that it writes
@@ -73,6 +74,7 @@ class Bench:
         self._programs: dict[tuple[Case, str], dict[str, _Ready] | Entry] = {}  # of an implementation, or why not
         self._compiled: dict[tuple[Any, str, str], _Ready] = {}  # passes of attention have programs in common
         self._truths: dict[Any, Any] = {}
+        self._makers: dict[CallCase, Any] = {}  # compiled, of the operands
         self._held: tuple[Any, Any, Any] = (None, None, None)  # a key, its operands and the truth of them
 
     def _here(self, case: Case) -> tuple[Case, dict[str, Any]]:
@@ -89,8 +91,10 @@ class Bench:
         key = _key(case)
         if key not in self._truths:
             self._truths[key] = protocol.compiled_truth(case, specs, key in self._graded)
+        if isinstance(case, CallCase):
+            self._makers[case] = jax.jit(case.make).lower(jax.random.key(0)).compile()
         # XLA's result is a part of the truth of rows.
-        for name in dict.fromkeys((*["xla"] * isinstance(case, RowCase), *names)):
+        for name in dict.fromkeys((*["xla"] * (not isinstance(case, AttentionCase)), *names)):
             entry: Entry = {}
             with caught(entry):
                 programs = impls.programs(case, name, self.options)
@@ -123,14 +127,14 @@ class Bench:
         for entry, variants in checked.values():
             if variants:
                 mine = {variant.name.rpartition(":")[2]: timings[variant.name] for variant in variants}
-                if isinstance(here, RowCase):
+                if not isinstance(here, AttentionCase):
                     entry |= _row_speeds(mine, record)
                 else:
                     entry |= measured.speeds(case.pass_, {x: t.as_json() for x, t in mine.items()}, here.flops)
                     if case.pass_ == "fwd":
                         entry["tb_per_s"] = round(here.shape.least_bytes / entry["us"] / 1e6, 4)
         record["impls"] = {name: entry for name, (entry, _) in checked.items()}
-        if isinstance(here, RowCase):
+        if not isinstance(here, AttentionCase):
             record["buffers"] = buffers
         else:
             record |= {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}
@@ -140,8 +144,9 @@ class Bench:
         """The operands and the truth of a case, kept until those of another one are wanted."""
         if self._held[0] != _key(case):
             self._held = (None, None, None)  # frees the memory first
-            operands, truth = case.operands(buffers, self.options.seed), self._truths[_key(case)]
-            if isinstance(case, RowCase):
+            maker = (self._makers[case],) if isinstance(case, CallCase) else ()
+            operands, truth = case.operands(buffers, self.options.seed, *maker), self._truths[_key(case)]
+            if not isinstance(case, AttentionCase):
                 xla = self._programs[case, "xla"]
                 if "status" in xla:
                     raise RuntimeError(f"xla: {xla['reason']}")
@@ -170,24 +175,28 @@ class Bench:
 
     def _entry(self, case: Case, name: str, entry: Entry, found: dict[str, _Ready]) -> Entry:
         """With what is known of the programs; those of rows that ours is compared with are right by definition."""
-        if isinstance(case, RowCase):
+        if name == "ours" and self.on_gpu and not isinstance(case, RowCase):
+            texts = {program: ready.compiled.as_text() for program, ready in found.items()}
+            entry["kernels"] = {name: text.count('custom_call_target="mosaic_gpu') for name, text in texts.items()}
+        if not isinstance(case, AttentionCase):
             if name in impls.BASELINES:
                 entry = {key: value for key, value in entry.items() if key != "reason"} | {"status": "ok"}
             sizes = found[case.pass_].compiled.memory_analysis()
             entry |= {"temp_bytes": sizes.temp_size_in_bytes, "output_bytes": sizes.output_size_in_bytes}
             return entry | {"process": "jax"} | dict(found[case.pass_].program.facts)
-        if name == "ours" and self.on_gpu:
-            calls = {program: ready.compiled.as_text() for program, ready in found.items()}
-            entry["kernels"] = {name: text.count('custom_call_target="mosaic_gpu') for name, text in calls.items()}
-            if "standard" in case.tags and not all(entry["kernels"].values()):
-                entry |= {"status": "failed", "reason": "no kernel took the call, and XLA must not be timed as ours"}
+        if name == "ours" and self.on_gpu and "standard" in case.tags and not all(entry["kernels"].values()):
+            entry |= {"status": "failed", "reason": "no kernel took the call, and XLA must not be timed as ours"}
         return entry
 
     def _time(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, dict[str, Any]]:
-        """Times implementations and a copy together, and for attention a large matrix product.
+        """Times implementations, and together with them a copy and for attention a large matrix product.
 
-        Beside rows, torch's copy comes once before and once after them.
+        Beside rows, torch's copy comes once before and once after them; calls have nothing beside them.
         """
+        facts = {"buffers": buffers, "rounds": self.options.rounds}
+        if isinstance(case, CallCase):
+            launches = protocol.launches_per_round(case.least_bytes) if self.on_gpu else 1
+            return *protocol.measure(schedule, device_clock=self.on_gpu, launches=launches, **facts), {"copy": None}
         if isinstance(case, RowCase):
             n, size = 0, case.copied_bytes
             launches = protocol.launches_per_round(size) if self.on_gpu else 1
@@ -196,7 +205,6 @@ class Bench:
             n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
             launches = _LAUNCHES if self.on_gpu or "cpu" in case.tags else 1
             beside, read_bytes = beside_attention(n, size)
-        facts = {"buffers": buffers, "rounds": self.options.rounds}
         has_torch = self.on_gpu and isinstance(case, RowCase)
         torch_copy = lambda: torch_copy_us(size, **facts) if has_torch else None
         before = torch_copy()
@@ -232,8 +240,8 @@ def _row_speeds(timings: dict[str, protocol.Timing], record: dict[str, Any]) -> 
     if rest:
         return taken.as_json() | {"us_per_iteration": round(rest[0].median / impls.ITERATIONS, 4)}
     speed = record["least_bytes"] / taken.median / 1e6
-    share = speed / record["copy"]["tb_per_s"]
-    return taken.as_json() | {"tb_per_s": round(speed, 4), "fraction_of_copy": round(share, 4)}
+    share = {"fraction_of_copy": round(speed / copy["tb_per_s"], 4)} if (copy := record["copy"]) else {}
+    return taken.as_json() | {"tb_per_s": round(speed, 4)} | share
 
 
 @contextlib.contextmanager

@@ -110,13 +110,33 @@ def test_tags_that_are_measured_apart_have_implementations_and_a_topic_of_their_
     assert set(found["records"][0]["impls"]) == {"ours", "cudnn", "xla"}
 
 
+def test_chains_are_measured_beside_stock_and_end_in_a_line_for_each(binary, tmp_path):
+    file = tmp_path / "run.json"
+    out = binary("--tag=chains", "--case=entropy_fwd.*8192,top_k.*256x128", "--rounds=1", f"--json={file}")
+    found = measured.read(file)
+    assert found["header"]["topic"] == "chains"
+    records = {record["case"]["name"]: record["impls"] for record in found["records"]}
+    assert set(records) == {"entropy_fwd_bf16_8192x50257", "top_k_softmax_fwd_bf16_256x128_k8"}
+    *_, head, first, second, summary = out.splitlines()
+    assert head.split() == ["x", "XLA", "ours,", "us", "XLA,", "us", "call"]
+    for line in (first, second):
+        ratio, *us, name = line.split()
+        times = [records[name][library]["us"] for library in ("ours", "xla")]
+        assert [*map(float, us)] == pytest.approx(times, abs=0.06)
+        assert float(ratio) == pytest.approx(times[1] / times[0], abs=1e-3)
+    assert first.split()[0] <= second.split()[0]
+    assert summary.startswith("2 of 2 calls, against the better of cuDNN and XLA: geometric mean")
+
+
 def test_the_report_of_a_sample_has_the_mean_the_share_and_the_worst():
     times = {"slow": (2.0, 1.0, 8.0), "fast": (1.0, 4.0, 2.0), "alone": (1.0,), "nearly": (1.0, 9.0, 0.96)}
     each = lambda us: {name: {"us": us} for name, us in zip(("ours", "cudnn", "xla"), us, strict=False)}
     records = [{"case": {"name": name}, "impls": each(us)} for name, us in times.items()]
     head, *worst = report.sample(records).splitlines()
-    wanted = "3 of 4 calls, against the better of cuDNN and XLA: geometric mean 0.986, 1 below 0.95 (33.3 %)"
-    assert head.startswith(wanted)
+    wanted = (
+        "3 of 4 calls, against the better of cuDNN and XLA: geometric mean 0.986, 1 below 0.95 (33.3 %), 1 below 0.85"
+    )
+    assert head.startswith(f"{wanted};")
     assert worst == ["  0.500  slow", "  0.960  nearly", "  2.000  fast"]
     assert "none of 1 calls" in report.sample(records[2:3])
 
