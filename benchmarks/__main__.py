@@ -8,6 +8,7 @@ Examples:
   python -m benchmarks --case=softmax_fwd_f16_4096x131072 --impl=ours,kernel:cluster:ctas=8:register_chunks=0
   python -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json=losses.json
   python -m benchmarks --tag=chains --processes=16 --json=benchmarks/results/h100/chains.json
+  python -m benchmarks --tag=sample --seed=1 --processes=16 --json=benchmarks/results/h100/sample_1.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
   python -m benchmarks --op=attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
@@ -34,7 +35,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, calls, cases, impls, report, runner
+from benchmarks import attention_cases, call_cases, calls, cases, impls, report, runner
 from benchmarks import results as measured
 from benchmarks.runner import Peers
 
@@ -51,12 +52,15 @@ class Topic(NamedTuple):
     default: str
     rounds: int
     flags: tuple[str, ...]  # those that the other has not
+    count: int  # of random calls
 
 
-_ROW_FLAGS, _ATTENTION_FLAGS = ("dtype",), ("kind", "count", "tree")
-ROWS = Topic(calls, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS)
+_ROW_FLAGS, _ATTENTION_FLAGS = ("dtype",), ("kind", "tree")
+ROWS = Topic(
+    call_cases, impls.ROWS, measured.ROW_LIBRARIES, "ours xla torch torch_compile quack liger", 5, _ROW_FLAGS, 200
+)
 _OTHERS = "ours cudnn mgpu tokamax"
-HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS)
+HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS, 60)
 # Implementations that tags ask for by themselves.
 _OF_TAG = {"invariance": f"ours {impls.INVARIANT}", "cpu": "ours xla", "chains": "ours xla"}
 _OF_TAG |= dict.fromkeys(("sample", "short"), "ours cudnn xla")
@@ -79,7 +83,9 @@ flags.DEFINE_string("commit", None, "The commit that is measured; default: ask g
 flags.DEFINE_string("peers_path", "", "PYTHONPATH of torch's side, where peers are installed.")
 flags.DEFINE_multi_string("tree", [], "NAME=FOLDER: a source tree whose kernels are an --impl of attention.")
 flags.DEFINE_list("kind", [], f"Kinds of attention: {', '.join(attention_cases.KINDS)}.")
-flags.DEFINE_integer("count", 60, "How many random calls --tag=sample has.", lower_bound=1)
+flags.DEFINE_integer(
+    "count", None, "How many random calls --tag=sample has; default 200, of attention alone 60.", lower_bound=1
+)
 flags.DEFINE_float("budget_s", None, "Start no case after so many seconds.")
 flags.DEFINE_string("capability", None, "Of attention: what ours runs on a GPU of this compute capability, as 8.0.")
 flags.DEFINE_integer("processes", 1, "Processes that compile beside each other.", lower_bound=1)
@@ -113,6 +119,7 @@ def check_flags() -> Topic:
     of_tags = (_OF_TAG[tag] for tag in _OF_TAG if tag in FLAGS.tag)
     FLAGS.impl = FLAGS.impl or next(of_tags, topic.default).split()
     FLAGS.rounds = FLAGS.rounds or topic.rounds
+    FLAGS.count = FLAGS.count or topic.count
     return topic
 
 
@@ -183,7 +190,7 @@ def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
     """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
     tags = {tag for case in chosen for tag in case.tags}
     words = [ATTENTION] * any(case.op == ATTENTION for case in chosen)
-    words += [tag for tag in {**calls.TABLE.apart, **attention_cases.TABLE.apart} if tag in tags]
+    words += [tag for tag in {**call_cases.TABLE.apart, **attention_cases.TABLE.apart} if tag in tags]
     words += ["trees"] * any(impls.is_tree(name, options.trees) for name in options.impls)
     words += ["configs"] * bool(options.of_case)
     words += [f"capability {options.capability}"] * bool(options.capability)

@@ -1,59 +1,24 @@
-"""Calls as programs write them: one function, in which softmax and losses are this project's or `jax.nn`'s.
+"""Calls as programs write them: one function, in which softmax, losses and attention are this project's or `jax.nn`'s.
 
-`chains` has softmax and log_softmax alone, on few rows and along other axes, and within what XLA would fuse with them.
+`benchmarks.stock` has those of `jax.nn`, and `benchmarks.call_cases` the calls that are measured.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-import jaxsoftmax
-from benchmarks import cases
-from benchmarks.cases import LONG_DTYPES, ROTATED_BYTES, SHORT_DTYPES
+from benchmarks.cases import ROTATED_BYTES, SHORT_DTYPES
+from benchmarks.stock import STOCK
 
-PASSES = cases.PASSES
 _BUFFERS = 8  # at most, so that the operands of small calls take no time to make
 _SHRUNK = 64  # a size where there is no GPU
 
 Arrays = tuple[jax.Array, ...]
-
-
-def xla_loss(
-    x: jax.Array,
-    y: jax.Array,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
-) -> jax.Array:
-    """In the logits' dtype, as `optax` has it; with what it has no option for written around it, in float32."""
-    if logits_soft_cap is not None:
-        x = logits_soft_cap * jnp.tanh(x.astype(jnp.float32) / logits_soft_cap)
-    ignored = None if ignore_index is None else y == ignore_index
-    column = y if ignored is None else jnp.where(ignored, 0, y)
-    lse = jax.nn.logsumexp(x, axis=-1)
-    loss = lse - jnp.take_along_axis(x, column[:, None], -1)[:, 0]
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - x.mean(-1))
-    if z_loss:
-        loss += z_loss * lse**2
-    return loss if ignored is None else jnp.where(ignored, 0, loss)
-
-
-STOCK = types.SimpleNamespace(
-    softmax=jax.nn.softmax,
-    log_softmax=jax.nn.log_softmax,
-    logsumexp=jax.nn.logsumexp,
-    top_k_softmax=lambda x, k: tuple(jax.lax.top_k(jax.nn.softmax(x), k)),
-)
 
 
 def _arrays(count: int) -> Callable[["CallCase", Iterator[jax.Array]], Arrays]:
@@ -70,6 +35,71 @@ def _with_targets(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
     return x, jax.nn.softmax(logits)
 
 
+def _with_where(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
+    (x,) = _arrays(1)(case, keys)
+    if not case.extras:
+        return (x,)
+    first = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1 if case.options["axis"] < 0 else 1) == 0
+    return x, jax.random.bernoulli(next(keys), 0.7, x.shape) | first
+
+
+def _with_ignored(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
+    x, y = _with_labels(case, keys)
+    return x, _some_ignored(case, y)
+
+
+def _some_ignored(case: "CallCase", y: jax.Array) -> jax.Array:
+    return (
+        jnp.where(jnp.arange(y.size) % 2 == 1, case.options["ignore_index"], y) if "ignore_index" in case.options else y
+    )
+
+
+def _of_head(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
+    """Of tokens, features and vocabulary."""
+    m, e, v = case.shape
+    hidden, weight = (jax.random.normal(next(keys), shape, case.dtype) for shape in ((m, e), (e, v)))
+    labels = jax.random.randint(next(keys), (m,), 0, v, jnp.int32)
+    return hidden, weight * jnp.asarray(3 / e**0.5, case.dtype), _some_ignored(case, labels)
+
+
+def _of_attention(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
+    """Of sequences, queries, keys, heads of queries and of keys, and head dimension; every query sees a key."""
+    b, t, s, n, k, h = case.shape
+    arrays = [jax.random.normal(next(keys), shape, case.dtype) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, h))]
+    made = {
+        "mask": lambda key: jax.random.bernoulli(key, 0.8, (b, 1, t, s)) | (jnp.arange(s) == 0),
+        "bias": lambda key: jax.random.normal(key, (1, n, t, s), case.dtype),
+        "key_value_seq_lengths": lambda key: jax.random.randint(key, (b,), 1, s + 1, jnp.int32),
+        "dropout_rng": lambda key: key,
+    }
+    return *arrays, *(made[name](next(keys)) for name in case.extras)
+
+
+def _of_pages(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
+    """Of sequences, heads of queries and of keys, pages of a sequence, positions of a page, and head dimension."""
+    b, n, k, entries, size, h = case.shape
+    query = jax.random.normal(next(keys), (b, n, h), case.dtype)
+    pages = [jax.random.normal(next(keys), (k, b * entries, size, h), case.dtype) for _ in range(2)]
+    tables = jax.random.permutation(next(keys), b * entries).reshape(b, entries).astype(jnp.int32)
+    return query, *pages, tables, jax.random.randint(next(keys), (b,), 1, entries * size + 1, jnp.int32)
+
+
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(min(size, _SHRUNK) for size in shape)
+
+
+def _smaller_heads(at: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """With at most two heads of keys, whose number is at `at` after that of the queries' heads, and two sequences."""
+
+    def smaller(shape: Sequence[int]) -> tuple[int, ...]:
+        heads, key_heads = shape[at - 1], min(shape[at], 2)
+        sizes = [min(shape[0], 2), *_smaller(shape[1:])]
+        sizes[at - 1 : at + 1] = heads // shape[at] * key_heads, key_heads
+        return tuple(sizes)
+
+    return smaller
+
+
 class Function(NamedTuple):
     """`call` is given a library, the operands and the case's options; the first `moving` operands have gradients."""
 
@@ -77,6 +107,7 @@ class Function(NamedTuple):
     operands: Callable[["CallCase", Iterator[jax.Array]], Arrays] = _arrays(1)
     moving: int = 1
     has_products: bool = False
+    smaller: Callable[[Sequence[int]], tuple[int, ...]] = _smaller
 
 
 def _one_hot_loss(library: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -103,12 +134,34 @@ def _sinkhorn(library: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def _of(name: str) -> Function:
-    return Function(lambda library, *operands, **options: getattr(library, name)(*operands, **options))
+def _named(name: str) -> Callable[..., Any]:
+    """The function of a library; the last operands are passed by the names in `extras`."""
+
+    def call(library: Any, *operands: jax.Array, extras: Sequence[str] = (), **options: Any) -> Any:
+        count = len(operands) - len(extras)
+        named = dict(zip(extras, operands[count:], strict=True))
+        return getattr(library, name)(*operands[:count], **named, **options)
+
+    return call
 
 
+def _loss(name: str) -> Callable[..., jax.Array]:
+    """In float32, as a mean over rows is."""
+    call = _named(name)
+    return lambda *operands, **options: call(*operands, **options).astype(jnp.float32)
+
+
+_INTEGER = "softmax_cross_entropy_with_integer_labels"
 FUNCTIONS = {
-    **{name: _of(name) for name in ("softmax", "log_softmax", "logsumexp", "top_k_softmax")},
+    **{name: Function(_named(name), _with_where) for name in ("softmax", "log_softmax", "logsumexp")},
+    "top_k_softmax": Function(_named("top_k_softmax")),
+    "softmax_cross_entropy": Function(_loss("softmax_cross_entropy"), _with_targets),
+    _INTEGER: Function(_loss(_INTEGER), _with_ignored),
+    "linear_cross_entropy": Function(_loss("linear_cross_entropy"), _of_head, 2, has_products=True),
+    "flash_attention": Function(
+        _named("flash_attention"), _of_attention, 3, has_products=True, smaller=_smaller_heads(4)
+    ),
+    "paged_attention": Function(_named("paged_attention"), _of_pages, 0, has_products=True, smaller=_smaller_heads(2)),
     "one_hot_loss": Function(_one_hot_loss, _with_labels),
     "entropy": Function(lambda library, x: -(library.softmax(x) * library.log_softmax(x)).sum()),
     "distillation": Function(_distillation, _arrays(2)),
@@ -134,18 +187,24 @@ class CallCase:
     shape: tuple[int, ...]
     tags: frozenset[str]
     given: tuple[tuple[str, Any], ...] = ()  # options by name
+    extras: tuple[str, ...] = ()  # operands that are passed by name
 
     @property
     def name(self) -> str:
-        end = "".join(f"_{name}{value}" for name, value in self.given)
+        end = "".join((*(f"_{name}{value}" for name, value in self.given), *(f"_{name}" for name in self.extras)))
         return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{'x'.join(map(str, self.shape))}{end}"
 
     @property
     def function(self) -> Function:
         return FUNCTIONS[self.op]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.given)
+
     def call(self, library: Any) -> Callable[..., Any]:
-        return functools.partial(self.function.call, library, **dict(self.given))
+        extras = {"extras": self.extras} if self.extras else {}
+        return functools.partial(self.function.call, library, **extras, **self.options)
 
     def split(self, library: Any, *operands: jax.Array) -> tuple[Callable[..., Any], Arrays, jax.Array]:
         """A function of the operands that have gradients, those operands, and its cotangent."""
@@ -187,7 +246,9 @@ class CallCase:
         return min(_BUFFERS, -(-ROTATED_BYTES // self.operand_bytes))
 
     def shrunk(self) -> tuple["CallCase", dict[str, Any]]:
-        small = dataclasses.replace(self, shape=tuple(min(size, _SHRUNK) for size in self.shape))
+        # `jax.nn`'s attention has no float16 on a CPU.
+        dtype = "bfloat16" if self.function.has_products and self.dtype == "float16" else self.dtype
+        small = dataclasses.replace(self, shape=self.function.smaller(self.shape), dtype=dtype)
         return small, {"measured": small.shape}
 
     def sizes(self) -> dict[str, Any]:
@@ -195,7 +256,7 @@ class CallCase:
 
     def describe(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in ("name", "op", "dtype", "shape")}
-        return facts | {"pass": self.pass_, "tags": sorted(self.tags), "options": dict(self.given)}
+        return facts | {"pass": self.pass_, "tags": sorted(self.tags), "options": self.options}
 
     def told(self) -> dict[str, Any]:
         return self.describe() | self.sizes()
@@ -203,42 +264,3 @@ class CallCase:
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-_LOGITS = ((8192, 50257), (4096, 128256))
-_SCALARS = "one_hot_loss entropy distillation divergence taken_loss"
-_AXES = (((64, 4096, 512), 1), ((4096, 32768), 0), ((32, 19, 512, 512), 1))
-_SWEEP = (256, 1000, 1024, 4096, 8192, 16384, 24576, 32768, 50257, 65536, 131072, 262144)
-_SWEPT_BYTES = 2**26
-_FEW = ((55, 195705), (124, 511), (1187, 3024))
-# Operations, passes, dtypes, shapes, and options.
-_CHAINS: tuple[tuple[Any, ...], ...] = (
-    (_SCALARS, "fwd value_and_grad", "bf16", (*_LOGITS, (16384, 1000)), {}),
-    ("softmax log_softmax", "fwd value_and_vjp", "bf16", _LOGITS, {}),
-    ("log_softmax", "value_and_grad", "bf16", _LOGITS, {}),
-    ("attention_by_hand", "fwd value_and_vjp", "bf16", [(8, 16, 1024, 64), (2, 8, 4096, 128)], {}),
-    ("sinkhorn", "fwd value_and_vjp", "f32", [(4096, 4096)], {}),
-    *(("softmax log_softmax", "fwd value_and_vjp", "bf16", [shape], {"axis": axis}) for shape, axis in _AXES),
-    *(
-        ("log_softmax", "fwd value_and_vjp", dtype, [(_SWEPT_BYTES // size // cols, cols) for cols in _SWEEP], {})
-        for dtype, size in (("bf16", 2), ("f32", 4))
-    ),
-    ("softmax", "value_and_vjp", "bf16 f32", [(686, 228), (25, 372), (18, 134), (23667, 14)], {}),
-    ("log_softmax", "value_and_vjp value_and_grad", "bf16 f32", _FEW, {}),
-    ("log_softmax", "fwd value_and_vjp", "bf16", [(1024, 1000), (128, 8192), (8, 131072)], {}),
-    ("top_k_softmax", "fwd", "bf16", [(256, 128), (16384, 64), (65536, 256)], {"k": 8}),
-)
-
-
-def chains(*_: int) -> Iterator[CallCase]:
-    return _cases(_CHAINS, "chains")
-
-
-def _cases(table: Iterable[tuple[Any, ...]], tag: str) -> Iterator[CallCase]:
-    for ops, passes, dtypes, shapes, options in table:
-        for op, pass_, dtype, shape in itertools.product(ops.split(), passes.split(), dtypes.split(), shapes):
-            yield CallCase(op, pass_, LONG_DTYPES[dtype], shape, frozenset({tag}), (*options.items(),))
-
-
-TABLE = cases.Table(lambda: cases.TABLE.cases, {**cases.TABLE.apart, "chains": chains})
-LIBRARIES = {"ours": jaxsoftmax, "xla": STOCK}

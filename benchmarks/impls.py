@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
-from benchmarks import attention_cases, calls
+from benchmarks import attention_cases, stock
 from benchmarks.attention_cases import AttentionCase, Shape
-from benchmarks.calls import CallCase, xla_loss
+from benchmarks.calls import CallCase
 from benchmarks.cases import RowCase
 from benchmarks.results import KERNEL
 from pallas_kernels import hardware
@@ -31,8 +31,9 @@ from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
 
 INVARIANT = "batch_invariant"
-ROWS = ("ours", INVARIANT, "xla", "xla_f32", "ladder")
+ROWS = ("ours", INVARIANT, "xla", "xla_f32", "cudnn", "ladder")
 BASELINES = ("xla", "xla_f32")  # of rows, right by definition: what ours is compared with
+_NO_ATTENTION = "cuDNN has attention alone"
 ITERATIONS = 1000  # of a loop over one small call
 
 # The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
@@ -131,9 +132,13 @@ def build(case: RowCase | CallCase, name: str) -> Program:
         program = build(case, "ours")
         return Program(invariant(program.function), program.prepare and invariant(program.prepare))
     if isinstance(case, CallCase):
-        if name not in calls.LIBRARIES:
-            raise Declined(f"a call is measured by {' and '.join(calls.LIBRARIES)} alone")
-        return of_call(case, calls.LIBRARIES[name])
+        if name not in stock.LIBRARIES:
+            raise Declined(f"calls are measured by {', '.join(stock.LIBRARIES)} alone")
+        if name == "cudnn" and not hasattr(stock.LIBRARIES[name], case.op):
+            raise Declined(_NO_ATTENTION)
+        return of_call(case, stock.LIBRARIES[name])
+    if name == "cudnn":
+        raise Declined(_NO_ATTENTION)
     if name.startswith(KERNEL):
         kernel, *replaced = name.removeprefix(KERNEL).split(":")
         return _kernel(case, kernel, dict(map(_field, replaced)))
@@ -227,7 +232,7 @@ def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
         return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
     if case.op == "top_k":
         return lambda x: tuple(jax.lax.top_k(jax.nn.softmax(x, -1), **case.options))
-    formula = jaxsoftmax.softmax_cross_entropy_with_integer_labels if name == "ours" else xla_loss
+    formula = jaxsoftmax.softmax_cross_entropy_with_integer_labels if name == "ours" else stock.xla_loss
     loss = functools.partial(formula, **case.options)
     if case.pass_ == "value_and_grad" and name == "ours":
         return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())

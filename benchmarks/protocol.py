@@ -46,12 +46,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks import calls, impls
+from benchmarks import impls
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.calls import CallCase
 from benchmarks.cases import RowCase
 from benchmarks.results import NAMES, Verdict
+from benchmarks.stock import STOCK, TRUTH, xla_loss
 
 _SAMPLED_ELEMENTS = 1 << 20
 _CHECKED_ELEMENTS = 1 << 28  # at once, in float32
@@ -66,7 +67,7 @@ _ASSUMED_BYTES_PER_SECOND = 3e12
 def compiled_truth(case: RowCase | CallCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Any:
     """What knows the truth of a case: the check of rows or of a call, or attention, with its gradients if `graded`."""
     if isinstance(case, CallCase):
-        outputs = jax.eval_shape(impls.of_call(case, calls.STOCK).function, *specs)
+        outputs = jax.eval_shape(impls.of_call(case, STOCK).function, *specs)
         check = jax.jit(functools.partial(_call_errors, case))
         return check.lower(specs, outputs, outputs).compile(compiler_options=_UNTUNED)
     if isinstance(case, AttentionCase):
@@ -153,7 +154,7 @@ def _row_in_float32(case: RowCase, x: jax.Array, *rest: jax.Array) -> tuple[jax.
         return nothing, [(p, p), (best, nothing)]
     x = x.astype(jnp.float32)
     if case.op == "cross_entropy":
-        one = lambda x: calls.xla_loss(x[None], rest[0][None], **case.options)[0]
+        one = lambda x: xla_loss(x[None], rest[0][None], **case.options)[0]
         loss, gradient = jax.value_and_grad(one)(x)
         if case.pass_ == "fwd":
             return loss, [(loss, jnp.abs(x).max() + math.log(case.cols) + case.options.get("logits_soft_cap", 0.0))]
@@ -185,7 +186,7 @@ def _call_errors(case: CallCase, operands: tuple[jax.Array, ...], got: Any, xla:
     """
     widened = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands]
     with jax.default_matmul_precision("highest"):
-        true = impls.of_call(case, calls.STOCK).function(*widened)
+        true = impls.of_call(case, TRUTH).function(*widened)
 
     def error(found: jax.Array, want: jax.Array) -> jax.Array:
         if jnp.issubdtype(want.dtype, jnp.integer):

@@ -44,7 +44,7 @@ from benchmarks.impls import Declined, NotInstalled, Options, Program
 
 Case = RowCase | CallCase | AttentionCase
 _CALLS = 200  # of one small call in a round
-_LAUNCHES = 4  # of each program of attention in a round
+_LAUNCHES = 4  # of each program of attention in a round, and of a call with matrix products
 READ_BLOCKS = 32  # rows of the read probe for each that it writes
 _COLS = 8192  # int32 elements of a block of the copy kernel: 64 registers per thread
 _COPIED_BYTES = 2**30  # that a copy moves and a read reads beside attention
@@ -195,7 +195,8 @@ class Bench:
         """
         facts = {"buffers": buffers, "rounds": self.options.rounds}
         if isinstance(case, CallCase):
-            launches = protocol.launches_per_round(case.least_bytes) if self.on_gpu else 1
+            launches = _LAUNCHES if case.function.has_products else protocol.launches_per_round(case.least_bytes)
+            launches = launches if self.on_gpu else 1
             return *protocol.measure(schedule, device_clock=self.on_gpu, launches=launches, **facts), {"copy": None}
         if isinstance(case, RowCase):
             n, size = 0, case.copied_bytes

@@ -7,7 +7,8 @@ import re
 import jax
 import numpy as np
 
-from benchmarks import attention_cases, calls, cases
+import jaxsoftmax
+from benchmarks import attention_cases, call_cases, cases
 from benchmarks.attention_cases import Shape, square
 
 MIB = 2**20
@@ -58,7 +59,10 @@ def test_the_cells_of_attention_are_of_equal_work_and_core_and_rest_are_most_of_
 def test_what_is_measured_apart_is_in_no_other_run():
     of_attention = {"odd": 48, "sample": 60, "short": 28, "decode": 49, "caches": 15, "cpu": 40, "invariance": 6}
     of_attention["fallbacks"] = 26
-    for table, wanted in ((calls.TABLE, {"invariance": 13, "chains": 135}), (attention_cases.TABLE, of_attention)):
+    for table, wanted in (
+        (call_cases.TABLE, {"invariance": 13, "chains": 135, "sample": 60}),
+        (attention_cases.TABLE, of_attention),
+    ):
         apart = {tag: table.select(tags=[tag]) for tag in table.apart}
         assert {tag: len({case.name for case in found}) for tag, found in apart.items()} == wanted
         assert not {case for found in apart.values() for case in found} & {*table.cases}
@@ -155,6 +159,31 @@ def test_a_sample_has_every_size_and_is_bounded_and_a_seed_decides_it():
     assert max(s.batch * s.heads * s.query_length * s.length for s in shapes) <= 2**28
     assert max(s.batch * s.heads * max(s.query_length, s.length) * s.head_dim for s in shapes) <= 2**27
     assert max(case.flops for case in MANY) < 1e12  # 2 ms of 500 TFLOP/s
+
+
+def test_a_sample_has_every_function_option_and_dtype_and_a_seed_decides_it():
+    many = call_cases.sample(1000, seed=5)
+    assert call_cases.sample(20, seed=5) == many[:20]
+    assert call_cases.sample(20, seed=6) != many[:20]
+    assert len({case.name for case in many}) == 1000
+    computing = {name for name in jaxsoftmax.__all__ if re.search("softmax|logsumexp|entropy|attention", name)}
+    computing -= {"explain_attention", "explain_paged_attention", "explain_linear_cross_entropy"}
+    assert {case.op for case in many} == computing - {"merge_attention"}
+    assert 200 < sum(case.dtype == "float32" for case in many) < 300
+    assert {case.pass_ for case in many} == {"fwd", "value_and_vjp", "value_and_grad"}
+    shapes = {case.op: [c.shape for c in many if c.op == case.op] for case in many}
+    rows = [*shapes["softmax"], *shapes["log_softmax"], *shapes["logsumexp"]]
+    assert {len(shape) for shape in rows} == {2, 3}
+    assert min(sum(shape[1] % 2 == odd for shape in rows) for odd in (0, 1)) > 80
+    assert min(sum(shape[1] >= 4096 for shape in rows), sum(shape[1] < 64 for shape in rows)) > 80
+    given = {name for case in many for name in (*case.options, *case.extras)}
+    options = "axis where scale label_smoothing z_loss logits_soft_cap ignore_index reduction k normalize is_causal"
+    options += " local_window_size key_value_seq_lengths mask bias dropout_rate dropout_rng"
+    assert given == {*options.split()}
+    assert any(heads > key_heads for *_, heads, key_heads, _ in shapes["flash_attention"])
+    for case in many[:60]:
+        largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(lambda c=case: c.operands(1, 0))[0])
+        assert largest <= 1.05 * 2**27, case.name
 
 
 def test_a_name_is_enough_to_measure_a_call_again():

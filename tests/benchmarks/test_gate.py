@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from benchmarks import calls, impls, protocol, report
+from benchmarks import call_cases, impls, protocol, report, stock
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.impls import ATTENTION, Options
@@ -76,21 +76,22 @@ def ours(monkeypatch):
     return replace
 
 
-@pytest.fixture(scope="module")
-def chains():
-    """One case of each function that XLA fuses with what surrounds it, with its gradient if that is measured."""
-    return {case.op: case for case in sorted(calls.chains(), key=lambda case: case.pass_)}
+# A call of each function, the last of its passes by name: with its gradient, if that is measured.
+_EACH = {
+    case.op: case
+    for case in sorted((*call_cases.chains(), *call_cases.sample(200, seed=2)), key=lambda case: case.pass_)
+}
 
 
-@pytest.mark.parametrize("op", sorted({case.op for case in calls.chains()}))
-def test_chains_that_are_right_pass(chains, op):
-    record = _run(chains[op], "ours", "xla")
+@pytest.mark.parametrize("op", sorted(_EACH))
+def test_calls_that_are_right_pass(op):
+    record = _run(_EACH[op], "ours", "xla")
     for name in ("ours", "xla"):
         entry = record["impls"][name]
         assert entry["status"] == "ok", entry
         assert entry["us"] > 0
         assert entry["error"] <= entry["allowed_error"]
-    assert record["measured"] == chains[op].shrunk()[0].shape
+    assert record["measured"] == _EACH[op].shrunk()[0].shape
 
 
 @jax.custom_vjp
@@ -108,18 +109,18 @@ _UNLIKE = {
 @pytest.mark.parametrize("wrong", _UNLIKE)
 def test_a_chain_that_is_wrong_is_not_timed(monkeypatch, wrong):
     other = types.SimpleNamespace(log_softmax=_UNLIKE[wrong])
-    monkeypatch.setitem(calls.LIBRARIES, "ours", other)
-    (case,) = calls.TABLE.select(tags=["chains"], patterns=["log_softmax_value_and_vjp_bf16_124x511"])
+    monkeypatch.setitem(stock.LIBRARIES, "ours", other)
+    (case,) = call_cases.TABLE.select(tags=["chains"], patterns=["log_softmax_value_and_vjp_bf16_124x511"])
     entry = _run(case, "ours")["impls"]["ours"]
     assert entry["status"] == "WRONG"
     assert "us" not in entry
 
 
 def test_an_index_that_xla_has_wrong_too_is_wrong(monkeypatch):
-    (case,) = calls.TABLE.select(tags=["chains"], patterns=["top_k_softmax_fwd_bf16_256x128"])
+    (case,) = call_cases.TABLE.select(tags=["chains"], patterns=["top_k_softmax_fwd_bf16_256x128"])
     first = types.SimpleNamespace(top_k_softmax=lambda x, k: tuple(jax.lax.top_k(jax.nn.softmax(jnp.round(x)), k)))
-    for name in calls.LIBRARIES:
-        monkeypatch.setitem(calls.LIBRARIES, name, first)
+    for name in stock.LIBRARIES:
+        monkeypatch.setitem(stock.LIBRARIES, name, first)
     found = _run(case, "ours", "xla")["impls"]
     assert (found["ours"]["status"], found["xla"]["status"]) == ("WRONG", "ok")
     json.dumps(found, allow_nan=False)

@@ -76,7 +76,7 @@ def test_the_module_is_the_binary_and_names_the_extra_without_absl():
         ("--tag=stndard", "tag: got stndard, wanted some of"),
         ("--dtype=f8", "dtype: got f8, wanted some of"),
         ("--op=attention,softmax", "--op: got attention beside softmax, wanted it alone"),
-        ("--op=softmax --count=3", "--count: got 3, wanted it for attention alone"),
+        ("--op=softmax --kind=causal", "--kind: got ['causal'], wanted it for attention alone"),
         ("--tag=core --case=nothing", "No case matches"),
         ("--op=attention --impl=our", "--impl: got our, wanted some of ours, batch_invariant, cudnn"),
         ("--op=attention --dtype=f16", "--dtype: got"),
@@ -101,6 +101,12 @@ def test_tags_that_are_measured_apart_have_implementations_and_a_topic_of_their_
     assert found["header"]["topic"] == "invariance"
     (record,) = found["records"]
     assert all(record["impls"][name]["us"] > 0 for name in ("ours", impls.INVARIANT))
+    out = binary("--tag=sample", "--count=2", "--seed=212", "--rounds=1", f"--json={file}")
+    assert "2 of 2 calls, against the better of cuDNN and XLA: geometric mean" in out
+    found = measured.read(file)
+    assert (found["header"]["topic"], len(found["records"])) == ("sample", 2)
+    assert {record["case"]["op"] for record in found["records"]} == {"flash_attention", "logsumexp"}
+    assert all(set(record["impls"]) == {"ours", "cudnn", "xla"} for record in found["records"])
     out = binary("--op=attention", "--tag=sample", "--count=1", "--seed=4", "--rounds=1", f"--json={file}")
     (case,) = attention_cases.sample(1, seed=4)
     assert case.name in out
