@@ -85,10 +85,11 @@ def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
 def _is_few(rows: jax.Array, rules: Rules) -> bool:
     """Whether rows, or their weights, are so few that copying the keys head by head would take longer than products.
 
-    Then every row meets the keys of every head, which lie in memory as they come, and its own head's are kept.
+    Then every row meets the keys of every head, which lie in memory as they come, and its own head's are kept. A GPU's
+    products read the keys of a head where they lie.
     """
     heads, count = rows.shape[-3:-1]
-    return rules.is_local and isinstance(count, int) and 1 < heads <= heads * count <= FEW_ROWS
+    return rules.tile is None and rules.is_local and isinstance(count, int) and 1 < heads <= heads * count <= FEW_ROWS
 
 
 def grouped(x: jax.Array, groups: int, axis: int) -> jax.Array:

@@ -51,6 +51,15 @@ def test_few_rows_are_multiplied_otherwise_to_the_same_end(monkeypatch: pytest.M
     close(few, everything(ops))
 
 
+@pytest.mark.parametrize("tile, times", [(None, 4), ((512, 512), 1)], ids=["others", "GPU"])
+def test_on_a_gpu_few_rows_meet_the_keys_of_their_own_head(tile: Any, times: int) -> None:
+    ops = operands(2, 9, lead=(), heads=4, key_heads=4)
+    forward = functools.partial(reference.forward, rules=Rules(is_local=True, tile=tile))
+    text = jax.jit(forward).lower(ops).as_text()
+    products = re.findall(r"stablehlo\.dot_general .*-> tensor<([0-9x]+)x", text)
+    assert np.prod([int(n) for n in products[0].split("x")]) == times * 4 * 2 * 9
+
+
 def test_few_rows_keep_heads_apart() -> None:
     """What is NaN or infinite in one key head stays there."""
     ops = operands(1, 9)
