@@ -4,9 +4,10 @@
     python -m benchmarks.linear --case=8192x4096x128256 --impl=ours,products,liger,quack --peers_path=/tmp/cute
 
 The losses need one product, and each gradient one more; `products` are as many bare ones with 16-bit results, for a
-gradient of the logits that is given. Time is the wall clock of calls that are enqueued one after another, in rounds in
-which the programs take turns: the best round and the median. Torch's peers follow in a process of their own, beside
-that process' own products; `XLA_PYTHON_CLIENT_MEM_FRACTION=0.7` leaves them memory.
+gradient of the logits that is given. `ours` has the mean's weights before its gradients, and `ours_mean` calls
+`.mean()`. Time is the wall clock of calls that are enqueued one after another, in rounds in which the programs take
+turns: the best round and the median. Torch's peers follow in a process of their own, beside that process' own products;
+`XLA_PYTHON_CLIENT_MEM_FRACTION=0.7` leaves them memory.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ from benchmarks.runner import Peers, caught
 FLAGS = flags.FLAGS
 PASSES = {"forward": (), "gradient": ("hidden", "weight"), "hidden": ("hidden",)}  # what has a gradient
 SHAPES = ((8192, 4096, 128256), (32768, 2560, 128256), (8192, 4096, 262144), (2048, 4096, 262144))
-IMPLS, LIBRARIES = ("ours", "products", "optax", "tokamax"), ("liger", "quack")
+FEW_COLUMNS = ((16384, 1024, 50304), (16384, 2048, 50304))  # measured with gradients
+IMPLS, LIBRARIES = ("ours", "ours_mean", "products", "optax", "tokamax"), ("liger", "quack")
 _CALLS = 3  # enqueued at once
 _SHRUNK = 64  # by which sizes are divided without a GPU
 _SOME = 256  # tokens and columns whose gradients are checked
@@ -88,12 +90,18 @@ class Case:
         return {"hidden": hidden, "weight": weight, "labels": labels, "d_logits": d_logits}
 
 
-CASES = {case.name: case for pass_, shape in itertools.product(PASSES, SHAPES) for case in [Case(*shape, pass_)]}
+_ALL = [*itertools.product(PASSES, SHAPES), *itertools.product(["gradient"], FEW_COLUMNS)]
+CASES = {case.name: case for pass_, shape in _ALL for case in [Case(*shape, pass_)]}
 
 
 def _ours(hidden: jax.Array, weight: jax.Array, labels: jax.Array, mean: bool) -> jax.Array:
     call = functools.partial(jaxsoftmax.linear_cross_entropy, hidden, weight, labels)
     return call(weights=1 / labels.size).sum() if mean else call()
+
+
+def _ours_mean(hidden: jax.Array, weight: jax.Array, labels: jax.Array, mean: bool) -> jax.Array:
+    losses = jaxsoftmax.linear_cross_entropy(hidden, weight, labels)
+    return losses.mean() if mean else losses
 
 
 def _optax(hidden: jax.Array, weight: jax.Array, labels: jax.Array, mean: bool) -> jax.Array:
@@ -107,7 +115,12 @@ def _tokamax(hidden: jax.Array, weight: jax.Array, labels: jax.Array, mean: bool
     return loss(hidden, labels, weight, reduction="mean" if mean else "none", implementation="chunked_xla")
 
 
-_LOSSES: dict[str, Callable[..., jax.Array]] = {"ours": _ours, "optax": _optax, "tokamax": _tokamax}
+_LOSSES: dict[str, Callable[..., jax.Array]] = {
+    "ours": _ours,
+    "ours_mean": _ours_mean,
+    "optax": _optax,
+    "tokamax": _tokamax,
+}
 
 
 def _call(name: str, moving: Sequence[str], arrays: Arrays) -> tuple[jax.Array, Arrays]:
