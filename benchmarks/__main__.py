@@ -9,6 +9,7 @@ Examples:
   python -m benchmarks --tag=cross_entropy --impl=ours,xla,xla_f32 --json=losses.json
   python -m benchmarks --tag=chains --processes=16 --json=benchmarks/results/h100/chains.json
   python -m benchmarks --tag=sample --seed=1 --processes=16 --json=benchmarks/results/h100/sample_1.json
+  python -m benchmarks --tag=first --json=benchmarks/results/h100/first.json
   python -m benchmarks --impl=torch,torch_compile,quack,liger --peers_path=/tmp/cute --json=peers.json
   python -m benchmarks --op=attention --tag=core --impl=ours,cudnn,mgpu,tokamax --rounds=3 \
       --json=benchmarks/results/h200/attention.json --commit=SHA --budget_s=400
@@ -27,7 +28,7 @@ import pathlib
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side shares the device's memory
@@ -35,7 +36,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, call_cases, calls, cases, impls, report, runner
+from benchmarks import attention_cases, call_cases, calls, cases, first, impls, report, runner
 from benchmarks import results as measured
 from benchmarks.runner import Peers
 
@@ -63,7 +64,7 @@ _OTHERS = "ours cudnn mgpu tokamax"
 HEADS = Topic(attention_cases, (*impls.ATTENTION,), measured.ATTENTION_LIBRARIES, _OTHERS, 3, _ATTENTION_FLAGS, 60)
 # Implementations that tags ask for by themselves.
 _OF_TAG = {"invariance": f"ours {impls.INVARIANT}", "cpu": "ours xla", "chains": "ours xla"}
-_OF_TAG |= dict.fromkeys(("sample", "short"), "ours cudnn xla")
+_OF_TAG |= dict.fromkeys(("first", "sample", "short"), "ours cudnn xla")
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("op", [], f"Operations: {', '.join(OPS)}; or {ATTENTION}, which is measured alone.")
@@ -97,6 +98,8 @@ def check_flags() -> Topic:
     if topic is HEADS and len(FLAGS.op) > 1:
         rest = ",".join(op for op in FLAGS.op if op != ATTENTION)
         sys.exit(f"--op: got {ATTENTION} beside {rest}, wanted it alone; run the binary once for each.")
+    if "first" in FLAGS.tag and len(FLAGS.tag) > 1:
+        sys.exit(f"--tag: got {','.join(FLAGS.tag)}, wanted first alone; run the binary once for each.")
     if unclear := [tree for tree in FLAGS.tree if "=" not in tree]:
         sys.exit(f"--tree: got {','.join(unclear)}, wanted NAME=FOLDER, as before=../before.")
     trees = _trees() if topic is HEADS else {}
@@ -118,7 +121,7 @@ def check_flags() -> Topic:
             sys.exit(f"--{flag}: got {FLAGS[flag].value}, wanted it for {place} alone; leave it out or change --op.")
     of_tags = (_OF_TAG[tag] for tag in _OF_TAG if tag in FLAGS.tag)
     FLAGS.impl = FLAGS.impl or next(of_tags, topic.default).split()
-    FLAGS.rounds = FLAGS.rounds or topic.rounds
+    FLAGS.rounds = FLAGS.rounds or (1 if "first" in FLAGS.tag else topic.rounds)
     FLAGS.count = FLAGS.count or topic.count
     return topic
 
@@ -167,9 +170,7 @@ def measure(
         print(f"[{len(records)}/{len(chosen)} {time.monotonic() - started:.0f} s] {report.line(record)}", flush=True)
         save()
 
-    together = processes > 1 and options.impls
-    in_processes = lambda: runner.in_processes(chosen, options, processes, deadline)
-    for record in in_processes() if together else runner.one_by_one(chosen, options, deadline):
+    for record in _measured(chosen, options, processes, deadline):
         records.append(record)
         header["left_out"].remove(record["case"]["name"])
         show(record)
@@ -184,6 +185,16 @@ def measure(
         print(f"left out after {time.monotonic() - started:.0f} s: {', '.join(header['left_out'])}", flush=True)
     save()
     return records
+
+
+def _measured(
+    chosen: Sequence[runner.Case], options: impls.Options, processes: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    if firsts := [case for case in chosen if isinstance(case, calls.CallCase) and "first" in case.tags]:
+        return first.records(firsts, options, processes, deadline)
+    if processes > 1 and options.impls:
+        return runner.in_processes(chosen, options, processes, deadline)
+    return runner.one_by_one(chosen, options, deadline)
 
 
 def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
@@ -237,7 +248,8 @@ def main() -> None:
     if process is not None:
         process.close()
     tags = frozenset[str]().union(*(case.tags for case in chosen))
-    if summary := report.chains if "chains" in tags else report.sample if {"sample", "short"} & tags else None:
+    summaries = {"chains": report.chains, "first": report.first, "sample": report.sample, "short": report.sample}
+    for summary in dict.fromkeys(summaries[tag] for tag in summaries if tag in tags):
         print(summary(records), flush=True)
     bad = {name: found for name in ours if (found := red(name, records, options.trees))}
     for name, found in bad.items():

@@ -1,7 +1,8 @@
 """Which calls of `benchmarks.calls` are measured, apart from the table of rows.
 
 `chains` has softmax and log_softmax alone, on few rows and along other axes, and within what XLA would fuse with them.
-`sample` has random calls of all public functions that compute something: dtypes, shapes, axes, options and passes.
+`first` has ten calls whose cost before the first result is measured. `sample` has random calls of all public functions
+that compute something: dtypes, shapes, axes, options and passes.
 """
 
 import itertools
@@ -23,10 +24,11 @@ _AXES = (((64, 4096, 512), 1), ((4096, 32768), 0), ((32, 19, 512, 512), 1))
 _SWEEP = (256, 1000, 1024, 4096, 8192, 16384, 24576, 32768, 50257, 65536, 131072, 262144)
 _SWEPT_BYTES = 2**26
 _FEW = ((55, 195705), (124, 511), (1187, 3024))
+_LAST = {"axis": -1}  # a name of its own beside the table of rows
 # Operations, passes, dtypes, shapes, and options.
 _CHAINS: tuple[tuple[Any, ...], ...] = (
     (_SCALARS, "fwd value_and_grad", "bf16", (*_LOGITS, (16384, 1000)), {}),
-    ("softmax log_softmax", "fwd value_and_vjp", "bf16", _LOGITS, {}),
+    ("softmax log_softmax", "fwd value_and_vjp", "bf16", _LOGITS, _LAST),
     ("log_softmax", "value_and_grad", "bf16", _LOGITS, {}),
     ("attention_by_hand", "fwd value_and_vjp", "bf16", [(8, 16, 1024, 64), (2, 8, 4096, 128)], {}),
     ("sinkhorn", "fwd value_and_vjp", "f32", [(4096, 4096)], {}),
@@ -46,6 +48,28 @@ def chains(*_: int) -> Iterator[CallCase]:
     for ops, passes, dtypes, shapes, options in _CHAINS:
         for op, pass_, dtype, shape in itertools.product(ops.split(), passes.split(), dtypes.split(), shapes):
             yield CallCase(op, pass_, LONG_DTYPES[dtype], shape, frozenset({"chains"}), (*options.items(),))
+
+
+_LONG = (2, 2048, 2048, 16, 16, 128)
+_CAUSAL = {"is_causal": True}
+# Operations, passes, shapes, options and operands by name.
+_FIRST: tuple[tuple[Any, ...], ...] = (
+    ("flash_attention", "fwd", _LONG, _CAUSAL, ()),
+    ("flash_attention", "value_and_vjp", _LONG, _CAUSAL, ()),
+    ("flash_attention", "value_and_vjp", _LONG, _CAUSAL, ("query_segment_ids",)),
+    ("flash_attention", "fwd", (8, 1, 8192, 32, 8, 128), {}, ()),
+    ("paged_attention", "fwd", (32, 32, 8, 64, 64, 128), {}, ()),
+    ("linear_cross_entropy", "value_and_grad", (8192, 2048, 50257), {}, ()),
+    ("softmax_cross_entropy_with_integer_labels", "value_and_grad", _LOGITS[0], {}, ()),
+    ("softmax", "fwd", _LOGITS[0], _LAST, ()),
+    ("log_softmax", "fwd", _LOGITS[0], _LAST, ()),
+    ("top_k_softmax", "fwd", _LOGITS[0], {"k": 8}, ()),
+)
+
+
+def first(*_: int) -> Iterator[CallCase]:
+    for op, pass_, shape, options, extras in _FIRST:
+        yield CallCase(op, pass_, "bfloat16", shape, frozenset({"first"}), (*options.items(),), extras)
 
 
 _SAMPLED_BYTES = 2**27  # of the largest operand
@@ -187,4 +211,6 @@ def sample(count: int, seed: int) -> tuple[CallCase, ...]:
     return tuple(found.values())
 
 
-TABLE = cases.Table(lambda: cases.TABLE.cases, {**cases.TABLE.apart, "chains": chains, "sample": sample})
+TABLE = cases.Table(
+    lambda: cases.TABLE.cases, {**cases.TABLE.apart, "chains": chains, "first": first, "sample": sample}
+)

@@ -71,6 +71,7 @@ def _of_attention(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
         "bias": lambda key: jax.random.normal(key, (1, n, t, s), case.dtype),
         "key_value_seq_lengths": lambda key: jax.random.randint(key, (b,), 1, s + 1, jnp.int32),
         "dropout_rng": lambda key: key,
+        "query_segment_ids": lambda key: jnp.cumsum(jax.random.bernoulli(key, 8 / t, (b, t)), 1, jnp.int32),
     }
     return *arrays, *(made[name](next(keys)) for name in case.extras)
 

@@ -52,6 +52,9 @@ def line(record: Record) -> str:
 
 
 def _entry(name: str, entry: Mapping[str, Any], first: float | None) -> str:
+    if "compile_s" in entry:
+        parts = (entry[part] for part in ("trace_s", "lower_s", "compile_s"))
+        return f"{name:<14} " + "trace {:.3f} s, lower {:.3f} s, compile {:.3f} s".format(*parts)
     if "us" not in entry:
         return f"{name:<14} {entry['status']}: {entry.get('reason', '')}"
     times = [f"{name:<14} {entry['us']:>10.2f} us"] + ([f"{entry['us'] / first:.3f}x"] if first else [])
@@ -77,6 +80,21 @@ def chains(records: Sequence[Record]) -> str:
         ours, xla = (record["impls"][name]["us"] for name in ("ours", "xla"))
         lines.append(f"{ratio:6.3f} {ours:8.1f} {xla:8.1f}  {record['case']['name']}")
     return "\n".join(["x XLA  ours, us  XLA, us  call", *lines, sample(records).partition("; the worst:")[0]])
+
+
+def first(records: Sequence[Record]) -> str:
+    """Seconds before the first result, of Python and of the compiler, a line for each call."""
+    libraries = {"ours": "ours", **LIBRARIES}
+    lines = ["  ".join([f"{head:>14}" for head in libraries.values()] + ["call; trace and lower + compile, s"])]
+    for record in records:
+        cells = []
+        for name in libraries:
+            entry = record["impls"].get(name, {})
+            known = "compile_s" in entry
+            text = f"{entry['trace_s'] + entry['lower_s']:.3f} + {entry['compile_s']:.3f}" if known else "-"
+            cells.append(f"{text:>14}")
+        lines.append("  ".join([*cells, record["case"]["name"]]))
+    return "\n".join(lines)
 
 
 def against_libraries(records: Iterable[Record]) -> list[tuple[float, Record]]:

@@ -78,8 +78,11 @@ def _attention(
     key_value_seq_lengths: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
+    if query_segment_ids is not None:
+        options["mask"] = query_segment_ids[:, None, :, None] == query_segment_ids[:, None, None, :]
     if dropout_rng is not None:
         if implementation == "cudnn":
             raise NotImplementedError("jax.nn has no dropout")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import jaxsoftmax
-from benchmarks import attention_cases, call_cases, cases
+from benchmarks import attention_cases, call_cases, calls, cases
 from benchmarks.attention_cases import Shape, square
 
 MIB = 2**20
@@ -60,7 +60,7 @@ def test_what_is_measured_apart_is_in_no_other_run():
     of_attention = {"odd": 48, "sample": 60, "short": 28, "decode": 49, "caches": 15, "cpu": 40, "invariance": 6}
     of_attention["fallbacks"] = 26
     for table, wanted in (
-        (call_cases.TABLE, {"invariance": 13, "chains": 135, "sample": 60}),
+        (call_cases.TABLE, {"invariance": 13, "chains": 135, "first": 10, "sample": 60}),
         (attention_cases.TABLE, of_attention),
     ):
         apart = {tag: table.select(tags=[tag]) for tag in table.apart}
@@ -69,6 +69,11 @@ def test_what_is_measured_apart_is_in_no_other_run():
     assert {case.op for case in ROWS(tags=["invariance"])} == {"softmax", "logsumexp", "cross_entropy", "top_k"}
     assert {case.shape.length for case in apart["odd"]} == {511, 2047, 4095, 16383}
     assert {case.kind for case in apart["invariance"]} == {"full", "causal", "bias"}
+
+
+def test_no_call_has_the_name_of_a_case_of_rows():
+    found = [case for tag in ("chains", "first", "sample") for case in call_cases.TABLE.select(tags=[tag], count=200)]
+    assert {type(case) for case in found} == {calls.CallCase}
 
 
 def test_filters_are_conjunctions_and_a_shape_of_two_sources_is_one_case(rows):

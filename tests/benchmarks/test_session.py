@@ -1,10 +1,12 @@
 """A run of the binary without a GPU: flags, report, result file, processes, budget, and what makes it red."""
 
+import concurrent.futures
 import dataclasses
 import fcntl
 import json
 import math
 import pathlib
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import jax
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import attention_cases, cases, impls, protocol, report, runner
+from benchmarks import attention_cases, call_cases, cases, first, impls, protocol, report, runner
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
 from benchmarks.impls import Options
@@ -80,6 +82,7 @@ def test_the_module_is_the_binary_and_names_the_extra_without_absl():
         ("--tag=core --case=nothing", "No case matches"),
         ("--op=attention --impl=our", "--impl: got our, wanted some of ours, batch_invariant, cudnn"),
         ("--op=attention --dtype=f16", "--dtype: got"),
+        ("--tag=first,sample", "--tag: got first,sample, wanted first alone"),
         ("--op=attention --tree=../before", "--tree: got ../before, wanted NAME=FOLDER"),
         ("--op=attention --tree=before=../before --impl=now:a=1,older", "--impl: got older"),
     ],
@@ -132,6 +135,38 @@ def test_chains_are_measured_beside_stock_and_end_in_a_line_for_each(binary, tmp
         assert float(ratio) == pytest.approx(times[1] / times[0], abs=1e-3)
     assert first.split()[0] <= second.split()[0]
     assert summary.startswith("2 of 2 calls, against the better of cuDNN and XLA: geometric mean")
+
+
+def test_what_a_first_call_costs_is_measured_with_cleared_caches_and_of_a_shape_that_was_not_traced(
+    binary, monkeypatch, tmp_path
+):
+    seen = []
+    make = first._program
+    monkeypatch.setattr(jax, "clear_caches", lambda: seen.append("cleared"))  # other tests need what is compiled
+    monkeypatch.setattr(first, "_program", lambda case, *rest: (seen.append(case.shape), make(case, *rest))[1])
+    file = tmp_path / "run.json"
+    out = binary("--tag=first", "--case=log_softmax", f"--json={file}")
+    assert seen == [(64, 64), (128, 64), "cleared", (64, 64), (64, 64), (128, 64), "cleared"]
+    found = measured.read(file)
+    assert (found["header"]["topic"], found["header"]["left_out"]) == ("first", [])
+    impls = found["records"][0]["impls"]
+    assert {name: entry["status"] for name, entry in impls.items()} == {"ours": "ok", "cudnn": "declined", "xla": "ok"}
+    assert all(impls[name][part] > 0 for name in ("ours", "xla") for part in first.PARTS)
+    ours = impls["ours"]
+    python = f"{ours['trace_s'] + ours['lower_s']:.3f} + {ours['compile_s']:.3f}"
+    assert out.splitlines()[-1].split("  ")[0].strip() == python
+
+
+def test_processes_share_first_calls_and_start_none_after_the_deadline(monkeypatch):
+    threads = concurrent.futures.ThreadPoolExecutor
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda count, mp_context: threads(count))
+    chosen, options = call_cases.TABLE.select(tags=["first"]), Options(("cudnn",), rounds=1)
+    assert len(pickle.loads(pickle.dumps((first._in_time, chosen, options)))[1]) == 10
+    rows = [case for case in chosen if not case.function.has_products]
+    found = [*first.records(rows, options, 2, math.inf)]
+    assert {record["case"]["name"] for record in found} == {case.name for case in rows}
+    for processes in (1, 2):
+        assert not [*first.records(chosen, options, processes, 0.0)]
 
 
 def test_the_report_of_a_sample_has_the_mean_the_share_and_the_worst():
