@@ -90,7 +90,7 @@ class Search:
         return [*dict.fromkeys((present, *others))]
 
     def chosen(self, figures: Figures) -> dict[str, str | None]:
-        """The config that the figures choose for each case; None where they choose XLA."""
+        """The config that the figures choose for each case; None where they choose XLA, or a kernel for a part."""
         key, module = tuple(figures.values()), self.subject.module
         if key not in self._chosen:
             with mock.patch.dict(module.BY_CARD, {self.device.card: decision.replaced(module.DEFAULT, figures)}):
@@ -99,7 +99,7 @@ class Search:
 
     def _config(self, problem: Any) -> str | None:
         found = self.subject.module.decide(problem, self.device)
-        if found.kernel is None:
+        if found.kernel is None or found.config is None or found.problem != problem:
             return None
         fields = (f"{name}={value}" for name, value in vars(found.config).items())
         return ":".join([self.subject.prefix(found.kernel), *fields])

@@ -237,6 +237,8 @@ def of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: 
         if computation.plan(avals, target[0], name, **params).decision is not None:
             found = noting(found, "implementation='mosaic_gpu' would run a kernel, between two transposed copies")
         return found
+    if plan.decision.bytes_moved is None:
+        return found
     shape = avals[0].shape
     rows = math.prod(n for d, n in enumerate(shape) if d not in eqn.params["axes"])
     streams = [*avals[1:], *(var.aval for var in eqn.outvars)]
@@ -281,7 +283,7 @@ def explanation(
         reason=decision.reason,
         notes=plan.notes + notes,
         declined=plan.declined,
-        kernel=decision.kernel,
+        kernel=None if decision.implementation == "xla" else decision.kernel,
         config=decision.config,
     )
     return found, plan

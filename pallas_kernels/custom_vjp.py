@@ -89,7 +89,7 @@ def _run_rows(op: Op, scale: float, kernel: str | None, *operands: jax.Array) ->
 
     rows, cols = operands[0].shape
     problem = Problem(op, rows, cols, operands[0].dtype, scale=scale)
-    decision = dispatch.decide(problem, hardware.current(), kernel=kernel)
+    decision = dispatch.decide(problem, hardware.current(), kernel=kernel, alone=True)
     if decision.kernel is None:
         reasons = "; ".join(f"{name}: {why}" for name, why in decision.declined) or decision.reason
         raise NotImplementedError(f"{op}: no kernel takes {rows} rows of {cols} {operands[0].dtype}: {reasons}")

@@ -94,7 +94,10 @@ def log_softmax(
     which has no derivative of them.
 
     Derivatives of every order exist, in forward and reverse mode. The only residual of the first is `x` itself: the
-    kernel takes the row's statistics again, which costs no memory and, as the row is on chip by then, no traffic.
+    row's statistics are taken again, or within one program once for both.
+
+    On Hopper too XLA computes the result, which it fuses with what consumes it; of long rows from statistics that a
+    kernel finds. A kernel that is named, or that `batch_invariant` asks for, computes all.
 
     Source: as `softmax`.
 

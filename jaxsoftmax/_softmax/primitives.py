@@ -96,7 +96,8 @@ class Computation:
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to plain XLA operations."""
-        return lower_plain(self.plain, ctx, *operands, **_of_row(params))
+        on_gpu = tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",)
+        return lower_plain(self.plain, ctx, *operands, **_of_row(params), **(_on_gpu(self.op) if on_gpu else {}))
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
         """The call by kernels, on whole rows or on the parts of sharded rows."""
@@ -120,6 +121,11 @@ def _of_row(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("batch_invariant", "function")}
 
 
+def _on_gpu(op: Op) -> dict[str, bool]:
+    """What a reference is told for XLA's GPU compiler."""
+    return {"read_once": True} if op.is_consumed else {}
+
+
 def implement(name: str, computation: Computation, **how: Any) -> Primitive:
     """Makes a primitive over rows, with all rules but derivatives; `how` is that of `define`."""
     primitive = Primitive(name)
@@ -135,10 +141,15 @@ def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
 
 
 def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
-    """Runs a kernel on whole operands of one device; the reference, where none takes this shard of the call."""
+    """Runs a kernel on whole operands of one device, or one for the statistics, from which XLA computes the rest.
+
+    Runs the reference where no kernel takes this shard of the call, or XLA is chosen.
+    """
     chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
-    if chosen.decision is None:
-        return by_reference(op, *operands, **row)
+    if chosen.decision is None or chosen.decision.implementation == "xla":
+        return by_reference(op, *operands, **row, **_on_gpu(op))
+    if chosen.decision.problem.op is not op:
+        return _across(op, Columns((), None), functools.partial(run, named, batch_invariant), *operands, **row)
     problem, seen = chosen.decision.problem, chosen.layout
     first, last = problem.operands, problem.operands + len(op.row_operands)
     mask = seen.shared_mask if problem.where == "shared" else seen.to_rows
@@ -222,7 +233,7 @@ def _plan(
     batch_invariant: bool = False,
     **facts: Any,
 ) -> Plan:
-    """Asks `dispatch.decide` about each layout of the call, cheapest first, and takes the first that has a kernel.
+    """Asks `dispatch.decide` about each layout of the call, cheapest first, and takes the first for which it chooses.
 
     `facts` are fields of a `Problem`.
 
@@ -237,8 +248,7 @@ def _plan(
     if not all(isinstance(n, int) and n > 0 for shape in shapes for n in shape):
         return Plan((("every kernel", "is compiled for fixed, non-empty shapes, and a dimension is symbolic or zero"),))
     shape: Shape = tuple(jnp.broadcast_shapes(*shapes))
-    full = 2 if op.is_linear else 1
-    unmasked = full + len(op.row_operands)
+    unmasked = (2 if op.is_linear else 1) + len(op.row_operands)
     where = shapes[unmasked] if len(shapes) > unmasked else None
     declined: tuple[tuple[str, str], ...] = ()
     for transpose in (False, True) if named or batch_invariant else (False,):
@@ -247,9 +257,11 @@ def _plan(
             problem = Problem(
                 op, seen.rows, seen.cols, dtype, seen.inner, form, batch_invariant=batch_invariant, **facts
             )
-            decision = dispatch.decide(problem, device)
+            decision = dispatch.decide(problem, device, alone=named is not None)
             if decision.kernel is not None:
-                return Plan(decision.declined, decision, seen, _notes(shapes[:full], where, seen, form))
+                by_kernel = decision.implementation != "xla"
+                notes = _notes(shapes[: decision.problem.operands], where, seen, form) if by_kernel else ()
+                return Plan(decision.declined, decision, seen, notes)
             declined = declined or decision.declined
     return Plan(declined)
 
@@ -265,7 +277,8 @@ def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) ->
     return tuple(notes)
 
 
-# Rows that are sharded: all that crosses the wire is a few numbers per row and device, in one exchange.
+# From the rows' statistics. Of sharded rows, all that crosses the wire is a few numbers per row and device, in one
+# exchange; without `names` the rows are whole, and a kernel has the statistics alone.
 
 
 def _by_stats(
@@ -276,7 +289,12 @@ def _by_stats(
 
 
 def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any) -> Stats:
-    return merge_over(Stats(*all_gather(names, *local_stats(*operands, **row))), 0)
+    return Stats(*_merged(names, *local_stats(*operands, **row)))
+
+
+def _merged(names: Names, *parts: jax.Array) -> Sequence[jax.Array]:
+    """The state of whole rows: a maximum, and sums relative to it."""
+    return merge_over(tuple(all_gather(names, *parts)), 0) if names else parts
 
 
 def _softmax_tangent_across(names: Names, local_stats: LocalStats, y: jax.Array, t: jax.Array, **row: Any) -> jax.Array:
@@ -289,9 +307,8 @@ def _log_softmax_tangent_across(
 ) -> jax.Array:
     local = local_stats(x, axes=axes, scale=scale)
     slope = reference.stats_tangent(x, None, t, local.max, axes=axes, scale=scale)
-    maximum, total, slope = all_gather(names, *local, slope)
-    merged = merge_over(Stats(maximum[..., None], jnp.stack([total, slope], -1)), 0)
-    slope = merged.sum[..., 1] / merged.sum[..., 0]
+    _, total, slope = _merged(names, *local, slope)
+    slope = slope / total
     # The scale is in the slope already.
     return reference.log_softmax_tangent(x, reference.logits(t, scale), axes=axes, slope=slope).astype(t.dtype)
 
@@ -299,10 +316,12 @@ def _log_softmax_tangent_across(
 def _log_softmax_cotangent_across(
     names: Names, local_stats: LocalStats, x: jax.Array, t: jax.Array, **row: Any
 ) -> jax.Array:
-    local = local_stats(x, **row)
-    maximum, total, incoming = all_gather(names, *local, t.astype(local.sum.dtype).sum(row["axes"]))
-    known = merge_over(Stats(maximum, total), 0)
-    return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming.sum(0))
+    known = local_stats(x, **row)
+    incoming = t.astype(known.sum.dtype).sum(row["axes"])
+    if names:
+        *state, incoming = all_gather(names, *known, incoming)
+        known, incoming = merge_over(Stats(*state), 0), incoming.sum(0)
+    return reference.log_softmax_cotangent(x, t, **row, known=known, total=incoming)
 
 
 def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Array, **row: Any) -> jax.Array | Stats:

@@ -8,9 +8,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+
 from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import grid, naive, online, staged, warp
+from pallas_kernels.softmax import grid, naive, online, reference, staged, warp
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.naive import NaiveConfig
 from pallas_kernels.softmax.online import OnlineConfig
@@ -42,6 +44,7 @@ class Thresholds:
     cluster_bytes_in_waves: int = 2 * MIB  # the same where the operands have more bytes than `wave_bytes`
     wave_bytes: int = 256 * MIB
     online_bytes: int = 256 * MIB  # longer rows go over the grid or, where they are fewer than SMs, to XLA
+    fused_cols: int = 16384  # of longer rows log_softmax has the statistics from a kernel, of others nothing
 
     # warp: how many vectors a thread has at least.
     warp_vectors: int = 2
@@ -261,8 +264,40 @@ _ALL = (
 KERNELS = {each.name: each for each in _ALL}
 
 
-def decide(problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None) -> Decision:
-    """Picks the fastest kernel that accepts `problem` on `device`; `kernel` and `config` override the choice."""
+def _run_by_xla(problem: Problem, config: Any, *operands: jax.Array) -> Any:
+    return getattr(reference, problem.op)(*operands, axes=(1,), scale=problem.scale)
+
+
+# What XLA computes although kernels would take it.
+_XLA = Kernel("xla", lambda *_: None, lambda *_: (None,), _run_by_xla, implementation="xla", needs=lambda _: None)
+
+_READS_ONCE = "XLA reads such rows once, and fuses them with what consumes the result"
+_STATISTICS = "it finds the rows' statistics, and XLA computes the rest, which it fuses with what consumes the result"
+
+
+def decide(
+    problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None, alone: bool = False
+) -> Decision:
+    """Picks what runs `problem` on `device` fastest; `kernel` and `config` override the choice of a kernel.
+
+    log_softmax and its derivatives are nearly always consumed by what XLA would fuse. Unless a kernel is asked for, or
+    is to run `alone`, or bits may not depend on the batch, XLA computes them: of long rows from statistics, and then
+    the decision is for the problem of these.
+    """
+    found = _kernel_for(problem, device, kernel, config)
+    if found.chosen is None or not problem.op.is_consumed or kernel or alone or problem.batch_invariant:
+        return found
+    if problem.cols <= thresholds(device).fused_cols:
+        declined = tuple(
+            (name, why or "XLA is chosen for such rows") for name, why in refusals(KERNELS, problem, device).items()
+        )
+        return Decision(problem, device, _XLA, None, _READS_ONCE, declined)
+    stats = _kernel_for(dataclasses.replace(problem, op=Op.STATS), device)
+    return found if stats.chosen is None else dataclasses.replace(stats, reason=f"{_STATISTICS}; {stats.reason}")
+
+
+def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Decision:
+    """The fastest kernel that accepts `problem`."""
     refused = refusals(KERNELS, problem, device)
     names = (kernel,) if kernel else priority(problem, device)
     chosen = next((KERNELS[name] for name in names if refused[name] is None), None)

@@ -37,6 +37,11 @@ class Op(enum.StrEnum):
         return self.streams == 3
 
     @property
+    def is_consumed(self) -> bool:
+        """Whether it is log_softmax or its derivative, of which programs nearly always compute what XLA would fuse."""
+        return self.value.startswith("log_softmax")
+
+    @property
     def row_operands(self) -> tuple[str, ...]:
         """The operands with one value for each row, which follow the others: int32 labels, and float32."""
         return {

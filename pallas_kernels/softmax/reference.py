@@ -65,15 +65,8 @@ def _times(x: jax.Array, unit: float) -> jax.Array:
     return x if unit == 1.0 else x * unit
 
 
-def _maximum(z: jax.Array, axes: Axes) -> jax.Array:
-    return jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
-
-
-def _lift(z: jax.Array, axes: Axes, unit: float) -> tuple[jax.Array, Stats]:
-    """The weights relative to the row's maximum, and the row's state, for logits in a unit. Reduced axes are kept."""
-    m = _maximum(z, axes)
-    weights = decay(z, m, exp=exp_in(unit))
-    return weights, Stats(m, weights.sum(axes, keepdims=True))
+def _maximum(z: jax.Array, axes: Axes, least: float = -jnp.inf) -> jax.Array:
+    return jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=least))
 
 
 def _state(z: jax.Array, axes: Axes, unit: float) -> Stats:
@@ -84,17 +77,33 @@ def _state(z: jax.Array, axes: Axes, unit: float) -> Stats:
 
 
 def _rows(
-    x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None
+    x: jax.Array,
+    where: jax.Array | None,
+    axes: Axes,
+    scale: float,
+    known: Stats | None,
+    *,
+    narrow: bool = True,
+    least: float = -jnp.inf,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The logits' distances from the row's maximum, their weights, and the sum of the weights."""
+    """The logits' distances from the row's maximum, their weights, and the sum of the weights.
+
+    Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that. If `narrow`,
+    the maximum of 16-bit numbers is found in their dtype, and has half the bytes; otherwise it is at least `least`.
+    """
     if known is not None:
         maximum, total = (jnp.expand_dims(part, axes) for part in known)
-        z = _logits_below(x, where, maximum, scale)
-        return z - maximum, decay(z, maximum), total
+        distance = _logits_below(x, where, maximum, scale) - maximum
+        return distance, exp_in(1.0)(distance), total
     z, unit = _in_units(x, scale)
     z = _held(z, where)
-    weights, state = _lift(z, axes, unit)
-    return _times(z - state.max, unit), weights, state.sum
+    if narrow and x.dtype.itemsize == 2 and scale > 0:
+        maximum, _ = _in_units(_maximum(_held(x, where), axes), scale)
+    else:
+        maximum = _maximum(z, axes, least)
+    distance = z - maximum
+    weights = exp_in(unit)(distance)
+    return _times(distance, unit), weights, weights.sum(axes, keepdims=True)
 
 
 def softmax(
@@ -112,12 +121,30 @@ def softmax(
 
 
 def log_softmax(
-    x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
+    x: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    known: Stats | None = None,
+    read_once: bool = False,
 ) -> jax.Array:
-    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`."""
-    distance, _, total = _rows(x, where, axes, scale, known)
-    y = (distance - jnp.log(total)).astype(x.dtype)
+    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`.
+
+    `read_once`: in a form of which XLA for GPUs reads rows along the last axes once, beside the derivative's too.
+    """
+    read_once = read_once and _are_last(axes, x.ndim)
+    distance, _, total = _rows(x, where, axes, scale, known, narrow=not read_once)
+    lse = jnp.log(total)
+    y = (distance - lse).astype(x.dtype)
+    if read_once and y.dtype.itemsize == 2:
+        # No value changes, for y <= 0 <= lse. Without this XLA writes y in float32 if the next operation widens it.
+        y = jnp.minimum(y, lse.astype(y.dtype))
     return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
+
+
+def _are_last(axes: Axes, rank: int) -> bool:
+    return axes == tuple(range(rank - len(axes), rank))
 
 
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
@@ -158,14 +185,25 @@ def softmax_tangent(
 
 
 def log_softmax_tangent(
-    x: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0, slope: jax.Array | None = None
+    x: jax.Array,
+    t: jax.Array,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    slope: jax.Array | None = None,
+    read_once: bool = False,
 ) -> jax.Array:
     """`J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`.
 
-    `slope` is the sum, without `axes`, where it is known.
+    `slope` is the sum, without `axes`, where it is known. `read_once` as in `log_softmax`.
     """
     dtype = accumulator_dtype(t.dtype)
-    slope = row_dot(_probabilities(x, axes, scale), t, axes=axes) if slope is None else slope
+    if slope is None:
+        weights, total = _weights(x, axes, scale, None, read_once)
+        if read_once and _are_last(axes, x.ndim):
+            slope = row_dot(weights / total, t, axes=axes)
+        else:
+            slope = row_dot(weights, t, axes=axes) / total.squeeze(axes)
     return (jnp.asarray(scale, dtype) * (t.astype(dtype) - jnp.expand_dims(slope, axes))).astype(t.dtype)
 
 
@@ -177,20 +215,27 @@ def log_softmax_cotangent(
     scale: float = 1.0,
     known: Stats | None = None,
     total: jax.Array | None = None,
+    read_once: bool = False,
 ) -> jax.Array:
     """`J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`.
 
-    `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known.
+    `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known. `read_once` as in
+    `log_softmax`.
     """
     dtype = accumulator_dtype(t.dtype)
-    p, t32 = _probabilities(x, axes, scale, known), t.astype(dtype)
+    (weights, normalizer), t32 = _weights(x, axes, scale, known, read_once), t.astype(dtype)
     total = t32.sum(axes) if total is None else total
-    return (jnp.asarray(scale, dtype) * (t32 - p * jnp.expand_dims(total, axes))).astype(t.dtype)
+    return (jnp.asarray(scale, dtype) * (t32 - weights / normalizer * jnp.expand_dims(total, axes))).astype(t.dtype)
 
 
-def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
-    _, weights, total = _rows(x, None, axes, scale, known)
-    return weights / total
+def _weights(
+    x: jax.Array, axes: Axes, scale: float, known: Stats | None, read_once: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax's numerator and denominator, for a derivative of log_softmax."""
+    # XLA would find log_softmax's own maximum once for both, in a further read of the rows.
+    apart = read_once and _are_last(axes, x.ndim)
+    least = float(jnp.finfo(accumulator_dtype(x.dtype)).min) if apart else -jnp.inf
+    return _rows(x, None, axes, scale, known, least=least)[1:]
 
 
 def cross_entropy(

@@ -129,6 +129,7 @@ class StandIns:
 
     problems: list[Any] = dataclasses.field(default_factory=list)
     accepts: Callable[[Any], bool] = lambda _: True
+    of_statistics: tuple[Op, ...] = ()  # operations of which a kernel takes the statistics alone
 
     def ran(self, op: Op) -> set[tuple[int, int, int]]:
         """Of an operation of rows the sizes."""
@@ -137,8 +138,10 @@ class StandIns:
     def attended(self, op: attention_problem.Op) -> list[Attention]:
         return [p for p in self.problems if p.op is op]
 
-    def decide(self, kind: Callable[..., Any], names: tuple[str, ...], problem: Any, *_: Any, **__: Any) -> Any:
+    def decide(self, kind: Callable[..., Any], names: tuple[str, ...], problem: Any, *_: Any, **how: Any) -> Any:
         """What a dispatcher decides."""
+        if getattr(problem, "op", None) in self.of_statistics and not how.get("alone"):
+            problem = dataclasses.replace(problem, op=Op.STATS)
         self.problems.append(problem)
         if self.accepts(problem):
             return kind(problem)

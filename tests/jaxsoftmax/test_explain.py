@@ -27,8 +27,8 @@ def explained(stand_ins: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     decide = dispatch.decide
     facts = {"reason": "it is the only one", "config": "Config(rows=4)", "bytes_moved": 2_000_000}
 
-    def with_facts(problem: Any, device: Any) -> Any:
-        decision = decide(problem, device)
+    def with_facts(problem: Any, device: Any, **how: Any) -> Any:
+        decision = decide(problem, device, **how)
         for name, value in facts.items():
             object.__setattr__(decision, name, value)
         return decision
@@ -65,6 +65,23 @@ def test_no_kernel(explained: Any) -> None:
     ]
     assert jaxsoftmax.explain(X, implementation="mosaic_gpu").implementation == "error"
     assert jaxsoftmax.explain(X, implementation="xla").declined == ()
+
+
+@pytest.mark.parametrize("op", ["log_softmax", "log_softmax_vjp", "log_softmax_jvp"])
+def test_who_computes_log_softmax(op: str) -> None:
+    short = jaxsoftmax.explain(X, op=op)
+    assert (short.implementation, short.kernel, short.config, short.bytes_moved) == ("xla", None, None, None)
+    assert "why: XLA reads such rows once, and fuses them with what consumes the result" in str(short)
+    assert ("block", "XLA is chosen for such rows") in short.declined
+    x = jax.ShapeDtypeStruct((8192, 50257), jnp.bfloat16)
+    long, whole = jaxsoftmax.explain(x, op=op), jaxsoftmax.explain(x, op=op, implementation="mosaic_gpu")
+    stats = jaxsoftmax.explain(x, axis=-1, op="logsumexp")
+    assert (long.implementation, long.kernel, long.config) == ("mosaic_gpu", stats.kernel, stats.config)
+    assert "it finds the rows' statistics, and XLA computes the rest, which it fuses" in long.reason
+    assert long.bytes_moved < long.least_bytes == whole.least_bytes <= whole.bytes_moved
+    assert whole.reason.startswith("the fastest kernel")
+    with jaxsoftmax.batch_invariant():
+        assert jaxsoftmax.explain(X, op=op).kernel in ("block", "warp")
 
 
 def test_weights_of_a_logsumexp_have_no_kernel() -> None:

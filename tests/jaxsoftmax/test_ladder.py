@@ -89,6 +89,17 @@ def test_explain_names_what_runs(name: str) -> None:
         assert len(x.declined) >= before or options.get("op") == "jvp", (device, x.declined)
 
 
+@pytest.mark.parametrize(
+    "cols, want", [(4096, "XXXXX"), (50257, "XXXSX")], ids=["short", "long"]
+)  # X: XLA; S: a kernel has the statistics
+def test_log_softmax(cols: int, want: str) -> None:
+    x = jax.ShapeDtypeStruct((512, cols), jnp.bfloat16)
+    for op in ("log_softmax", "log_softmax_vjp"):
+        found = [jaxsoftmax.explain(x, op=op, device=device) for device in DEVICES.values()]
+        assert "".join("S" if x.kernel and "statistics" in x.reason else "X" for x in found) == want
+        assert ["fuses" in x.reason for x in found] == [name == "H200" for name in DEVICES]
+
+
 def lowered(function: Any, operands: list[Any]) -> str:
     return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 

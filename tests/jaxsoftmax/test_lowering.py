@@ -19,6 +19,7 @@ from pallas_kernels import custom_vjp
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.attention.problem import Operands, Rules
 from pallas_kernels.hardware import H200
+from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
 from tests.jaxsoftmax.calls import CALLS, MORE_CALLS
@@ -152,6 +153,95 @@ def test_gradients_are_kernels_too(stand_ins: Any, op: str) -> None:
     jax.jit(jax.vjp(function, X)[1])(X)
     cotangent = Op.SOFTMAX_TANGENT if op == "softmax" else Op.LOG_SOFTMAX_COTANGENT
     assert {p.op for p in stand_ins.problems} == {Op(op), cotangent}
+
+
+@pytest.fixture
+def statistics(stand_ins: Any) -> Any:
+    """Kernels that take log_softmax's statistics, and leave the rest to XLA, as of long rows."""
+    stand_ins.of_statistics = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT)
+    yield stand_ins
+    assert {p.op for p in stand_ins.problems} == {Op.STATS}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mask", ["none", "shared", "full"])
+def test_log_softmax_from_statistics(statistics: Any, mask: str, dtype: str) -> None:
+    where = {"none": None, "shared": np.arange(16) < 9, "full": np.random.default_rng(1).random(X.shape) < 0.6}[mask]
+    x, t = jnp.asarray(X, dtype), jnp.asarray(np.cos(X), dtype)
+    f = functools.partial(jaxsoftmax.log_softmax, where=where, scale=0.5)
+
+    @jax.jit
+    def run(x: jax.Array, t: jax.Array) -> Any:
+        y, pull = jax.vjp(f, x)
+        mapped = jax.vmap(f, 1, 1)(x) if mask != "full" else y
+        return y, jax.jvp(f, (x,), (t,))[1], pull(t)[0], mapped
+
+    y, dy, dx, mapped = (np.asarray(part, np.float64) for part in run(x, t))
+    wide, of_t = np.asarray(x, np.float64), np.asarray(t, np.float64)
+    kept = np.ones(X.shape, bool) if where is None else np.broadcast_to(where, X.shape)
+    want = oracle.log_softmax(wide, -1, where, 0.5)
+    bounds: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype != "float32" else {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(y, want, **bounds)
+    np.testing.assert_array_equal(mapped, y)
+    p, of_t = np.where(kept, np.exp(want), 0), np.where(kept, of_t, 0)
+    np.testing.assert_allclose(dx, np.where(kept, 0.5 * (of_t - p * of_t.sum(-1, keepdims=True)), 0), **bounds)
+    np.testing.assert_allclose(dy, np.where(kept, 0.5 * (of_t - (p * of_t).sum(-1, keepdims=True)), 0), **bounds)
+    assert {(p.where, p.scale) for p in statistics.problems} == {(mask, 0.5), ("none", 0.5)}
+
+
+def test_higher_derivatives_from_statistics(statistics: Any) -> None:
+    x, v = jnp.asarray(X[0, :2]), jnp.cos(X[0, :2])
+
+    def hessian(implementation: str | None) -> Any:
+        loss = lambda x: jnp.sin(jaxsoftmax.log_softmax(x, implementation=implementation)).sum()
+        slope = lambda x: jax.jvp(loss, (x,), (v,))[1]
+        return jax.jit(lambda x: (jax.grad(slope)(x), jax.jvp(jax.grad(loss), (x,), (v,))[1]))(x)
+
+    for got, want in zip(hessian(None), hessian("xla"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_special_rows_from_statistics(statistics: Any) -> None:
+    inf, nan = np.inf, np.nan
+    x = np.float32(
+        [[-inf] * 4, [inf, 0, 1, 2], [nan, 0, 1, 2], [-inf, 0, -inf, 3], [inf, inf, 0, 0], [3e38, -3e38, 0, 0]]
+    )
+    for where in (None, np.arange(24).reshape(6, 4) % 5 > 1, np.zeros((1, 4), bool)):
+        f = lambda x, where=where, **kw: jaxsoftmax.log_softmax(x, where=where, **kw)
+        run = jax.jit(lambda x, f=f: (f(x), jax.vjp(f, x)[1](jnp.ones_like(x))[0]))
+        xla = jax.jit(lambda x, f=f: jax.vjp(functools.partial(f, implementation="xla"), x)[1](jnp.ones_like(x))[0])
+        y, dx = run(x)
+        np.testing.assert_allclose(y, jax.nn.log_softmax(x, where=where), rtol=1e-6)
+        np.testing.assert_allclose(dx, xla(x), rtol=1e-5, atol=1e-6)
+    assert jaxsoftmax.log_softmax(jnp.zeros((0, 4))).shape == (0, 4)
+    wide = np.float64(X[0])
+    with jax.enable_x64():
+        assert jaxsoftmax.log_softmax(wide).dtype == np.float64
+        np.testing.assert_allclose(jaxsoftmax.log_softmax(wide), oracle.log_softmax(wide), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_form_that_gpus_read_once(dtype: str) -> None:
+    """It has the values of the other, also of rows without a finite maximum, and of one column."""
+    inf, nan = np.inf, np.nan
+    special = np.float32([[-inf] * 4, [inf, 0, 1, 2], [nan, 0, 1, 2], [-inf, 0, -inf, 3], [3e4, -3e4, 0, 0]])
+    for x in map(functools.partial(jnp.asarray, dtype=dtype), (special, X[0], X[0, :, :1])):
+        where = jnp.arange(x.size).reshape(x.shape) % 5 > 0
+        for function, operands in (
+            (reference.log_softmax, (x,)),
+            (reference.log_softmax, (x, where)),
+            (reference.log_softmax_tangent, (x, jnp.cos(x))),
+            (reference.log_softmax_cotangent, (x, jnp.cos(x))),
+        ):
+            run = functools.partial(function, *operands, axes=(1,), scale=0.5)
+            got, want = (np.asarray(run(read_once=once), np.float32) for once in (True, False))
+            np.testing.assert_allclose(got, want, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-6)
+
+
+def test_a_named_kernel_is_for_all_of_log_softmax(stand_ins: Any) -> None:
+    stand_ins.of_statistics = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_COTANGENT)
+    jax.jit(jax.grad(lambda x: jaxsoftmax.log_softmax(x, implementation="mosaic_gpu")[..., 0].sum()))(X)
+    assert {p.op for p in stand_ins.problems} == {Op.LOG_SOFTMAX_COTANGENT}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -222,6 +222,23 @@ def test_sharded_rows_exchange_numbers_and_whole_ones_nothing(
         assert set(collectives(xla, put(X, COLUMNS))) == {"all-reduce"}
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_log_softmax_from_statistics_of_shards(stand_ins: Any, kind: AxisType) -> None:
+    stand_ins.of_statistics = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT)
+    function = lambda x: [MODES[mode](jaxsoftmax.log_softmax, x) for mode in MODES]
+    want = jax.jit(lambda x: [MODES[mode](jax.nn.log_softmax, x) for mode in MODES])(X)
+    for spec, sizes in ((DM, (4, 16)), (COLUMNS, (8, 8))):
+        stand_ins.problems.clear()
+        x = put(X, spec) if kind is AUTO else jax.device_put(X, NamedSharding(mesh(EXPLICIT), spec))
+        compiled = jax.jit(function).lower(x).compile()
+        for got, right in zip(compiled(x), want, strict=True):
+            np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+        assert {p.op for p in stand_ins.problems} == {Op.STATS}
+        assert sizes in {(p.rows, p.cols) for p in stand_ins.problems}
+        found = [arrays[0].kind for arrays in exchanges(compiled)]
+        assert set(found) <= ({"all-gather"} if spec == COLUMNS else set())
+
+
 def test_a_gather_of_logits_is_seen() -> None:
     gathers = jax.jit(lambda x: jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh(), P("d"))))
     compiled = gathers.lower(put(X, COLUMNS)).compile()

@@ -47,7 +47,7 @@ def _chosen():
         # The cross entropy without its gradient has the loops of the statistics, and its gradient without them one.
         for j, (rows, cols) in enumerate(SHAPES[::4] if op is Op.CROSS_ENTROPY or op.takes_stats else SHAPES):
             problem = Problem(op, rows, cols, DTYPES[(i + j) % 3])
-            name = dispatch.decide(problem, H200).kernel
+            name = dispatch.decide(problem, H200, alone=True).kernel
             for case in cases.every_config(KERNELS[name], problem) if name else ():
                 seen.add((name, case.problem.dtype.itemsize, case.config))
                 yield case
@@ -353,3 +353,52 @@ def test_losses_and_selections_over_two_gpus(spec, gathers, kind):
         found = re.findall(rf"= (\(.*?\)|\S+) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
         assert [kind for _, kind in found] == ["all-gather"] * gathers
         assert all(set(re.findall(r"[a-z]+\d+(?=\[)", arrays)) == {"s32"} for arrays, _ in found)
+
+
+def one_hot_loss(x, labels):
+    return -(jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype) * jaxsoftmax.log_softmax(x)).sum(dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("cols, kernels", [(16384, 0), (50257, 1)])
+def test_log_softmax_in_a_loss_has_at_most_its_statistics_from_a_kernel(cols, kernels):
+    """Once for the value and the gradient, which XLA computes without another array of the logits' size."""
+    operands = aot.on_h200([jax.ShapeDtypeStruct((512, cols), jnp.bfloat16), jax.ShapeDtypeStruct((512,), jnp.int32)])
+    compiled = jax.jit(jax.value_and_grad(one_hot_loss)).lower(*operands).compile()
+    assert len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())) == kernels
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 512 * cols
+
+
+def passes(function, *operands):
+    """How many programs XLA makes of a function, and the bytes that these hold beside operands and results."""
+    compiled = jax.jit(function).lower(*aot.on_h200(operands)).compile()
+    text = compiled.as_text()
+    return len(re.findall(r" fusion\(", text[text.index("ENTRY") :])), compiled.memory_analysis().temp_size_in_bytes
+
+
+FORMS = {
+    "forward": lambda f, x, t: f(x),
+    "vjp": lambda f, x, t: (lambda y, pull: (y, pull(t)))(*jax.vjp(f, x)),
+    "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
+    "sum": lambda f, x, t: jax.value_and_grad(lambda x: f(x).sum(dtype=jnp.float32))(x),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_xla_reads_log_softmax_as_often_as_that_of_jax(dtype, form):
+    x = jax.ShapeDtypeStruct((8192, 4096), dtype)
+    ours, theirs = (
+        passes(functools.partial(FORMS[form], f), x, x) for f in (jaxsoftmax.log_softmax, jax.nn.log_softmax)
+    )
+    assert ours[0] <= theirs[0]
+    assert ours[1] <= theirs[1]
+
+
+@pytest.mark.parametrize("form", ["forward", "vjp"])
+def test_xla_reads_channels_as_often_as_softmax_of_jax(form):
+    x = jax.ShapeDtypeStruct((4, 19, 256, 256), jnp.bfloat16)
+    ours, theirs = (
+        passes(functools.partial(FORMS[form], functools.partial(f, axis=1)), x, x)
+        for f in (jaxsoftmax.softmax, jax.nn.softmax)
+    )
+    assert ours[0] <= theirs[0]

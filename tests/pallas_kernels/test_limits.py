@@ -6,13 +6,14 @@ import itertools
 import attention_cases
 import cases
 import jax
+import jax.numpy as jnp
 import pytest
 from cases import DTYPES, Op, Problem
 
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import dispatch, grid, staged
+from pallas_kernels.softmax import dispatch, grid, reference, staged
 from pallas_kernels.softmax.dispatch import KERNELS
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.online import OnlineConfig
@@ -132,7 +133,48 @@ def test_rows_up_to_256_mib_go_over_the_grid():
     for op in (op for op in Op if not op.takes_stats):
         for rows in (1, 200):
             problem = Problem(op, rows, 2**27 // (2 if op.is_linear else 1), DTYPES[1])
-            assert dispatch.decide(problem, H200).kernel == "grid"
+            assert dispatch.decide(problem, H200, alone=True).kernel == "grid"
+
+
+CONSUMED = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT)
+
+
+@pytest.mark.parametrize("op", CONSUMED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_who_computes_log_softmax(op, dtype):
+    for rows, cols in itertools.product((1, 64, 8192), (1, 1000, 16384)):
+        found = dispatch.decide(Problem(op, rows, cols, dtype), H200)
+        assert (found.implementation, found.problem.op, found.config) == ("xla", op, None)
+        assert found.reason == "XLA reads such rows once, and fuses them with what consumes the result"
+        assert [name for name, _ in found.declined] == list(KERNELS)
+    problem = Problem(op, 3, 5, dtype, scale=0.5)
+    operands = [jnp.arange(15, dtype=dtype).reshape(3, 5)] * problem.operands
+    want = getattr(reference, op)(*operands, axes=(1,), scale=0.5)
+    assert (dispatch.decide(problem, H200).run(*operands) == want).all()
+    for rows, cols, where in itertools.product((1, 64, 8192), (16385, 50257, 2**20), ("none", "shared", "full")):
+        if where != "none" and op.is_linear:
+            continue
+        problem = Problem(op, rows, cols, dtype, where=where)
+        found, stats = (dispatch.decide(p, H200) for p in (problem, dataclasses.replace(problem, op=Op.STATS)))
+        assert (found.problem, found.chosen, found.config) == (stats.problem, stats.chosen, stats.config)
+        assert found.bytes_moved == stats.bytes_moved
+        assert found.reason == f"it finds the rows' statistics, and XLA computes the rest, {FUSED}; {stats.reason}"
+
+
+FUSED = "which it fuses with what consumes the result"
+
+
+@pytest.mark.parametrize("op", CONSUMED)
+def test_who_computes_log_softmax_alone(op):
+    for cols in (1000, 50257):
+        problem = Problem(op, 64, cols, DTYPES[1])
+        invariant = dataclasses.replace(problem, batch_invariant=True)
+        name = dispatch.decide(problem, H200, alone=True).kernel
+        for found in (dispatch.decide(invariant, H200), dispatch.decide(problem, H200, kernel=name)):
+            assert found.kernel in KERNELS
+            assert found.problem.op is op
+        inner = dispatch.decide(dataclasses.replace(problem, inner=7), H200)
+        assert (inner.kernel, inner.reason) == (None, "no kernel takes the problem")
 
 
 @pytest.mark.parametrize("op", AttentionOp)
