@@ -36,7 +36,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's side 
 import jax
 from absl import app, flags
 
-from benchmarks import attention_cases, call_cases, calls, cases, first, impls, report, runner
+from benchmarks import attention_cases, call_cases, call_report, calls, cases, first, impls, report, runner
 from benchmarks import results as measured
 from benchmarks.runner import Peers
 
@@ -248,7 +248,12 @@ def main() -> None:
     if process is not None:
         process.close()
     tags = frozenset[str]().union(*(case.tags for case in chosen))
-    summaries = {"chains": report.chains, "first": report.first, "sample": report.sample, "short": report.sample}
+    summaries = {
+        "chains": call_report.chains,
+        "first": call_report.first,
+        "sample": report.sample,
+        "short": report.sample,
+    }
     for summary in dict.fromkeys(summaries[tag] for tag in summaries if tag in tags):
         print(summary(records), flush=True)
     bad = {name: found for name in ours if (found := red(name, records, options.trees))}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import cases, report, scaling
+from benchmarks import call_report, cases, report, scaling
 from benchmarks import results as measured
 from benchmarks.report import markdown, number
 from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results
@@ -397,6 +397,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "attention_pages": report.attention_pages,
     "linear": report.linear,
     "scaling": scaling.table,
+    **call_report.TABLES,
 }
 
 

@@ -29,7 +29,7 @@ PASSES = {"fwd": "forward", "bwd": "backward"}
 LIBRARIES = {"cudnn": "cuDNN", "xla": "XLA"}  # that random and short calls are measured beside
 SLOW, VERY_SLOW = 0.95, 0.85  # calls below these ratios are counted
 CELLS = "standard"  # the benchmark's 32 of each pass of attention
-_NO_WORST = 10  # random calls that are shown
+WORST_SHOWN = 10  # random calls that are shown
 
 
 def line(record: Record) -> str:
@@ -53,8 +53,9 @@ def line(record: Record) -> str:
 
 def _entry(name: str, entry: Mapping[str, Any], first: float | None) -> str:
     if "compile_s" in entry:
-        parts = (entry[part] for part in ("trace_s", "lower_s", "compile_s"))
-        return f"{name:<14} " + "trace {:.3f} s, lower {:.3f} s, compile {:.3f} s".format(*parts)
+        return f"{name:<14} " + "trace {trace_s:.3f} s, lower {lower_s:.3f} s, compile {compile_s:.3f} s".format(
+            **entry
+        )
     if "us" not in entry:
         return f"{name:<14} {entry['status']}: {entry.get('reason', '')}"
     times = [f"{name:<14} {entry['us']:>10.2f} us"] + ([f"{entry['us'] / first:.3f}x"] if first else [])
@@ -66,35 +67,11 @@ def sample(records: Sequence[Record]) -> str:
     found = against_libraries(records)
     if not found:
         return f"none of {len(records)} calls was timed by both ours and another library"
-    mean, slow = _mean_and_slow(found)
+    mean, slow = mean_and_slow(found)
     head = f"{len(found)} of {len(records)} calls, against the better of cuDNN and XLA: geometric mean {mean:.3f}, "
     head += f"{slow} below {SLOW} ({100 * slow / len(found):.1f} %), "
     head += f"{sum(ratio < VERY_SLOW for ratio, _ in found)} below {VERY_SLOW}; the worst:"
-    return "\n".join([head, *(f"  {ratio:.3f}  {record['case']['name']}" for ratio, record in found[:_NO_WORST])])
-
-
-def chains(records: Sequence[Record]) -> str:
-    """How many times faster ours is than XLA and both times, a line for each call, the worst first; then `sample`."""
-    lines = []
-    for ratio, record in against_libraries(records):
-        ours, xla = (record["impls"][name]["us"] for name in ("ours", "xla"))
-        lines.append(f"{ratio:6.3f} {ours:8.1f} {xla:8.1f}  {record['case']['name']}")
-    return "\n".join(["x XLA  ours, us  XLA, us  call", *lines, sample(records).partition("; the worst:")[0]])
-
-
-def first(records: Sequence[Record]) -> str:
-    """Seconds before the first result, of Python and of the compiler, a line for each call."""
-    libraries = {"ours": "ours", **LIBRARIES}
-    lines = ["  ".join([f"{head:>14}" for head in libraries.values()] + ["call; trace and lower + compile, s"])]
-    for record in records:
-        cells = []
-        for name in libraries:
-            entry = record["impls"].get(name, {})
-            known = "compile_s" in entry
-            text = f"{entry['trace_s'] + entry['lower_s']:.3f} + {entry['compile_s']:.3f}" if known else "-"
-            cells.append(f"{text:>14}")
-        lines.append("  ".join([*cells, record["case"]["name"]]))
-    return "\n".join(lines)
+    return "\n".join([head, *(f"  {ratio:.3f}  {record['case']['name']}" for ratio, record in found[:WORST_SHOWN])])
 
 
 def against_libraries(records: Iterable[Record]) -> list[tuple[float, Record]]:
@@ -103,7 +80,7 @@ def against_libraries(records: Iterable[Record]) -> list[tuple[float, Record]]:
     return sorted(((ratio, record) for ratio, record in pairs if ratio is not None), key=lambda pair: pair[0])
 
 
-def _mean_and_slow(found: Sequence[tuple[float, Record]]) -> tuple[float, int]:
+def mean_and_slow(found: Sequence[tuple[float, Record]]) -> tuple[float, int]:
     """The geometric mean of ratios, and how many are below `SLOW`."""
     return statistics.geometric_mean(ratio for ratio, _ in found), sum(ratio < SLOW for ratio, _ in found)
 
@@ -277,12 +254,12 @@ def attention_sample(results: Results) -> str:
     rows, worst = [], []
     for run in measured.attention_runs(results.folder, "attention sample"):
         found = against_libraries(run.records.values())
-        mean, slow = _mean_and_slow(found) if found else (None, 0)
+        mean, slow = mean_and_slow(found) if found else (None, 0)
         share = f"{slow} ({slow / len(found):.1%})" if found else "-"
         label = f"{run.label}, seed {run.seed}"
         drawn = len(run.records) + len(run.header.get("left_out", ()))
         rows.append([label, f"{len(found)} of {drawn}", floored(mean), share, run.day, run.commit])
-        worst += [f"The {_NO_WORST} worst of {label}:", _beside_libraries([r for _, r in found[:_NO_WORST]])]
+        worst += [f"The {WORST_SHOWN} worst of {label}:", _beside_libraries([r for _, r in found[:WORST_SHOWN]])]
     heads = ["run", "calls compared", "geometric mean", f"below {SLOW}", "day", "commit"]
     return "\n\n".join([markdown(heads, rows), *worst])
 

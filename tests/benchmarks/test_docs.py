@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib import pyplot
 
-from benchmarks import attention_cases, cases, docs, report, scaling
+from benchmarks import attention_cases, call_cases, call_report, cases, docs, report, scaling
 from benchmarks import results as measured
 from benchmarks.docs import TARGETS
 from benchmarks.results import FOLDER, Results
@@ -87,6 +87,35 @@ def test_the_committed_tables_are_the_generated_ones_and_every_table_is_shown():
 
 def test_without_results_nothing_is_claimed(tmp_path):
     assert {make(Results(tmp_path)) for make in docs.TABLES.values()} == {measured.NOT_MEASURED}
+
+
+def test_calls_have_tables_of_the_newest_run_of_each_card_and_of_each_sample(tmp_path):
+    day = itertools.count(10)
+
+    def write(topic, found, seed=0, card="H100"):
+        records = [{"case": {"name": name}, "impls": impls} for name, impls in found]
+        header = {"timestamp": f"2026-11-{next(day)}", "topic": topic, "commit": "abc", "seed": seed}
+        header |= {"device": {"name": f"NVIDIA {card}"}, "versions": {"jax": "1"}, "left_out": ["another"]}
+        measured.write(tmp_path / card / f"{topic}{header['timestamp']}.json", header, records)
+
+    times = lambda **us: {name: {"status": "ok", "us": value} for name, value in us.items()}
+    seconds = {"status": "ok", "trace_s": 0.25, "lower_s": 0.5, "compile_s": 1.0}
+    chains = [case.name for case in call_cases.chains()][:2]
+    write("chains", [(chains[0], times(ours=9.0, xla=1.0))])
+    write("chains", [(chains[1], times(ours=2.0, xla=1.0)), (chains[0], times(ours=1.0, xla=3.0))])
+    write("chains", [(chains[0], times(ours=1.0, xla=4.0))], card="H200")
+    write("sample", [("slow", times(ours=4.0, xla=8.0, cudnn=2.0)), ("fast", times(ours=1.0, xla=8.1))], seed=7)
+    write("first", [("softmax", {"ours": seconds, "cudnn": {"status": "declined"}})])
+    tables = {name: make(Results(tmp_path)) for name, make in call_report.TABLES.items()}
+    lines = [line for line in tables["chains"].splitlines() if line.startswith("| `")]
+    assert [line.split(" | ")[:5] for line in lines] == [
+        [f"| `{chains[0]}`", "H100", "1.0", "3.0", "3.000"],
+        [f"| `{chains[1]}`", "H100", "2.0", "1.0", "0.500"],
+        [f"| `{chains[0]}`", "H200", "1.0", "4.0", "4.000"],
+    ]
+    assert "| H100, JAX 1, seed 7 | 2 of 3 | 2.012 | 1 (50.0%) | 1 |" in tables["sample"]
+    assert "| `slow` | 4.0 | 2.0 | 8.0 | 0.500 |" in tables["sample"]
+    assert "| `softmax` | H100 | 0.750 + 1.000 | - | - |" in tables["first"]
 
 
 def test_every_kernel_is_explained():
