@@ -36,6 +36,7 @@ from jaxsoftmax._core.primitives import (
     lower,
     lower_plain,
     register,
+    saved,
     typed,
 )
 from jaxsoftmax._core.sharding import is_explicit, mesh_of, unify_varying
@@ -258,7 +259,9 @@ def _residuals_jvp(
     out, lse = RESIDUALS.bind(*primals, names=names, **params)
     by_name = dict(zip(names, tangents[: len(names)], strict=True))
     moving = tuple(name for name in DIFFERENTIABLE if name in by_name and type(by_name[name]) is not ad.Zero)
-    operands = unify_varying(*primals[: len(names)], out, lse, *(by_name[name] for name in moving))
+    # Beside a large logsumexp the weights of a query are 0.
+    finite = saved(lse, lse == -jnp.inf, float(jnp.finfo(lse.dtype).max) / 2)
+    operands = unify_varying(*primals[: len(names)], out, finite, *(by_name[name] for name in moving))
     return [out, lse], TANGENT.bind(*operands, names=names, moving=moving, **params)
 
 

@@ -5,19 +5,21 @@ outside compiles a program for each constant, which a schedule of temperatures n
 numbers that are constants; any further one is data, which one program takes whatever it is.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.checks import ArrayLike
-from jaxsoftmax._core.sharding import settings_for
+from jaxsoftmax._core.primitives import checked, define_over_rows, lower_plain
+from jaxsoftmax._core.sharding import settings_for, unify_shardings, unify_varying
 
 MOST_CONSTANTS = 4  # of an argument of a function, for calls outside of `jit`
 
@@ -122,42 +124,63 @@ def soft_cap(function: str, value: Any, dtype: Any) -> float | jax.Array | None:
     return cap
 
 
-@jax.custom_jvp
 def capped(x: jax.Array, cap: jax.Array) -> jax.Array:
     """`cap * tanh(x / cap)`, whose derivatives have nothing of elements that are NaN, as in `times`."""
-    return cap * jnp.tanh(x / cap)
+    return _bind(_CAPPED, x, cap)
 
 
-def _capped_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    (x, cap), (of_x, of_cap) = primals, tangents
-    nothing, bent = jnp.zeros_like(x), jnp.tanh(x / cap)
-    slope = jnp.where(jnp.isnan(x), nothing, 1 - bent * bent)
-    slopes: list[jax.Array] = [] if type(of_x) is SymbolicZero else [slope * of_x]
-    if type(of_cap) is not SymbolicZero:
-        rest = bent - jnp.where(slope == 0, nothing, x / cap * slope)
-        slopes.append(jnp.where(jnp.isnan(x), nothing, rest) * of_cap)
-    return capped(x, cap), sum(slopes[1:], slopes[0])
-
-
-capped.defjvp(_capped_jvp, symbolic_zeros=True)
-
-
-@jax.custom_jvp
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     """`x * factor`, whose derivative in the factor has nothing of elements that are infinite or NaN.
 
     Such an element has no part in its row's result, or makes all of it NaN, as do its cotangents.
     """
-    return x * factor
+    return _bind(_TIMES, x, factor)
 
 
-def _times_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    (x, factor), (of_x, of_factor) = primals, tangents
-    out = times(x, factor)
-    slopes: list[jax.Array] = [] if type(of_x) is SymbolicZero else [of_x * factor]
-    if type(of_factor) is not SymbolicZero:
-        slopes.append(jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) * of_factor)
-    return out, sum(slopes[1:], slopes[0])
+# JAX's tools that walk programs know these as they know the other primitives; not all take a custom derivative.
+_CAPPED, _TIMES = Primitive("capped"), Primitive("times")
 
 
-times.defjvp(_times_jvp, symbolic_zeros=True)
+def _bind(primitive: Primitive, x: jax.Array, number: jax.Array) -> jax.Array:
+    number = number.reshape((1,) * (x.ndim - number.ndim) + number.shape)
+    return checked(primitive.bind(*unify_varying(*unify_shardings(x, number)), axes=()))
+
+
+def _bent(x: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`x / cap` and its `tanh`."""
+    # XLA divides by a scalar on the way; the reciprocal of a number with axes would be a program of its own on a GPU.
+    part = x / (cap.squeeze() if all(n == 1 for n in cap.shape) else cap)
+    return part, jnp.tanh(part)
+
+
+def _capped_slopes(x: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    nothing, (part, bent) = jnp.zeros_like(x), _bent(x, cap)
+    slope = jnp.where(jnp.isnan(x), nothing, 1 - bent * bent)
+    rest = bent - jnp.where(slope == 0, nothing, part * slope)
+    return slope, jnp.where(jnp.isnan(x), nothing, rest)
+
+
+def _times_slopes(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return factor, jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _jvp(
+    primitive: Primitive,
+    slopes_of: Callable[..., Sequence[jax.Array]],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    **params: Any,
+) -> tuple[jax.Array, Any]:
+    out = primitive.bind(*primals, **params)
+    slopes = zip(slopes_of(*primals), tangents, strict=True)
+    terms = [slope * t for slope, t in slopes if type(t) is not ad.Zero]
+    return out, sum(terms[1:], terms[0])
+
+
+for _primitive, _compute, _slopes in (
+    (_CAPPED, lambda x, cap, axes: cap * _bent(x, cap)[1], _capped_slopes),
+    (_TIMES, lambda x, factor, axes: x * factor, _times_slopes),
+):
+    define_over_rows(_primitive, lambda **_: ("full",), many=False)
+    mlir.register_lowering(_primitive, functools.partial(lower_plain, _compute))
+    ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive, _slopes)

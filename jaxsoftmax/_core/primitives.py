@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.experimental import jet
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import cond_p, name_p, scan_p
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,11 +39,12 @@ from jaxsoftmax._core.sharding import (
 )
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
+from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 Results = Callable[..., Sequence[Result]]
 
-PRIMITIVES: list[Primitive] = []  # all of them
+PRIMITIVES: list[Primitive] = [reference.BELOW]  # all of them
 
 # Parameters that say how a primitive is lowered; references do not take them.
 _LOWERING = ("implementation", "batch_invariant")
@@ -115,7 +116,9 @@ def _taylor(
     return (out, terms) if primitive.multiple_results else (out[0], terms[0])
 
 
-# JAX's own rules lack the names that `jax.checkpoint` saves by, which derivatives give their results.
+# JAX has none for `lax.cond`, `lax.scan` and the names that `jax.checkpoint` saves by, all of which derivatives have.
+for _missing in (reference.BELOW, cond_p, scan_p):
+    jet.jet_rules.setdefault(_missing, functools.partial(_taylor, _missing))
 jet.jet_rules.setdefault(name_p, lambda primals, series, **params: (name_p.bind(*primals, **params), *series))
 
 
@@ -127,6 +130,14 @@ def checked(x: jax.Array) -> jax.Array:
     residual.
     """
     return x - 0 if isinstance(x, Tracer) else x
+
+
+def saved(x: jax.Array, is_empty: jax.Array, number: float) -> jax.Array:
+    """What a derivative saves of rows, with a finite number for those that are empty, under `jax_debug_infs`.
+
+    The results of a program that is differentiated include all that it saves, and JAX looks for an infinity in them.
+    """
+    return jnp.where(is_empty, jnp.asarray(number, x.dtype), x) if jax.config.jax_debug_infs else x
 
 
 def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Iterable[Any], dtype: Any) -> Any:

@@ -25,7 +25,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core.primitives import checked, define, higher_jvp, lower, run_shards, typed, zeros
+from jaxsoftmax._core.primitives import checked, define, higher_jvp, lower, run_shards, saved, typed, zeros
 from jaxsoftmax._core.sharding import (
     AxisSharding,
     Entry,
@@ -256,11 +256,16 @@ def _loss_jvp(
     results = {name: out[name] for name in _results(LOSS, rules)}
     slopes = {name: zeros(x) for name, x in results.items()}
     if moving:
-        states = {name: out[name] for name in rules.states}
-        pushed = bind(OF_TANGENT, operands | states | moving, rules=rules)
+        pushed = bind(OF_TANGENT, operands | _saved_states(rules, out) | moving, rules=rules)
         # The logarithm of exp(max) * sum is the logsumexp, with whose tangent the maximum stands for it.
         slopes |= {"max" if name == "lse" else name: t for name, t in pushed.items()}
     return list(results.values()), [slopes[name] for name in results]
+
+
+def _saved_states(rules: Rules, found: Operands) -> Operands:
+    """The states of rows, which derivatives save; beside any finite one no logit of an empty row has a weight."""
+    is_empty = found["max"] == -jnp.inf
+    return {name: saved(found[name], is_empty, 1.0) for name in rules.states}
 
 
 def _weighted_jvp(
@@ -270,7 +275,7 @@ def _weighted_jvp(
     if moving:
         wrt = tuple(name.removeprefix(TANGENT) for name in moving)
         found = bind(GRADIENT, operands, rules=rules, moving=wrt)
-        known = {name: found[name] for name in rules.states} | {SAVED + name: found[name] for name in wrt}
+        known = _saved_states(rules, found) | {SAVED + name: found[name] for name in wrt}
         slopes += bind(OF_TANGENT, operands | known | moving, rules=rules).values()
         loss = found["loss"]
     else:

@@ -357,7 +357,7 @@ def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
             # Some 8-bit floats have no sign.
             return (x if factor > 0 else -(x.astype(wide) if x.dtype.itemsize == 1 else x)), abs(factor)
         factor = math.copysign(math.inf, factor) if factor else 0.0
-    return numbers.times(*unify_shardings(x.astype(wide), jnp.asarray(factor, wide))), 1.0
+    return numbers.times(x.astype(wide), jnp.asarray(factor, wide)), 1.0
 
 
 def _has_infinity(dtype: jnp.dtype) -> bool:

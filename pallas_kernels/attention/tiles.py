@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, Rules
 from pallas_kernels.monoid import combine
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.softmax.reference import accumulator_dtype, varying_like
 
 CHUNK = 512  # a tile's logits are at most a quarter of a million numbers for each head, whatever the lengths
 FEW_ROWS = 32  # so many rows of all heads together are multiplied with every head's keys, see `_is_few`
@@ -298,14 +298,3 @@ def _pieces(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
     if short:
         x = jnp.pad(x, [(0, short if d == at else 0) for d in range(x.ndim)])
     return jnp.moveaxis(x.reshape(*x.shape[:at], count, size, *x.shape[at + 1 :]), at, 0)
-
-
-def varying_like(tree: Any, like: Any) -> Any:
-    """Under `shard_map`'s checks a loop's carry must vary over the mesh axes that its body makes it vary over."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)

@@ -4,11 +4,15 @@
 input's dtype. `axes` are the non-negative axes of a row (reduced together); `where` broadcasts against `x`.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
 
 from pallas_kernels.monoid import Stats, decay, exp_in, finite, log_normalizer, nan_or_infinite, scaled
 from pallas_kernels.softmax.problem import IGNORED
@@ -28,17 +32,47 @@ def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Arr
     return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
 
 
-@jax.custom_jvp
 def below(z: jax.Array, maximum: jax.Array) -> jax.Array:
     """Clamps `z` to its row's `maximum`, which changes no value.
 
     It keeps XLA from fusing `scale * x - maximum` into an FMA, whose unrounded product can exceed the rounded maximum;
     beyond 1e9 the exponential of the difference then overflows. The derivative is that of `z`.
     """
-    return jnp.where(z > maximum, maximum, z)
+    pair = jnp.broadcast_arrays(z, maximum)
+    return BELOW.bind(*varying_like(pair, pair))
 
 
-below.defjvp(lambda primals, tangents: (below(*primals), tangents[0]))
+def _clamp(z: jax.Array, maximum: jax.Array) -> jax.Array:
+    return jax.lax.select(jax.lax.gt(z, maximum), maximum, z)
+
+
+def _batched(pair: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[jax.Array, int]:
+    at = next(d for d in dims if d is not None)
+    moved = (jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(pair, dims, strict=True))
+    return below(*moved), at
+
+
+# A primitive, because not all of JAX's tools that walk programs take a custom derivative.
+BELOW = Primitive("below")
+BELOW.def_impl(functools.partial(xla.apply_primitive, BELOW))
+BELOW.def_abstract_eval(lambda z, maximum: z)
+mlir.register_lowering(BELOW, mlir.lower_fun(_clamp, multiple_results=False))
+ad.defjvp(BELOW, lambda t, z, maximum: t, None)
+batching.primitive_batchers[BELOW] = _batched
+
+
+def varying_like(tree: Any, like: Any) -> Any:
+    """The arrays of `tree`, varying over the mesh axes of `like` too.
+
+    `shard_map` asks it of a primitive's operands, and of a loop's carry, whose body makes it vary.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
 
 
 def _held(z: jax.Array, where: jax.Array | None) -> jax.Array:

@@ -65,6 +65,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
 # Operands of other shapes, and options that the others leave out.
 MORE_CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
     "softmax of rows scaled": (functools.partial(jaxsoftmax.softmax, axis=(0, 2)), {"x": X, "scale": X[0, 0]}),
+    "capped by an array": (cross_entropy, {"logits": X, "labels": LABELS, "logits_soft_cap": jnp.float32(5)}),
     "logsumexp with weights": (lambda a, b: jaxsoftmax.logsumexp(a, -1, jnp.exp(b)), {"a": X, "b": X[0, 0]}),
     "router": (
         lambda logits: jaxsoftmax.top_k_softmax(logits, 3, axis=1, normalize="top_k", scale=2.0)[0],

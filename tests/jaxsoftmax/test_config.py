@@ -200,6 +200,7 @@ EMPTY = jnp.zeros(8, jnp.int32)
 Y, PAGES = jnp.arange(4), jnp.ones((4, 9, 8, 8))
 cross_entropy, attention = jaxsoftmax.softmax_cross_entropy_with_integer_labels, jaxsoftmax.flash_attention
 linear = functools.partial(jaxsoftmax.linear_cross_entropy, weight=jnp.eye(16), labels=Y, where=SOME & NONE)
+DATA = {"scale": jnp.float32(0.5), "logits_soft_cap": jnp.float32(5)}
 # Finite functions of a finite array, in whose computation something is infinite: a query or a row is empty.
 FINITE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "attention": (lambda q: attention(q, q, q, mask=jnp.arange(6) > 5), Q),
@@ -215,15 +216,22 @@ FINITE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "linear": (functools.partial(linear, return_entropy=True), X),
     "weighted linear": (functools.partial(linear, weights=0.5, chunk_size=2), X),
     "top_k": (lambda x: jaxsoftmax.top_k_softmax(x, 3)[0], X),
+    "top_k of no rows": (lambda x: jaxsoftmax.top_k_softmax(x[:0], 3)[0], X),
+    "loss of no labels": (lambda x: cross_entropy(x, 0 * Y, where=SOME & NONE, ignore_index=0), X),
+    "linear of no labels": (lambda x: linear(x, labels=0 * Y, ignore_index=0), X),
+    "linear weight": (lambda w: jaxsoftmax.linear_cross_entropy(X, w, Y, where=SOME & NONE, **DATA), jnp.eye(16)),
+    "capped queries": (lambda q: attention(q, q, q, mask=jnp.arange(6) > 5, **DATA), Q),
 }
 
 
 @pytest.mark.parametrize("name", FINITE)
 def test_no_infinity_appears_that_was_not_asked_for(name: str) -> None:
+    """Nor a NaN, in results and gradients, outside of programs, in them, and in what a program saves for a gradient."""
     call, x = FINITE[name]
-    with jax.debug_infs(True):
-        for found in (call(x), jax.grad(lambda x: jax.tree.leaves(call(x))[-1].sum())(x)):
-            assert all(np.isfinite(y).all() for y in jax.tree.leaves(found))
+    last = lambda x: jax.tree.leaves(call(x))[-1].sum()
+    with jax.debug_infs(True), jax.debug_nans(True):
+        for function in (call, jax.grad(last), jax.grad(jax.jit(last)), jax.jit(jax.grad(last))):
+            assert all(np.isfinite(y).all() for y in jax.tree.leaves(function(x)))
 
 
 def test_infinities_that_were_asked_for_appear() -> None:

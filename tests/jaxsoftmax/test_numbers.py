@@ -1,6 +1,7 @@
 """Numbers that change: how many programs they compile, and what they give where they are traced."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core import numbers
+from pallas_kernels.softmax import reference
 from tests import attention_oracle, oracle
 from tests.errors import assert_accurate
 from tests.jaxsoftmax.sharded import mesh, put
@@ -316,6 +318,36 @@ def test_the_gradient_of_a_cap_beside_sharded_operands() -> None:
         with jax.set_mesh(on):
             got = of_cap(*(put(x, spec, on) for x in (q, k, v)), 1.3)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+# What multiplies, bends and clamps elements, and its value.
+OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "times": (numbers.times, operator.mul),
+    "capped": (numbers.capped, lambda x, cap: cap * jnp.tanh(x / cap)),
+    "below": (reference.below, lambda x, maximum: x + 0 * maximum),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_of_which_one_operand_is_mapped(name: str) -> None:
+    """By vmap along unlike axes, and over devices that share the other, whose gradient is the sum of theirs."""
+    x, of_rows = jnp.sin(jnp.arange(32.0)).reshape(2, 4, 4), jnp.linspace(5, 6, 8)[:, None]
+
+    def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *xs: (f(*xs), *jax.grad(lambda *xs: jnp.sin(f(*xs)).sum(), (0, 1))(*xs))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(f: Callable[..., Any]) -> Any:
+        both, on = with_gradients(f), mesh()
+        over_devices = jax.shard_map(both, mesh=on, in_specs=(P(), P("d")), out_specs=(P("d"), P(), P("d")))
+        return (
+            jax.vmap(both, (None, 0))(x[0], of_rows.reshape(2, 4, 1)),
+            jax.vmap(both, (1, None), 1)(x, of_rows[:2]),
+            jax.vmap(both, (2, 0))(x, of_rows.reshape(4, 2, 1)),
+            over_devices(x[0, :2], of_rows),
+        )
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *map(results, OPERATIONS[name]))
 
 
 def test_explain_says_what_is_data() -> None:

@@ -56,11 +56,7 @@ def test_every_primitive_has_rules() -> None:
         assert (primitive in ad.primitive_jvps) == (primitive.name != "flash_attention"), primitive
 
 
-# `sparsify` runs no custom_jvp on the way: a scale that is an array has the derivative of `numbers.times`.
-SCALED_BY_ARRAYS = ("softmax of rows scaled", "scaled heads")
-
-
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in SCALED_BY_ARRAYS])
+@pytest.mark.parametrize("name", NAMED)
 def test_sparsify_runs_every_call(name: str) -> None:
     """It needs no rule for operations on dense arrays."""
     call, xs = of_floats(name)
@@ -68,15 +64,33 @@ def test_sparsify_runs_every_call(name: str) -> None:
         assert jax.eval_shape(sparse.sparsify(function), *xs) == jax.eval_shape(function, *xs)
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_every_call_has_taylor_series(name: str) -> None:
+    call, xs = of_floats(name)
+    for function in (call, functools.partial(gradient, call)):
+        expanded = lambda *xs, f=function: jet(f, xs, [[x, x] for x in xs])
+        out, terms = jax.eval_shape(expanded, *xs)
+        assert out == jax.eval_shape(function, *xs)
+        assert jax.tree.leaves(terms) == [y for y in jax.tree.leaves(out) for _ in range(2)]
+
+
 def stock_loss(x: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, LABELS[..., None], -1)[..., 0]
+
+
+def stock_capped_loss(x: jax.Array) -> jax.Array:
+    return stock_loss(CAP * jnp.tanh(x / CAP))
 
 
 def stock_attention(q: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, QKV["key"], QKV["value"], is_causal=True)
 
 
-Q = QKV["query"]
+def stock_top_k(x: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.softmax(x), jax.lax.top_k(X, 3)[1], -1)
+
+
+Q, CAP = QKV["query"], jnp.float32(5)
 paired = functools.partial(jaxsoftmax.flash_attention, key=QKV["key"], value=QKV["value"], is_causal=True)
 IN_A_PAGE = {"block_tables": jnp.arange(8)[:, None], "lengths": jnp.full(8, 6)}
 POOLS = [jnp.pad(QKV[n], [(0, 0), (0, 2), (0, 0), (0, 0)]) for n in ("key", "value")]
@@ -89,6 +103,9 @@ STOCK: dict[str, tuple[Callable[..., Any], Callable[..., Any], jax.Array]] = {
     "loss": (lambda x: cross_entropy(x, LABELS), stock_loss, X),
     "weighted loss": (lambda x: cross_entropy(x, LABELS, weights=0.5), lambda x: 0.5 * stock_loss(x), X),
     "linear": (lambda x: jaxsoftmax.linear_cross_entropy(x, jnp.eye(16), LABELS), stock_loss, X),
+    "top_k": (lambda x: jaxsoftmax.top_k_softmax(x, 3)[0], stock_top_k, X),
+    "soft cap": (lambda x: cross_entropy(x, LABELS, logits_soft_cap=CAP), stock_capped_loss, X),
+    "rows scaled": (lambda x: jaxsoftmax.softmax(x, scale=X[0]), lambda x: jax.nn.softmax(x * X[0]), X),
     "attention": (paired, stock_attention, Q),
     "pages": (paged, stock_attention, Q),
 }
@@ -116,10 +133,9 @@ def test_taylor_series_of_indices_and_under_patch() -> None:
         jax.tree.map(close, jet(lambda x: jax.nn.softmax(x).sum(), (X,), ([X, X],)), want)
 
 
-@pytest.mark.parametrize("name", [*STOCK, "top_k"])
+@pytest.mark.parametrize("name", STOCK)
 def test_checkify_reports_a_nan(name: str) -> None:
-    top_k = functools.partial(jaxsoftmax.top_k_softmax, k=3)
-    ours, _, x = STOCK[name] if name != "top_k" else (lambda x: top_k(x)[0], None, X)
+    ours, _, x = STOCK[name]
     wrong = x.at[(0,) * x.ndim].set(jnp.nan)
 
     @jax.jit

@@ -54,7 +54,7 @@ def options(shape: tuple[int, ...]) -> list[P]:
     first = [("m",), ("d",), ("m", "d")]
     found = [next((along(d, n) for d in range(len(shape)) if fits(shape, d, n, SIZES)), P()) for n in first]
     last = len(shape) - 1
-    return list(dict.fromkeys([*found, along(last, ("d",)) if fits(shape, last, ("d",), SIZES) else P()]))
+    return list(dict.fromkeys([*found, along(last, ("d",)) if shape and fits(shape, last, ("d",), SIZES) else P()]))
 
 
 def results(name: str, operands: Operands) -> Any:
@@ -100,7 +100,7 @@ def test_extents_of_1(name: str, shape: tuple[int, int]) -> None:
     """Last axes, some of which have an extent of 1, over a mesh axis of extent 1."""
     operands, on = ALL[name][1], mesh(EXPLICIT, shape)
     one = "d" if shape[0] == 1 else "m"
-    ends = {n: P(*[None] * (x.ndim - 1), one) for n, x in operands.items()}
+    ends = {n: P(*[None] * (x.ndim - 1), one) if x.ndim else P() for n, x in operands.items()}
     check_gradient(name, {n: typed(x, ends[n], on) for n, x in operands.items()})
 
 
