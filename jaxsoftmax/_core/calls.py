@@ -4,10 +4,12 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import AxisType
 
 # What to pass, which begins with the name of a parameter, for the words that torch, FlashAttention, optax, Flax, Keras,
 # vLLM, FlashInfer, Liger and JAX's own kernels have for it. The first that the function has is meant.
@@ -137,6 +139,7 @@ def public[F: Callable[..., Any]](function: F) -> F:
             if unknown:
                 hint = meant(unknown[0], parameters)
                 raise TypeError(f"{name}: got an unexpected keyword argument {unknown[0]!r}.{hint}") from None
+            _check_meshes(name, list(parameters), args, kwargs)
             # One public function calls another: `explain` what it explains, `paged_attention` attention.
             who, colon, text = str(error.args[0] if error.args else "").partition(": ")
             if colon and who != name and who in _NAMES:
@@ -153,6 +156,35 @@ def _check_flag(function: str, name: str, value: Any) -> None:
             f"{function}: {name} is {value!r}, expected True or False, known when the call is traced. If it is traced, "
             "make it a static argument of jax.jit."
         )
+
+
+def _check_meshes(function: str, words: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if what failed is a call of arrays on different meshes of explicit axes, of which no program has two."""
+    known: tuple[str, Any] | None = None
+    for name, x in _arrays(words, args, kwargs):
+        mesh = getattr(getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "sharding", None), "mesh", None)
+        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+            continue
+        known = known or (name, mesh.shape)
+        if mesh.shape != known[1]:
+            got, wanted = (", ".join(f"{axis!r}: {n}" for axis, n in shape.items()) for shape in (mesh.shape, known[1]))
+            raise ValueError(
+                f"{function}: {name} is on a mesh of axes {got}, expected the mesh of {known[0]}, of axes {wanted}. "
+                "Put it there by jax.device_put."
+            ) from None
+
+
+def _arrays(words: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What may be arrays among arguments, and their names."""
+    given = [*zip(words, args, strict=False), *kwargs.items()]
+    if len(args) > len(words):  # the last takes any number
+        given[len(words) - 1] = (words[-1], args[len(words) - 1 :])
+    for word, value in given:
+        if isinstance(value, (tuple, list)):
+            paths = jax.tree.leaves_with_path(value)
+            yield from ((word + jax.tree_util.keystr(path), x) for path, x in paths if isinstance(x, jax.Array))
+        else:
+            yield word, value
 
 
 def meant(word: str, parameters: Collection[str]) -> str:

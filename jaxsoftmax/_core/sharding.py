@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Entry = str | tuple[str, ...] | None
@@ -188,6 +188,8 @@ def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
 def mesh_of(avals: Sequence[Any]) -> AbstractMesh:
     """The mesh that the types name, or a mesh without axes if none does, as for arrays on one device."""
     meshes = [aval.sharding.mesh for aval in avals]
+    if len({tuple(mesh.shape.items()) for mesh in meshes if AxisType.Explicit in mesh.axis_types}) > 1:
+        raise ValueError(f"operands are on different meshes of explicit axes: {meshes}")
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
@@ -196,10 +198,11 @@ def unify_shardings(
 ) -> Sequence[jax.Array]:
     """Reshards operands that broadcast against each other to one sharding, where their types have shardings.
 
-    `axes` says which axes of the whole each has, if some lack some. In a program, `everywhere`, operands whose types
-    name no mesh are resharded too.
+    `axes` says which axes of the whole each has, if some lack some. Operands whose types name no mesh are resharded too
+    where the devices are known: in a program, `everywhere`, and where a context sets a mesh.
     """
     avals = [jax.typeof(x) for x in operands]
+    mesh = mesh_of(avals)
     if not is_explicit(avals):
         return operands
     axes = axes or [range(len(a.shape)) for a in avals]
@@ -207,8 +210,8 @@ def unify_shardings(
     rank = 1 + max((d for has in axes for d in has), default=-1)
     full = common_spec([tuple(of.get(d) for d in range(rank)) for of in entries])
     specs = [broadcast_spec([full[d] for d in has], a.shape) for has, a in zip(axes, avals, strict=True)]
-    mesh = mesh_of(avals) if everywhere else None
-    return [reshard(x, spec, mesh) for x, spec in zip(operands, specs, strict=True)]
+    known = everywhere or not jax.sharding.get_abstract_mesh().empty
+    return [reshard(x, spec, mesh if known else None) for x, spec in zip(operands, specs, strict=True)]
 
 
 def broadcast_to(x: jax.Array, shape: Shape) -> jax.Array:

@@ -258,6 +258,22 @@ def test_the_gradient_of_a_bias_of_as_many_queries_as_keys(shape: tuple[int, ...
     np.testing.assert_allclose(got, want, rtol=5e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize(
+    "dtype, bias, factor", [("float32", -1e4, 1), ("float32", -1e6, 1), ("float32", -1e9, 7), ("float64", -1e9, 1)]
+)
+def test_gradients_where_each_key_is_far_below_0(dtype: str, bias: float, factor: int) -> None:
+    """The documented limit: at -1e9 a logsumexp in float32 does not hold the logarithm of the number of keys, 7."""
+    query, key, value = inputs(dtype=dtype)
+    with jax.enable_x64(dtype == "float64"):
+        far = jnp.full((1, 1, 1, 7), bias, dtype)
+        out, pull = jax.vjp(lambda v: jaxsoftmax.flash_attention(0 * query, key, v, bias=far), value)
+        out, gradient = np.asarray(out), np.asarray(pull(jnp.ones_like(out))[0])
+    np.testing.assert_allclose(out, attention_oracle.forward(0 * query, key, value).out, rtol=1e-5, atol=1e-6)
+    # Each of 5 queries of 2 heads gives a value a 7th of its cotangent.
+    bound = 0.0 if factor > 1 else np.expm1(-bias * float(np.finfo(dtype).eps) / 2)
+    np.testing.assert_allclose(gradient, factor * 5 * 2 / 7, rtol=bound + 1e-5)
+
+
 def test_integers_of_a_bias_are_not_rounded() -> None:
     """Distances, as ALiBi adds them, have more digits than 16-bit floats, and -100000 is no float16."""
     for dtype, bias in (("bfloat16", np.arange(7) * 257), ("float16", np.full(7, -100_000))):

@@ -215,6 +215,18 @@ def test_traced_numbers_beside_sharded_operands(kind: AxisType) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.parametrize("name", ["softmax", "top_k_softmax", "loss", "linear"])
+def test_the_derivative_in_a_scale_that_is_on_no_mesh(name: str) -> None:
+    """Beside operands on a mesh of explicit axes, outside of a program and of a context."""
+    call, x, _ = FUNCTIONS[name]
+
+    def derivative(x: jax.Array) -> jax.Array:
+        out, pull = jax.vjp(lambda scale: call(x, scale=scale), jnp.float32(0.7))
+        return pull(out)[0]
+
+    np.testing.assert_allclose(derivative(put(x, P("d"), mesh(AxisType.Explicit))), derivative(x), rtol=1e-5)
+
+
 def test_traced_numbers_have_the_accuracy_of_constants() -> None:
     x = jnp.asarray(RNG.normal(size=(64, 300)), jnp.bfloat16)
     labels = jnp.arange(64)

@@ -84,14 +84,17 @@ def check_gradient(name: str, types: dict[str, jax.ShapeDtypeStruct]) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_types(name: str) -> None:
-    """Each two operands meet in each two shardings, and each operand is on no mesh; a gradient has its operand's."""
+    """Each two operands meet in each two shardings; each is on no mesh, in a context and in none."""
     operands, on = ALL[name][1], mesh(EXPLICIT)
     of = [options(x.shape) for x in operands.values()]
-    # Cotangents with a mesh and without are JAX's to add up, of a state that is used twice.
-    without = range(len(of)) if len(of) > 1 and name != "states" else ()
-    for specs in pairwise(*of) + [[None if i == at else x[0] for i, x in enumerate(of)] for at in without]:
-        types = {n: typed(x, spec, on) for (n, x), spec in zip(operands.items(), specs, strict=True)}
+    typed_by = lambda specs: {n: typed(x, spec, on) for (n, x), spec in zip(operands.items(), specs, strict=True)}
+    for specs in pairwise(*of):
+        check_gradient(name, typed_by(specs))
+    for at in range(len(of)) if len(of) > 1 else ():
+        types = typed_by([None if i == at else x[0] for i, x in enumerate(of)])
         check_gradient(name, types)
+        with jax.set_mesh(on):
+            check_gradient(name, types)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
@@ -102,6 +105,22 @@ def test_extents_of_1(name: str, shape: tuple[int, int]) -> None:
     one = "d" if shape[0] == 1 else "m"
     ends = {n: P(*[None] * (x.ndim - 1), one) if x.ndim else P() for n, x in operands.items()}
     check_gradient(name, {n: typed(x, ends[n], on) for n, x in operands.items()})
+
+
+@pytest.mark.parametrize("name", [name for name, (_, operands) in ALL.items() if len(operands) > 1])
+def test_two_meshes(name: str) -> None:
+    """The error names the operand that is on another mesh than those before it, sharded or not."""
+    call, operands = ALL[name]
+    known, other = mesh(EXPLICIT), mesh(EXPLICIT, (2, 4), ("x", "y"))
+    run = lambda given: call(**{n: given[n] for n in operands})
+    for odd in list(operands)[1:]:
+        for spec, of_odd in ((P(), P()), (P("m"), P("x"))):
+            fits = lambda x, of: of if x.ndim and x.shape[0] % 2 == 0 else P()
+            types = {n: typed(x, fits(x, spec), known) for n, x in operands.items()}
+            types[odd] = typed(operands[odd], fits(operands[odd], of_odd), other)
+            called = r"\S+" if name in ("states", "merged") else odd
+            with pytest.raises(ValueError, match=rf"^\w+: {called} is on a mesh of axes 'x': 2, 'y': 4"):
+                jax.eval_shape(run, types)
 
 
 ACROSS, D, M = P(None, "d"), P("d"), P("m")
