@@ -99,7 +99,7 @@ class Search:
 
     def _config(self, problem: Any) -> str | None:
         found = self.subject.module.decide(problem, self.device)
-        if found.kernel is None or found.config is None or found.problem != problem:
+        if found.kernel is None or found.problem != problem:
             return None
         fields = (f"{name}={value}" for name, value in vars(found.config).items())
         return ":".join([self.subject.prefix(found.kernel), *fields])

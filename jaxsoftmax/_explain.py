@@ -234,10 +234,10 @@ def of_rows(name: str, eqn: Any, results: Sequence[Any], target: Target, notes: 
         return found
     if plan.decision is None:
         params = {key: value for key, value in eqn.params.items() if key != "implementation"}
-        if computation.plan(avals, target[0], name, **params).decision is not None:
-            found = noting(found, "implementation='mosaic_gpu' would run a kernel, between two transposed copies")
-        return found
-    if plan.decision.bytes_moved is None:
+        named = computation.plan(avals, target[0], name, **params)
+        if named.decision is not None:
+            copies = "" if named.layout.order is None else ", between two transposed copies"
+            found = noting(found, f"implementation='mosaic_gpu' would run a kernel{copies}")
         return found
     shape = avals[0].shape
     rows = math.prod(n for d, n in enumerate(shape) if d not in eqn.params["axes"])
@@ -283,7 +283,7 @@ def explanation(
         reason=decision.reason,
         notes=plan.notes + notes,
         declined=plan.declined,
-        kernel=None if decision.implementation == "xla" else decision.kernel,
+        kernel=decision.kernel,
         config=decision.config,
     )
     return found, plan

@@ -30,7 +30,7 @@ class Kernel:
     configs: Callable[[Any, Device], tuple[Any, ...]]  # the heuristic's choice first
     run: Callable[..., Any]  # run(problem, config, *operands)
     reads: int = 1  # passes over each operand in global memory
-    implementation: str = "mosaic_gpu"  # or "cudnn", a library's kernel, or "xla", where it is chosen
+    implementation: str = "mosaic_gpu"  # or "cudnn": a library's kernel
     needs: Callable[[Device], str | None] = hardware.supports_kernels  # why a device cannot run it
 
 

@@ -96,8 +96,7 @@ class Computation:
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to plain XLA operations."""
-        on_gpu = tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",)
-        return lower_plain(self.plain, ctx, *operands, **_of_row(params), **(_on_gpu(self.op) if on_gpu else {}))
+        return lower_plain(self.plain, ctx, *operands, **_of_row(params))
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
         """The call by kernels, on whole rows or on the parts of sharded rows."""
@@ -121,11 +120,6 @@ def _of_row(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("batch_invariant", "function")}
 
 
-def _on_gpu(op: Op) -> dict[str, bool]:
-    """What a reference is told for XLA's GPU compiler."""
-    return {"read_once": True} if op.is_consumed else {}
-
-
 def implement(name: str, computation: Computation, **how: Any) -> Primitive:
     """Makes a primitive over rows, with all rules but derivatives; `how` is that of `define`."""
     primitive = Primitive(name)
@@ -143,11 +137,11 @@ def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
 def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
     """Runs a kernel on whole operands of one device, or one for the statistics, from which XLA computes the rest.
 
-    Runs the reference where no kernel takes this shard of the call, or XLA is chosen.
+    Runs the reference where no kernel takes this shard of the call.
     """
     chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
-    if chosen.decision is None or chosen.decision.implementation == "xla":
-        return by_reference(op, *operands, **row, **_on_gpu(op))
+    if chosen.decision is None:
+        return by_reference(op, *operands, **row)
     if chosen.decision.problem.op is not op:
         return _across(op, Columns((), None), functools.partial(run, named, batch_invariant), *operands, **row)
     problem, seen = chosen.decision.problem, chosen.layout
@@ -259,8 +253,7 @@ def _plan(
             )
             decision = dispatch.decide(problem, device, alone=named is not None)
             if decision.kernel is not None:
-                by_kernel = decision.implementation != "xla"
-                notes = _notes(shapes[: decision.problem.operands], where, seen, form) if by_kernel else ()
+                notes = _notes(shapes[: decision.problem.operands], where, seen, form)
                 return Plan(decision.declined, decision, seen, notes)
             declined = declined or decision.declined
     return Plan(declined)

@@ -8,11 +8,9 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-
 from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import grid, naive, online, reference, staged, warp
+from pallas_kernels.softmax import grid, naive, online, staged, warp
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.naive import NaiveConfig
 from pallas_kernels.softmax.online import OnlineConfig
@@ -44,7 +42,7 @@ class Thresholds:
     cluster_bytes_in_waves: int = 2 * MIB  # the same where the operands have more bytes than `wave_bytes`
     wave_bytes: int = 256 * MIB
     online_bytes: int = 256 * MIB  # longer rows go over the grid or, where they are fewer than SMs, to XLA
-    fused_cols: int = 16384  # of longer rows log_softmax has the statistics from a kernel, of others nothing
+    fused_cols: int = 16384  # of longer rows log_softmax has the statistics from a kernel
 
     # warp: how many vectors a thread has at least.
     warp_vectors: int = 2
@@ -264,13 +262,6 @@ _ALL = (
 KERNELS = {each.name: each for each in _ALL}
 
 
-def _run_by_xla(problem: Problem, config: Any, *operands: jax.Array) -> Any:
-    return getattr(reference, problem.op)(*operands, axes=(1,), scale=problem.scale)
-
-
-# What XLA computes although kernels would take it.
-_XLA = Kernel("xla", lambda *_: None, lambda *_: (None,), _run_by_xla, implementation="xla", needs=lambda _: None)
-
 _READS_ONCE = "XLA reads such rows once, and fuses them with what consumes the result"
 _STATISTICS = "it finds the rows' statistics, and XLA computes the rest, which it fuses with what consumes the result"
 
@@ -280,20 +271,20 @@ def decide(
 ) -> Decision:
     """Picks what runs `problem` on `device` fastest; `kernel` and `config` override the choice of a kernel.
 
-    log_softmax and its derivatives are nearly always consumed by what XLA would fuse. Unless a kernel is asked for, or
-    is to run `alone`, or bits may not depend on the batch, XLA computes them: of long rows from statistics, and then
-    the decision is for the problem of these.
+    Programs nearly always compute from log_softmax, and from its derivatives, what XLA would fuse with them. Unless a
+    kernel is asked for, or is to run `alone`, or bits may not depend on the batch, XLA computes these: all of float32
+    rows that it reads once, and of long rows what follows from the statistics, for whose problem the decision is.
     """
     found = _kernel_for(problem, device, kernel, config)
     if found.chosen is None or not problem.op.is_consumed or kernel or alone or problem.batch_invariant:
         return found
-    if problem.cols <= thresholds(device).fused_cols:
-        declined = tuple(
-            (name, why or "XLA is chosen for such rows") for name, why in refusals(KERNELS, problem, device).items()
-        )
-        return Decision(problem, device, _XLA, None, _READS_ONCE, declined)
-    stats = _kernel_for(dataclasses.replace(problem, op=Op.STATS), device)
-    return found if stats.chosen is None else dataclasses.replace(stats, reason=f"{_STATISTICS}; {stats.reason}")
+    if problem.cols > thresholds(device).fused_cols:
+        stats = _kernel_for(dataclasses.replace(problem, op=Op.STATS), device)
+        return found if stats.chosen is None else dataclasses.replace(stats, reason=f"{_STATISTICS}; {stats.reason}")
+    if problem.dtype.itemsize == 4:
+        declined = {name: why or _READS_ONCE for name, why in refusals(KERNELS, problem, device).items()}
+        return Decision(problem, device, None, None, _READS_ONCE, tuple(declined.items()))
+    return found
 
 
 def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Decision:

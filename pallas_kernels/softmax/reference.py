@@ -99,8 +99,8 @@ def _times(x: jax.Array, unit: float) -> jax.Array:
     return x if unit == 1.0 else x * unit
 
 
-def _maximum(z: jax.Array, axes: Axes, least: float = -jnp.inf) -> jax.Array:
-    return jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=least))
+def _maximum(z: jax.Array, axes: Axes) -> jax.Array:
+    return jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
 
 
 def _state(z: jax.Array, axes: Axes, unit: float) -> Stats:
@@ -111,33 +111,26 @@ def _state(z: jax.Array, axes: Axes, unit: float) -> Stats:
 
 
 def _rows(
-    x: jax.Array,
-    where: jax.Array | None,
-    axes: Axes,
-    scale: float,
-    known: Stats | None,
-    *,
-    narrow: bool = True,
-    least: float = -jnp.inf,
+    x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The logits' distances from the row's maximum, their weights, and the sum of the weights.
 
-    Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that. If `narrow`,
-    the maximum of 16-bit numbers is found in their dtype, and has half the bytes; otherwise it is at least `least`.
+    Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that.
     """
     if known is not None:
         maximum, total = (jnp.expand_dims(part, axes) for part in known)
         distance = _logits_below(x, where, maximum, scale) - maximum
-        return distance, exp_in(1.0)(distance), total
+        return distance, jnp.exp(distance), total
     z, unit = _in_units(x, scale)
     z = _held(z, where)
-    if narrow and x.dtype.itemsize == 2 and scale > 0:
+    if x.dtype.itemsize == 2 and scale > 0:
+        # Found in their dtype, it has half the bytes, which count where rows are strided and short.
         maximum, _ = _in_units(_maximum(_held(x, where), axes), scale)
     else:
-        maximum = _maximum(z, axes, least)
-    distance = z - maximum
-    weights = exp_in(unit)(distance)
-    return _times(distance, unit), weights, weights.sum(axes, keepdims=True)
+        maximum = _maximum(z, axes)
+    distance = _times(z - maximum, unit)
+    weights = jnp.exp(distance)
+    return distance, weights, weights.sum(axes, keepdims=True)
 
 
 def softmax(
@@ -155,30 +148,12 @@ def softmax(
 
 
 def log_softmax(
-    x: jax.Array,
-    where: jax.Array | None = None,
-    *,
-    axes: Axes,
-    scale: float = 1.0,
-    known: Stats | None = None,
-    read_once: bool = False,
+    x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
 ) -> jax.Array:
-    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`.
-
-    `read_once`: in a form of which XLA for GPUs reads rows along the last axes once, beside the derivative's too.
-    """
-    read_once = read_once and _are_last(axes, x.ndim)
-    distance, _, total = _rows(x, where, axes, scale, known, narrow=not read_once)
-    lse = jnp.log(total)
-    y = (distance - lse).astype(x.dtype)
-    if read_once and y.dtype.itemsize == 2:
-        # No value changes, for y <= 0 <= lse. Without this XLA writes y in float32 if the next operation widens it.
-        y = jnp.minimum(y, lse.astype(y.dtype))
+    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`."""
+    distance, _, total = _rows(x, where, axes, scale, known)
+    y = (distance - jnp.log(total)).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
-
-
-def _are_last(axes: Axes, rank: int) -> bool:
-    return axes == tuple(range(rank - len(axes), rank))
 
 
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
@@ -219,25 +194,14 @@ def softmax_tangent(
 
 
 def log_softmax_tangent(
-    x: jax.Array,
-    t: jax.Array,
-    *,
-    axes: Axes,
-    scale: float = 1.0,
-    slope: jax.Array | None = None,
-    read_once: bool = False,
+    x: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0, slope: jax.Array | None = None
 ) -> jax.Array:
     """`J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`.
 
-    `slope` is the sum, without `axes`, where it is known. `read_once` as in `log_softmax`.
+    `slope` is the sum, without `axes`, where it is known.
     """
     dtype = accumulator_dtype(t.dtype)
-    if slope is None:
-        weights, total = _weights(x, axes, scale, None, read_once)
-        if read_once and _are_last(axes, x.ndim):
-            slope = row_dot(weights / total, t, axes=axes)
-        else:
-            slope = row_dot(weights, t, axes=axes) / total.squeeze(axes)
+    slope = row_dot(_probabilities(x, axes, scale), t, axes=axes) if slope is None else slope
     return (jnp.asarray(scale, dtype) * (t.astype(dtype) - jnp.expand_dims(slope, axes))).astype(t.dtype)
 
 
@@ -249,27 +213,21 @@ def log_softmax_cotangent(
     scale: float = 1.0,
     known: Stats | None = None,
     total: jax.Array | None = None,
-    read_once: bool = False,
 ) -> jax.Array:
     """`J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`.
 
-    `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known. `read_once` as in
-    `log_softmax`.
+    `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known.
     """
     dtype = accumulator_dtype(t.dtype)
-    (weights, normalizer), t32 = _weights(x, axes, scale, known, read_once), t.astype(dtype)
+    p, t32 = _probabilities(x, axes, scale, known), t.astype(dtype)
     total = t32.sum(axes) if total is None else total
-    return (jnp.asarray(scale, dtype) * (t32 - weights / normalizer * jnp.expand_dims(total, axes))).astype(t.dtype)
+    return (jnp.asarray(scale, dtype) * (t32 - p * jnp.expand_dims(total, axes))).astype(t.dtype)
 
 
-def _weights(
-    x: jax.Array, axes: Axes, scale: float, known: Stats | None, read_once: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Softmax's numerator and denominator, for a derivative of log_softmax."""
-    # XLA would find log_softmax's own maximum once for both, in a further read of the rows.
-    apart = read_once and _are_last(axes, x.ndim)
-    least = float(jnp.finfo(accumulator_dtype(x.dtype)).min) if apart else -jnp.inf
-    return _rows(x, None, axes, scale, known, least=least)[1:]
+def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
+    distance, weights, total = _rows(x, None, axes, scale, known)
+    # Rounded to 16 bits both are right. The logarithm is that of log_softmax, beside which no sum need be kept.
+    return jnp.exp(distance - jnp.log(total)) if x.dtype.itemsize == 2 else weights / total
 
 
 def cross_entropy(

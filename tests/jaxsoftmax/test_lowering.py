@@ -19,7 +19,6 @@ from pallas_kernels import custom_vjp
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.attention.problem import Operands, Rules
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
 from tests import oracle
 from tests.jaxsoftmax.calls import CALLS, MORE_CALLS
@@ -218,24 +217,6 @@ def test_special_rows_from_statistics(statistics: Any) -> None:
     with jax.enable_x64():
         assert jaxsoftmax.log_softmax(wide).dtype == np.float64
         np.testing.assert_allclose(jaxsoftmax.log_softmax(wide), oracle.log_softmax(wide), rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_form_that_gpus_read_once(dtype: str) -> None:
-    """It has the values of the other, also of rows without a finite maximum, and of one column."""
-    inf, nan = np.inf, np.nan
-    special = np.float32([[-inf] * 4, [inf, 0, 1, 2], [nan, 0, 1, 2], [-inf, 0, -inf, 3], [3e4, -3e4, 0, 0]])
-    for x in map(functools.partial(jnp.asarray, dtype=dtype), (special, X[0], X[0, :, :1])):
-        where = jnp.arange(x.size).reshape(x.shape) % 5 > 0
-        for function, operands in (
-            (reference.log_softmax, (x,)),
-            (reference.log_softmax, (x, where)),
-            (reference.log_softmax_tangent, (x, jnp.cos(x))),
-            (reference.log_softmax_cotangent, (x, jnp.cos(x))),
-        ):
-            run = functools.partial(function, *operands, axes=(1,), scale=0.5)
-            got, want = (np.asarray(run(read_once=once), np.float32) for once in (True, False))
-            np.testing.assert_allclose(got, want, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-6)
 
 
 def test_a_named_kernel_is_for_all_of_log_softmax(stand_ins: Any) -> None:

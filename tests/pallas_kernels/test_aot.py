@@ -359,10 +359,10 @@ def one_hot_loss(x, labels):
     return -(jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype) * jaxsoftmax.log_softmax(x)).sum(dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("cols, kernels", [(16384, 0), (50257, 1)])
-def test_log_softmax_in_a_loss_has_at_most_its_statistics_from_a_kernel(cols, kernels):
+@pytest.mark.parametrize("dtype, cols, kernels", [("float32", 16384, 0), ("bfloat16", 50257, 1)])
+def test_log_softmax_in_a_loss_has_at_most_its_statistics_from_a_kernel(dtype, cols, kernels):
     """Once for the value and the gradient, which XLA computes without another array of the logits' size."""
-    operands = aot.on_h200([jax.ShapeDtypeStruct((512, cols), jnp.bfloat16), jax.ShapeDtypeStruct((512,), jnp.int32)])
+    operands = aot.on_h200([jax.ShapeDtypeStruct((512, cols), dtype), jax.ShapeDtypeStruct((512,), jnp.int32)])
     compiled = jax.jit(jax.value_and_grad(one_hot_loss)).lower(*operands).compile()
     assert len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())) == kernels
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 512 * cols
@@ -384,9 +384,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_xla_reads_log_softmax_as_often_as_that_of_jax(dtype, form):
-    x = jax.ShapeDtypeStruct((8192, 4096), dtype)
+def test_xla_reads_log_softmax_as_often_as_that_of_jax(form):
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
     ours, theirs = (
         passes(functools.partial(FORMS[form], f), x, x) for f in (jaxsoftmax.log_softmax, jax.nn.log_softmax)
     )

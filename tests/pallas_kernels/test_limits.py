@@ -6,14 +6,13 @@ import itertools
 import attention_cases
 import cases
 import jax
-import jax.numpy as jnp
 import pytest
 from cases import DTYPES, Op, Problem
 
 from pallas_kernels.attention import dispatch as attention_dispatch
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import dispatch, grid, reference, staged
+from pallas_kernels.softmax import dispatch, grid, staged
 from pallas_kernels.softmax.dispatch import KERNELS
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.online import OnlineConfig
@@ -144,13 +143,12 @@ CONSUMED = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT)
 def test_who_computes_log_softmax(op, dtype):
     for rows, cols in itertools.product((1, 64, 8192), (1, 1000, 16384)):
         found = dispatch.decide(Problem(op, rows, cols, dtype), H200)
-        assert (found.implementation, found.problem.op, found.config) == ("xla", op, None)
+        if dtype.itemsize == 2:
+            assert found == dispatch.decide(Problem(op, rows, cols, dtype), H200, alone=True)
+            continue
+        assert (found.kernel, found.problem.op, found.config) == (None, op, None)
         assert found.reason == "XLA reads such rows once, and fuses them with what consumes the result"
         assert [name for name, _ in found.declined] == list(KERNELS)
-    problem = Problem(op, 3, 5, dtype, scale=0.5)
-    operands = [jnp.arange(15, dtype=dtype).reshape(3, 5)] * problem.operands
-    want = getattr(reference, op)(*operands, axes=(1,), scale=0.5)
-    assert (dispatch.decide(problem, H200).run(*operands) == want).all()
     for rows, cols, where in itertools.product((1, 64, 8192), (16385, 50257, 2**20), ("none", "shared", "full")):
         if where != "none" and op.is_linear:
             continue
