@@ -364,7 +364,7 @@ def test_how_many_tokens_a_chunk_has(explained: Any, monkeypatch: pytest.MonkeyP
         return 1200 // bytes_each
 
     monkeypatch.setattr(chunks, "chunk_size", chunk_size)
-    found = explain_linear(label_smoothing=0.1, op="vjp")
+    found = explain_linear(label_smoothing=0.1, op="vjp", return_lse=True)
     assert found.reason == "4 chunks of 300 tokens, as the kernel does not smooth labels"
     assert found.notes == ("the gradients are computed in 5 chunks of 200 tokens, from logits computed again",)
     assert explained.problems[-1].rows == 300
