@@ -120,7 +120,7 @@ def _rows(
     if known is not None:
         maximum, total = (jnp.expand_dims(part, axes) for part in known)
         distance = _logits_below(x, where, maximum, scale) - maximum
-        return distance, jnp.exp(distance), total
+        return distance, exp_in(1.0)(distance), total
     z, unit = _in_units(x, scale)
     z = _held(z, where)
     if x.dtype.itemsize == 2 and scale > 0:
@@ -128,9 +128,9 @@ def _rows(
         maximum, _ = _in_units(_maximum(_held(x, where), axes), scale)
     else:
         maximum = _maximum(z, axes)
-    distance = _times(z - maximum, unit)
-    weights = jnp.exp(distance)
-    return distance, weights, weights.sum(axes, keepdims=True)
+    distance = z - maximum
+    weights = exp_in(unit)(distance)
+    return _times(distance, unit), weights, weights.sum(axes, keepdims=True)
 
 
 def softmax(
@@ -227,7 +227,7 @@ def log_softmax_cotangent(
 def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
     distance, weights, total = _rows(x, None, axes, scale, known)
     # Rounded to 16 bits both are right. The logarithm is that of log_softmax, beside which no sum need be kept.
-    return jnp.exp(distance - jnp.log(total)) if x.dtype.itemsize == 2 else weights / total
+    return exp_in(1.0)(distance - jnp.log(total)) if x.dtype.itemsize == 2 else weights / total
 
 
 def cross_entropy(
