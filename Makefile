@@ -10,7 +10,7 @@ CUDA := $(if $(shell command -v nvidia-smi),[cuda13])
 # pytest rewrites every test module, which takes each worker seconds: what the first run's workers wrote, others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check venvs lint type test-new test-old aot aot-new aot-old clean
+.PHONY: demo test check venvs lint type test-new test-old aot aot-new aot-old mutants clean
 
 # Such as `make demo DEMO='--steps 3'`.
 demo: .venv-new/ready
@@ -56,6 +56,17 @@ aot-old: .venv-old/ready .aot-old/ready
 	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) tests/pallas_kernels -m "aot and not slow" --one-in 8 \
 	  --must-pass=aot
 
+# How much the tests notice, which is not part of `make test`: an hour at the most, and goes on where it ended. Such as
+# `make mutants MUTANTS='--module sequence --sample 40'`.
+mutants: .venv-new/ready .cosmic-ray/ready
+	JAX_PLATFORMS=cpu PYTHONPATH=.cosmic-ray .venv-new/bin/python tests/mutation.py $(MUTANTS)
+	JAX_PLATFORMS=cpu PYTHONPATH=.:tests .venv-new/bin/python tests/pallas_kernels/mutants.py
+
+.cosmic-ray/ready: .venv-new/ready
+	rm -rf $(@D)
+	.venv-new/bin/python -m pip install --quiet --target $(@D) cosmic-ray==8.7.0
+	touch $@
+
 .venv-new/ready: pyproject.toml .ci/venv
 	.ci/venv .venv-new -e '.[test]' 'jax$(CUDA)==$(NEWEST_JAX)'
 	touch $@
@@ -77,4 +88,4 @@ aot-old: .venv-old/ready .aot-old/ready
 	touch $@
 
 clean:
-	rm -rf .venv-new .venv-old .aot-new .aot-old .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv-new .venv-old .aot-new .aot-old .cosmic-ray .mutants .pytest_cache .ruff_cache .hypothesis build dist

@@ -324,3 +324,49 @@ def test_pictures_are_drawn_from_results(folder, attend, tmp_path):
     (axes,) = scaling.draw(pyplot, measured.topic_runs("scaling", tmp_path)).axes
     assert [bar.get_width() for bar in axes.patches] == [0.9]
     assert all(path.read_text().startswith("<?xml") for path in drawn)
+
+
+def test_bars_and_calls_stand_where_their_numbers_are(attend):
+    attend("1", {FULL: {"ours": 100.0, "cudnn": 80.0}, CAUSAL: {"ours": 50.0, "cudnn": 25.0}})
+    results = attend("1", {FULL: {"ours": 100.0, "xla": 120.0}, CAUSAL: {"ours": 50.0, "cudnn": 40.0}},
+                     topic="attention sample")  # fmt: skip
+    runs = [measured.attention_runs(results.folder, topic) for topic in ("attention", "attention sample")]
+    figure = report.draw_cells(pyplot, *runs[0], runs[1])
+    bars, calls = figure.axes
+    drawn = {one.get_label(): [(bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in one]
+             for one in bars.containers}  # fmt: skip
+    flat = {name: [x for pair in pairs for x in pair] for name, pairs in drawn.items()}
+    assert flat == {"cudnn": pytest.approx([-0.2, 500, 0.8, 1600]), "ours": pytest.approx([0.2, 400, 1.2, 800])}
+    assert [bar.get_height() for one in bars.containers for bar in one] == pytest.approx([0.4] * 4)
+    assert [label.get_text() for label in bars.get_yticklabels()] == [
+        case.name.removeprefix("attention_") for case in (FULL, CAUSAL)
+    ]
+    assert list(bars.lines[0].get_xdata()) == [800.0, 800.0]
+    found, even = ([list(data) for data in line.get_data()] for line in calls.lines)
+    assert found == [[25.0, 75.0], [0.8, 1.2]]
+    assert even[1] == [1, 1]
+    assert [
+        (tick, label.get_text()) for tick, label in zip(calls.get_yticks(), calls.get_yticklabels(), strict=True)
+    ] == [(x, str(x)) for x in (0.5, 1, 2, 5, 10)]
+    pyplot.close(figure)
+
+
+def test_lines_of_caches_have_each_implementations_times():
+    us = {"ours": 1.0, "cudnn": 2.0, "xla": 4.0}
+    records = [
+        {"case": {"name": f"{queries} {keys}", "length": keys, "queries": queries}, "least_bytes": 10**6 * keys,
+         "read": {"tb_per_s": 2.0}, "impls": {name: {"us": x * keys + queries} for name, x in us.items()}}
+        for keys in (4096, 1024) for queries in (1, 4, 16)
+    ]  # fmt: skip
+    header = {"timestamp": "2026-11-10", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "1"}}
+    figure = report.draw_caches(pyplot, measured.Run(header, records))
+    (axes,) = figure.axes
+    drawn = {line.get_label(): [list(data) for data in line.get_data()] for line in axes.lines}
+    assert drawn.pop("a read") == [[1024] * 3 + [4096] * 3, [512.0] * 3 + [2048.0] * 3]
+    keys = [1024, 4096]
+    assert drawn == {
+        f"{name}, {queries}": [keys, [x * n + queries for n in keys]]
+        for name, x in us.items()
+        for queries in (1, 4, 16)
+    }
+    pyplot.close(figure)

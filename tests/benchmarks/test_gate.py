@@ -212,6 +212,61 @@ def test_a_wrong_loss_is_seen_in_whatever_row(rows, name):
         assert not every_row(operands, spoiled) <= 1
 
 
+@pytest.mark.parametrize("sampled", [1, 2, 5, 8, 9])
+def test_the_first_and_the_last_row_are_sampled_and_all_of_few(rows, monkeypatch, sampled):
+    case, _ = rows(SOFTMAX).shrunk()
+    monkeypatch.setattr(protocol, "_SAMPLED_ELEMENTS", sampled * case.cols)
+    found = protocol._sampled_rows(case)
+    assert (found[0], found[-1], len(found)) == (0, case.rows - 1, min(max(sampled, 2), case.rows))
+
+
+def test_the_verdict_is_the_wrong_one_or_the_nearest_to_it():
+    far, near, wrong = (measured.Verdict(error, xla, 0.0) for error, xla in ((3.0, 8.0), (2.0, 2.0), (0.1, 0.01)))
+    assert measured.worst([far, near]) is measured.worst([near, far]) is near
+    assert measured.worst([far, near, wrong]) is wrong
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_errors_of_xlas_losses_are_in_units_of_float32(dtype):
+    def error(name, pass_="fwd", **options):
+        case = {"pass": pass_, "dtype": dtype, "options": options}
+        return measured.loss_error(
+            {"case": case, "impls": {"ours": {"max_error_ulp": 0.5}, "xla": {"max_error_ulp": 0.5}}}, name
+        )
+
+    narrow = 0.5 * float(jnp.finfo(dtype).eps / jnp.finfo("float32").eps)
+    assert (error("xla"), error("ours"), error("liger")) == (narrow, 0.5, None)
+    assert error("xla", "bwd") == error("xla", logits_soft_cap=30.0) == 0.5
+
+
+def test_a_loss_errs_by_its_terms_and_a_capped_one_by_the_cap(rows):
+    case, _ = rows("cross_entropy_fwd_bf16_8192x128256_smoothed_capped").shrunk()
+    ((x, y),) = case.operands(1, seed=0)
+    _, [(_, size)] = protocol._row_in_float32(case, x[0], y[0])
+    terms = float(jnp.abs(x[0]).max()) + math.log(case.cols) + case.options["logits_soft_cap"]
+    assert float(size) == pytest.approx(terms, rel=1e-6)
+
+
+def test_what_a_format_allows(monkeypatch):
+    """Half of epsilon in 16 bits, epsilon in TF32, which has the digits of float16, and which only a GPU takes."""
+    eps = {name: float(jnp.finfo(name).eps) for name in ("bfloat16", "float16")}
+    assert {name: measured.SLACK[name] for name in eps} == {name: x / 2 for name, x in eps.items()}
+    case = _case("fwd", dtype="float32")
+    operands = case.shape.operands(0)
+    truths = protocol.attention(case.shape, operands, gradients=False)
+    judged = lambda: protocol.judge(case, operands, (jnp.zeros_like(operands["query"]),), truths)
+    assert (judged().slack, judged().right) == (1e-4, False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (judged().slack, judged().right) == (eps["float16"], False)
+
+
+def test_a_line_says_that_a_case_was_small():
+    record = {"case": {"name": "a"}, "clock": "wall", "impls": {}}
+    assert report.line(record) == "a: wall clock"
+    for name in ("measured", "rows_measured"):
+        assert report.line(record | {name: 3}) == "a (small, on the CPU): wall clock"
+
+
 def test_every_row_is_looked_at(rows, monkeypatch):
     """Of many rows only some are sampled; the loose check on the device sees the others."""
     case, _ = rows(SOFTMAX).shrunk()

@@ -192,16 +192,20 @@ def _cache_programs_in(folder: str | None) -> None:
 
 @pytest.fixture(scope="package", autouse=True)
 def programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A program that was compiled before `jax.clear_caches()`, or by another worker, is read from a file."""
+    """A program that was compiled before `jax.clear_caches()`, or by another worker, is read from a file.
+
+    The file is of the session's folder, or of one that `JAX_COMPILATION_CACHE_DIR` names, for many sessions.
+    """
     if jax.default_backend() == "gpu":
         yield
         return
     base = tmp_path_factory.getbasetemp()
     session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    _cache_programs_in(str(session / "programs"))
+    before = jax.config.jax_compilation_cache_dir
+    _cache_programs_in(before or str(session / "programs"))
     yield
-    _cache_programs_in(None)
+    _cache_programs_in(before)
 
 
 @pytest.fixture(autouse=True)

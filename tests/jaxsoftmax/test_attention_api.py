@@ -352,7 +352,7 @@ def test_lengths_of_any_width(dtype: str) -> None:
     [
         (np.array([1, 2**32 + 1, -1, 2**32 - 1, -(2**40)]), np.array([2**32 + 1, 1, -(2**40), 5, -1, 1, 2**32 - 1])),
         (np.array([2**64 - 1, 0, 2**32, 1, 2**63], np.uint64), np.array([-1, 0, 1, -(2**63), 0, 2**32, 7])),
-        (np.array([2**32 - 1, 3, 0, 2**31, 3], np.uint32), np.array([-1, 3, 0, -(2**31), 0, 3, 9], np.int32)),
+        (np.array([2**31, 3, 0, 2**31, 3], np.uint32), np.array([-1, 3, 0, -(2**31), 0, 3, 9], np.int32)),
         (np.array([2**32 - 1, 3, 0, 2**31, 3], np.uint32), np.array([2**32 - 1, 3, 0, 2**31, 0, 3, 9], np.uint32)),
     ],
     ids=["int64", "uint64 and int64", "uint32 and int32", "uint32"],

@@ -59,6 +59,8 @@ BOUNDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
     "window": (lambda w: attention(local_window_size=w), [0, (0, None), (None, 0)], [-1, (-1, 0), (0, -1)]),
     "window of pages": (lambda w: paged(TABLES, LABELS, local_window_size=w),
                         [0, 2**40, np.int64(2), np.int32(0)], [-1, np.int64(-1), (1, None)]),
+    "axes before a bias": (lambda n: attention(bias=np.zeros((n, 1, 2, 4, 5, 7), X.dtype)), [1], [2, 0]),
+    "bytes of logits": (lambda n: jaxsoftmax.logits_memory(n) and None, [0, 2**40, None], [-1]),
     "heads": (lambda n: jaxsoftmax.flash_attention(np.zeros((2, 5, n, 8), X.dtype), K, K), [2, 4], [0, 1, 3]),
     "a mask of Flax": (lambda m: attention(mask=np.full((5, 7), m), deterministic=True),
                        [0.0, 1.0], [-1.0, TINY32, 1 - 2**-24, 1 + 2**-23]),

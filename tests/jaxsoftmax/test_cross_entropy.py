@@ -227,8 +227,13 @@ def test_labels_of_any_integer_dtype(dtype: Any, x64: bool) -> None:
         got = ours(x, y, ignore_index=-1)
         np.testing.assert_array_equal(got, ours(x, y), err_msg="an index that the dtype has not is no label's")
         held = jnp.asarray(y)
-        high = jnp.full_like(held, jnp.iinfo(held.dtype).max)
-        assert np.isfinite(jax.jit(ours)(x, high)).all() == (jnp.iinfo(held.dtype).max < 300)
+        ends = int(jnp.iinfo(held.dtype).min), int(jnp.iinfo(held.dtype).max)
+        # A program does not know the labels, and does not raise.
+        program = jax.jit(lambda x, y: [ours(x, y, ignore_index=ignored) for ignored in (None, *ends)])
+        for i, end in enumerate(ends):
+            loss, *ignored = program(x, jnp.full_like(held, end))
+            assert np.isfinite(loss).all() == (0 <= end < 300)
+            assert not ignored[i].any()
 
 
 @pytest.mark.parametrize("x64", [False, True])

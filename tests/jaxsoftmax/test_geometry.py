@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxsoftmax import unzigzag, zigzag
-from jaxsoftmax._attention import sequence
+from jaxsoftmax._attention import layout, paged, sequence
 from jaxsoftmax._cross_entropy import chunks
 from pallas_kernels.attention import reference, tiles
 from pallas_kernels.attention.problem import Operands, Rules
@@ -235,3 +235,43 @@ def test_groups_of_heads_divide_the_key_heads(keys, monkeypatch):
         assert found == 1 or math.prod(shapes[0][:-1]) // found >= least
         larger = [n for n in range(found + 1, keys + 1) if keys % n == 0]
         assert all(math.prod(shapes[0][:-1]) // n < least for n in larger)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (1, 3), (4, 1, 3)], ids=str)
+@pytest.mark.parametrize(
+    "heads, devices, kept",
+    [((8, 4), 4, ("d", "d", False)), ((8, 2), 4, ("d", None, True)), ((6, 4), 3, (None, None, False))],
+    ids=str,
+)
+def test_heads_stay_sharded_whatever_comes_before_them(lead, heads, devices, kept):
+    """The key's where they divide, the query's alone where each device has a part of one group."""
+    kinds, rest = ("query", "key", "value"), (None,) * (1 + len(lead))
+    shapes = [(*lead, 16, n, 8) for n in (heads[0], heads[1], heads[1])]
+    found = layout.sharding(kinds, shapes, [(*rest, "d", None)] * 3, {"d": devices})
+    assert (found.heads, found.key_heads, found.shares) == kept
+    assert (found.full, found.queries, found.keys) == (lead, None, None)
+
+
+def test_a_problem_of_pages_is_whole_where_sequences_alone_are_cut():
+    whole = [(4, 1, 1, 1), (1,) * 4, (1,) * 4, (4, 1), (4,), (1, 1)]
+    op = paged._Paged("heads_first", lambda: ())
+    assert op.is_whole_in(whole)
+    assert op.is_whole_in(whole[:5])
+    for i, pieces in enumerate(whole):
+        for d, n in enumerate(pieces):
+            cut = (*pieces[:d], 2 * n, *pieces[d + 1 :])
+            assert not op.is_whole_in([*whole[:i], cut, *whole[i + 1 :]])
+
+
+@pytest.mark.parametrize("keys, runs", [(512, 4), (192, 3), (129, 129), (128, 1)])
+def test_keys_are_sorted_by_tiles(keys, runs):
+    positions = jnp.arange(keys)[None, ::-1]
+    places = sequence._places({"key": np.zeros((1, keys, 1, 8)), "key_positions": positions})
+    assert places.tolist() == [list(range(runs))[::-1]]
+
+
+def test_keys_past_the_length_are_the_last_whatever_their_segment():
+    of_runs = lambda *numbers: jnp.repeat(jnp.array(numbers, jnp.int32), 128)[None]
+    arrays = {"key": np.zeros((1, 512, 1, 8)), "key_lengths": jnp.array([256])}
+    arrays |= {"key_segments": of_runs(1, 0, 0, 0), "key_positions": of_runs(4, 5, 7, 6)}
+    assert sequence._places(arrays).tolist() == [[1, 0, 3, 2]]

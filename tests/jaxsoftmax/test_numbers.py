@@ -116,6 +116,12 @@ def test_a_number_of_a_program_is_a_constant() -> None:
         text = str(jax.make_jaxpr(lambda x, i=i: jaxsoftmax.softmax(x, scale=0.1 + i))(X))
         assert f"scale={0.1 + i}" in text
         assert "is_evaluated" not in text
+    text = str(
+        jax.make_jaxpr(lambda q: jaxsoftmax.flash_attention(q, q, q, local_window_size=3, logits_soft_cap=2.5))(QKV[0])
+    )
+    assert "window=(3, 3)" in text
+    assert "soft_cap=2.5" in text
+    assert "window_sizes" not in text
 
 
 def test_under_batch_invariant_each_number_is_a_constant() -> None:

@@ -5,6 +5,7 @@ compute the same, and compares results and memory. A value is an array with one 
 which the type's bits count, vectors with a second axis. An access outside of every array is an error.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +27,22 @@ Value = np.ndarray
 class Ref:
     """An array in memory, as kernels see it."""
 
-    def __init__(self, data: np.ndarray):
-        self.data = np.array(data)
+    def __init__(self, data: np.ndarray, copy: bool = True):
+        self.data = np.array(data, copy=copy)
 
     shape = property(lambda self: self.data.shape)
     dtype = property(lambda self: self.data.dtype)
+    at = property(lambda self: _Rows(self.data))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What `pl.ds` names of an array, in the same memory."""
+
+    data: np.ndarray
+
+    def __getitem__(self, rows: Any) -> Ref:
+        return Ref(self.data[int(rows.start) : int(rows.start) + rows.size], copy=False)
 
 
 class Memory:

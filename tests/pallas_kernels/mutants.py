@@ -20,7 +20,7 @@ from pallas_kernels.softmax import radix_select, row_ops, staged
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.problem import Op
 from pallas_kernels.softmax.staged import StagedConfig
-from tests import top_k_mutants
+from tests import mutation, top_k_mutants
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "mutants.md"
 
@@ -243,7 +243,45 @@ Each fault below is planted and must be rejected: tests of the tests. The table 
 | fault | how it is planted | what rejects it |
 |---|---|---|
 {table}
+
+{_mutation()}"""
+
+
+def _mutation() -> str:
+    """The section on faults that a tool makes."""
+    scores = "\n".join(
+        f"| {name} | {x.sample} | {x.equivalent} | {x.killed} | {x.share:.1%} |"
+        for name, x in mutation.scores().items()
+    )
+    survivors = "\n".join(
+        f"| `{module}` | {_code(old)} | {_code(new)} | {verdict} | {why} |"
+        for module, change, verdict, why in mutation.survivors()
+        for old, _, new in [change.partition(" => ")]
+    )
+    return f"""## Faults that a tool makes
+
+`make mutants` applies operators of [cosmic-ray](https://cosmic-ray.readthedocs.io) to the modules of index arithmetic,
+choices and checks, one place at a time, and runs the tests that `tests/mutation.toml` names for the module. Of each
+module's mutants a sample is drawn, the same every time; those that do not import do not count. The score is the share
+that was killed of what is not equivalent to the module. Tests were written for what survived of this sample at first,
+when 39 % of 120 did: mutants beyond it, which `make mutants MUTANTS='--sample 40'` tests, survive more often.
+
+| module | mutants | equivalent | killed | score |
+|---|---|---|---|---|
+{scores}
+
+Those that survived, and why they may:
+
+| module | line | mutant | is | why |
+|---|---|---|---|---|
+{survivors}
 """
+
+
+def _code(text: str) -> str:
+    """A cell of a table with a line of Python."""
+    ticks = "``" if "`" in text else "`"
+    return f"{ticks}{text.replace('|', '\\|')}{ticks}"
 
 
 _RADIX_SELECT_TEST = "test_radix_select.py: 9 x 334 in the interpreter, k = 64, sorted"

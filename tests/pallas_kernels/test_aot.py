@@ -248,9 +248,6 @@ def test_spills_are_seen():
     assert report.spill_bytes > 0
 
 
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, kind, batch, heads",
@@ -276,9 +273,8 @@ def test_attention_over_two_gpus_needs_no_collective(spec, kind, batch, heads):
 
 
 @pytest.mark.slow
-@KINDS
-def test_a_sequence_over_two_gpus_gathers_keys_alone(kind):
-    mesh = aot.two_gpus(kind)
+def test_a_sequence_over_two_gpus_gathers_keys_alone():
+    mesh = aot.two_gpus(AxisType.Explicit)
     sharding = NamedSharding(mesh, PartitionSpec(None, "d"))
     query, key = (jax.ShapeDtypeStruct((1, 4096, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
     ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
@@ -323,19 +319,21 @@ def test_blocks_come_beside_kernels_where_xla_may_overlap_collectives():
     assert not awaited(in_a_ring(2, xla_gpu_experimental_parallel_collective_overlap_limit=4))
 
 
-@KINDS
-def test_rows_over_two_gpus_need_no_collective(kind):
+def test_rows_over_two_gpus_need_no_collective():
     """Of a kernel whose CTAs meet in global memory."""
-    mesh = aot.two_gpus(kind)
+    mesh = aot.two_gpus(AxisType.Explicit)
     x = jax.ShapeDtypeStruct((64, 2**20), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
     hlo = jax.jit(jaxsoftmax.softmax).lower(x).compile().as_text()
     assert "softmax_grid" in hlo
     assert not [word for word in COLLECTIVES if word in hlo]
 
 
-@KINDS
-@pytest.mark.parametrize("spec, gathers", [(("d",), 0), ((None, "d"), 1)], ids=["rows", "columns"])
-def test_losses_and_selections_over_two_gpus(spec, gathers, kind):
+@pytest.mark.parametrize(
+    "spec, kind, gathers",
+    [(("d",), AxisType.Auto, 0), ((None, "d"), AxisType.Explicit, 1)],
+    ids=["rows", "columns"],
+)
+def test_losses_and_selections_over_two_gpus(spec, kind, gathers):
     """In a program of 64 bits, too, whose kernels count in 32. Columns exchange numbers in one all-gather."""
     mesh = aot.two_gpus(kind)
     x = jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

@@ -50,6 +50,14 @@ def test_blocks_that_do_not_meet_have_no_id_in_common(pattern, lengths, blocks):
         np.testing.assert_array_equal(meet, in_blocks(equal, *blocks))
 
 
+def test_blocks_of_one_id_meet_those_of_the_same_alone():
+    """Whatever an id's remainder modulo 32."""
+    ids = np.concatenate([np.arange(-33, 66), [-(2**31), 2**31 - 1]])
+    rows = jnp.asarray(np.repeat(ids, 2)[None].astype(np.int32))
+    for found in mask.segment_blocks(rows, rows, 2, 2):
+        np.testing.assert_array_equal(found[0, 0], np.eye(len(ids), dtype=bool))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_spans_reach_from_the_first_that_meets_to_the_last(seed):
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from inline_eval import Ref
 
-from pallas_kernels.attention import backward_common, gather, pipeline
+from pallas_kernels.attention import backward_common, gather, pipeline, tile_scheduler
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.softmax import radix_select
 
@@ -197,6 +197,18 @@ def test_columns_that_are_staged_and_stored(inline, k, sorts):
     assert inline.evaluated == {"stage_selected", "store_selected"}
 
 
+@pytest.mark.parametrize("fields", [1, 3, 4, 5, 8, 9])
+def test_records_of_tiles_lie_side_by_side_in_a_ring(inline, fields):
+    ring = Ref(np.full((tile_scheduler.rows(fields), 2), -1, np.int32))
+    for t in range(5, 5 + tile_scheduler.RECORDS):
+        tile_scheduler.publish(ring, t, [100 * t + i for i in range(fields)])
+    records = ring.data.reshape(tile_scheduler.RECORDS, -1)
+    assert records.shape[1] == -(-fields // 4) * 4
+    for t in range(5, 5 + tile_scheduler.RECORDS):
+        assert records[t % tile_scheduler.RECORDS, :fields].tolist() == [100 * t + i for i in range(fields)]
+    assert inline.evaluated == {"store_record"}
+
+
 EVALUATED = {
     *("apply_between", "apply_bits", "apply_tests", "copy_own_page", "load_broadcast", "load_keys", "load_numbers"),
     *(
@@ -205,6 +217,7 @@ EVALUATED = {
         "multiply_subtract",
         "stage_selected",
         "store_elements",
+        "store_record",
         "store_selected",
         "vote_above",
     ),
@@ -229,7 +242,7 @@ LEFT = {
     "vectors of rows, whose places `models.elements` shares with tests of alignment": (
         *("add_rows", "clear_slots", "fill_elements", "keep_inside", "load_from", "load_mask", "load_number"),
         "load_record",
-        *("load_vectors", "publish", "store_each", "store_over", "store_record", "store_row_sums", "store_row_values"),
+        *("load_vectors", "publish", "store_each", "store_over", "store_row_sums", "store_row_values"),
         *("store_vectors", "wrap_tile"),
     ),
 }

@@ -5,6 +5,7 @@ import itertools
 
 import attention_cases
 import cases
+import choices
 import jax
 import pytest
 from cases import DTYPES, Op, Problem
@@ -20,6 +21,10 @@ from pallas_kernels.softmax.staged import StagedConfig
 from pallas_kernels.softmax.warp import WarpConfig
 
 LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 262144, 1000003, 2**20, 2**22, 2**24)
+
+
+def test_calls_get_what_is_recorded_for_them():
+    assert choices.record() == choices.RECORD.read_text(), "PYTHONPATH=.:tests python tests/pallas_kernels/choices.py, if it is meant"
 
 
 def declined(problem):
@@ -119,12 +124,15 @@ def test_few_long_rows_are_not_walked_by_a_block_each():
     assert dispatch.decide(Problem(Op.SOFTMAX, 200, 2**28, DTYPES[1]), H200).kernel == "online"
 
 
-@pytest.mark.parametrize("op, again", [(Op.STATS, 0), (Op.SOFTMAX, 1), (Op.SOFTMAX_TANGENT, 2)])
-def test_what_a_kernel_of_two_passes_moves(op, again):
-    """It reads its operands twice, but where nothing is written."""
-    problem = Problem(op, 200, 2**28, DTYPES[1])
-    decision = dispatch.decide(problem, H200)
-    assert decision.kernel == "online"
+@pytest.mark.parametrize(
+    "op, again, kernel",
+    [(Op.STATS, 0, "online"), (Op.SOFTMAX, 1, "online"), (Op.SOFTMAX_TANGENT, 2, "online"), (Op.SOFTMAX, 2, "naive")],
+)
+def test_what_a_kernel_of_several_passes_moves(op, again, kernel):
+    """It reads its operands in each, but where nothing is written."""
+    problem = Problem(op, 200, 1000 if kernel == "naive" else 2**28, DTYPES[1])
+    decision = dispatch.decide(problem, H200, kernel="naive" if kernel == "naive" else None)
+    assert decision.kernel == kernel
     assert decision.bytes_moved == problem.least_bytes + again * problem.elements * problem.dtype.itemsize
 
 

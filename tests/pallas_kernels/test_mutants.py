@@ -9,6 +9,7 @@ import wrong
 from mutants import DOCUMENT, FUNCTION_MUTANTS, document
 
 from pallas_kernels.softmax.problem import Op, Problem
+from tests import mutation
 
 OPS = (Op.SOFTMAX, Op.LOG_SOFTMAX, Op.STATS, Op.SOFTMAX_TANGENT)
 ROWS = 2 * len(cases.ROW_KINDS) + 1
@@ -41,3 +42,20 @@ def test_planted_fault_is_rejected(mutant, dtype):
 
 def test_the_document_lists_every_fault():
     assert DOCUMENT.read_text() == document(), "run tests/pallas_kernels/mutants.py"
+
+
+def test_every_mutant_that_survived_has_a_reason():
+    found = list(mutation.survivors())
+    assert not [(module, change) for module, change, verdict, _ in found if not verdict]
+    verdicts = {(module, x) for module, entry in mutation.CONFIG["module"].items() for x in _named(entry)}
+    assert verdicts == {(module, change) for module, change, *_ in found}, "a reason for what is killed"
+
+
+def _named(entry):
+    return [*entry.get("equivalent", {}), *entry.get("accepted", {})]
+
+
+def test_of_the_sampled_mutants_few_survive():
+    found = mutation.scores()
+    assert set(found) == {*mutation.CONFIG["module"], "all"}
+    assert found["all"].share >= 0.92
