@@ -267,6 +267,16 @@ def test_a_line_says_that_a_case_was_small():
         assert report.line(record | {name: 3}) == "a (small, on the CPU): wall clock"
 
 
+def test_times_stand_beside_the_first_and_beside_those_of_another_run():
+    record = {"case": {"name": "a"}, "clock": "wall", "impls": {"x": {"us": 2.0}, "y": {"us": 3.0}}}
+    assert [line.split() for line in report.line(record).splitlines()[1:]] == [
+        ["x", "2.00", "us", "1.000x"],
+        ["y", "3.00", "us", "1.500x"],
+    ]
+    runs = [{"run": {"commit": "c"}, "impls": {"ours": entry}} for entry in ({"us": 2.0}, {"us": 3.0}, {})]
+    assert [report._speed(runs[i], runs[j]) for i, j in ((0, 1), (0, 2), (2, 0))] == [1.5, None, None]
+
+
 def test_every_row_is_looked_at(rows, monkeypatch):
     """Of many rows only some are sampled; the loose check on the device sees the others."""
     case, _ = rows(SOFTMAX).shrunk()

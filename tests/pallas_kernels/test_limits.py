@@ -24,7 +24,9 @@ LENGTHS = (1, 128, 1000, 4096, 8191, 16384, 32000, 50257, 65537, 98304, 128256, 
 
 
 def test_calls_get_what_is_recorded_for_them():
-    assert choices.record() == choices.RECORD.read_text(), "PYTHONPATH=.:tests python tests/pallas_kernels/choices.py, if it is meant"
+    assert choices.record() == choices.RECORD.read_text(), (
+        "PYTHONPATH=.:tests python tests/pallas_kernels/choices.py, if it is meant"
+    )
 
 
 def declined(problem):
