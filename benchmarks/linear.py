@@ -214,7 +214,9 @@ def main(_: Any) -> None:
         raise app.UsageError(f"--impl: got {', '.join(unknown)}, wanted some of {', '.join(known)}.")
     chosen = [case for name, case in CASES.items() if re.search(FLAGS.case, name)]
     names, theirs = ([name for name in FLAGS.impl if name in of] for of in (IMPLS, LIBRARIES))
-    header = measured.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": "linear"}
+    # A run for `.mean()` stands beside the table of the losses, whose rows have the peers.
+    topic = "linear mean" if "ours_mean" in names else "linear"
+    header = measured.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": topic}
     in_time = lambda _: time.monotonic() < started + FLAGS.budget_s
     records: list[dict[str, Any]] = []
 
