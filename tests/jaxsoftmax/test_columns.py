@@ -17,6 +17,7 @@ from jaxsoftmax import _top_k
 from jaxsoftmax._core import sharding
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._softmax import primitives
+from pallas_kernels.monoid import Stats
 from pallas_kernels.softmax.problem import Op
 from tests import errors, oracle, top_k_oracle
 from tests.jaxsoftmax.sharded import exchanges, gathers_only_numbers, mesh
@@ -187,7 +188,8 @@ def _sum_lost(gather, names, *parts):
 
 
 def _not_weighed(merge_over, state, axis):
-    return type(state)(state.max.max(axis), state.sum.sum(axis))
+    found = state[0].max(axis), *(part.sum(axis) for part in state[1:])
+    return Stats(*found) if isinstance(state, Stats) else found
 
 
 def _own_count(gradient, rows, x, labels, weights, known, count, where, **row):
