@@ -106,7 +106,9 @@ def _best(choose, *times):
     module = types.SimpleNamespace(DEFAULT=Figures(), BY_CARD={})
     module.thresholds = lambda device: module.BY_CARD.get(device.card, module.DEFAULT)
     config = lambda device: types.SimpleNamespace(n=int(choose(module.thresholds(device))))
-    module.decide = lambda problem, device: types.SimpleNamespace(kernel="made up", config=config(device))
+    module.decide = lambda problem, device: types.SimpleNamespace(
+        kernel="made up", config=config(device), problem=problem
+    )
     subject = SUBJECTS["attention"]._replace(module=module, problem=lambda case: case)
     named = {f"case {i}": {f"now:n={n}": us for n, us in each.items()} for i, each in enumerate(times)}
     search = tune.Search(subject, map(collections.namedtuple("Case", "name"), named), CARD)
