@@ -377,7 +377,6 @@ FORMS = {
     "forward": lambda f, x, t: f(x),
     "vjp": lambda f, x, t: (lambda y, pull: (y, pull(t)))(*jax.vjp(f, x)),
     "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,)),
-    "sum": lambda f, x, t: jax.value_and_grad(lambda x: f(x).sum(dtype=jnp.float32))(x),
 }
 
 
