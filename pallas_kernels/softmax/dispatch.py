@@ -276,7 +276,7 @@ def decide(
     rows that it reads once, and of long rows what follows from the statistics, for whose problem the decision is.
     """
     found = _kernel_for(problem, device, kernel, config)
-    if found.chosen is None or not problem.op.is_consumed or kernel or alone or problem.batch_invariant:
+    if found.chosen is None or not problem.op.is_log_softmax or kernel or alone or problem.batch_invariant:
         return found
     if problem.cols > thresholds(device).fused_cols:
         stats = _kernel_for(dataclasses.replace(problem, op=Op.STATS), device)

@@ -37,8 +37,8 @@ class Op(enum.StrEnum):
         return self.streams == 3
 
     @property
-    def is_consumed(self) -> bool:
-        """Whether it is log_softmax or its derivative, of which programs nearly always compute what XLA would fuse."""
+    def is_log_softmax(self) -> bool:
+        """Whether it is log_softmax or one of its derivatives."""
         return self.value.startswith("log_softmax")
 
     @property
