@@ -132,4 +132,18 @@ STOCK = types.SimpleNamespace(
     **_of_attention("xla"),
 )
 TRUTH = types.SimpleNamespace(**{**vars(STOCK), "top_k_softmax": _top_k_by_logits})  # of float32
-LIBRARIES = {"ours": jaxsoftmax, "xla": STOCK, "cudnn": types.SimpleNamespace(**_of_attention("cudnn"))}
+
+
+def _by(implementation: str) -> types.SimpleNamespace:
+    """The functions of `jaxsoftmax`, by XLA or by a kernel."""
+    named = {name: functools.partial(getattr(jaxsoftmax, name), implementation=implementation) for name in vars(STOCK)}
+    return types.SimpleNamespace(**named)
+
+
+LIBRARIES = {
+    "ours": jaxsoftmax,
+    "ours_xla": _by("xla"),
+    "ours_kernel": _by("mosaic_gpu"),
+    "xla": STOCK,
+    "cudnn": types.SimpleNamespace(**_of_attention("cudnn")),
+}

@@ -248,8 +248,9 @@ def softmax_cross_entropy(
 ) -> jax.Array:
     """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
 
-    A kernel takes the rows' statistics and XLA does the rest, in a second pass over the logits. All is accumulated in
-    float32, or float64 for float64 logits, which is the dtype of the loss. As XLA adds up the products, in an order
+    XLA computes rows of up to 16384 columns, which it reads once. Of longer rows, and of rows with a mask, a kernel
+    takes the statistics, and XLA does the rest in a second pass. All is accumulated in float32, or float64 for float64
+    logits, which is the dtype of the loss. As XLA adds up the products, in an order
     that may depend on how many rows there are, `batch_invariant()` does not cover it.
 
     A label of 0 has no share in the loss even where the logit is -inf, unlike in `optax`; any other label there gives
@@ -286,8 +287,29 @@ def softmax_cross_entropy(
     mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = checks.implementation(name, implementation)
     x, target, *mask = unify_shardings(x, jnp.expand_dims(target, range(x.ndim - target.ndim)), *mask)
+    if not mask and implementation != "mosaic_gpu" and math.prod(x.shape[d] for d in axes) <= _FUSED_COLS:
+        return _from_log_softmax(x, target, axes=axes, implementation=implementation)
     stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
     return _of_probabilities(x, target, stats, mask, axes)
+
+
+# Rows of so many columns XLA reads once, in float32, and fuses with the product.
+_FUSED_COLS = 16384
+
+
+def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
+    """Whether an element has no share in the loss."""
+    return (target == 0) & (x == -jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "implementation"), inline=True)
+def _from_log_softmax(
+    x: jax.Array, target: jax.Array, *, axes: tuple[int, ...], implementation: str | None
+) -> jax.Array:
+    """Computes the losses in one program, of which debug_infs does not see what has no share in them."""
+    wide = x.astype(accumulator_dtype(x.dtype))
+    y = bind(Op.LOG_SOFTMAX, wide, axes=axes, scale=1.0, implementation=implementation)
+    return jnp.where(_absent(x, target), 0.0, -target.astype(y.dtype) * y).sum(axes)
 
 
 @functools.partial(jax.jit, static_argnames="axes", inline=True)
@@ -297,8 +319,7 @@ def _of_probabilities(
     """The losses from the rows' states, in one program, of which debug_infs does not see the states of empty rows."""
     wide = accumulator_dtype(x.dtype)
     target = target.astype(wide)
-    absent = (target == 0) & (x == -jnp.inf)
-    absent = absent | ~mask[0] if mask else absent
+    absent = _absent(x, target) | ~mask[0] if mask else _absent(x, target)
     # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.
     total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
     maximum = jnp.expand_dims(stats.max, axes)

@@ -228,7 +228,7 @@ def logsumexp(
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
         # A row without an entry is a constant: the derivative of its sum's logarithm would be infinite, or 0 / 0.
-        stats = Stats(stats.max, jnp.where(operands[1].any(axes), stats.sum, jnp.ones_like(stats.sum)))
+        stats = Stats(stats.max, jnp.where(stats.sum == 0, jnp.ones_like(stats.sum), stats.sum))
     out = monoid.log_normalizer(stats).astype(x.dtype)
     out = jnp.expand_dims(out, axes) if keepdims else out
     if not return_sign:

@@ -169,9 +169,12 @@ def stats_tangent(
     """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
     maximum = jnp.expand_dims(maximum, axes)
     z, t = _logits_below(x, where, maximum, scale), logits(t, scale)
-    # Where x is masked out, its tangent may have any value.
-    t = t if where is None else jnp.where(where, t, jnp.zeros((), t.dtype))
-    return (decay(z, maximum) * t).sum(axes)
+    weights = decay(z, maximum)
+    if where is not None:
+        # Where x is masked out, its tangent may have any value. Entries that are all -inf have no derivative.
+        t = jnp.where(where, t, jnp.zeros((), t.dtype))
+        weights = jnp.where(where & (maximum == -jnp.inf), jnp.full((), jnp.nan, z.dtype), weights)
+    return (weights * t).sum(axes)
 
 
 def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:
