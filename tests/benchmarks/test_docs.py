@@ -288,6 +288,20 @@ def test_runs_of_attention_stand_by_card_and_version_and_two_sources_are_not_com
 
 
 @pytest.mark.parametrize(
+    "times, words",
+    [
+        ((90.0, 110.0), "1.005 goal (2 of 32 cells) | 0.909 |"),
+        ((100.0, 101.0), "0.995 kept (2 of 32 cells) | 0.990 |"),
+        ((101.0, 102.0), "0.985 **missed** (2 of 32 cells) | 0.980 |"),
+    ],
+)
+def test_versions_are_compared_by_the_geometric_mean(attend, times, words):
+    attend("1", {case: {"ours": 100.0, "cudnn": 100.0} for case in (FULL, CAUSAL)})
+    results = attend("2", {case: {"ours": us, "cudnn": 100.0} for case, us in zip((FULL, CAUSAL), times, strict=True)})
+    assert f"| H100, JAX 2 over H100, JAX 1, forward | {words}" in report.attention_promises(results)
+
+
+@pytest.mark.parametrize(
     "ratios, words",
     [
         ((1.1, 1.2), ["1.100 kept", "1.148 kept", "1.148 kept", "1.100 goal"]),

@@ -247,10 +247,66 @@ def test_a_loss_errs_by_its_terms_and_a_capped_one_by_the_cap(rows):
     assert float(size) == pytest.approx(terms, rel=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_what_a_loss_gradient_errs_relative_to(smoothing, cap):
+    """Its own size, and of a smoothed one that of the two terms of 1 / columns, as it is their difference."""
+    options = {"label_smoothing": smoothing} if smoothing else {}
+    options |= {"logits_soft_cap": cap} if cap else {}
+    case = types.SimpleNamespace(op="cross_entropy", pass_="value_and_grad", rows=8, cols=5, options=options)
+    logits = jnp.array([1.0, -2.0, 0.5, 3.0, -1.0])
+
+    def loss(x):
+        x = cap * jnp.tanh(x / cap) if cap else x
+        return -(1 - smoothing) * jax.nn.log_softmax(x)[1] - smoothing * jax.nn.log_softmax(x).mean()
+
+    found, [(gradient, size)] = protocol._row_in_float32(case, logits, jnp.array(1))
+    want = jax.grad(loss)(logits) / 8
+    np.testing.assert_allclose(found, loss(logits), rtol=1e-6)
+    np.testing.assert_allclose(gradient, want, rtol=1e-5)
+    np.testing.assert_allclose(size, jnp.abs(want) + 2 * smoothing / 5 / 8, rtol=1e-5)
+
+
+def test_what_is_checked_at_once_fits_in_memory(monkeypatch, rows):
+    """A GiB of float32: the scores of one head of 16384 tokens, or as many rows as that."""
+    seen = []
+
+    def each(function, xs, *, batch_size):
+        seen.append(batch_size)
+        return jax.vmap(function)(xs)
+
+    monkeypatch.setattr(protocol.lax, "map", each)
+    for length, group, at_once in ((16384, 1, 1), (16384, 4, 1), (8192, 1, 4), (8192, 3, 1), (1024, 2, 128)):
+        shape = Shape(2, 2 * group, 2, length, 8, 8, "full")
+        operands = jax.eval_shape(lambda shape=shape: shape.operands(0))
+        jax.eval_shape(functools.partial(protocol.attention, shape, gradients=False), operands)
+        assert seen.pop() == at_once
+    for cols, at_once in ((1024, 2**18), (2**28, 1), (2**28 - 1, 1), (2**27, 2), (2**29, 1)):
+        case = dataclasses.replace(rows(SOFTMAX), cols=cols)
+        x = jax.ShapeDtypeStruct((3, cols), jnp.float32)
+        jax.eval_shape(protocol.every_row(case), (x,), [x])
+        assert seen.pop() == at_once
+
+
+@pytest.mark.parametrize("op", ["softmax", "flash_attention"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_calls_with_products_of_float32_are_allowed_tf32_on_a_gpu(op, dtype, backend, monkeypatch):
+    case = dataclasses.replace(_EACH[op], dtype=dtype)
+    check = lambda *_: {"output 0": jnp.array([[[0.5]], [[0.0]]])}
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    slack = protocol.judge(case, (), (), (check, ())).slack
+    is_tf32 = (op, dtype, backend) == ("flash_attention", "float32", "gpu")
+    assert slack == {"float32": 2.0**-10 if is_tf32 else 1e-4, "bfloat16": 2.0**-8}[dtype]
+
+
 def test_what_a_format_allows(monkeypatch):
     """Half of epsilon in 16 bits, epsilon in TF32, which has the digits of float16, and which only a GPU takes."""
     eps = {name: float(jnp.finfo(name).eps) for name in ("bfloat16", "float16")}
     assert {name: measured.SLACK[name] for name in eps} == {name: x / 2 for name, x in eps.items()}
+    # Every row: 8 units in the last place of 16 bits, and 64 in float32.
+    every_row = {name: 8 * x for name, x in eps.items()} | {"float32": 64 * float(jnp.finfo("float32").eps)}
+    assert every_row == protocol._LOOSE
     case = _case("fwd", dtype="float32")
     operands = case.shape.operands(0)
     truths = protocol.attention(case.shape, operands, gradients=False)

@@ -93,6 +93,11 @@ def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, 
     assert "| `linear_cross_entropy`, H100 | 1 | 0.80 (0.80 ... 0.80) | - | 3.00 (3.00 ... 3.00) |" in summary
     assert "For 64 tokens and a vocabulary of 300, `linear_cross_entropy` with gradients takes 0.25 GiB" in summary
     assert summary.endswith("and optax 1.00 GiB.")
+    for name in ("ours", "optax"):  # beside one whose memory is not known nothing is said
+        unknown = {"temp_bytes": None} if name == "ours" else {"temp_bytes": 0}
+        impls = record["impls"] | {name: record["impls"][name] | unknown}
+        measured.write(tmp_path / name / "h200" / "abc.json", facts, [record | {"impls": impls}])
+        assert report.linear_memory(Results(tmp_path / name)) == ""
 
 
 def test_the_program_writes_every_case_and_says_what_is_not_installed(tmp_path):

@@ -3,6 +3,7 @@
 import types
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
@@ -80,7 +81,11 @@ def test_statistics_are_of_all_launches():
     result = protocol.Timing([[1.0, 2.0], [3.0, 4.0], [100.0, 5.0]]).as_json()
     assert (result["us"], result["min_us"], result["max_us"], result["launches"]) == (3.5, 1.0, 100.0, 6)
     assert result["rounds_us"] == [1.5, 3.5, 52.5]
-    assert result["p20_us"] <= result["us"] <= result["p80_us"]
+    shuffled = np.random.default_rng(0).permutation(np.arange(101.0)).reshape(101, 1).tolist()
+    shares = protocol.Timing(shuffled).as_json()
+    assert {name: shares[f"{name}us"] for name in ("min_", "p20_", "", "p80_", "max_")} == {
+        "min_": 0.0, "p20_": 20.0, "": 50.0, "p80_": 80.0, "max_": 100.0,
+    }  # fmt: skip
 
 
 def test_the_copy_probe_moves_what_it_says_and_the_best_is_the_fastest_by_bandwidth():

@@ -95,21 +95,29 @@ def check(operands: tuple[np.ndarray, ...], arguments: Arguments) -> None:
 
 
 def test_without_a_batch_and_with_several() -> None:
-    q, k, v = inputs(batch=6)
+    """Each argument that has the batch's axes follows them."""
+    rng, (q, k, v) = np.random.default_rng(1), inputs(batch=6)
     lengths = np.array([7, 2, 3, 1, 5, 6])
-    mask = np.random.default_rng(1).random((6, 1, 5, 7)) < 0.8
-    rules = {"is_causal": True, "causal_alignment": "top_left", "return_residual": True}
-    want, want_lse = jaxsoftmax.flash_attention(q, k, v, None, mask, key_value_seq_lengths=lengths, **rules)
-    shaped = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v, mask)]
-    out, lse = jaxsoftmax.flash_attention(
-        *shaped[:3], None, shaped[3], key_value_seq_lengths=lengths.reshape(2, 3), **rules
-    )
-    np.testing.assert_allclose(out.reshape(want.shape), want, rtol=1e-6)
-    np.testing.assert_allclose(lse.reshape(want_lse.shape), want_lse, rtol=1e-6)
-    for length in (lengths[2], lengths[2:3]):
-        out, lse = jaxsoftmax.flash_attention(q[2], k[2], v[2], None, mask[2], key_value_seq_lengths=length, **rules)
-        assert (out.shape, lse.shape) == ((5, 4, 8), (5, 4))
-        np.testing.assert_allclose(out, want[2], rtol=1e-5, atol=1e-6)
+    arguments: list[Arguments] = [
+        {"mask": rng.random((6, 1, 5, 7)) < 0.8, "key_value_seq_lengths": lengths},
+        {"bias": rng.normal(size=(6, 4, 5, 7)).astype(np.float32), "query_seq_lengths": lengths},
+        {"query_segment_ids": rng.integers(0, 2, (6, 5)), "key_value_segment_ids": rng.integers(0, 2, (6, 7))},
+        {"query_positions": rng.integers(0, 9, (6, 5)), "key_value_positions": rng.integers(0, 9, (6, 7))},
+    ]
+    for batched in arguments:
+        call = functools.partial(jaxsoftmax.flash_attention, is_causal=True, return_residual=True)
+        if "query_positions" not in batched:
+            call = functools.partial(call, causal_alignment="top_left")
+        want, want_lse = call(q, k, v, **batched)
+        shaped = {name: x.reshape(2, 3, *x.shape[1:]) for name, x in batched.items()}
+        out, lse = call(*(x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)), **shaped)
+        np.testing.assert_allclose(out.reshape(want.shape), want, rtol=1e-6)
+        np.testing.assert_allclose(lse.reshape(want_lse.shape), want_lse, rtol=1e-6)
+        alone = {name: x[2] for name, x in batched.items()}
+        for of_one in (alone, {name: x[None] if x.ndim == 0 else x for name, x in alone.items()}):
+            out, lse = call(q[2], k[2], v[2], **of_one)
+            assert (out.shape, lse.shape) == ((5, 4, 8), (5, 4))
+            np.testing.assert_allclose(out, want[2], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_see_nothing() -> None:

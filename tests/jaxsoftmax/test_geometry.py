@@ -263,6 +263,17 @@ def test_a_problem_of_pages_is_whole_where_sequences_alone_are_cut():
             assert not op.is_whole_in([*whole[:i], cut, *whole[i + 1 :]])
 
 
+@pytest.mark.parametrize("layout_of_pages, at", [("heads_first", 0), ("pages_first", 2)])
+def test_heads_of_queries_are_those_of_pages_if_there_are_as_many(layout_of_pages, at):
+    for heads, key_heads, dim in itertools.product((2, 4), (1, 2, 4), (1, 2, 4)):
+        pages = (key_heads, 6, 3, dim) if at == 0 else (6, 3, key_heads, dim)
+        rule = paged._Paged(layout_of_pages, lambda: ()).shardy_rule([(5, 7, heads, dim), pages, pages, (5, 8), (5,)])
+        (query, *of_pages, tables, lengths), (out, lse) = rule.operand_mappings, rule.result_mappings
+        assert [mapping[at] == query[2] for mapping in of_pages] == [heads == key_heads] * 2
+        assert {tables[0], *lengths, out[0], lse[0]} == {query[0]}
+        assert {out[2], lse[1]} == {query[2]}
+
+
 @pytest.mark.parametrize("keys, runs", [(512, 4), (192, 3), (129, 129), (128, 1)])
 def test_keys_are_sorted_by_tiles(keys, runs):
     positions = jnp.arange(keys)[None, ::-1]

@@ -121,7 +121,7 @@ OF_ATTENTION = [
        "as bias=, and a mask of 0 and 1 as mask != 0.", {"mask": jnp.ones((5, 7), dtype)})
       for dtype in ("float8_e4m3fn", "bfloat16", "float16", "float32", "complex64")),
     *((ValueError, f"mask has the number {wrong}, expected bools, or numbers that are 0 where a key is hidden and 1 "
-       "elsewhere. Pass numbers to add to the logits as bias=.", {"mask": np.array([[1, 0, 1, wrong, 1, 1, 1]])} | flax)
+       "elsewhere. Pass numbers to add to the logits as bias=.", {"mask": np.array([[1, 0, 1, wrong, 1, 3, 1]])} | flax)
       for wrong in (-1e9, -math.inf, math.nan, 0.5, 2, -1) for flax in ({"deterministic": True}, {"dropout_rng": KEY})),
     (ValueError, "scale is nan, expected a number", {"scale": float("nan")}),
     (TypeError, "scale has dtype complex64, expected real numbers", {"scale": np.complex64(1j)}),

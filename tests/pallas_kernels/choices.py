@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import pathlib
 import random
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,8 +113,8 @@ def row_problems() -> Iterator[tuple[Problem, str | None]]:
         yield Problem(Op.SOFTMAX, rows, cols, jnp.dtype("float32")), None
 
 
-def attention_problems() -> Iterator[Any]:
-    for i in range(800):
+def attention_problems(drawn: range = range(800)) -> Iterator[Any]:
+    for i in drawn:
         draw = random.Random(i)
         op, plain = draw.choice(list(AttentionOp)), draw.random() < 0.4
         kind = {} if plain else draw.choice(list(attention_cases.KINDS.values()))
@@ -131,7 +132,19 @@ def record() -> str:
     """The text of `choices.txt`: a call, what runs it, in how many other configs it could, and what rows move."""
     decisions = [dispatch.decide(problem, UNTUNED, kernel=kernel) for problem, kernel in row_problems()]
     decisions += [attention_dispatch.decide(problem, UNTUNED) for problem in attention_problems()]
-    return "".join(_line(decision) + "\n" for decision in decisions)
+    return "".join([*(_line(decision) + "\n" for decision in decisions), *_digests()])
+
+
+def _digests() -> Iterator[str]:
+    """Of more calls than fit in a file, the configs of all that were drawn alike, in their order, as one number."""
+    lines: dict[str, list[str]] = {}
+    for problem in attention_problems(range(800, 3000)):
+        decision = attention_dispatch.decide(problem, UNTUNED)
+        configs = decision.chosen.configs(problem, UNTUNED) if decision.chosen else ()
+        kind = f"{problem.op.name.lower()}, heads up to {next(n for n in (64, 128, 256) if problem.widest <= n)}"
+        lines.setdefault(kind, []).append(f"{_line(decision)} {configs}")
+    for kind, found in sorted(lines.items()):
+        yield f"{len(found)} more of attention, {kind}: {zlib.crc32(''.join(found).encode()):08x}\n"
 
 
 def _line(of: Decision) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import dispatch, forward, tile_scheduler
+from pallas_kernels.attention import dispatch, forward, mask, tile_scheduler
 from pallas_kernels.attention.backward_common import Tile
 from pallas_kernels.attention.problem import Attention, Op
 from pallas_kernels.hardware import H200, Device
@@ -87,24 +87,39 @@ def test_every_tile_is_taken_once(op, kind, shape):
     check_tiles(problem_of(op, KINDS[kind], shape, deterministic=deterministic))
 
 
-def in_order(p: Attention, config) -> np.ndarray:
-    """The order of `tile_scheduler.order`, by loops over sections and their longest tiles."""
-    found = tile_scheduler._order(p, config)
-    in_turn = np.arange(found.heads).reshape(found.sequences, -1).T.ravel()
-    starts = range(0, found.heads, found.section)
-    sections = [
-        np.add.outer(found.longest_first, in_turn[start : start + found.section] * len(found.length)).ravel()
-        for start in starts
+def in_order(p: Attention, config, kind: dict) -> np.ndarray:
+    """The order of `tile_scheduler.order`, by loops over sections of heads and their longest tiles."""
+    per_head = -(-p.query_length // config.queries)
+    spans = [mask.tile_kv_range(p, config, i, p.query_length, p.key_length)[0] for i in range(per_head)]
+    turn = -1 if "mask" in kind or "positions" in kind else 1  # of equal tiles
+    longest_first = sorted(range(per_head), key=lambda i: (spans[i].first - spans[i].end, turn * i))
+    heads = list(itertools.product(range(p.batch), range(p.query_heads)))
+    if kind.get("bias", "B").startswith("1"):  # all sequences' heads of one number read the same
+        heads.sort(key=lambda head: head[::-1])
+    of_keys = p.key_length * (p.head_dim + p.value_dim) * p.dtype.itemsize
+    section = max(config.l2_budget_mib * 2**20 // of_keys, 1) * (p.query_heads // p.key_heads)
+    found = [
+        (batch * p.query_heads + head) * per_head + i
+        for start in range(0, len(heads), section)
+        for i in longest_first
+        for batch, head in heads[start : start + section]
     ]
-    return np.concatenate(sections)
+    return np.array(found)
 
 
+ORDERED = KINDS | {
+    "bias-of-all": {"bias": "11TS"},
+    "bias-of-sequences": {"bias": "B1TS"},
+    "positions": {"positions": True},
+}
 # Heads whose tiles are of one length or of several, in one section or in several, the last of which may be shorter.
 ORDERS = [
     (kind, shape, scheduler, l2)
     for kind, shape, l2 in (
         ("full", (7, 6, 3, 16, 16, 64), 16), ("full", (5, 3, 3, 300, 300, 64), 0),
         ("bias", (6, 4, 2, 600, 600, 64), 1), ("causal", (3, 7, 7, 1000, 1000, 128), 1),
+        ("bias-of-all", (3, 4, 2, 300, 300, 64), 0), ("bias-of-sequences", (3, 4, 2, 300, 300, 64), 0),
+        ("positions", (2, 3, 3, 700, 900, 64), 0), ("full", (3, 4, 2, 300, 1024, 64), 1),
         ("mask", (4, 5, 5, 700, 900, 64), 0), ("full", (2**14, 1, 1, 16, 16, 64), 16),
         ("full", (2**14 + 1, 1, 1, 16, 16, 64), 16), ("causal", (2731, 3, 1, 256, 256, 64), 1),
     )
@@ -114,10 +129,10 @@ ORDERS = [
 
 @pytest.mark.parametrize("kind, shape, scheduler, l2", ORDERS, ids=str)
 def test_tables_of_the_device_are_those_of_numpy(kind, shape, scheduler, l2, monkeypatch):
-    p = problem_of(Op.FORWARD, KINDS[kind], shape)
+    p = problem_of(Op.FORWARD, ORDERED[kind], shape)
     config = forward.ForwardConfig(128, warpgroups=2, scheduler=scheduler, l2_budget_mib=l2)
     order, length = tile_scheduler.order(p, config)
-    np.testing.assert_array_equal(order, in_order(p, config))
+    np.testing.assert_array_equal(order, in_order(p, config, ORDERED[kind]))
     found = tile_scheduler.table(p, config, 132)
     tables = [found]
     for most in (len(order) - 1, len(order)):
@@ -226,6 +241,9 @@ def test_calls_that_xla_computes_faster_have_a_kernel_only_by_name(op, facts, sh
     p = problem_of(op, facts, shape)
     assert (dispatch.decide(p, H200).kernel is None) == by_xla
     assert dispatch.decide(p, H200, named=True).kernel is not None
+    # With dropout two of them run it, by name only where that holds for one of them.
+    p = dataclasses.replace(p, keep=(1, 1, p.query_length, p.key_length))
+    assert dispatch.decide(p, H200, named=True).kernel in dispatch.WITH_DROPOUT[op]
 
 
 @pytest.mark.parametrize("head_dim, block_q", [(32, 128), (64, 128), (72, 64), (128, 64)])
