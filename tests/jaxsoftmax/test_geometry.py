@@ -99,6 +99,10 @@ def test_as_few_chunks_as_memory_allows():
             assert 128 <= size <= max(most, 128)
             cost = lambda n, tokens=tokens: -(-tokens // n) * (n + 128)
             assert cost(size) == min(map(cost, range(128, max(most, 128) + 1, 128)))
+    # A GiB of logits in 16 bits beside float32, and two of the kernel's weights in 16 bits.
+    for most, bytes_each, budget in ((1365, 6, chunks.BYTES), (8192, 2, chunks.KERNEL_BYTES)):
+        sizes = [chunks.chunk_size(tokens, 2**17, bytes_each, None, budget) for tokens in (most, most + 1)]
+        assert sizes[0] == most > sizes[1]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
@@ -235,6 +239,18 @@ def test_groups_of_heads_divide_the_key_heads(keys, monkeypatch):
         assert found == 1 or math.prod(shapes[0][:-1]) // found >= least
         larger = [n for n in range(found + 1, keys + 1) if keys % n == 0]
         assert all(math.prod(shapes[0][:-1]) // n < least for n in larger)
+
+
+def test_where_keys_go_in_a_ring_and_heads_in_groups():
+    """Among more than 8 devices, or beyond 2^26 numbers; groups beyond 2^25 outputs, each of 2^16 queries or more."""
+    found = {case: sequence.ring_reason(*case) for case in ((8, 2**26), (9, 2**26), (8, 2**26 + 1))}
+    assert list(found.values()) == [
+        None,
+        "9 devices are more than fast links join, and the computation hides what slow ones take",
+        f"keys and values of {2**26 + 1} numbers would take much memory on each device",
+    ]
+    groups = lambda length: sequence.head_groups(("query", "key", "value"), [(1, length, 16, 64)] * 3, ("out", "lse"))
+    assert [groups(length) for length in (2**15, 2**15 + 1, 2**16 - 1, 2**16)] == [1, 8, 8, 16]
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (1, 3), (4, 1, 3)], ids=str)
