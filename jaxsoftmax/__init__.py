@@ -12,11 +12,13 @@ from jaxsoftmax._cross_entropy import softmax_cross_entropy as softmax_cross_ent
 from jaxsoftmax._cross_entropy import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
-from jaxsoftmax._explain import Explanation as Explanation
 from jaxsoftmax._explain import explain as explain
-from jaxsoftmax._explain_attention import explain_attention as explain_attention
-from jaxsoftmax._explain_attention import explain_paged_attention as explain_paged_attention
-from jaxsoftmax._explain_linear import explain_linear_cross_entropy as explain_linear_cross_entropy
+from jaxsoftmax._explain import explain_attention as explain_attention
+from jaxsoftmax._explain import explain_linear_cross_entropy as explain_linear_cross_entropy
+from jaxsoftmax._explain import explain_paged_attention as explain_paged_attention
+from jaxsoftmax._explain.words import Explanation as Explanation
+from jaxsoftmax._explain.words import Outside as Outside
+from jaxsoftmax._explain.words import ProgramExplanation as ProgramExplanation
 from jaxsoftmax._patch import Calls as Calls
 from jaxsoftmax._patch import install as install
 from jaxsoftmax._patch import patch as patch
@@ -34,6 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Calls",
     "Explanation",
+    "Outside",
+    "ProgramExplanation",
     "Stats",
     "batch_invariant",
     "explain",

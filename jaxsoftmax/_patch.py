@@ -341,6 +341,19 @@ _TO_OURS = {id(original): substitute for substitute, original in _SUBSTITUTES.va
 _TO_ORIGINALS = {id(substitute): original for substitute, original in _SUBSTITUTES.values()}
 
 
+def originals() -> dict[tuple[str, str], str]:
+    """The names of the functions that ours can replace, by the file and the name of their code."""
+    found = dict(_ORIGINALS)
+    for module, functions in _OF_LIBRARIES.items():
+        if module in sys.modules:
+            found |= {name: getattr(sys.modules[module], name.rpartition(".")[2]) for name in functions}
+    by_code: dict[tuple[str, str], str] = {}
+    for name, function in found.items():
+        code = inspect.unwrap(function).__code__
+        by_code.setdefault((code.co_filename, code.co_qualname), name)
+    return by_code
+
+
 def _caller() -> str:
     """The module whose code called a substitute."""
     frame = inspect.currentframe()

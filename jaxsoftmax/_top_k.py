@@ -31,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import checks, numbers, primitives, sharding
+from jaxsoftmax._core import checks, numbers, primitives, recorder, sharding
 from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.memory import in_device_memory
@@ -50,6 +50,7 @@ Normalize = Literal["all", "top_k"]
 Found = tuple[jax.Array, jax.Array]  # values and their places
 
 TOP_K = Primitive("softmax_top_k")
+SELECTS, COUNTS = "radix_select selects", "XLA counts ranks"  # what a recorder notes of a selection that sorts less
 _RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
 
 
@@ -151,7 +152,9 @@ def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, by_kernel:
     avals: Sequence[Any] = ctx.avals_in
     params["by_kernel"] = by_kernel and params["implementation"] != "xla"
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
-    return primitives.lower(ctx, sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across), x)
+    op = sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across)
+    by_xla = functools.partial(primitives.lower, ctx, op, x)
+    return primitives.recorded(ctx, None, None, by_xla, x, **params) if recorder.is_open() else by_xla()
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float, **params: Any) -> tuple[Any, Any]:
@@ -243,6 +246,9 @@ def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
 
     if radix_select.unsupported(keys, hardware.current()):
         return None
+    if recorder.is_open():
+        recorder.note(SELECTS)
+        return jnp.zeros((*keys.shape[:-1], k), jnp.int32)
     if not sorts or k <= MOST_SORTED:
         return radix_select.run(keys, k, sorts=sorts)
     places = radix_select.run(keys, k)
@@ -297,6 +303,7 @@ def select(
         chunks = chunked(x, c)
         stats = Stats(*state(chunks, axes=(x.ndim,)))
         if counts:
+            recorder.note(COUNTS)
             return select_by_rank(chunks, stats, n, k=k, scale=scale)[: 4 + normalizes]
         maxima = comparable(stats.max.astype(x.dtype) if scale == 1.0 else stats.max)
         values, indices = largest_in(chunks, maxima, k, by_kernel, scale)

@@ -1,6 +1,17 @@
 """Facts about the devices the kernels are written for. No I/O at import; asks JAX for a device only when called."""
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Rates(NamedTuple):
+    """What a card reaches in practice."""
+
+    bytes_per_s: float  # of a copy, read and written
+    flop_per_s: float  # of a large product of 16-bit floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +29,25 @@ class Device:
         """What tables of tuned figures call it: "H100"."""
         return self.name.removeprefix("NVIDIA ").split(" ")[0]
 
+    @property
+    def rates(self) -> Rates | None:
+        """What the card reaches; None of a card that is not in the table."""
+        return _RATES.get(self.card.split("-")[0])
+
 
 H100 = Device("NVIDIA H100", "9.0", 132, 227 * 1024)
 H200 = Device("NVIDIA H200", "9.0", 132, 227 * 1024, 100 * 2**30)
-NAMED = {"H100": H100, "H200": H200}
+A100 = Device("NVIDIA A100", "8.0", 108, 163 * 1024)
+B200 = Device("NVIDIA B200", "10.0", 148, 227 * 1024, 135 * 2**30)
+NAMED = {"H100": H100, "H200": H200, "A100": A100, "B200": B200}
+
+# H100 and H200: measured (docs/results.md). The others reach as much of their data sheets by assumption: 7/8 and 4/5.
+_RATES = {
+    "H100": Rates(3.0e12, 780e12),
+    "H200": Rates(4.2e12, 780e12),
+    "A100": Rates(1.8e12, 250e12),
+    "B200": Rates(7.0e12, 1800e12),
+}
 
 
 def supports_kernels(device: Device) -> str | None:
@@ -54,6 +80,19 @@ def present() -> Device | None:
     return Device(gpu.device_kind, _pretended or gpu.compute_capability, gpu.core_count, smem, memory)
 
 
+_compiled_for: contextvars.ContextVar[Device | None] = contextvars.ContextVar("compiled_for", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(device: Device) -> Iterator[None]:
+    """Makes `current` give another device than the one present, in this thread."""
+    token = _compiled_for.set(device)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)
+
+
 def current() -> Device:
     """The device to compile for: the one present, or the H200 when lowering on a machine without."""
-    return present() or H200
+    return _compiled_for.get() or present() or H200

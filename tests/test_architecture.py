@@ -31,9 +31,8 @@ TOPICS_BELOW: dict[str, set[str]] = {
     "_cross_entropy": {"_core", "_softmax"},
     "_top_k": {"_core", "_softmax"},
     "_attention": {"_core"},
-    "_explain": {"_core", "_softmax", "_cross_entropy", "_top_k"},
-    "_explain_attention": {"_core", "_attention", "_explain"},
-    "_explain_linear": {"_core", "_softmax", "_cross_entropy", "_explain"},
+    "_explain": {"_core", "_softmax", "_cross_entropy", "_top_k", "_attention", "_patch"},
+    "explain": {"_explain"},
     "_patch": {"_core", "_softmax", "_cross_entropy", "_attention"},
 }
 

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import checks
+from jaxsoftmax._core import checks, recorder
 from jaxsoftmax._core.sharding import (
     Partitionable,
     Result,
@@ -337,7 +337,8 @@ def reference_rule(
     """Lowers to plain XLA operations."""
     if implementation == "mosaic_gpu" and call.has_kernel:
         raise checks.no_kernel(call.name(**params), _OTHER_PLATFORM)
-    return call.reference(ctx, *operands, **params)
+    by_xla = functools.partial(call.reference, ctx, *operands, **params)
+    return recorded(ctx, None, None, by_xla, *operands, **params) if recorder.is_open() else by_xla()
 
 
 def kernel_rule(
@@ -345,11 +346,29 @@ def kernel_rule(
 ) -> Any:
     """Lowers to a kernel if one takes the call. Otherwise lowers to XLA, or raises if the user asked for a kernel."""
     named = call.name(**params) if implementation == "mosaic_gpu" else None
-    if implementation != "xla":
-        plan = call.plan(ctx.avals_in, hardware.current(), named, **params).required_by(named)
-        if plan.decision is not None:
-            return lower(ctx, call.by_kernel(ctx, named, **params), *operands)
-    return call.reference(ctx, *operands, **params)
+    plan = None if implementation == "xla" else call.plan(ctx.avals_in, hardware.current(), named, **params)
+    by_xla = functools.partial(call.reference, ctx, *operands, **params)
+    if recorder.is_open():
+        return recorded(ctx, plan, named, by_xla, *operands, **params)
+    if plan is not None and plan.required_by(named).decision is not None:
+        return lower(ctx, call.by_kernel(ctx, named, **params), *operands)
+    return by_xla()
+
+
+def recorded(
+    ctx: mlir.LoweringRuleContext,
+    plan: "Plan | None",
+    named: str | None,
+    by_xla: Callable[[], Any],
+    *operands: Any,
+    **params: Any,
+) -> Any:
+    """Records the plan of a call. Lowers to XLA where that is what runs, and to zeros in the place of a kernel."""
+    with recorder.entered(plan, named, ctx.avals_in, params):
+        if plan is None or (plan.decision is None and named is None):
+            return by_xla()
+        avals: Sequence[Any] = ctx.avals_out
+        return mlir.lower_fun(lambda *_: [jnp.zeros(a.shape, a.dtype) for a in avals])(ctx, *operands)
 
 
 @functools.partial(jax.jit, static_argnames="decision")

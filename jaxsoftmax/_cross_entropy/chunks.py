@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsoftmax._core import numbers
+from jaxsoftmax._core import numbers, recorder
 from jaxsoftmax._core.sharding import all_gather, unify_varying
 from jaxsoftmax._cross_entropy import linear_kernel
 from jaxsoftmax._cross_entropy import loss as row_losses
@@ -56,9 +56,16 @@ def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], bytes_each: int, b
     return chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size, bytes_of_all)
 
 
+def in_words(tokens: Any, size: Any) -> str:
+    """How many chunks of `size` tokens there are."""
+    is_one = size == tokens or size >= tokens
+    return "one chunk of all tokens" if is_one else f"{math.ceil(tokens / size)} chunks of {size} tokens"
+
+
 def _over_chunks(body: Body, rules: Rules, operands: Operands, size: Any) -> tuple[Operands, Operands]:
     """Runs `body` on chunks of `size` tokens: adds up its first results, and concatenates the others along tokens."""
     tokens = operands["labels"].shape[0]
+    recorder.note(in_words(tokens, size))
     by_token = {n: x for n, x in operands.items() if rules.axes(n)[0] == "t" and x.shape[0] == tokens}
     shared = {n: x for n, x in operands.items() if n not in by_token}
     if size == tokens:

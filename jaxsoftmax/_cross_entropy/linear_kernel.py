@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core.sharding import AxisSharding
 from pallas_kernels import hardware
+from pallas_kernels.decision import Decision, Kernel
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
@@ -42,6 +43,7 @@ AXES = {
 MOVING = ("hidden", "weight", "bias", "scale", "cap")  # the operands that have gradients, beside the weights of rows
 TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
 
+KERNEL = "linear_cross_entropy"
 COLUMNS = (1,)  # the axes of a chunk's rows
 
 Operands = dict[str, jax.Array]
@@ -121,6 +123,19 @@ def kernel_reason(
     }
     reason = next((reason for reason, holds in why_not.items() if holds), None)
     return reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
+
+
+def decide(rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gradient: bool = False) -> Decision:
+    """The decision for a call: the kernel, or why none multiplies."""
+    from pallas_kernels.linear_cross_entropy import forward as kernel
+
+    problem, why_not = _problem(rules, operands), kernel_reason(rules, operands, device, for_gradient=for_gradient)
+    if why_not is not None:
+        return Decision(problem, device, None, None, "no kernel takes the problem", ((KERNEL, why_not),))
+    config, why = kernel.Config(), "product and online softmax are one kernel, "
+    why += "which writes the logits' weights in 16 bits" if for_gradient else "and no logits are written"
+    chosen = Kernel(KERNEL, kernel.unsupported, lambda *_: (config,), kernel.run)
+    return Decision(problem, device, chosen, config, why, ())
 
 
 def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows", "tiles"] | None = None) -> Any:

@@ -25,7 +25,19 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core.primitives import checked, define, higher_jvp, lower, run_shards, saved, typed, zeros
+from jaxsoftmax._core import recorder
+from jaxsoftmax._core.primitives import (
+    Plan,
+    checked,
+    define,
+    higher_jvp,
+    lower,
+    recorded,
+    run_shards,
+    saved,
+    typed,
+    zeros,
+)
 from jaxsoftmax._core.sharding import (
     AxisSharding,
     Entry,
@@ -47,8 +59,9 @@ from jaxsoftmax._core.sharding import (
 )
 from jaxsoftmax._cross_entropy import chunks
 from jaxsoftmax._cross_entropy.chunks import Operands
-from jaxsoftmax._cross_entropy.linear_kernel import COTANGENT, MOVING, SAVED, TANGENT, Parts, Rules
+from jaxsoftmax._cross_entropy.linear_kernel import COTANGENT, MOVING, SAVED, TANGENT, Parts, Rules, decide
 from jaxsoftmax._cross_entropy.primitives import of_gradient, of_weight, weigh
+from pallas_kernels import hardware
 from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.softmax.reference import accumulator_dtype
 
@@ -207,7 +220,25 @@ def _lower(
     call = call_of(primitive, **params)
     if may_run_kernel:
         call = dataclasses.replace(call, compute=functools.partial(call.compute, may_run_kernel=True))
-    return lower(ctx, call, *operands)
+    by_xla = functools.partial(lower, ctx, call, *operands)
+    if not recorder.is_open():
+        return by_xla()
+    plan = _plan(primitive, ctx.avals_in, **params) if may_run_kernel else None
+    return recorded(ctx, plan, None, by_xla, *operands, **params)
+
+
+def _plan(primitive: Primitive, avals: Sequence[Any], names: Names, rules: Rules, **_: Any) -> Plan:
+    """The kernel that multiplies in a call, in chunks if it computes gradients, or why none does."""
+    of = dict(zip(names, avals, strict=True))
+    decision = decide(rules, of, hardware.current(), for_gradient=primitive is not LOSS)
+    if decision.kernel is None:
+        return Plan(decision.declined)
+    if primitive is LOSS:
+        return Plan((), decision)
+    weight, tokens = of["weight"], of["labels"].size
+    of_weights = weight.dtype.itemsize, rules.chunk_size, chunks.KERNEL_BYTES
+    size = chunks.chunk_size(tokens, rules.vocabulary(weight.shape), *of_weights)
+    return Plan((), decision, notes=(chunks.in_words(tokens, size),))
 
 
 def _plain(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:

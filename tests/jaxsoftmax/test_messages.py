@@ -218,13 +218,15 @@ OF_EXPLAIN = [
     (ValueError, "op=['softmax'], expected one of softmax, softmax_vjp", {"op": ["softmax"]}),
     (TypeError, "scale is 2.0, but logsumexp has no scale. Multiply x by it bef", {"op": "logsumexp", "scale": 2.0}),
     (TypeError, "but logsumexp has no scale. Multiply x by it bef", {"op": "logsumexp", "scale": np.ones(3)}),
-    *((TypeError, f"device={device!r}, expected 'H100', 'H200', a pallas_kernels.hardware.Device, or None for the",
-       {"device": device}) for device in ("A100", "", 3)),
+    *((TypeError, f"device={device!r}, expected 'H100', 'H200', 'A100', 'B200', a pallas_kernels.hardware.Device, or N",
+       {"device": device}) for device in ("V100", "", 3)),
+    *((TypeError, f"{name} is given beside a function, expected no more than device and verbose. Pass {name} to what",
+       {"x": np.exp, name: value}) for name, value in (("op", "top_k"), ("axis", 0), ("scale", 2.0), ("k", 3))),
     *((TypeError, f"x is a {type(shape).__name__}, expected an array or a jax.ShapeDtypeStruct. Pass jax.ShapeDtypeSt",
        {"x": shape}) for shape in ((8, 128), [8, 128])),
 ]  # fmt: skip
 OF_EXPLAIN_ATTENTION = [
-    (TypeError, "device=3, expected 'H100', 'H200', a pallas_kernels.hardware.Device, or", {"device": 3}),
+    (TypeError, "device=3, expected 'H100', 'H200', 'A100', 'B200', a pallas_kernels", {"device": 3}),
     (ValueError, "op='backward', expected one of forward, vjp, jvp. Did you mean 'vjp'?", {"op": "backward"}),
 ]
 LABELS, QKV = np.array([0, 1]), {"query": Q, "key": K, "value": K}
