@@ -44,6 +44,8 @@ MOVING = ("hidden", "weight", "bias", "scale", "cap")  # the operands that have 
 TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
 
 KERNEL = "linear_cross_entropy"
+# What the kernel, and what computes gradients from its results, reads; it refuses other operands.
+_READ = {"hidden", "weight", "labels", "weights", "max", "sum", "entropy", COTANGENT + "loss", COTANGENT + "lse"}
 COLUMNS = (1,)  # the axes of a chunk's rows
 
 Operands = dict[str, jax.Array]
@@ -106,7 +108,7 @@ def kernel_reason(
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.linear_cross_entropy import forward as kernel
 
-    problem = _problem(rules, operands)
+    problem, unread = _problem(rules, operands), [name for name in operands if name not in _READ]
     why_not = {
         "implementation='xla'": rules.implementation == "xla",
         "chunk_size is given": rules.chunk_size is not None and not for_gradient,
@@ -117,6 +119,7 @@ def kernel_reason(
         "the kernel does not smooth labels": rules.smoothing != 0,
         "the kernel has no precision to choose": rules.precision is not None,
         "the gradient of entropies needs logits": COTANGENT + "entropy" in operands,
+        f"the kernel does not read {', '.join(unread)}": bool(unread),
         "the kernel is compiled for fixed shapes": not all(
             isinstance(n, int) for n in (problem.tokens, problem.embedding, problem.vocabulary)
         ),

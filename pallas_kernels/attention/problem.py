@@ -51,26 +51,29 @@ class Operand(NamedTuple):
     problem_field: str | None = None  # of `Attention`
     field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
     gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
+    in_kernels: bool = False  # whether this package's kernels read it; they refuse what they do not
     argument: str | None = None  # what `jaxsoftmax.flash_attention` calls it; None for the operand's own name
 
 
-_QUERY = Operand(3, "query", 1, query_axis=-3, padded="head_dim", is_differentiable=True)
-_KEY = Operand(3, "key", 1, key_axis=-3, padded="head_dim", is_differentiable=True)
+_QUERY = Operand(3, "query", 1, query_axis=-3, padded="head_dim", is_differentiable=True, in_kernels=True)
+_KEY = Operand(3, "key", 1, key_axis=-3, padded="head_dim", is_differentiable=True, in_kernels=True)
 _PAIRS = Operand(3, "query", query_axis=-2, key_axis=-1, broadcasts=True, field_is_shape=True)
-_BIAS = _PAIRS._replace(is_differentiable=True, problem_field="bias", gradient_on_request=True)
-_MASK = _PAIRS._replace(dtype=jnp.int8, problem_field="mask")
+_BIAS = _PAIRS._replace(is_differentiable=True, problem_field="bias", gradient_on_request=True, in_kernels=True)
+_MASK = _PAIRS._replace(dtype=jnp.int8, problem_field="mask", in_kernels=True)
 _KEEP = _PAIRS._replace(dtype=jnp.int8, problem_field="keep")
-_QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_lengths")
-_KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths")
-_QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids")
-_KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids")
-_QUERY_POSITIONS = Operand(1, query_axis=-1, problem_field="positions")
-_KEY_POSITIONS = Operand(1, key_axis=-1, problem_field="positions", argument="key_value_positions")
+_QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_lengths", in_kernels=True)
+_KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths", in_kernels=True)
+_QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids", in_kernels=True)
+_KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids", in_kernels=True)
+_QUERY_POSITIONS = Operand(1, query_axis=-1, problem_field="positions", in_kernels=True)
+_KEY_POSITIONS = Operand(1, key_axis=-1, problem_field="positions", argument="key_value_positions", in_kernels=True)
 _WINDOW_SIZES = Operand(1, broadcasts=True, has_batch=False, problem_field="window_sizes", argument="local_window_size")
 _CAP = Operand(
     0, is_differentiable=True, broadcasts=True, has_batch=False, problem_field="cap", argument="logits_soft_cap"
 )
-_SINKS = Operand(1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks")
+_SINKS = Operand(
+    1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks", in_kernels=True
+)
 
 
 class Operands(NamedTuple):
@@ -107,6 +110,7 @@ OPERANDS: dict[str, Operand] = {
     "out": Operand(3, "query", 1, query_axis=-3, padded="value_dim"),
     "lse": Operand(2, "query", query_axis=-1),
 }
+IN_KERNELS = {name for name, operand in OPERANDS.items() if operand.in_kernels} | {"block_tables"}
 PAIRS = {name for name, x in OPERANDS.items() if x.query_axis is not None and x.key_axis is not None}
 RANK = {name: operand.rank for name, operand in OPERANDS.items()}
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.is_differentiable)
@@ -289,6 +293,8 @@ def unsupported_reason(problem: Attention, *, widest: int) -> str | None:
             return f"the kernel takes {name} up to {widest} in multiples of 8; it is {size}"
     if problem.keep is not None:
         return "the kernels have no dropout"
+    if unread := [name for name in operand_names(problem) if name not in IN_KERNELS]:
+        return f"the kernels do not read {', '.join(unread)}"
     if 0 in (problem.batch, problem.query_heads, problem.query_length, problem.key_length):
         return "there is nothing to do"
     return None

@@ -39,6 +39,8 @@ class Config:
 
 def unsupported_reason(problem: Problem, *, takes_stats: bool = False) -> str | None:
     """Why no kernel takes the problem, or none but one that `takes_stats` of the rows as operands."""
+    if problem.op not in row_ops.OPERATIONS:
+        return f"the kernels have no {problem.op}"
     if problem.dtype.name not in DTYPES:
         return f"kernels take {', '.join(DTYPES)}; the input is {problem.dtype.name}"
     if problem.inner > 1:

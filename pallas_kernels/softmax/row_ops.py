@@ -2,7 +2,7 @@
 
 A kernel moves data and calls these: the row's maximum where the operation has one, then `summands`, whose sums over
 the row are its statistics, then `result`. A sum of exponentials is relative to the maximum and is rescaled when that
-rises, as in online softmax; `rescaled` says which sums are.
+rises, as in online softmax; `rescaled` says which sums are. The table `OPERATIONS`, at the end, has a row for each.
 """
 
 import math
@@ -58,18 +58,12 @@ def exp_for(problem: Problem) -> Exp:
 
 def has_max(op: Op) -> bool:
     """Whether the operation exponentiates its first operand."""
-    return op is not Op.SOFTMAX_TANGENT
+    return OPERATIONS[op].has_max
 
 
 def rescaled(problem: Problem) -> tuple[bool, ...]:
     """For each sum, whether it is relative to the maximum."""
-    if has_total(problem):
-        return (True, False)
-    return {
-        Op.SOFTMAX_TANGENT: (False,),
-        Op.LOG_SOFTMAX_TANGENT: (True, True),
-        Op.LOG_SOFTMAX_COTANGENT: (True, False),
-    }.get(problem.op, (True,))
+    return (True, False) if has_total(problem) else OPERATIONS[problem.op].rescaled
 
 
 def has_total(problem: Problem) -> bool:
@@ -85,12 +79,7 @@ def num_values(problem: Problem) -> int:
 def summands(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
     """The terms that are summed over the row; `maximum` has the tiles' shape."""
     first, *others = tiles
-    if maximum is None:
-        return (first * others[0],)
-    weights = decay(first, maximum, exp=exp)
-    if op is Op.LOG_SOFTMAX_TANGENT:
-        return weights, weights * others[0]
-    return (weights, *others)
+    return OPERATIONS[op].summands(first if maximum is None else decay(first, maximum, exp=exp), *others)
 
 
 def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, ...]:
@@ -189,26 +178,16 @@ def result(
     problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, broadcast: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
     """The operation's output for a tile; `broadcast` repeats a row's value over the tile."""
-    op, (first, *others) = problem.op, tiles
-    if stats.max is None:
-        out = first * (others[0] - broadcast(stats.sums[0]))
-        return out if problem.scale == 1.0 else out * problem.scale
-    if op is Op.SOFTMAX:
-        return decay(first, broadcast(stats.max), exp=exp) * broadcast(1.0 / stats.sums[0])
-    if op.has_labels:
-        out = decay(first, broadcast(stats.max), exp=exp) * broadcast(stats.factors[0])
-        for factor in stats.factors[1:]:
-            out = out - broadcast(factor)
-        return _soft_cap_grad(problem, out, first)
-    if op is Op.LOG_SOFTMAX:
-        return _times_unit(problem, first - broadcast(stats.max)) - broadcast(fast_math.log(stats.sums[0]))
-    (t,) = others
-    if op is Op.LOG_SOFTMAX_TANGENT:
-        out = t - broadcast(stats.sums[1] * (1.0 / stats.sums[0]))
-    else:
-        weights = decay(first, broadcast(stats.max), exp=exp)
-        out = t - weights * broadcast(stats.sums[1] * (1.0 / stats.sums[0]))
-    return out if problem.scale == 1.0 else out * problem.scale
+    of_tile = OPERATIONS[problem.op].result
+    assert of_tile is not None, f"{problem.op} gives numbers of rows alone"
+    first = tiles[0]
+    weights = lambda: decay(first, broadcast(_maximum(stats)), exp=exp)
+    return of_tile(problem, tiles, stats, weights, broadcast)
+
+
+def _maximum(stats: RowStats) -> jax.Array:
+    assert stats.max is not None
+    return stats.max
 
 
 def at_labels(problem: Problem, stats: RowStats, label_operands: LabelOperands, exp: Exp) -> jax.Array:
@@ -232,4 +211,73 @@ def _soft_cap_grad(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
 
 def masked_output(op: Op) -> float:
     """The output where the mask excludes an element."""
-    return -jnp.inf if op is Op.LOG_SOFTMAX else 0.0
+    return OPERATIONS[op].masked_output
+
+
+Weights = Callable[[], jax.Array]  # exp(x - max) of a tile
+Broadcast = Callable[[jax.Array], jax.Array]
+
+
+def _softmax(problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast) -> jax.Array:
+    return weights() * broadcast(1.0 / stats.sums[0])
+
+
+def _log_softmax(problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast) -> jax.Array:
+    return _times_unit(problem, tiles[0] - broadcast(_maximum(stats))) - broadcast(fast_math.log(stats.sums[0]))
+
+
+def _softmax_tangent(
+    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
+) -> jax.Array:
+    y, t = tiles
+    return _times_scale(problem, y * (t - broadcast(stats.sums[0])))
+
+
+def _log_softmax_tangent(
+    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
+) -> jax.Array:
+    return _times_scale(problem, tiles[1] - broadcast(stats.sums[1] * (1.0 / stats.sums[0])))
+
+
+def _log_softmax_cotangent(
+    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
+) -> jax.Array:
+    of_p = weights()
+    return _times_scale(problem, tiles[1] - of_p * broadcast(stats.sums[1] * (1.0 / stats.sums[0])))
+
+
+def _cross_entropy_gradient(
+    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
+) -> jax.Array:
+    out = weights() * broadcast(stats.factors[0])
+    for factor in stats.factors[1:]:
+        out = out - broadcast(factor)
+    return _soft_cap_grad(problem, out, tiles[0])
+
+
+def _times_scale(problem: Problem, x: jax.Array) -> jax.Array:
+    return x if problem.scale == 1.0 else x * problem.scale
+
+
+class RowOp(NamedTuple):
+    """What an operation computes of a row."""
+
+    result: Callable[..., jax.Array] | None  # a tile's output; None if only numbers of rows are results
+    summands: Callable[..., Tiles] = lambda weights, *others: (weights, *others)  # `weights`: exp(x - max)
+    rescaled: tuple[bool, ...] = (True,)  # for each sum, whether it is relative to the maximum
+    has_max: bool = True  # whether the first operand is exponentiated; otherwise it is the first of `summands`
+    masked_output: float = 0.0  # where the mask excludes an element
+
+
+# Kernels refuse an operation that is not here.
+OPERATIONS = {
+    Op.SOFTMAX: RowOp(_softmax),
+    Op.LOG_SOFTMAX: RowOp(_log_softmax, masked_output=-math.inf),
+    Op.STATS: RowOp(None),
+    Op.SOFTMAX_TANGENT: RowOp(_softmax_tangent, lambda y, t: (y * t,), (False,), has_max=False),
+    Op.LOG_SOFTMAX_TANGENT: RowOp(_log_softmax_tangent, lambda weights, t: (weights, weights * t), (True, True)),
+    Op.LOG_SOFTMAX_COTANGENT: RowOp(_log_softmax_cotangent, rescaled=(True, False)),
+    Op.CROSS_ENTROPY: RowOp(None),
+    Op.CROSS_ENTROPY_GRADIENT: RowOp(_cross_entropy_gradient),
+    Op.CROSS_ENTROPY_COTANGENT: RowOp(_cross_entropy_gradient),
+}
