@@ -1,9 +1,11 @@
 """Figures in the documents come from committed results, by a command."""
 
+import datetime
 import itertools
 import json
 import re
 
+import jax
 import pytest
 from matplotlib import pyplot
 
@@ -255,6 +257,37 @@ def test_every_promise_and_every_line_of_the_summary_selects_cases():
     assert {docs.line_of(case) for case in everything if "extended" in case["tags"]} == {None}
     wanted = [len(attention_cases.TABLE.select(tags=[promise.tag], pass_=["bwd"])) for promise in report.PROMISES]
     assert wanted == [32, 32, 27, 32]
+
+
+def test_a_header_says_what_was_measured_on_what(monkeypatch):
+    assert (measured._output("echo", " a "), measured._output("false"), measured._output("no such")) == (
+        "a",
+        None,
+        None,
+    )
+    asked = []
+
+    def output(command, query, *rest):
+        asked.append((command, *rest))
+        if command == "git":
+            return "abc-dirty"
+        return ", ".join(f"its {name}" for name in query.removeprefix("--query-gpu=").split(","))
+
+    monkeypatch.setattr(measured, "_output", output)
+    found = measured.header(commit=None, seed=3, rounds=2)
+    assert (found["schema"], found["commit"], found["seed"], found["rounds"]) == (1, "abc-dirty", 3, 2)
+    assert found["device"] == {x: f"its {x}" for x in ("name", "driver_version", "memory.total")}
+    assert found["clocks_before"] == measured.clocks() == {x: f"its {x}" for x in measured._CLOCKS.split(",")}
+    assert found["versions"]["jax"] == jax.__version__
+    assert "no package" not in found["versions"]
+    assert asked[0] == ("git", str(docs.ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    assert set(asked[1:]) == {("nvidia-smi", "--format=csv,noheader", "--id=0")}
+    when = datetime.datetime.fromisoformat(found["timestamp"])
+    assert (when.utcoffset(), when.microsecond) == (datetime.timedelta(0), 0)
+    monkeypatch.setattr(measured, "_output", lambda *_: None)
+    found = measured.header(commit="given", seed=0, rounds=1)
+    assert (found["commit"], found["clocks_before"]) == ("given", {})
+    assert found["device"]["name"].startswith("CPU (")
 
 
 def test_result_files_are_plain_json(folder):

@@ -102,6 +102,10 @@ def test_without_a_batch_and_with_several() -> None:
         {"mask": rng.random((6, 1, 5, 7)) < 0.8, "key_value_seq_lengths": lengths},
         {"bias": rng.normal(size=(6, 4, 5, 7)).astype(np.float32), "query_seq_lengths": lengths},
         {"query_segment_ids": rng.integers(0, 2, (6, 5)), "key_value_segment_ids": rng.integers(0, 2, (6, 7))},
+        {
+            "query_segment_ids": rng.integers(0, 2, (6, 5), "uint32"),  # become ranks beside signed ones
+            "key_value_segment_ids": rng.integers(0, 2, (6, 7), "int32"),
+        },
         {"query_positions": rng.integers(0, 9, (6, 5)), "key_value_positions": rng.integers(0, 9, (6, 7))},
     ]
     for batched in arguments:

@@ -113,13 +113,28 @@ def row_problems() -> Iterator[tuple[Problem, str | None]]:
         yield Problem(Op.SOFTMAX, rows, cols, jnp.dtype("float32")), None
 
 
+def _more_row_problems() -> Iterator[Problem]:
+    """Plain rows of as many bytes as decide, and others of any number of vectors of 16 bytes."""
+    draw = random.Random(1)
+    for kib, name in itertools.product(ROW_KIB, DTYPES):
+        dtype = jnp.dtype(name)
+        yield Problem(Op.SOFTMAX, 65536, kib * KIB // dtype.itemsize, dtype)
+    sizes = [16 * vectors for vectors in range(1, 65) for _ in range(4)]
+    sizes += [kib * KIB + draw.randrange(64) * 16 for kib in range(1, 400) for _ in range(2)]
+    for size, name in itertools.product(sizes, DTYPES):
+        op, dtype = draw.choice(list(Op)), jnp.dtype(name)
+        cols = max(size // dtype.itemsize // (2 if op.is_linear else 1) + draw.choice((0, 0, 0, 1)), 1)
+        yield Problem(op, draw.choice(ROWS), cols, dtype)
+
+
 def attention_problems(drawn: range = range(800)) -> Iterator[Any]:
+    heads_of = HEADS, (*HEADS, (4, 2), (12, 2), (20, 4))
     for i in drawn:
         draw = random.Random(i)
         op, plain = draw.choice(list(AttentionOp)), draw.random() < 0.4
         kind = {} if plain else draw.choice(list(attention_cases.KINDS.values()))
         options = draw.choice(OPTIONS) | {"bias_gradient": "bias" in kind and op is AttentionOp.BACKWARD}
-        lengths, dims, heads = (draw.choice(LENGTHS), draw.choice(LENGTHS)), draw.choice(DIMS), draw.choice(HEADS)
+        lengths, dims, heads = (draw.choice(LENGTHS), draw.choice(LENGTHS)), draw.choice(DIMS), draw.choice(heads_of[i >= 800])
         dtype = draw.choice(("bfloat16", "float16"))
         yield attention_cases.problem_of(op, kind | options, lengths, dims, dtype, heads, draw.choice(BATCHES))
     # Sequences that each have their own number of keys.
@@ -138,13 +153,18 @@ def record() -> str:
 def _digests() -> Iterator[str]:
     """Of more calls than fit in a file, the configs of all that were drawn alike, in their order, as one number."""
     lines: dict[str, list[str]] = {}
+    for problem in _more_row_problems():
+        ladder = dispatch.priority(problem, UNTUNED)
+        configs = [dispatch.KERNELS[name].configs(problem, UNTUNED) for name in ladder]
+        lines.setdefault(f"rows of {problem.dtype}", []).append(f"{_fields(problem)}: {ladder} {configs}")
     for problem in attention_problems(range(800, 3000)):
         decision = attention_dispatch.decide(problem, UNTUNED)
         configs = decision.chosen.configs(problem, UNTUNED) if decision.chosen else ()
-        kind = f"{problem.op.name.lower()}, heads up to {next(n for n in (64, 128, 256) if problem.widest <= n)}"
+        width = next(n for n in (64, 128, 256) if problem.widest <= n)
+        kind = f"attention, {problem.op.name.lower()}, heads up to {width}"
         lines.setdefault(kind, []).append(f"{_line(decision)} {configs}")
     for kind, found in sorted(lines.items()):
-        yield f"{len(found)} more of attention, {kind}: {zlib.crc32(''.join(found).encode()):08x}\n"
+        yield f"{len(found)} more of {kind}: {zlib.crc32(''.join(found).encode()):08x}\n"
 
 
 def _line(of: Decision) -> str:
