@@ -134,7 +134,8 @@ def attention_problems(drawn: range = range(800)) -> Iterator[Any]:
         op, plain = draw.choice(list(AttentionOp)), draw.random() < 0.4
         kind = {} if plain else draw.choice(list(attention_cases.KINDS.values()))
         options = draw.choice(OPTIONS) | {"bias_gradient": "bias" in kind and op is AttentionOp.BACKWARD}
-        lengths, dims, heads = (draw.choice(LENGTHS), draw.choice(LENGTHS)), draw.choice(DIMS), draw.choice(heads_of[i >= 800])
+        lengths, dims = (draw.choice(LENGTHS), draw.choice(LENGTHS)), draw.choice(DIMS)
+        heads = draw.choice(heads_of[i >= 800])
         dtype = draw.choice(("bfloat16", "float16"))
         yield attention_cases.problem_of(op, kind | options, lengths, dims, dtype, heads, draw.choice(BATCHES))
     # Sequences that each have their own number of keys.
