@@ -570,7 +570,13 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
                 registers.flat[2 * j + r] = vector.from_elements(registers.flat[2 * j + r].type, values)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return ptx.inline(mask_tile, (x, WGMMA), *limits, result=(shape, jnp.float32, WGMMA))
+    return ptx.inline(
+        mask_tile,
+        (x, WGMMA),
+        *limits,
+        result=(shape, jnp.float32, WGMMA),
+        static={"left": left, "ragged": ragged, "right": right, "shape": shape},
+    )
 
 
 def zero_rows(target: Any, lse: Any) -> None:

@@ -76,7 +76,13 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
         signed = True if isinstance(element, ir.IntegerType) else None
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=signed)
 
-    return ptx.inline(load_broadcast, ref, *corner, result=((WARPGROUP_ROWS, columns), dtype, WGMMA))
+    return ptx.inline(
+        load_broadcast,
+        ref,
+        *corner,
+        result=((WARPGROUP_ROWS, columns), dtype, WGMMA),
+        static={"columns": columns, "shape": shape},
+    )
 
 
 def store_tile(target: jax.Ref, values: jax.Array, corner: tuple[Index, Index, Index]) -> None:
@@ -146,7 +152,13 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int, repeats: in
         registers.flat[:] = pairs * (2 // len(pairs))
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=False)
 
-    return ptx.inline(load_words, ref, *corner, result=((WARPGROUP_ROWS, 8), jnp.uint32, WGMMA))
+    return ptx.inline(
+        load_words,
+        ref,
+        *corner,
+        result=((WARPGROUP_ROWS, 8), jnp.uint32, WGMMA),
+        static={"repeats": repeats, "row_axis": row_axis, "rows": rows, "shape": shape},
+    )
 
 
 def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
@@ -164,7 +176,7 @@ def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
             registers.flat[r] = vector.from_elements(ir.VectorType.get((layout.vector_length,), f32), [number])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return ptx.inline(load_numbers, ref, pack, result=((WARPGROUP_ROWS,), jnp.float32, ROW))
+    return ptx.inline(load_numbers, ref, pack, result=((WARPGROUP_ROWS,), jnp.float32, ROW), static={"heads": heads})
 
 
 def lacks_page(tables: jax.Ref, batch: Index, first: Index, end: Index, pages: int) -> jax.Array:
@@ -182,7 +194,7 @@ def lacks_page(tables: jax.Ref, batch: Index, first: Index, end: Index, pages: i
 
     def search(i: jax.Array, found: jax.Array) -> jax.Array:
         at = first + i * (32 * _ENTRIES)
-        return found | ptx.inline(vote_missing, tables, batch, at, end, result=INTEGER)
+        return found | ptx.inline(vote_missing, tables, batch, at, end, result=INTEGER, static={"pages": pages})
 
     return lax.fori_loop(0, pl.cdiv(end - first, jnp.int32(32 * _ENTRIES)), search, jnp.int32(0)) != 0
 
@@ -296,7 +308,16 @@ def _apply_pairs(
     batch, head, row, column = (jnp.int32(i) for i in corner)
     rows = load_tile(of_rows, (batch, head, row, column), 8)
     result = x.shape, x.dtype, WGMMA
-    return ptx.inline(apply_tests, of_columns, (x, WGMMA), (rows, WGMMA), batch, column, result=result)
+    return ptx.inline(
+        apply_tests,
+        of_columns,
+        (x, WGMMA),
+        (rows, WGMMA),
+        batch,
+        column,
+        result=result,
+        static={"size": size, "tests": tests},
+    )
 
 
 def warp_uniform(x: jax.Array) -> jax.Array:
@@ -327,7 +348,7 @@ def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
             above.append(arith.cmpf(arith.CmpFPredicate.UGT, product, limit))
         return _vote(above)
 
-    return ptx.inline(vote_above, (x, WGMMA), (limits, ROW), result=INTEGER) != 0
+    return ptx.inline(vote_above, (x, WGMMA), (limits, ROW), result=INTEGER, static={"factor": factor}) != 0
 
 
 def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -339,7 +360,9 @@ def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
             registers.flat[i] = llvm.intr_fma(a, utils.c(factor, a.type), arith.negf(b))
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return ptx.inline(multiply_subtract, (x, WGMMA), (y, WGMMA), result=(x.shape, x.dtype, WGMMA))
+    return ptx.inline(
+        multiply_subtract, (x, WGMMA), (y, WGMMA), result=(x.shape, x.dtype, WGMMA), static={"factor": factor}
+    )
 
 
 def _vote(mask_bits: list[ir.Value]) -> mgpu.FragmentedArray:

@@ -249,4 +249,9 @@ def _fold_columns(operation: Callable[..., Any], x: jax.Array, columns: int) -> 
             parts = [operation(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
         return parts[0]
 
-    return ptx.inline(fold_groups, (x, WGMMA), result=((x.shape[0], columns), x.dtype, WGMMA))
+    return ptx.inline(
+        fold_groups,
+        (x, WGMMA),
+        result=((x.shape[0], columns), x.dtype, WGMMA),
+        static={"columns": columns, "operation": operation},
+    )

@@ -155,7 +155,7 @@ def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
         )
 
     target = plgpu.RefType(wgmma.transforms(columns, dtype) if tiled else ())
-    ptx.inline(copy_tile, source, (to, target), full, *starts)
+    ptx.inline(copy_tile, source, (to, target), full, *starts, static={"sizes": sizes})
 
 
 def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> Callable[..., None]:
@@ -191,7 +191,7 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
             copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
         return None
 
-    ptx.inline(copy_panels, source, to, full, *starts)
+    ptx.inline(copy_panels, source, to, full, *starts, static={"sizes": sizes})
 
 
 def copy_pages(
@@ -236,7 +236,7 @@ def copy_pages(
                 predicate=is_mine,
             )
 
-    ptx.inline(copy_own_page, source, tables, to, full, *at)
+    ptx.inline(copy_own_page, source, tables, to, full, *at, static={"pages_first": pages_first})
 
 
 def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
@@ -259,7 +259,7 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
                 arrive=True,
             )
 
-    ptx.inline(store_panels, source, target, column, *starts)
+    ptx.inline(store_panels, source, target, column, *starts, static={"sizes": sizes})
 
 
 def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[Index], tuple[int, ...]]:

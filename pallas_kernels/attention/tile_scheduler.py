@@ -69,7 +69,9 @@ def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array
                 numbers.append(ptx.integer(ptx.uniform(number) if uniform else number))
         return numbers
 
-    return ptx.inline(load_record, tile_smem, t, result=[ptx.INTEGER] * rows * columns)
+    return ptx.inline(
+        load_record, tile_smem, t, result=[ptx.INTEGER] * rows * columns, static={"columns": columns, "rows": rows}
+    )
 
 
 def fetch_tile(tile_counter: jax.Ref) -> jax.Array:

@@ -54,7 +54,7 @@ def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None
             pairs.append(tuple([_panel_descriptor(*place)] for place in places))
         return _issue(pairs, numbers, dtype, *sums)
 
-    return _call(multiply_shared, (left, right), numbers, sums)
+    return _call(multiply_shared, (left, right), numbers, sums, depth=depth)
 
 
 def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
@@ -69,7 +69,7 @@ def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
             pairs.append((words[4 * i : 4 * i + 4], [descriptor]))
         return _issue(pairs, numbers, dtype, *sums, transposed=(False, True))
 
-    return _call(multiply_registers, (left, right), numbers, sums)
+    return _call(multiply_registers, (left, right), numbers, sums, numbers=numbers)
 
 
 def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
@@ -86,10 +86,11 @@ def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
     return _call(multiply_transposed, (*left, *right), panels * columns, None)
 
 
-def _call(operation: Any, factors: tuple[Any, ...], numbers: int, sums: jax.Array | None) -> jax.Array:
+def _call(operation: Any, factors: tuple[Any, ...], columns: int, sums: jax.Array | None, **static: Any) -> jax.Array:
     operands = [*factors] if sums is None else [*factors, sums]
     operands = [(x, WGMMA) if isinstance(x, jax.Array) else x for x in operands]
-    return ptx.inline(operation, *operands, result=((WARPGROUP_ROWS, numbers), jnp.float32, WGMMA))
+    result = (WARPGROUP_ROWS, columns), jnp.float32, WGMMA
+    return ptx.inline(operation, *operands, result=result, static=static)
 
 
 def _issue(
@@ -338,7 +339,15 @@ def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord, *, queries_
             operands = [address, _number(value), ptx.bit_and(first, exists)]
             ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", operands)
 
-    ptx.inline(store_row_values, target, (values, ROW), place.batch, place.head, place.row)
+    ptx.inline(
+        store_row_values,
+        target,
+        (values, ROW),
+        place.batch,
+        place.head,
+        place.row,
+        static={"packed": packed, "queries": queries, "queries_first": queries_first},
+    )
 
 
 def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
@@ -361,7 +370,15 @@ def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) 
             text = f"@$3 st.global.v2.f32 [$0+{i // 2 * 32}], {{$1, $2}};"
             ptx.asm(text, "l,f,f,b,~{memory}", [addresses[i % 2], *ptx.elements(pair), stored[i % 2]])
 
-    ptx.inline(store_row_sums, target, (sums, WGMMA), place.batch, place.head, place.row)
+    ptx.inline(
+        store_row_sums,
+        target,
+        (sums, WGMMA),
+        place.batch,
+        place.head,
+        place.row,
+        static={"column": column, "packed": packed},
+    )
 
 
 def _row_coord(

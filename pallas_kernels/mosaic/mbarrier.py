@@ -41,7 +41,7 @@ def start_barriers(ref: jax.Ref, arrivals: tuple[int, ...]) -> None:
         text = makes + "@$1 fence.mbarrier_init.release.cluster;"
         ptx.asm(text, "r,b", [ptx.shared_address(ref), ptx.compare("eq", utils.thread_idx(), 0)])
 
-    ptx.inline(make_barriers, ref)
+    ptx.inline(make_barriers, ref, static={"arrivals": arrivals})
 
 
 def expect_bytes(ref: jax.Ref, count: int) -> None:
@@ -51,7 +51,7 @@ def expect_bytes(ref: jax.Ref, count: int) -> None:
         text = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {count};"
         ptx.asm(text, "r,b", [ptx.shared_address(ref), _leader()])
 
-    ptx.inline(announce, ref)
+    ptx.inline(announce, ref, static={"count": count})
 
 
 def arrive_each(ref: jax.Ref) -> None:
@@ -115,7 +115,7 @@ def copy_row(
         operands = [ptx.shared_address(barrier), ptx.shared_address(to), address, size, _leader(), some]
         ptx.asm(text, "r,r,l,r,b,b", operands)
 
-    ptx.inline(copy_vectors, ref, row, first, to, barrier, label)
+    ptx.inline(copy_vectors, ref, row, first, to, barrier, label, static={"row_pred": row_pred, "vectors": vectors})
 
 
 def fill_outside(
@@ -146,7 +146,14 @@ def fill_outside(
                 kind, at = "h" if bits == 16 else "r", ptx.add(address, e * dtype.itemsize)
                 ptx.asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, ptx.bit_and(owned, outside)])
 
-    ptx.inline(fill_elements, gmem, row, first, to)
+    ptx.inline(
+        fill_elements,
+        gmem,
+        row,
+        first,
+        to,
+        static={"fill": fill, "row_pred": row_pred, "start": start, "stop": stop, "threads": threads},
+    )
 
 
 def wrap(
@@ -186,4 +193,14 @@ def wrap(
 
     tails = () if tail is None else (tail,)
     result = tile.shape, dtype, tile.layout
-    return ptx.inline(wrap_tile, (raw, tile.layout), gmem, row, staged, at, *tails, result=result)
+    return ptx.inline(
+        wrap_tile,
+        (raw, tile.layout),
+        gmem,
+        row,
+        staged,
+        at,
+        *tails,
+        result=result,
+        static={"fill_word": fill_word, "tile": tile, "vectors": vectors},
+    )

@@ -1,7 +1,7 @@
 """Helpers to emit inline PTX into a kernel, and to keep the compilers from unrolling and hoisting."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,11 +147,14 @@ def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
     asm_value(text, constraints, operands, ir.Type.parse("!llvm.void"))
 
 
-def inline(body: Callable[..., Any], *operands: Any, result: Any = None) -> Any:
+def inline(
+    body: Callable[..., Any], *operands: Any, result: Any = None, static: Mapping[str, Any] | None = None
+) -> Any:
     """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
 
     An operand is a reference or a `Part` of one, an integer that is the same in every thread, or a pair of any and its
-    type: an array's layout, or a reference's transforms. Of a list of `result`, arrays are returned.
+    type: an array's layout, or a reference's transforms. Of a list of `result`, arrays are returned. `static` has what
+    else the body's meaning depends on, by the names that its model in the tests' simulated GPU has for it.
     """
     types, arguments = [], []
     for x in operands:
@@ -169,6 +172,7 @@ def inline(body: Callable[..., Any], *operands: Any, result: Any = None) -> Any:
     def of_parts(ctx, *operands):
         return body(ctx, *(x.cut() if isinstance(x, Part) else x for x in operands))
 
+    vars(of_parts)["static"] = static or {}
     struct = lambda of: plgpu.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), layout=of[2])
     returned = [*map(struct, result)] if isinstance(result, list) else None if result is None else struct(result)
     return plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)(of_parts)(*arguments)

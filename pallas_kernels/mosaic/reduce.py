@@ -72,7 +72,7 @@ class ReductionBuffer:
                         )
 
         if self.spare:
-            ptx.inline(clear_slots, slots)
+            ptx.inline(clear_slots, slots, static={"buffer": self, "threads": threads})
 
     @property
     def layout(self) -> Any:
@@ -104,7 +104,7 @@ def block_gather(
             at = ptx.add(ptx.shared_address(slots), ptx.add(slot, 4 * q * buffer.slots))
             ptx.asm("@$2 st.shared.b32 [$0], $1;", "r,r,b", [at, ptx.word(value), first_lane])
 
-    ptx.inline(publish, slots, warpgroup, *((value, layout) for value in values))
+    ptx.inline(publish, slots, warpgroup, *((value, layout) for value in values), static={"buffer": buffer})
     sync_block(warpgroups)
     return buffer.read(slots)
 
@@ -137,7 +137,9 @@ def cluster_gather(
             )
             ptx.asm(text, "r,r,r,r,b", [at, ptx.shared_address(barrier), lane, ptx.word(value), to_peer])
 
-    ptx.inline(send, slots, barrier, warpgroup, *((value, layout) for value in values))
+    ptx.inline(
+        send, slots, barrier, warpgroup, *((value, layout) for value in values), static={"buffer": buffer, "ctas": ctas}
+    )
     mbarrier.wait(barrier, parity)
     return buffer.read(slots)
 
@@ -148,7 +150,7 @@ def sync_block(warpgroups: int) -> None:
     def block_sync(ctx):
         ptx.asm(f"barrier.sync.aligned {BLOCK}, {WARPGROUP * warpgroups};", "~{memory}", [])
 
-    ptx.inline(block_sync)
+    ptx.inline(block_sync, static={"warpgroups": warpgroups})
 
 
 def arrive_in_cluster() -> None:
@@ -241,7 +243,7 @@ def grid_store(
             at = _word(buffer, words, ptx.scalar(row), q, ptx.scalar(rank))
             ptx.asm("@$2 st.relaxed.gpu.global.b32 [$0], $1;", "l,r,b", [at, ptx.word(value), first])
 
-    ptx.inline(publish_words, words, row, rank, *((value, layout) for value in values))
+    ptx.inline(publish_words, words, row, rank, *((value, layout) for value in values), static={"buffer": buffer})
 
 
 def grid_load(buffer: ReductionBuffer, words: jax.Ref, row: Index, slots: jax.Ref, warpgroups: int) -> list[jax.Array]:
@@ -260,7 +262,7 @@ def grid_load(buffer: ReductionBuffer, words: jax.Ref, row: Index, slots: jax.Re
                 )
                 ptx.asm(text, "l,r,b,~{memory}", [_word(buffer, words, ptx.scalar(row), q, of), slot, waits])
 
-    ptx.inline(await_words, words, slots, row)
+    ptx.inline(await_words, words, slots, row, static={"buffer": buffer, "threads": threads})
     sync_block(warpgroups)
     return buffer.read(slots)
 

@@ -34,7 +34,13 @@ def load(ref: jax.Ref, row: Index, tile: RegisterTile, *, fill: int) -> jax.Arra
         return _fragment(value, tile, True if element == word_type else None)
 
     rows = ref.shape[0]
-    return ptx.inline(load_number, ref, row, result=((tile.rows,), dtype, tile.layout.reduce(1)))
+    return ptx.inline(
+        load_number,
+        ref,
+        row,
+        result=((tile.rows,), dtype, tile.layout.reduce(1)),
+        static={"rows": rows, "tile": tile, "word": word},
+    )
 
 
 def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -61,7 +67,14 @@ def load_element(ref: jax.Ref, row: Index, column: jax.Array, tile: RegisterTile
         return _fragment(value, tile, None)
 
     layout = tile.layout.reduce(1)
-    return ptx.inline(load_from, ref, row, (column, layout), result=((tile.rows,), jnp.float32, layout))
+    return ptx.inline(
+        load_from,
+        ref,
+        row,
+        (column, layout),
+        result=((tile.rows,), jnp.float32, layout),
+        static={"rows": rows, "tile": tile},
+    )
 
 
 def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> None:
@@ -78,7 +91,7 @@ def store(ref: jax.Ref, row: Index, value: jax.Array, tile: RegisterTile) -> Non
         )
 
     ref_rows = ref.shape[0]
-    ptx.inline(store_each, ref, (value, tile.layout.reduce(1)), row)
+    ptx.inline(store_each, ref, (value, tile.layout.reduce(1)), row, static={"ref_rows": ref_rows, "tile": tile})
 
 
 def store_element(
@@ -118,7 +131,15 @@ def store_element(
         ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
-    ptx.inline(store_over, ref, (column, layout), (value, layout), row, first)
+    ptx.inline(
+        store_over,
+        ref,
+        (column, layout),
+        (value, layout),
+        row,
+        first,
+        static={"cols": cols, "tile": tile, "vectors": vectors, "warpgroups": warpgroups},
+    )
 
 
 def of_first_lane(value: jax.Array, tile: RegisterTile) -> jax.Array:
@@ -190,7 +211,14 @@ def sums_of_rows(ref: jax.Ref, row: Index, z: jax.Array, tile: RegisterTile) -> 
             total = add(total, from_lane(total, arith.xori(lane, ptx.c32(apart))))
         return _fragment(total, tile, None)
 
-    return ptx.inline(add_rows, ref, (z, tile.layout), row, result=((tile.rows,), jnp.float32, layout))
+    return ptx.inline(
+        add_rows,
+        ref,
+        (z, tile.layout),
+        row,
+        result=((tile.rows,), jnp.float32, layout),
+        static={"row_pred": row_pred, "tile": tile},
+    )
 
 
 def _over_registers(parts: list[list[ir.Value]], add: Callable[..., ir.Value]) -> list[ir.Value]:

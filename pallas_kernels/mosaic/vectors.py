@@ -277,7 +277,15 @@ def load(
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     of_rows = () if labels is None else ((labels, tile.layout.reduce(1)),)
-    return ptx.inline(load_vectors, ref, row, first, *of_rows, result=(tile.shape, dtype, tile.layout))
+    return ptx.inline(
+        load_vectors,
+        ref,
+        row,
+        first,
+        *of_rows,
+        result=(tile.shape, dtype, tile.layout),
+        static={"fill": fill, "row_pred": row_pred},
+    )
 
 
 def store(
@@ -320,7 +328,7 @@ def store(
                 [v.address, *ptx.elements(vector.bitcast(words, register)), *operands],
             )
 
-    ptx.inline(store_vectors, ref, (value, tile.layout), row, first)
+    ptx.inline(store_vectors, ref, (value, tile.layout), row, first, static={"row_pred": row_pred})
 
 
 def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
@@ -353,7 +361,14 @@ def select_inside(
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), chosen)
         return mgpu.FragmentedArray(_registers=registers, _layout=z.layout, _is_signed=None)
 
-    return ptx.inline(keep_inside, (z, tile.layout), row, first, result=(tile.shape, jnp.float32, tile.layout))
+    return ptx.inline(
+        keep_inside,
+        (z, tile.layout),
+        row,
+        first,
+        result=(tile.shape, jnp.float32, tile.layout),
+        static={"other": other, "row_pred": row_pred},
+    )
 
 
 def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: RegisterTile) -> jax.Array:
@@ -382,4 +397,11 @@ def _load_mask(ref: jax.Ref, rows: int, row: Index, first: Index, tile: Register
             registers.flat[v.register] = vector.from_elements(ir.VectorType.get((tile.vector,), f32), held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return ptx.inline(load_mask, ref, row, first, result=(tile.shape, jnp.float32, tile.layout))
+    return ptx.inline(
+        load_mask,
+        ref,
+        row,
+        first,
+        result=(tile.shape, jnp.float32, tile.layout),
+        static={"mask_rows": mask_rows, "row_pred": row_pred},
+    )

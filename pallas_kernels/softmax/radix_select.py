@@ -67,7 +67,13 @@ def _load(ref: jax.Ref, first: jax.Array, width: int) -> jax.Array:
             registers.flat[j] = vector.from_elements(ir.VectorType.get((1,), f32), [x])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return ptx.inline(load_keys, ref, first, result=((WARPS, width), jnp.float32, _LAYOUT))
+    return ptx.inline(
+        load_keys,
+        ref,
+        first,
+        result=((WARPS, width), jnp.float32, _LAYOUT),
+        static={"cols": cols, "rows": rows, "width": width},
+    )
 
 
 def _stage(columns: jax.Ref, staged_keys: jax.Ref | None, keys: jax.Array, order: jax.Array, left: jax.Array) -> None:
@@ -140,7 +146,14 @@ def _store(ref: jax.Ref, columns: jax.Ref, staged_keys: jax.Ref | None, first: j
             address = ptx.add(in_row, ptx.mul(arith.extui(ptx.i64(), place), 4))
             ptx.asm("@$2 st.global.b32 [$0], $1;", "l,r,b", [address, load(of_columns, slot, inside), inside])
 
-    ptx.inline(store_selected, ref, columns, first, *(() if staged_keys is None else (staged_keys,)))
+    ptx.inline(
+        store_selected,
+        ref,
+        columns,
+        first,
+        *(() if staged_keys is None else (staged_keys,)),
+        static={"k": k, "rows": rows},
+    )
 
 
 def _row_addresses(refs: Sequence[ir.Value], warp: ir.Value, k: int) -> list[ir.Value]:

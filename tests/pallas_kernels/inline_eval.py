@@ -395,7 +395,8 @@ class Inline:
     def __init__(self) -> None:
         self.evaluated: set[str] = set()
 
-    def __call__(self, body: Callable[..., Any], *operands: Any, result: Any = None) -> Any:
+    def __call__(self, body: Callable[..., Any], *operands: Any, result: Any = None, static: Any = None) -> Any:
+        vars(body)["static"] = static or {}
         values = [x[0] if isinstance(x, tuple) else x for x in operands]
         layouts = [x[1] if isinstance(x, tuple) else None for x in operands]
         values = [x if isinstance(x, Ref) else np.asarray(x) for x in values]

@@ -1,6 +1,6 @@
 """What the inline-assembly operations of `pallas_kernels` mean: for each, a few lines in terms of a simulated GPU.
 
-A model is found by the operation's name; what is static in it comes from the variables that the operation closes over.
+A model is found by the operation's name; what is static in it is what `ptx.inline` was given as `static`.
 """
 
 import functools
@@ -21,12 +21,12 @@ from pallas_kernels.mosaic import reduce
 
 def of(operation: Callable[..., Any]) -> Callable[..., Any] | None:
     """The model of an operation: its own `interpret`, or the one below that has its name."""
+    static = types.SimpleNamespace(**getattr(operation, "static", {}))
     operation = inspect.unwrap(operation)
     name, own = operation.__name__, getattr(operation, "interpret", None)
     model = _SHORT.get(name, globals().get(f"_{name}"))
     if own is not None or model is None:
         return own
-    static = types.SimpleNamespace(**inspect.getclosurevars(operation).nonlocals)
     return lambda machine, *arguments: model(machine, static, *arguments)
 
 
@@ -267,7 +267,7 @@ def _send(machine: Any, static: Any, slots: Any, barrier: Any, index: Any, *valu
 
 
 def _clear_slots(machine: Any, static: Any, slots: Any) -> None:
-    buffer = static.self
+    buffer = static.buffer
     turn, q, spare = np.indices((2, buffer.num_values, buffer.slots - buffer.num_ranks))
     fill = np.where((q == 0) & (buffer.num_values > 1), -np.inf, 0.0)
     mine = spare % static.threads // 128 == machine.warpgroup

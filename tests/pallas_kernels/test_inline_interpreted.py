@@ -264,3 +264,26 @@ def test_every_body_has_a_model_and_is_evaluated_or_left_for_a_reason():
     )
     for name in set(found) - {"operation"}:
         assert re.search(rf'def _{name}\(|"{name}": lambda|{name}\.interpret =', source), f"{name} has no model"
+
+
+def test_a_model_reads_what_its_operation_declares_and_nothing_else():
+    """Of `static` alone: no model knows the names of variables in a kernel."""
+    text = Path(models.__file__).read_text()
+    assert not re.search("closure|freevars|f_locals|cell_contents", text)
+    written = {n.name.removeprefix("_"): ast.unparse(n) for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+    written |= dict(re.findall(r'"(\w+)": (lambda machine, static.*)', text))
+    read: dict[str, set[str]] = {}
+    for name, model in written.items():
+        of_others = "".join(
+            written[other] for other in re.findall(r"_(\w+)\(machine, static,", model.split("\n", 1)[-1])
+        )
+        read[name] = set(re.findall(r"static\.(\w+)", model + of_others))
+    declared: dict[str, set[str]] = {}
+    for path in sorted((Path(gather.__file__).parents[1]).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("ptx.inline", "inline"):
+                given = next((x.value for x in call.keywords if x.arg == "static"), None)
+                if isinstance(given, ast.Dict):
+                    declared[ast.unparse(call.args[0])] = {ast.literal_eval(key) for key in given.keys if key}
+    products = {"multiply_shared": {"depth"}, "multiply_registers": {"numbers"}}
+    assert declared | products == {name: names for name, names in read.items() if names}
